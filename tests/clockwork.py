@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.control.adaptive import AdaptiveK
-from engine.control.controller import Control, StepFeedback
+from engine.control.controller import StepFeedback
 from engine.control.traits import Found, Traits
 from engine.kv.pages import PagePool
 from engine.params import SpeculationMode
@@ -87,7 +87,6 @@ class Machine:
         acceptance: float,
         prompt: int,
         output: int = 128,
-        control: Control | None = None,
         noise: float = 0.2,
         outliers: float = 0.02,
         mode: SpeculationMode = SpeculationMode.AUTO,
@@ -98,14 +97,12 @@ class Machine:
         self.costs, self.batch, self.acceptance, self.prompt, self.output = costs, batch, acceptance, prompt, output
         self.noise, self.outliers, self.mode, self.looks_up, self.hits = noise, outliers, mode, looks_up, hits
         looks = Traits(find=lambda sequence, k: Found(self._find(sequence, k)))
-        self.control = control or AdaptiveK({"model": looks if looks_up else READS})
+        self.control = AdaptiveK({"model": looks if looks_up else READS})
         pools = [PagePool(64 * 200, 32, prefix_cache=False) for _ in range(2)]
         self.schedule = Scheduler(pools[0], 64, BUDGET, {} if looks_up else {"model": pools[1]}, control=self.control)
         self.random = np.random.default_rng(seed)
         self.books = Books()
         self.chosen: list[list[int]] = []
-        self.switches = 0  # from drafts to none or back, trials left out
-        self._was_on: bool | None = None
         self._finds: dict[Sequence, tuple[int, int, bool]] = {}  # at which length, how many right, if anything at all
         self._count = 0
         self._seen: set[Sequence] = set()
@@ -147,7 +144,7 @@ class Machine:
         none = [0] * len(others)
         self._commit([*steady, *others], drafted + none, accepted + none)
         self.control.learn(done)
-        self._watch(steady)
+        self.chosen.append([w.num_draft for w in steady])
 
     def warm_up(self) -> None:
         """What the server does before it takes requests, with text of its own, of which six drafts in ten are kept."""
@@ -252,15 +249,8 @@ class Machine:
             step = self._target(n, n * fed, context, context * fed) + drafting
             books.fixed[k] += tokens * step / (n * expected(self.acceptance, k, self.hits))
             books.fixed[k] += first_reading if k else 0.0
-        if isinstance(self.control, AdaptiveK) and self.control.is_exploring:
+        if self.control.is_exploring:
             books.trial_seconds += seconds - plain * tokens / n
-
-    def _watch(self, works: list[Work]) -> None:
-        self.chosen.append([w.num_draft for w in works])
-        if works and not (isinstance(self.control, AdaptiveK) and self.control.is_exploring):
-            is_on = any(w.num_draft for w in works)
-            self.switches += self._was_on is not None and is_on != self._was_on
-            self._was_on = is_on
 
 
 def expected(acceptance: float, k: int, hits: float = 1.0) -> float:

@@ -33,10 +33,9 @@ LAWS = (
 
 
 @lru_cache
-def models(family: str = "llama", device: str = "cpu"):
+def models(family: str = "llama"):
     """A target, and a draft that is often right."""
-    pair = zoo.ours(zoo.reference(family)), zoo.near(zoo.reference(family))
-    return tuple(model.to(device) for model in pair)
+    return zoo.ours(zoo.reference(family)), zoo.near(zoo.reference(family))
 
 
 def gib(pages: int, pair, page_size: int) -> float:

@@ -33,7 +33,7 @@ LENS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 50)), min_size=1, ma
 WINDOW = st.one_of(st.none(), st.integers(1, 20))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 1000), LENS, st.integers(1, 3), st.integers(1, 4), st.sampled_from([8, 20]), WINDOW)
 def test_sdpa_equals_reference(
     seed: int, lens: list[tuple[int, int]], kv_heads: int, group: int, dim: int, window: int | None
@@ -44,7 +44,7 @@ def test_sdpa_equals_reference(
     assert torch.allclose(got, want, atol=2e-5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 1000), LENS, st.sampled_from([1, 3, 16]), WINDOW, st.sampled_from([None, 5.0]))
 def test_reference_equals_the_formula(
     seed: int, lens: list[tuple[int, int]], page: int, window: int | None, softcap: float | None
@@ -65,7 +65,7 @@ def test_reference_equals_the_formula(
                 assert torch.allclose(got[row, head], want, atol=2e-5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 1000), LENS, st.sampled_from([1, 3, 16, 64]), WINDOW, st.sampled_from([None, 5.0]))
 @example(0, [(1, 64), (1, 4)], 16, None, None)  # the newest key of each begins a block
 def test_fixed_equals_reference(
@@ -89,7 +89,7 @@ def _moved(k: torch.Tensor, batch: RaggedBatch, i: int, page: int) -> tuple[torc
     return arena, table
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 1000), LENS, st.sampled_from([4, 16, 200]), WINDOW, st.sampled_from([None, 5.0]))
 @pytest.mark.parametrize("dim", [7, 8, 20])
 def test_fixed_gives_a_query_the_same_bits_everywhere(
@@ -108,7 +108,7 @@ def test_fixed_gives_a_query_the_same_bits_everywhere(
             assert torch.equal(got[0], together[row])
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(0, 1000), LENS, st.sampled_from([4, 64]), WINDOW, st.sampled_from([None, 5.0]), st.booleans())
 @pytest.mark.parametrize("attend", [reference.attend, rows.attend, sdpa.attend, fixed.attend, paged.attend])
 def test_int8_keys_and_values_mean_their_floats(

@@ -65,16 +65,11 @@ def test_a_stop_token_cuts_inside_an_accepted_run(stop: int, own: bool) -> None:
     assert ended.stats.accepted <= len(want)
 
 
-def test_end_of_text_and_ignoring_it() -> None:
+def test_the_end_of_text_may_be_ignored() -> None:
     whole = plain_tokens()
-    eos = frozenset({whole[5]})
-    want = whole[: whole.index(whole[5]) + 1]
-    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, eos=eos)
     going_on = SamplingParams(max_tokens=20, ignore_eos=True)
-    outputs = fakes.run(engine, [request("stops"), request("goes on", sampling=going_on)])
-    assert outputs.tokens["stops"] == want
-    assert outputs.finished["stops"].stop_token_id == whole[5]
-    assert outputs.tokens["goes on"] == whole
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, eos=frozenset({whole[5]}))
+    assert fakes.run(engine, [request(sampling=going_on)]).tokens["r"] == whole
 
 
 def test_from_draft_flags_and_statistics_add_up() -> None:
@@ -330,12 +325,6 @@ def test_finish_with_keep_reports_the_kept() -> None:
     assert engine.free_pages == engine.total_pages
 
 
-def test_idle_step_is_empty() -> None:
-    output = fakes.fake_engine(LAW, vocab_size=VOCAB).step()
-    assert output.events == ()
-    assert output.stats.running == 0
-
-
 def test_warm_up_leaves_nothing() -> None:
     engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=LAW)
     engine.warm_up()
@@ -358,22 +347,19 @@ def test_an_engine_that_served_nobody_saves_nothing(monkeypatch: pytest.MonkeyPa
     assert len(saved) == 1
 
 
-def live_sequences() -> int:
-    gc.collect()
-    return sum(type(thing) is Sequence for thing in gc.get_objects())
-
-
-SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in (SpeculationMode.OFF, SpeculationMode.FIXED)]
-
-
-@pytest.mark.parametrize("mode", [SpeculationMode.AUTO, *SLOW_MODES])
+@pytest.mark.parametrize("mode", SpeculationMode)
 def test_a_sequence_that_is_over_is_not_kept_by_anybody(mode: SpeculationMode) -> None:
-    before = live_sequences()
-    engine = engine_with(control=AdaptiveK(), speculation=mode)
-    fakes.run(engine, [request(f"r{i}") for i in range(9)])
-    for _ in range(3):
-        engine.add(request("cut"))
-        engine.step()
-        engine.finish("cut", FinishReason.CANCELLED)
-    assert not engine.has_work
-    assert live_sequences() - before <= 2, "a proposer knows who came last, and whom it tried last"
+    gc.freeze()  # what lives already is not looked at, which would take a second
+    try:
+        engine = engine_with(control=AdaptiveK(), speculation=mode)
+        fakes.run(engine, [request(f"r{i}") for i in range(9)])
+        for _ in range(3):
+            engine.add(request("cut"))
+            engine.step()
+            engine.finish("cut", FinishReason.CANCELLED)
+        assert not engine.has_work
+        gc.collect()
+        live = sum(type(thing) is Sequence for thing in gc.get_objects())
+        assert live <= 2, "a proposer knows who came last, and whom it tried last"
+    finally:
+        gc.unfreeze()

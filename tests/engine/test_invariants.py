@@ -147,7 +147,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=25, stateful_step_count=30)
+TestLife.settings = settings(max_examples=12, stateful_step_count=25)
 
 
 def test_starvation_preempts_and_the_tokens_stay_the_same() -> None:

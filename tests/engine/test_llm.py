@@ -27,8 +27,8 @@ def plain() -> LLM:
 def test_text_is_the_decoded_tokens(llm: LLM, plain: LLM) -> None:
     prompts = ["def add(a, b):\n", "class Stack:\n", "import os\n"]
     drafting = SpeculationParams(mode=SpeculationMode.FIXED)  # AUTO would try one round and find it dear
-    got = llm.generate(prompts, SamplingParams(max_tokens=40), speculation=drafting)
-    want = plain.generate(prompts, SamplingParams(max_tokens=40))
+    got = llm.generate(prompts, SamplingParams(max_tokens=24), speculation=drafting)
+    want = plain.generate(prompts, SamplingParams(max_tokens=24))
     assert [c.text for c in got] == [c.text for c in want]
     assert [c.token_ids for c in got] == [c.token_ids for c in want]
     assert [c.text for c in got] == [llm.codec.decode(c.token_ids) for c in got]
@@ -51,12 +51,12 @@ def test_one_prompt_many_and_token_ids(llm: LLM) -> None:
             llm.generate(mixed, params)
 
 
-@pytest.mark.parametrize("stop", ["return", "\n    ", ":", "def", "self."])
+@pytest.mark.parametrize("stop", ["return", "\n    ", "self."])
 def test_a_stop_string_cuts_as_one_by_one_decoding_would(llm: LLM, plain: LLM, stop: str) -> None:
-    params = SamplingParams(max_tokens=60, stop=(stop, "never there"))
-    [got], [want] = (x.generate("class Stack:\n    def push(self, item):\n", params) for x in (llm, plain))
+    prompt, params = "class Stack:\n    def push(self, item):\n", SamplingParams(max_tokens=30)
+    [got], [want] = (x.generate(prompt, replace(params, stop=(stop, "never there"))) for x in (llm, plain))
     assert (got.text, got.token_ids, got.matched_stop) == (want.text, want.token_ids, want.matched_stop)
-    [whole] = plain.generate("class Stack:\n    def push(self, item):\n", SamplingParams(max_tokens=60))
+    [whole] = plain.generate(prompt, params)
     if stop in whole.text:
         assert got.text == whole.text[: whole.text.index(stop)]
         assert (got.finish_reason, got.matched_stop) == (FinishReason.STOP, stop)

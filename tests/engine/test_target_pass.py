@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,7 +13,7 @@ from engine import target_pass
 from engine.engine import Engine
 from engine.errors import RankLost
 from engine.params import Verification
-from engine.types import FinishReason, KVCursor, Request
+from engine.types import FinishReason, KVCursor, Request, Sequence
 from tests import fakes
 
 VOCAB = 11
@@ -63,28 +66,29 @@ def test_whatever_they_asked_for(sampling: dict[str, object]) -> None:
     assert_only_the_sick_one_ended(found, wanted(**sampling))
 
 
-def test_a_poison_in_the_sampler_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify_rows = target_pass.verify_rows
+def sampling_fails(fed: list[SimpleNamespace], _logits: object) -> bool:
+    return any(f.sequence.request_id == "sick" and f.sequence.num_generated > 4 for f in fed)
 
-    def faulty(fed, logits):
-        if any(f.sequence.request_id == "sick" and f.sequence.num_generated > 4 for f in fed):
+
+def committing_fails(sequence: Sequence, _fresh: object) -> bool:
+    return sequence.request_id == "sick"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fails"),
+    [(target_pass, "verify_rows", sampling_fails), (engine_module, "advance_grammar", committing_fails)],
+)
+def test_a_poison_in_the_sampler_or_the_commit_ends_its_own_request(
+    module: ModuleType, name: str, fails: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, function = wanted(), getattr(module, name)
+
+    def faulty(*given: object) -> object:
+        if fails(*given):
             raise RuntimeError("poison")
-        return verify_rows(fed, logits)
+        return function(*given)
 
-    whole = wanted()
-    monkeypatch.setattr(target_pass, "verify_rows", faulty)
-    assert_only_the_sick_one_ended(fakes.run(engine_with(LAW), requests()), whole)
-
-
-def test_a_poison_in_the_commit_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance, whole = engine_module.advance_grammar, wanted()
-
-    def faulty(sequence, fresh):
-        if sequence.request_id == "sick":
-            raise RuntimeError("poison")
-        advance(sequence, fresh)
-
-    monkeypatch.setattr(engine_module, "advance_grammar", faulty)
+    monkeypatch.setattr(module, name, faulty)
     engine, found = engine_with(LAW), fakes.Outputs()
     for request in requests():
         engine.add(request)

@@ -10,6 +10,7 @@ from engine.control.candidates import Bids, draft_seconds, pick
 from engine.control.traits import Traits
 from engine.params import SpeculationMode
 from tests.clockwork import COSTS
+from tests.covering import some
 from tests.crossroads import Crossroads, Right, Text
 from tests.engine.control.test_control import INT8, priced
 
@@ -23,9 +24,7 @@ TEXTS: dict[str, Text] = {
 SINGLES = ("model", "eagle", "block", "suffix")
 
 
-@pytest.mark.parametrize(
-    "text", ["code", *(pytest.param(text, marks=pytest.mark.slow) for text in TEXTS if text != "code")]
-)
+@pytest.mark.parametrize("text", some(TEXTS, ["code"]))
 def test_hardly_slower_than_the_best_single_proposer(text: str) -> None:
     """Which one that is differs from text to text; what is lost is what finding out costs."""
     rates = {names: _rate(text, names) for names in (SINGLES, *((name,) for name in SINGLES))}
@@ -46,7 +45,7 @@ def test_a_fixed_number_of_drafts_is_of_the_best_proposer_too() -> None:
     for text, best in ((TEXTS["repetition"], "suffix"), (by_heart, "model")):
         machine = Crossroads(COSTS[INT8], text, ("model", "suffix"), mode=SpeculationMode.FIXED, most=4)
         before = dict(machine.asked)
-        machine.rate(200)
+        machine.rate(100)
         asked = {name: machine.asked[name] - before[name] for name in machine.names}
         assert asked[best] > 0.7 * sum(asked.values()), (best, asked)
 

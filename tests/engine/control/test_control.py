@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import numpy as np
 import pytest
@@ -33,20 +32,22 @@ INT8, SMALL, GPU = COSTS
 
 Cell = tuple[str, int, float, int]  # costs, batch, acceptance, context
 BATCHES, ACCEPTANCES, CONTEXTS = (1, 4, 32), (0, 0.3, 0.6, 0.9), (64, 1024)
-PAIRS: list[Cell] = [  # any two values of different columns stand together in one of them; batches of 4 are short
-    (list(COSTS)[(a + b) % 3], batch, acceptance, CONTEXTS[(a + b // 2) % 2 if batch != 4 else 0])
-    for b, batch in enumerate(BATCHES)
-    for a, acceptance in enumerate(ACCEPTANCES)
-]
-ALL = {
-    f"{costs}, {batch}": [(costs, batch, a, context) for a in ACCEPTANCES for context in CONTEXTS[: 1 + (batch != 4)]]
-    for costs, batch in product(COSTS, BATCHES)
-}
+
+
+def pairs(shift: int) -> list[Cell]:
+    """Any two values of different columns stand together in one of them; batches of 4 are short."""
+    return [
+        (list(COSTS)[(a + b + shift) % 3], batch, acceptance, CONTEXTS[(a + b // 2 + shift) % 2 if batch != 4 else 0])
+        for b, batch in enumerate(BATCHES)
+        for a, acceptance in enumerate(ACCEPTANCES)
+    ]
+
+
 GRID = pytest.mark.parametrize(
     ("cells", "runs"),  # seeds, first steps, and those that follow
     [
-        pytest.param(PAIRS, (1, 250, 150), id="pairs"),
-        *(pytest.param(cells, (2, 700, 400), id=name, marks=pytest.mark.slow) for name, cells in ALL.items()),
+        pytest.param(pairs(0), (1, 200, 120), id="pairs"),
+        pytest.param(pairs(1), (1, 500, 250), id="other pairs, longer", marks=pytest.mark.slow),
     ],
 )
 
@@ -80,7 +81,7 @@ def test_hardly_slower_than_the_best_fixed_number(cells: list[Cell], runs: tuple
     """
     found = {c: settled(c, runs)[1] for c in cells if c[1] * c[3] / BUDGET < 128 / 2}
     telling = {cell: books for cell, books in found.items() if books.fixed[0] / books.fixed.min() > 1.12}
-    assert len(telling) >= 3 or cells is not PAIRS
+    assert len(telling) >= 3
     assert {cell: b.against_best for cell, b in telling.items() if b.against_best < 0.9} == {}
 
 
@@ -99,24 +100,23 @@ def test_a_load_that_comes_and_goes_is_followed() -> None:
     machine.warm_up()
     for batch in (1, 32, 1):
         machine.batch = batch
-        machine.run(200)
-        books = machine.run(150)
+        machine.run(150)
+        books = machine.run(100)
         assert books.against_plain >= 0.97
         assert books.against_best >= 0.9
 
 
-@pytest.mark.parametrize("costs", [INT8, *(pytest.param(costs, marks=pytest.mark.slow) for costs in (SMALL, GPU))])
-def test_text_that_changes_is_followed(costs: str) -> None:
+def test_text_that_changes_is_followed() -> None:
     """From predictable to hopeless within a hundred steps; back again as fast as 1 % of the time finds out."""
-    machine = Machine(COSTS[costs], batch=1, acceptance=0.9, prompt=64)
+    machine = Machine(COSTS[INT8], batch=1, acceptance=0.9, prompt=64)
     machine.warm_up()
-    machine.run(200)
+    machine.run(100)
     machine.acceptance = 0.0
     assert machine.run(100).against_plain > 0.7
-    assert machine.run(500).against_plain >= 0.97
+    assert machine.run(200).against_plain >= 0.97
     machine.acceptance = 0.9
-    machine.run(600)
-    assert machine.run(200).against_best >= 0.9
+    machine.run(400)
+    assert machine.run(100).against_best >= 0.9
 
 
 # On a machine without AVX-512 a draft model reads a prompt of 1,024 tokens in the time of twenty plain steps.
@@ -146,18 +146,17 @@ def test_looking_up_pays_where_it_finds_and_costs_nothing_where_not() -> None:
     for acceptance, hits in ((0.8, 0.25), (0.0, 0.5)):
         machine = Machine(COSTS[INT8], batch=8, acceptance=acceptance, hits=hits, prompt=64, looks_up=True)
         machine.warm_up()
-        machine.run(300)
-        books = machine.run(200)
+        machine.run(200)
+        books = machine.run(120)
         assert books.against_plain >= 0.97, (acceptance, hits)
         assert books.against_best >= 0.9, (acceptance, hits)
 
 
-@pytest.mark.parametrize("acceptance", [0.9, pytest.param(0.3, marks=pytest.mark.slow)])
-def test_its_own_estimate_of_the_gain_is_about_right(acceptance: float) -> None:
-    machine = Machine(COSTS[GPU], batch=4, acceptance=acceptance, prompt=64, noise=0.1, outliers=0)
+def test_its_own_estimate_of_the_gain_is_about_right() -> None:
+    machine = Machine(COSTS[GPU], batch=4, acceptance=0.9, prompt=64, noise=0.1, outliers=0)
     machine.warm_up()
-    machine.run(400)
-    books = machine.run(200)
+    machine.run(250)
+    books = machine.run(120)
     assert machine.control.gain.ratio == pytest.approx(books.against_plain, rel=0.15)
 
 
@@ -165,8 +164,8 @@ def test_fixed_stays_fixed_and_off_stays_off() -> None:
     """Whatever it costs; control only learns from them."""
     fixed = Machine(COSTS[SMALL], batch=4, acceptance=0.0, prompt=64, output=500, mode=SpeculationMode.FIXED)
     off = Machine(COSTS[GPU], batch=4, acceptance=0.9, prompt=64, output=500, mode=SpeculationMode.OFF)
-    fixed.run(100)
-    off.run(100)
+    fixed.run(40)
+    off.run(40)
     assert {k for step in fixed.chosen[5:] for k in step} == {MOST}
     assert {k for step in off.chosen for k in step} == {0}
 
@@ -174,7 +173,7 @@ def test_fixed_stays_fixed_and_off_stays_off() -> None:
 # ------------------------------------------------------------------------------------------------ broken clocks
 
 
-@settings(max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     times=st.lists(st.sampled_from([0.0, -1.0, 1e-12, 0.004, 0.02, 1e3, 1e9, 1e300, math.inf, math.nan]), min_size=1),
     batch=st.integers(1, 9),
@@ -194,7 +193,7 @@ def test_a_broken_clock_costs_speed_at_most(times: list[float], batch: int, look
 # ---------------------------------------------------------------------------------------------------- the parts
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(
     wishes=st.lists(st.tuples(st.sampled_from(SpeculationMode), st.integers(0, MAX_NUM_DRAFT)), min_size=1, max_size=9),
     budget=st.integers(0, 40),
@@ -333,11 +332,10 @@ def test_a_few_drafts_tell_what_a_sequence_is_like() -> None:
         assert least <= acceptance.kept([(fresh, MODEL)], 1)[0, 0] <= most
 
 
-@pytest.mark.parametrize("mode", [SpeculationMode.AUTO, pytest.param(SpeculationMode.FIXED, marks=pytest.mark.slow)])
-def test_short_matches_and_long_ones_and_a_model_are_known_apart(mode: SpeculationMode) -> None:
+def test_short_matches_and_long_ones_and_a_model_are_known_apart() -> None:
     """Of two that draft for a sequence: where a long match was found it is kept, else the model's drafts are."""
     one = auto("one", 4, max_len=4000)
-    one.candidates, one.choice, one.speculation = ("model", "suffix"), "model", replace(one.speculation, mode=mode)
+    one.candidates, one.choice = ("model", "suffix"), "model"
     is_long = False
     control = AdaptiveK({"suffix": Traits(find=lambda *_: Found((1,) * 4, 16 if is_long else 2))})
     chosen = Counter[tuple[bool, str, bool]]()
@@ -376,10 +374,9 @@ def test_a_control_begins_with_what_another_knew() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 4])
-def test_short_outputs_are_enough_to_find_out_that_drafts_pay_again(batch: int) -> None:
+def test_short_outputs_are_enough_to_find_out_that_drafts_pay_again() -> None:
     """Ten outputs of 64 tokens without one right draft, then a few at 0.9; the draft model reads each prompt too."""
-    machine = Machine(COSTS[INT8], batch=batch, acceptance=0.0, prompt=64, output=64)
+    machine = Machine(COSTS[INT8], batch=1, acceptance=0.0, prompt=64, output=64)
     machine.warm_up()
     machine.run(64 * 10)
     machine.acceptance = 0.9

@@ -47,10 +47,6 @@ def steps_of(prefill: PrefillBudget, machine: Machine, decoding: int, prompt: in
     return taken
 
 
-def test_nobody_is_slowed_down_on_a_guess():
-    assert PrefillBudget(BOUND).tokens(3, alone=False) == math.inf
-
-
 @pytest.mark.parametrize(
     "machine",
     [Machine(sequence=0.05, token=0.002), Machine(sequence=0.1, token=0.02), Machine(sequence=0.001, token=0.0005)],
@@ -63,24 +59,21 @@ def test_a_prompt_is_read_in_steps_that_fit_the_bound_and_fill_it(machine):
     assert all(seconds > AIM - 2 * machine.token for seconds in full)
 
 
-def test_what_grows_with_the_context_is_followed():
-    machine = Machine(sequence=0.03, token=0.001, context=2e-7)
-    taken = steps_of(learned(PrefillBudget(BOUND), machine, 1), machine, 1, 8192)
-    assert max(taken) <= BOUND
-    assert min(taken[3:-1]) > 0.8 * BOUND
-
-
-def test_where_decoding_takes_most_of_the_bound_reading_doubles_the_step():
-    machine = Machine(sequence=0.4, token=0.01)
-    taken = steps_of(learned(PrefillBudget(BOUND), machine, 1), machine, 1, 400)
-    assert taken[:-1] == pytest.approx([0.8] * (len(taken) - 1), rel=0.03)
-
-
-def test_a_prompt_alone_may_take_longer_steps_and_never_endless_ones():
-    slow = Machine(sequence=0.1, token=0.02)
-    taken = steps_of(learned(PrefillBudget(BOUND), slow, 1), slow, 0, 500)
-    assert max(taken) <= _ALONE * AIM
-    assert min(taken[:-1]) > 0.8 * _ALONE * AIM
+@pytest.mark.parametrize(
+    ("machine", "decoding", "prompt", "least", "most"),
+    [
+        # What grows with the context is followed.
+        (Machine(sequence=0.03, token=0.001, context=2e-7), 1, 8192, 0.8 * BOUND, BOUND),
+        # Where decoding takes most of the bound, reading doubles the step.
+        (Machine(sequence=0.4, token=0.01), 1, 400, 0.776, 0.824),
+        # A prompt alone may take longer steps, and never endless ones.
+        (Machine(sequence=0.1, token=0.02), 0, 500, 0.8 * _ALONE * AIM, _ALONE * AIM),
+    ],
+)
+def test_how_long_steps_are_that_read(machine, decoding, prompt, least, most):
+    taken = steps_of(learned(PrefillBudget(BOUND), machine, 1), machine, decoding, prompt)
+    assert max(taken) <= most
+    assert min(taken[3:-1]) > least
 
 
 def test_a_pass_that_alone_takes_too_long_still_reads_as_much_again():
@@ -121,8 +114,9 @@ def test_numbers_that_decode_are_known_apart():
     assert (few, many) == pytest.approx(((AIM - 0.002) / 0.002, (AIM - 48 * 0.002) / 0.002), rel=0.01)
 
 
-def test_a_clock_that_stands_still_teaches_nothing():
+def test_nobody_is_slowed_down_on_a_guess_and_a_clock_that_stands_still_teaches_nothing():
     prefill = PrefillBudget(BOUND)
+    assert prefill.tokens(1, alone=False) == math.inf
     prefill.learn(1, 5, 0.0)
     assert prefill.tokens(1, alone=False) == math.inf
 

@@ -37,8 +37,6 @@ from tests.hostless import Counting, hostless, looking_away, sent_in_pieces
 from tests.interpreting import WHY_NOT
 from tests.loops import LAWS, LONGEST, PLAIN, AnyK, asking, engine_of, loop_of, models, plainly, request, steered
 
-SLOW = pytest.mark.slow
-
 
 def interpreted(test):
     """A test that runs kernels."""
@@ -50,12 +48,6 @@ def kernels() -> RoundOps:
     from engine.kernels import commit, sampling
 
     return RoundOps(paged.attend, sampling.choose, commit.commit)
-
-
-def fused_for_cuda(model):
-    fused = copy.deepcopy(model)
-    fuse_for_cuda(fused)
-    return fused
 
 
 def check(said: fakes.Outputs, asked: Request, family: str = "llama", *, is_cut: bool = False) -> None:
@@ -79,25 +71,22 @@ def check_all(said: fakes.Outputs, asked: list[Request], family: str = "llama") 
 
 def mixed(i: int) -> Request:
     """Some can ride, some cannot, and some ask for other drafts or none."""
-    kind = i % 7
+    kind, most = i % 7, 4 + i % 12
     if kind == 4:
-        return asking(request(i, logprobs=1))
+        return asking(request(i, max_tokens=most, logprobs=1))
     if kind == 5:
-        return asking(request(i, repetition_penalty=1.3), proposer="ngram")
+        return asking(request(i, max_tokens=most, repetition_penalty=1.3), proposer="ngram")
     wishes = ({}, {"proposer": "model"}, {"num_draft_tokens": 2}, {"mode": SpeculationMode.OFF}, {}, {}, {})[kind]
     auto = {"mode": SpeculationMode.AUTO} if kind == 6 else {}
-    return asking(request(i), **wishes, **auto)
+    return asking(request(i, max_tokens=most), **wishes, **auto)
 
 
-@pytest.mark.parametrize(
-    ("seed", "pages", "page_size"),
-    [(0, 5, 16), (1, 17, 4), pytest.param(0, 40, 16, marks=SLOW), pytest.param(1, 5, 16, marks=SLOW)],
-)
+@pytest.mark.parametrize(("seed", "pages", "page_size"), [(0, 5, 16), (1, 17, 4)])
 def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int) -> None:
     """Random admissions, ends, Ks and companies, chunks of prompts, few pages and many."""
     rng = random.Random(seed)
     engine, said, cut = steered(AnyK(seed), pages=pages, page_size=page_size), fakes.Outputs(), set()
-    waiting = [mixed(100 * seed + i) for i in range(21)]
+    waiting = [mixed(100 * seed + i) for i in range(14)]
     asked = list(waiting)
     while waiting or engine.has_work:
         if waiting and rng.random() < 0.5:
@@ -122,14 +111,11 @@ def test_some_ride_and_some_do_not() -> None:
     assert on_device == {str(i): i not in (4, 5) for i in range(7)}
 
 
-FAMILIES = ("gpt2", "qwen3", "gemma2", "mistral", "gpt-oss", "deepseek-v3")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_other_families(family: str) -> None:
-    """Learned positions, windows, softcaps, norms on heads, sinks, experts, latents."""
-    run_and_check(engine_of(family), [request(i) for i in (1, 2, 3)], family)
+    """Learned positions; windows and softcaps; sinks and experts; latents."""
+    run_and_check(engine_of(family), [request(i, max_tokens=12) for i in (1, 2, 3)], family)
 
 
 class Scripted(FixedK):
@@ -150,9 +136,8 @@ class Scripted(FixedK):
 def test_drafts_are_kept(ks: list[int]) -> None:
     """A draft that is the target is right each time, from the first round on, and after rounds without drafts."""
     target = models()[0]
-    wanted = next(one for one in map(request, range(1, 99)) if one.sampling.max_tokens == 30 and not one.sampling.stop)
     engine = steered(Scripted([*ks, *[0] * 30]), pair=(target, target))
-    engine.add(wanted)
+    engine.add(request(1, max_tokens=30))
     brought = [event for _ in range(len(ks) + 3) for event in engine.step().events]
     # The prompt's pass brings the first token; its round is launched with the next step and read with the one after.
     assert [sum(event.from_draft) for event in brought][: len(ks) + 1] == [0, *ks]
@@ -192,7 +177,7 @@ def test_a_prefix_is_found_and_shared_by_riders() -> None:
 
 
 def test_rounds_that_fail_are_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    engine, asked = engine_of(), [request(i) for i in range(5)]
+    engine, asked = engine_of(), [request(i, max_tokens=12) for i in range(5)]
     said = fakes.Outputs()
     for one in asked:
         engine.add(one)
@@ -209,7 +194,7 @@ def test_rounds_that_fail_are_given_up(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 def test_no_number_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is no number ends the sequence whose it is, and nobody else's."""
-    engine, asked, verify = engine_of(), [request(i, max_tokens=25) for i in (1, 2, 5)], Round.verify
+    engine, asked, verify = engine_of(), [request(i, max_tokens=16) for i in (1, 2, 5)], Round.verify
     said = fakes.Outputs()
     for one in asked:
         engine.add(one)
@@ -321,35 +306,24 @@ def test_a_steady_launch_without_the_host() -> None:
         engine._emit(plan, verified, engine._commit(verified, watch), watch)
 
 
-@pytest.mark.slow
-def test_no_number_is_written_to_the_device_by_itself() -> None:
-    """Whole steps with new pages every few tokens, ends, a removal, changes of K and admissions, prompts and all."""
-    engine, said = steered(AnyK(3), page_size=4, pages=160), fakes.Outputs()
-    waiting = [request(i, max_tokens=20) for i in range(7)]
-    asked = list(waiting)
-    with sent_in_pieces():
-        for step in range(200):
-            if waiting and step % 3 == 0:
-                engine.add(waiting.pop(0))
-            if step == 12:
-                said.take(engine.finish("0", FinishReason.ABORTED))
-            said.take(engine.step().events)
-    assert not engine.has_work
-    check_all(said, asked[1:])
-
-
 def test_what_has_changed_is_one_copy_and_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With new pages every few tokens, other Ks, an end and an admission; no number is written by itself."""
     sent, per_step, send = [], [], "engine.device_loop.slate.send"
     monkeypatch.setattr(send, lambda numbers, device: sent.append(numbers) or numbers.to(device))
-    engine = steered(Scripted([0, 0, 0, 4, 2, 0, 0, 0, 0, 0]), page_size=4, pages=160)
+    engine = steered(Scripted([0, 0, 0, 4, 2, *[0] * 20]), page_size=4, pages=160)
     for i in (2, 5, 9):
-        engine.add(request(i, max_tokens=30))
-    while len(engine.rounds.on_device) < 3:
-        engine.step()
-    for _ in range(6):
-        before = len(sent)
-        engine.step()
-        per_step.append(len(sent) - before)
+        engine.add(request(i, max_tokens=20))
+    with sent_in_pieces():
+        while len(engine.rounds.on_device) < 3:
+            engine.step()
+        for _ in range(6):
+            before = len(sent)
+            engine.step()
+            per_step.append(len(sent) - before)
+        engine.finish("5", FinishReason.ABORTED)
+        engine.add(request(7, max_tokens=3))
+        while engine.has_work:
+            engine.step()
     assert max(per_step) == 1
     assert min(per_step) == 0
 
@@ -424,51 +398,6 @@ def test_what_kernels_are_given_is_aligned(size: int, k: int) -> None:
 
 
 @interpreted
-@SLOW
-def test_kernels_are_launched_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What launches them is watched, what interprets them is not. The model runs on our stand-ins."""
-    from triton.runtime.interpreter import GridExecutor
-
-    launch = GridExecutor.__call__
-
-    def unseen(executor, *args, **kwargs):
-        with looking_away():
-            return launch(executor, *args, **kwargs)
-
-    run, slots = round_of([fused_for_cuda(model) for model in models()], kernels(), 2)
-    want, _ = round_of(models(), PLAIN, 2)
-    monkeypatch.setattr(GridExecutor, "__call__", unseen)
-    with hostless():
-        brought = run.verify(slots, run.propose(slots))
-    expected = want.verify(slots, want.propose(slots))
-    for got, wanted, fresh in zip(brought.drawn, expected.drawn, expected.committed.num_fresh, strict=True):
-        assert got[:fresh].tolist() == wanted[:fresh].tolist()
-    assert torch.equal(brought.committed.num_fresh, expected.committed.num_fresh)
-
-
-def test_the_modes_see_what_they_should() -> None:
-    x = torch.arange(3)
-    for touch in (
-        lambda: x.tolist(), lambda: bool(x[0]), lambda: int(x[0]), lambda: x[x > 1], lambda: x.nonzero(),
-        lambda: torch.tensor([1]), lambda: x.repeat_interleave(x), lambda: x.unique(), lambda: x.cpu(),
-    ):  # fmt: skip
-        with pytest.raises(AssertionError), hostless():
-            touch()
-    for write in (
-        lambda: x.__setitem__(1, 5), lambda: x.__setitem__(1, torch.tensor(5)), lambda: x.copy_(torch.tensor([3] * 3)),
-        lambda: x.index_put_((torch.tensor([1]),), x[:1]),
-    ):  # fmt: skip
-        with pytest.raises(AssertionError), sent_in_pieces():
-            write()
-    with sent_in_pieces():
-        x.copy_(torch.tensor([0, 1, 2]).to("cpu"))
-        x[1:].fill_(1)
-        torch.tensor([1, 2])[0] = 5  # it stays on the host
-    with hostless():
-        torch.where(x > 1, x, 0).cumprod(0)[x]
-
-
-@interpreted
 @pytest.mark.slow(lowest=True)
 def test_rounds_on_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: kernels())
@@ -477,7 +406,7 @@ def test_rounds_on_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_few_pages_preempt() -> None:
     """Two that fit at first and not at their longest: the newer one makes room, comes back, and says the same."""
-    two = [fakes.request(range(i, i + 17), name=str(i), max_tokens=30) for i in (3, 9)]
+    two = [fakes.request(range(i, i + 17), name=str(i), max_tokens=18) for i in (3, 9)]
     engine = engine_of(pages=5)
     said = fakes.run(engine, two)
     assert said.preempted
@@ -499,14 +428,12 @@ def test_draws_are_the_plain_loops() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("num_draft", "company"),
-    [(1, False), (3, True), pytest.param(0, True, marks=SLOW), pytest.param(3, False, marks=SLOW)],
-)
+@pytest.mark.parametrize(("num_draft", "company"), [(3, False), (1, True)])
 def test_rejection_in_rounds(num_draft: int, company: bool) -> None:
     """For the same drafts the same tokens as in plain steps; coupled sequences beside it stay what they are."""
     wishes = {"verification": Verification.REJECTION, "proposer": "model", "num_draft_tokens": num_draft}
-    asked = [asking(request(i), **wishes) if i % 2 or not company else request(i) for i in range(8)]
+    plain = [request(i, max_tokens=12) for i in range(6)]
+    asked = [one if company and i % 2 == 0 else asking(one, **wishes) for i, one in enumerate(plain)]
     said = {}
     for loop in ("plain", "rounds"):
         engine = engine_of(loop=loop, max_batch_tokens=400, max_batch_size=8)
@@ -515,7 +442,7 @@ def test_rejection_in_rounds(num_draft: int, company: bool) -> None:
     stats = [{name: ended.stats for name, ended in one.finished.items()} for one in said.values()]
     if not company:
         assert stats[0] == stats[1]
-    assert any(found.accepted for found in stats[1].values()) is (num_draft > 0 or company)
+    assert any(found.accepted for found in stats[1].values())
 
 
 def test_serves() -> None:

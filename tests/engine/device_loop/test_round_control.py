@@ -14,7 +14,7 @@ from engine.device_loop.repertoire import Repertoire
 from engine.device_loop.round import Round, RoundOutput
 from engine.params import SpeculationMode
 from engine.types import KVCursor, Sequence
-from tests import fakes, zoo
+from tests import fakes
 from tests.loops import engine_of, models
 
 AUTO, FIXED = SpeculationMode.AUTO, SpeculationMode.FIXED
@@ -119,9 +119,12 @@ class Costly:
         return run
 
 
-def rate(costs: Costs, pair, rounds: int = 300, seed: int = 0) -> tuple[float, float]:
+def rate(costs: Costs, rounds: int) -> tuple[float, float]:
     """Tokens per second with four sequences at a time, and drafts per round and sequence; the last third counts."""
-    engine = engine_of(pair=pair, speculation=AUTO, max_model_len=128, max_batch_size=4, num_draft_tokens=4, pages=40)
+    target, seed = models()[0], 0
+    engine = engine_of(
+        pair=(target, target), speculation=AUTO, max_model_len=128, max_batch_size=4, num_draft_tokens=4, pages=40
+    )
     engine.rounds._clock = costs
     engine.rounds.repertoire = Repertoire(engine.rounds.round_of, Costly(costs), clock=costs)
     engine.record()
@@ -139,25 +142,14 @@ def rate(costs: Costs, pair, rounds: int = 300, seed: int = 0) -> tuple[float, f
 
 
 def test_right_and_cheap_drafts_are_made() -> None:
-    target, costs = models()[0], Costs(0.1, 1.0, 0.0)
-    auto, drafts = rate(costs, (target, target), rounds=90)
+    costs = Costs(0.1, 1.0, 0.0)
+    auto, drafts = rate(costs, rounds=60)
     assert drafts > 3
     assert auto > 2.5 * costs.plainly()
 
 
 @pytest.mark.slow
-def test_wrong_drafts_are_left() -> None:
-    """Not slower than plain decoding, but for probes; a hundred rounds may hold a series that others pay for."""
-    knows_nothing = zoo.ours(zoo.reference("llama", seed=7))
-    costs = [Costs(0.5, 1.0, 0.02) for _ in range(4)]
-    runs = [rate(each, (models()[0], knows_nothing), seed=1000 * i) for i, each in enumerate(costs)]
-    auto, drafts = (sum(values) / len(runs) for values in zip(*runs, strict=True))
-    assert drafts < 0.1
-    assert auto > 0.93 * costs[0].plainly()
-
-
-@pytest.mark.slow
 def test_right_drafts_that_cost_more_than_they_bring_are_left() -> None:
     """Where rows are what costs, as in large batches, a round of K drafts costs K + 1 times as much."""
-    target, costs = models()[0], Costs(0.3, 0.05, 0.25)
-    assert rate(costs, (target, target))[0] > 0.92 * costs.plainly()
+    costs = Costs(0.3, 0.05, 0.25)
+    assert rate(costs, rounds=300)[0] > 0.92 * costs.plainly()

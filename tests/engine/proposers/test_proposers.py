@@ -27,8 +27,3 @@ def test_lookup_equals_a_rescan(tokens: list[int], k: int, first: int) -> None:
         assert list(got) == by_rescan(growing.tokens, k, (3, 2))
         if token is not None:
             growing.tokens.append(token)
-
-
-def test_a_repetition_is_continued_round_and_round() -> None:
-    [drafts] = NGramProposer().propose([sequence([9, 1, 2, 1, 2, 1, 2])], [5]).tokens
-    assert list(drafts) == [1, 2, 1, 2, 1]

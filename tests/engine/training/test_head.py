@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from engine.training.acceptance import measure_acceptance
 from engine.training.eagle3 import Eagle3Shape, TrainedEagle3
 from engine.training.store import WrittenText
+from tests.engine.proposers.heads.test_eagle3 import Paper
 
 HIDDEN, VOCAB = 16, 23
 SHAPE = Eagle3Shape.fitting(HIDDEN, VOCAB, 9, 24)
@@ -24,57 +26,23 @@ def head() -> TrainedEagle3:
     return made
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-
-def rotate(x: Tensor) -> Tensor:
-    """Positions 0 and on of `[heads, length, head_dim]`, by complex numbers."""
-    length, size = x.shape[1:]
-    speeds = 10000.0 ** -(torch.arange(0, size, 2) / size)
-    turned = torch.polar(torch.ones(length, size // 2), torch.outer(torch.arange(length).float(), speeds))
-    z = torch.complex(x[..., : size // 2], x[..., size // 2 :]) * turned
-    return torch.cat([z.real, z.imag], -1)
-
-
-def plain_layer(weights: dict[str, Tensor], features: Tensor, embedded: Tensor) -> Tensor:
-    """The newest output of the layer over `[length, hidden]`, all of it attended to."""
-    get = lambda name: weights[f"midlayer.{name}.weight"]  # noqa: E731
-    x = torch.cat([norm(embedded, get("input_layernorm")), norm(features, get("hidden_norm"))], -1)
-    split = lambda name: (x @ get(f"self_attn.{name}_proj").T).unflatten(-1, (-1, SHAPE.head_dim)).transpose(0, 1)  # noqa: E731
-    q, k, v = rotate(split("q")), rotate(split("k")), split("v")
-    groups = SHAPE.heads // SHAPE.kv_heads
-    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-    scores = (q[:, -1:] @ k.transpose(1, 2)) / SHAPE.head_dim**0.5
-    seen = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-    x = features[-1:] + seen @ get("self_attn.o_proj").T
-    y = norm(x, get("post_attention_layernorm"))
-    gated = F.silu(y @ get("mlp.gate_proj").T) * (y @ get("mlp.up_proj").T)
-    return (x + gated @ get("mlp.down_proj").T)[0]
-
-
-def plain_chain(weights: dict[str, Tensor], hidden: Tensor, embedded: Tensor, drafts: int) -> list[Tensor]:
-    """Logits of drafts after the positions of `hidden` `[n, 3 * hidden]`; `embedded` has a row for each that is fed."""
-    joined = [norm(part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(hidden.chunk(3, -1))]
-    features = torch.cat(joined, -1) @ weights["fc.weight"].T
-    found = []
-    for j in range(drafts):
-        made = norm(plain_layer(weights, features, embedded[: len(hidden) + j]), weights["norm.weight"])
-        found.append(made @ weights["lm_head.weight"].T)
-        features = torch.cat([features, made[None]])
-    return found
+def plain_chain(model: TrainedEagle3, rows: Tensor, embedded: Tensor, drafts: int) -> list[Tensor]:
+    """Logits of drafts after the positions of `rows` `[n, 3 * hidden]`; `embedded` has a row for each that is fed."""
+    config = {"num_attention_heads": SHAPE.heads, "num_key_value_heads": SHAPE.kv_heads, "head_dim": SHAPE.head_dim,
+              "num_hidden_layers": 1, "fc_norm": True, "norm_output": True}  # fmt: skip
+    paper = Paper(config, dict(model.state_dict()), (0, 1, 2))
+    return list(islice(paper.chain(list(rows.chunk(3, -1)), lambda n: embedded[:n]), drafts))
 
 
 def test_all_chains_at_once_are_each_chain_alone() -> None:
     model, length, drafts = head(), 7, 4
     hidden, embedded = torch.randn(2, length, 3 * HIDDEN), torch.randn(2, length, HIDDEN)
-    weights = dict(model.state_dict())
     with torch.no_grad():
         at_once = list(model.unroll(hidden, embedded, drafts))
         for row in range(2):
             for t in range(length):
                 possible = min(drafts, length - t)
-                alone = plain_chain(weights, hidden[row, : t + 1], embedded[row], possible)
+                alone = plain_chain(model, hidden[row, : t + 1], embedded[row], possible)
                 for j, logits in enumerate(alone):
                     torch.testing.assert_close(at_once[j][row, t], logits, rtol=1e-4, atol=1e-4)
 
@@ -101,15 +69,15 @@ def test_acceptance_is_that_of_decoding() -> None:
     embedding = torch.randn(VOCAB, HIDDEN)
     tokens = KEPT[torch.randint(0, len(KEPT), (40,))]
     rows = torch.randn(39, 4 * HIDDEN)
-    weights, kept, drafted = dict(model.state_dict()), [0] * drafts, [0] * drafts
+    kept, drafted = [0] * drafts, [0] * drafts
     # Half of the chains are made right, so that all lengths occur.
     for t in range(prompt - 1, 30, 2):
-        chain = plain_chain(weights, rows[: t + 1, : 3 * HIDDEN], embedding[tokens[1:]], 1)
+        chain = plain_chain(model, rows[: t + 1, : 3 * HIDDEN], embedding[tokens[1:]], 1)
         tokens[t + 2] = KEPT[chain[0].argmax()]
     known = prompt + 1
     while known < len(tokens):
         count = min(drafts, len(tokens) - known)
-        chain = plain_chain(weights, rows[: known - 1, : 3 * HIDDEN], embedding[tokens[1:]], count)
+        chain = plain_chain(model, rows[: known - 1, : 3 * HIDDEN], embedding[tokens[1:]], count)
         guessed = [int(KEPT[logits.argmax()]) for logits in chain]
         right = 0
         while right < count and guessed[right] == int(tokens[known + right]):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine import LLM
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.params import SamplingParams
+from engine.proposers.heads.eagle import load_eagle
 from engine.training import loop
 from engine.training.law import LogitScaling
 from engine.training.recipe import HeadShape, Schedule, TextPlan
@@ -97,20 +99,11 @@ def test_the_folder_is_in_the_published_layout(whole: TrainingJob, told: Interru
     assert (config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]) == (32, zoo.VOCAB, 50)
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1]
     assert (config["fc_norm"], config["norm_output"]) == (True, True)
-    shapes = {key: tuple(tensor.shape) for key, tensor in load_file(job.out / "model.safetensors").items()}
-    attention = {"q": (32, 64), "k": (32, 64), "v": (32, 64), "o": (32, 32)}
-    assert shapes == {
-        "fc.weight": (32, 96),
-        **{f"fc_norm.{i}.weight": (32,) for i in range(3)},
-        **{f"midlayer.self_attn.{name}_proj.weight": shape for name, shape in attention.items()},
-        **{f"midlayer.mlp.{name}_proj.weight": (48, 32) for name in ("gate", "up")},
-        "midlayer.mlp.down_proj.weight": (32, 48),
-        **{f"midlayer.{name}.weight": (32,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
-        "norm.weight": (32,),
-        "lm_head.weight": (50, 32),
-        "d2t": (50,),
-        "t2d": (zoo.VOCAB,),
-    }
+    named = {name.split(".")[0] for name in load_file(job.out / "model.safetensors")}
+    assert named == {"fc", "fc_norm", "midlayer", "norm", "lm_head", "d2t", "t2d"}
+    assert load_eagle(str(job.out), None, zoo.ours(zoo.reference("llama"))), (
+        "all of them have the shapes that they need"
+    )
 
 
 def test_the_vocabulary_has_what_the_target_writes_most(whole: TrainingJob) -> None:
@@ -124,7 +117,7 @@ def test_the_vocabulary_has_what_the_target_writes_most(whole: TrainingJob) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [Interrupting(after_texts=3), Interrupting(after_step=4), Interrupting(after_step=5)])
+@pytest.mark.parametrize("stop", [Interrupting(after_texts=3), Interrupting(after_step=5)])
 def test_a_stopped_run_ends_with_the_same_bytes(job: TrainingJob, whole: TrainingJob, stop: Interrupting) -> None:
     with pytest.raises(KeyboardInterrupt):
         train_draft(job, stop)
@@ -135,9 +128,11 @@ def test_a_stopped_run_ends_with_the_same_bytes(job: TrainingJob, whole: Trainin
     assert rest.reports[0].step == (1 if stop.after_texts else 5), "it goes on from the last checkpoint"
 
 
-def test_another_seed_makes_another_head(job: TrainingJob, whole: TrainingJob) -> None:
-    train_draft(replace(job, schedule=replace(SCHEDULE, seed=1)), Interrupting())
-    assert made(job) != made(whole)
+def test_another_seed_makes_another_head(job: TrainingJob, told: Interrupting, whole: TrainingJob) -> None:
+    other = Interrupting(after_step=1)
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(replace(job, schedule=replace(SCHEDULE, seed=1)), other)
+    assert other.reports[0].losses != told.reports[0].losses
 
 
 def test_the_recorded_rows_are_the_targets_hidden_states(job: TrainingJob) -> None:
@@ -171,16 +166,14 @@ def test_laws_are_made_of_what_was_recorded(job: TrainingJob) -> None:
     torch.testing.assert_close(writer.embedding().float(), table, rtol=0.01, atol=0.01)
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("family", "law"),
     [
         ("gemma2", LogitScaling(1.0, zoo.every_family()["gemma2"].final_logit_softcapping)),  # and a scaled embedding
         # And layers with a state.
-        slow("granite-4", LogitScaling(1 / zoo.every_family()["granite-4"].logits_scaling)),
-        slow("qwen-3-next", LogitScaling()),
+        pytest.param(
+            "granite-4", LogitScaling(1 / zoo.every_family()["granite-4"].logits_scaling), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_family_is_learned_from(family: str, law: LogitScaling, job: TrainingJob, tmp_path: Path) -> None:
@@ -210,11 +203,34 @@ def test_rounded_weights_are_learned_from_as_they_are_served(job: TrainingJob, w
 
 
 def test_it_learns_the_targets_law(job: TrainingJob) -> None:
-    long = replace(job, schedule=replace(SCHEDULE, steps=60, batch_tokens=128))
+    long = replace(job, schedule=replace(SCHEDULE, steps=60, batch_tokens=64))
     told = Interrupting()
     train_draft(long, told)
     first, last = (sum(sum(r.losses) for r in told.reports[part]) for part in (slice(0, 5), slice(-5, None)))
     assert last < 0.8 * first
+
+
+@pytest.mark.slow
+def test_a_served_head_keeps_as_many_drafts_as_it_was_measured_to(job: TrainingJob) -> None:
+    # Learned by heart: what follows in a random model's text cannot be guessed.
+    prompts = [(1, 3 + i, 40 + i, 7 * i + 3) for i in range(8)]
+    text = TextPlan(texts=8, tokens=40, held_out_tokens=40, together=8, greedy=1.0)
+    schedule = Schedule(steps=150, batch_tokens=256, window=40, unroll=3, warmup=10)
+    learning = replace(job, prompts=prompts, held_out=prompts, text=text, shape=HeadShape(), schedule=schedule)
+    trainer = train_draft(learning, Interrupting(of=8))
+    texts = list(RunFolder(job.out, learning.settings()).load_texts("held-out"))
+    measured = trainer.acceptance(texts)
+    assert measured.rate > 0.2, "else this test shows nothing"
+    served = {"eagle": str(job.out), "proposer": "eagle", "num_draft_tokens": 3, "speculation": "fixed"}
+    llm = LLM(job.engine.target, threads=1, warm_up_seconds=0, kv_memory=0.01, **served)
+    drafted = kept = 0
+    for text in texts:  # one by one: in a batch a head may catch up later than its sequence
+        asked = SamplingParams(max_tokens=len(text.tokens) - text.prompt, ignore_eos=True)
+        [done] = llm.generate([text.tokens[: text.prompt].tolist()], asked)
+        assert list(done.token_ids) == text.tokens[text.prompt :].tolist()
+        drafted, kept = drafted + done.stats.drafted, kept + done.stats.accepted
+    assert drafted > 100
+    assert kept / drafted == pytest.approx(measured.rate, abs=0.04)
 
 
 def test_it_writes_into_no_folder_of_something_else(job: TrainingJob) -> None:
@@ -225,44 +241,44 @@ def test_it_writes_into_no_folder_of_something_else(job: TrainingJob) -> None:
     assert [path.name for path in job.out.iterdir()] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("left", [(), ("run.unfinished",), ("lock", "run.unfinished")])
-def test_a_run_that_was_stopped_before_it_wrote_its_settings_begins_again(
-    job: TrainingJob, left: tuple[str, ...]
-) -> None:
-    folder = job.out / ".training"
-    folder.mkdir(parents=True)
-    for name in left:
-        (folder / name).write_text("{", "utf-8")
+@pytest.fixture(scope="module")
+def begun(target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingJob:
+    """One that was stopped while it wrote; before it, another was stopped before it had written its settings."""
+    job = job_in(target, tmp_path_factory.mktemp("begun") / "head")
+    (job.out / ".training").mkdir(parents=True)
+    for name in ("lock", "run.unfinished"):
+        (job.out / ".training" / name).write_text("{", "utf-8")
     with pytest.raises(KeyboardInterrupt):
         train_draft(job, Interrupting(after_texts=3))
-    (folder / "run.json").write_text("{", "utf-8")
+    return job
+
+
+def test_it_continues_no_run_of_other_settings(begun: TrainingJob, tmp_path: Path) -> None:
+    other = replace(begun, schedule=replace(SCHEDULE, steps=7))
+    with pytest.raises(ModelError, match=r"other settings: schedule .*'steps': 6.* and not .*'steps': 7"):
+        train_draft(other, Interrupting())
+    with pytest.raises(ModelError, match="other settings: prompts"):
+        train_draft(replace(begun, opening=(3,)), Interrupting())
+    damaged = shutil.copytree(begun.out, tmp_path / "damaged")
+    (damaged / ".training" / "run.json").write_text("{", "utf-8")
     with pytest.raises(ModelError, match=r"cannot read .*run\.json"):
-        train_draft(job, Interrupting())
+        train_draft(replace(begun, out=damaged), Interrupting())
 
 
-def test_two_runs_do_not_share_a_folder(job: TrainingJob) -> None:
-    with RunFolder(job.out, job.settings()).alone(), pytest.raises(ModelError, match="another run goes on"):
-        train_draft(job, Interrupting())
-    with pytest.raises(KeyboardInterrupt):
-        train_draft(job, Interrupting(after_texts=3))
+def test_two_runs_do_not_share_a_folder(begun: TrainingJob) -> None:
+    with RunFolder(begun.out, begun.settings()).alone(), pytest.raises(ModelError, match="another run goes on"):
+        train_draft(begun, Interrupting())
+    with RunFolder(begun.out, begun.settings()).alone():
+        assert begun.out.exists()
 
 
 def test_as_many_texts_are_written_as_are_asked_for(job: TrainingJob) -> None:
     """Of prompts of its own, too, which are written a file at a time."""
     whole = replace(job, text=replace(TEXT, together=4))
     with pytest.raises(KeyboardInterrupt):
-        train_draft(whole, Interrupting(after_step=1))
+        train_draft(whole, Interrupting(after_texts=TEXT.texts))
     folder = RunFolder(whole.out, whole.settings())
     assert [len(list(folder.load_texts(name))) for name in ("00000", "00001")] == [4, TEXT.texts - 4]
-
-
-def test_it_continues_no_run_of_other_settings(job: TrainingJob) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train_draft(job, Interrupting(after_texts=3))
-    with pytest.raises(ModelError, match=r"other settings: schedule .*'steps': 6.* and not .*'steps': 7"):
-        train_draft(replace(job, schedule=replace(SCHEDULE, steps=7)), Interrupting())
-    with pytest.raises(ModelError, match="other settings: prompts"):
-        train_draft(replace(job, opening=(3,)), Interrupting())
 
 
 def test_too_little_text_is_said(job: TrainingJob) -> None:
@@ -275,14 +291,15 @@ def test_too_little_text_is_said(job: TrainingJob) -> None:
 
 def test_given_prompts_are_continued_and_some_are_held_out(job: TrainingJob) -> None:
     prompts = [(1, 3 + i, 4 + i) for i in range(20)]
-    given = replace(job, prompts=prompts, text=replace(TEXT, texts=30))
-    train_draft(given, Interrupting(of=30))
+    given = replace(job, prompts=prompts, text=replace(TEXT, texts=15))
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(given, Interrupting(after_step=1, of=15))
     folder = RunFolder(given.out, given.settings())
     apart = [starts(text) for text in folder.load_texts("held-out")]
-    trained = [starts(text) for number in range(10) for text in folder.load_texts(f"{number:05}")]
+    trained = [starts(text) for number in range(5) for text in folder.load_texts(f"{number:05}")]
     assert apart == prompts[-2:]
     assert set(trained) <= set(prompts[:-2])
-    assert len(trained) >= 25
+    assert len(trained) >= 13
 
 
 def starts(text: WrittenText) -> tuple[int, ...]:

@@ -1,0 +1,106 @@
+"""Heads that are right by construction: all of their drafts are kept; and of heads that are wrong none is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers import LlamaConfig, PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.native import multiplies
+from engine.startup.build import assemble, build_engine
+from tests import fakes, heads, zoo
+from tests.engine.proposers.heads import dflash_checkpoints, mtp_checkpoints
+
+FIXED = {"speculation": "fixed", "max_batch_size": 8}
+
+
+def ring(size: int, step: int) -> tuple[PreTrainedModel, dict[str, object], dict[str, Tensor]]:
+    """A target whose next token is that after the last one on a ring, and a head that goes `step` places on it."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(5))
+    then = torch.zeros(size, size)
+    then[order, order.roll(-1)] = 1  # [token, next]
+    sizes = {"vocab_size": size, "hidden_size": size, "intermediate_size": size, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1}
+    model = zoo.with_large_weights(LlamaConfig(**zoo.COMMON | sizes | {"num_hidden_layers": 6, "eos_token_id": None}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.copy_(then.T)
+    config = heads.EAGLE3_CONFIG | sizes
+    tensors = heads.eagle3_tensors(config, target=size)
+    tensors = {k: torch.ones_like(t) if k.endswith("norm.weight") else t for k, t in tensors.items()}
+    tensors["midlayer.self_attn.o_proj.weight"].zero_()
+    # The feature of a token is made that of its next by fc, and that one's next by the MLP: silu(a) b with a = b.
+    tensors["fc.weight"] = torch.cat([then.T, torch.zeros(size, 2 * size)], -1)
+    tensors["lm_head.weight"] = torch.eye(size)
+    tensors |= {f"midlayer.mlp.{name}_proj.weight": torch.eye(size) for name in ("gate", "up")}
+    root = torch.tensor(size**0.5)
+    moved = torch.linalg.matrix_power(then, step).T - torch.eye(size)
+    tensors["midlayer.mlp.down_proj.weight"] = moved / (silu(root) * root)
+    return model, config, {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def eagle3(folder: Path, right: bool, *, size: int) -> Engine:
+    model, config, tensors = ring(size, 1 if right else 2)
+    target = zoo.as_served(zoo.ours(model)) if size == 64 else zoo.ours(model)
+    head = heads.save(folder, config, tensors)
+    engine = assemble(EngineConfig(target="llama", proposer="eagle", eagle=head, **FIXED), target)
+    fused = engine.proposers.by_name["eagle"].head._fused
+    assert (fused is not None) == (size == 64 and multiplies(torch.bfloat16))
+    return engine
+
+
+def dflash(folder: Path, right: bool, *, dtype: torch.dtype) -> Engine:
+    """In bfloat16 for a target in float32, the draft stays in bfloat16 where our C multiplies that."""
+    draft = dflash_checkpoints.planted(folder, right=right, dtype=dtype)
+    config = EngineConfig(target="planted", dflash=draft, proposer="dflash", **FIXED)
+    engine = assemble(config, zoo.ours(dflash_checkpoints.planted_target()))
+    head = engine.proposers.by_name["dflash"].head
+    want = dtype if multiplies(dtype) else torch.float32
+    assert head.arena.layout.dtype == head.project(torch.zeros(1, 2 * dflash_checkpoints.HIDDEN)).dtype == want
+    return engine
+
+
+def mtp(folder: Path, right: bool) -> Engine:
+    saved = mtp_checkpoints.planted("deepseek-v3", folder, wrong=not right)
+    return build_engine(
+        EngineConfig(target=saved.folder, mtp=True, proposer="mtp", warm_up_seconds=0, threads=1, **FIXED)
+    )
+
+
+KINDS: dict[str, Callable[[Path, bool], Engine]] = {
+    "eagle3": partial(eagle3, size=32),
+    "eagle3 in C": partial(eagle3, size=64),
+    "dflash": partial(dflash, dtype=torch.bfloat16),
+    "mtp": mtp,
+}
+
+
+def rounds_of(engine: Engine, rate: float, **law: float) -> tuple[list[int], dict[str, list[int]]]:
+    """In how many rounds 12 tokens come with 1 to 8 drafts each, of which this share is kept; and the tokens."""
+    prompts = [[3 + (i + j) % 20 for j in range(1 + 3 * i)] for i in range(8)]
+    done = fakes.run(engine, fakes.requests(prompts, range(1, 9), max_tokens=12, ignore_eos=True, **law))
+    stats = [done.finished[str(i)].stats for i in range(8)]
+    assert [one.acceptance_rate for one in stats] == [rate] * 8
+    return [one.rounds for one in stats], done.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_right_head_is_always_kept_and_a_wrong_one_never(tmp_path: Path, kind: str) -> None:
+    """The first token comes from the prompt, and the last may have no drafts."""
+    right, wrong = (KINDS[kind](tmp_path / name, name == "right") for name in ("right", "wrong"))
+    fewest = [-(-10 // (k + 1)) for k in range(1, 9)]
+    rounds, tokens = rounds_of(right, 1.0)
+    assert rounds == fewest
+    assert rounds_of(right, 1.0, temperature=0.3, seed=3)[0] == fewest
+    assert rounds_of(wrong, 0.0) == ([10] * 8, tokens)
