@@ -10,11 +10,6 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def int8s(*shape: int, seed: int = 0) -> torch.Tensor:
-    """From -127 to 127."""
-    return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
-
-
 def int16s(rows: int, width: int, high: str = "some", seed: int = 0) -> torch.Tensor:
     """Rows as products with codes take them: in `no`, `some` or `all` runs of four inputs is a number beyond 8 bits."""
     draw = torch.Generator().manual_seed(seed)

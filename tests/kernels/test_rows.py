@@ -20,7 +20,7 @@ def close(got, want):
     return torch.allclose(got, want, atol=TOLERANCE[want.dtype], rtol=TOLERANCE[want.dtype])
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.integers(0, 4),
@@ -73,7 +73,7 @@ def is_rounded(got, x):
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 1000), st.integers(0, 3), st.sampled_from([8, 96, 130]), st.sampled_from("nab"), DTYPE)
 def test_add_norm(seed, num_rows, size, kind, dtype):
     """Of a row alone, of a sum, of a sum whose one part goes through a norm first."""
@@ -90,7 +90,7 @@ def test_add_norm(seed, num_rows, size, kind, dtype):
     assert is_rounded(rounded, got), "the rows that the same kernel gives unrounded, then rounded"
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 1000), st.integers(0, 3), st.sampled_from([8, 130]), st.sampled_from([1e-6, 1.0, 1e4]))
 def test_round_rows(seed, num_rows, size, scale):
     x = torch.randn(1, num_rows, size + 2, generator=torch.Generator().manual_seed(seed)).to(DEVICE) * scale
@@ -102,7 +102,7 @@ def test_round_rows(seed, num_rows, size, scale):
     assert zeros.scale.isfinite().all()
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.integers(0, 1000), st.integers(0, 3), st.sampled_from([8, 1030]), st.sampled_from(["silu", "gelu_tanh"]), DTYPE
 )

@@ -66,10 +66,10 @@ def choose(logits, samplers, **options):
     return kernels.choose(logits.to(DEVICE), samplers, **options).token.cpu()
 
 
-@settings(max_examples=4, phases=LOOKING)
+@settings(max_examples=2, phases=LOOKING)
 @given(
     st.integers(0, 1000),
-    st.lists(st.tuples(PARAMS, st.integers(0, 2**64 - 1), st.integers(0, 2**20)), min_size=1, max_size=4),
+    st.lists(st.tuples(PARAMS, st.integers(0, 2**64 - 1), st.integers(0, 2**20)), min_size=1, max_size=3),
     st.sampled_from([3, 64, 301]),
     st.sampled_from(KINDS),
 )
@@ -107,7 +107,7 @@ def kept_by_the_kernels(logits, samplers, block):
 
 
 @pytest.mark.slow
-@settings(max_examples=8, phases=LOOKING)
+@settings(max_examples=2, phases=LOOKING)
 @given(
     st.integers(0, 1000),
     st.lists(TRUNCATED, min_size=1, max_size=4),
@@ -128,28 +128,32 @@ def test_laws_end_where_they_end_on_the_cpu(seed, wanted, vocab, kind):
     assert torch.equal(got, want)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", list(Stream))
-def test_streams(stream):
+def test_streams():
     wanted = SamplingParams(temperature=1.0)
-    rows = [row(wanted, 5, seed)._replace(stream=stream) for seed in range(20)]
+    rows = [row(wanted, 5, seed)._replace(stream=stream) for stream in Stream for seed in range(2)]
     params, samplers = samplers_of(rows, 90)
-    logits = torch.zeros(20, 90)
+    logits = torch.zeros(len(rows), 90)
     assert torch.equal(choose(logits, samplers, truncated=False), distribution.choose(logits, params))
 
 
-@pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_a_row_without_a_law_is_no_ones_fault(value):
+def test_a_row_without_a_law_is_no_ones_fault():
     """Its token is a token, and the row beside it does not notice."""
-    wanted = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3, top_p=0.9)]
-    rows = [row(p, 5, 1) for p in wanted]
+    greedy, free = SamplingParams(), SamplingParams(temperature=1.0)
+    cut = SamplingParams(temperature=1.0, top_k=3, top_p=0.9)
+    sick = [
+        (greedy, math.nan),
+        (free, -math.inf),
+        (free, math.inf),
+        *((cut, x) for x in (-math.inf, math.nan, math.inf)),
+    ]
     healthy = torch.randn(1, 70, generator=torch.Generator().manual_seed(0))
-    _, samplers = samplers_of([*rows, rows[2]], 70)
-    _, alone = samplers_of(rows[2:], 70)
-    got = choose(torch.cat([torch.full((3, 70), value), healthy]), samplers)
+    rows = [row(p, 5, 1) for p in (*(p for p, _ in sick), cut)]
+    _, samplers = samplers_of(rows, 70)
+    _, alone = samplers_of(rows[-1:], 70)
+    got = choose(torch.cat([*(torch.full((1, 70), value) for _, value in sick), healthy]), samplers)
     assert ((got >= 0) & (got < 70)).all()
-    assert got[3] == choose(healthy, alone)[0]
+    assert got[-1] == choose(healthy, alone)[0]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -25,7 +25,7 @@ def problem(seed, num_rows, groups, outputs, has_bias):
     return [None if tensor is None else tensor.to(DEVICE) for tensor in (x, words, scale, bias, arrived)]
 
 
-@settings(max_examples=15)
+@settings(max_examples=4)
 @given(
     seed=st.integers(0, 1000),
     num_rows=st.sampled_from([0, 1, 2, 5, 16, 17, 40, 64, 65, 70]),
@@ -33,6 +33,7 @@ def problem(seed, num_rows, groups, outputs, has_bias):
     outputs=st.sampled_from([8, 64, 72, 130]),
     has_bias=st.booleans(),
 )
+@example(seed=0, num_rows=17, groups=9, outputs=72, has_bias=True)  # the last split of the groups is a shorter one
 def test_equals_reference(seed, num_rows, groups, outputs, has_bias):
     given_ = problem(seed, num_rows, groups, outputs, has_bias)
     got, want = w4.matmul(*given_), reference.w4_matmul(*given_)
@@ -56,7 +57,7 @@ def test_groups_that_are_split_are_added_in_order():
 
     Twice the same bits, and those of another number of rows for the same tile.
     """
-    x, words, scale, _, arrived = problem(5, 9, 24, 64, False)
+    x, words, scale, _, arrived = problem(5, 9, 16, 64, False)
     first = w4.matmul(x, words, scale, None, arrived)
     assert torch.equal(w4.matmul(x, words, scale, None, arrived), first)
     zeros = torch.zeros(16, x.shape[1], dtype=x.dtype, device=DEVICE)

@@ -1,33 +1,27 @@
-"""What the compiler makes of the attention kernel for a card that is not there; as a program one line per kernel.
+"""What the compiler makes of the attention kernel for a card that is not there.
 
-With `bfloat16/4/128 ...` it compiles both tiles for models of these shapes: type, query heads to a K/V head, size of a
-key, and of a value where that is another one: with `within` behind it, the beginning of the key.
+A shape is `bfloat16/4/128`: type, query heads to a K/V head, size of a key, and of a value where that is another one:
+with `within` behind it, the beginning of the key; with `windowed`, in a layer with a window and softcaps.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import re
-import sys
 from collections.abc import Iterator, Sequence
-
-os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
 from engine.attention import paged
 from engine.kernels import attention
 from engine.kernels.paging import Paging
-from tests.no_gpu.stand_in import Compiled, StandIn
+from tests.no_gpu.stand_in import Specialised, StandIn
 
 KV_HEADS = 8
 
 
-def facts(compiled: Compiled) -> dict[str, object]:
+def facts(compiled: Specialised) -> dict[str, object]:
     """Registers, bytes of stack and of shared memory, and how K and V come."""
-    resources, asm = compiled.resources(), compiled.kernel.asm
+    resources, asm = compiled.resources, compiled.kernel.asm
     return {
         "kernel": compiled.name,
         "registers": resources.registers,
@@ -50,45 +44,29 @@ def buffers(ttgir: str) -> list[str]:
 
 def attend(
     dtype: torch.dtype, group: int, dim: int, num_rows: list[int], starts: list[int], value_dim: int = 0,
-    within: bool = False,
+    kind: str = "",
 ) -> None:  # fmt: skip
     """As a layer would, over pages of 32."""
-    kv_heads = 1 if within else KV_HEADS
+    kv_heads = 1 if kind == "within" else KV_HEADS
+    limits = {"window": 100, "softcap": 50.0} if kind == "windowed" else {}
     tables = [list(range(-(-(n + start) // 32))) for n, start in zip(num_rows, starts, strict=True)]
     paging = Paging.of(num_rows, starts, tables, 32, group, torch.device("cpu"))
     query = torch.zeros(sum(num_rows), group * kv_heads, dim, dtype=dtype)
     arena = torch.zeros(32, kv_heads, dim, dtype=dtype)
     values = arena[..., : value_dim or dim]
-    attention.attend(query, arena, values if within else values.contiguous(), paging, 0.1)
+    attention.attend(query, arena, values if kind == "within" else values.contiguous(), paging, 0.1, **limits)
 
 
 def shapes(stand_in: StandIn, names: Sequence[str]) -> Iterator[dict[str, object]]:
     """Of each kernel of these shapes."""
     for name in names:
         dtype, group, dim, *of_value = name.split("/")
-        value_dim, within = int(of_value[0]) if of_value else 0, of_value[1:] == ["within"]
+        value_dim, special = int(of_value[0]) if of_value else 0, "".join(of_value[1:])
         for kind, num_rows in (("decode", 5), ("prompt", 40)):
             before = set(stand_in.seen)
             if kind == "prompt" and (dtype == "float32" or max(int(dim), value_dim) > paged.WIDEST_IN_PROMPTS):
                 continue
-            attend(getattr(torch, dtype), int(group), int(dim), [num_rows], [9000], value_dim, within)
+            attend(getattr(torch, dtype), int(group), int(dim), [num_rows], [9000], value_dim, special)
             for key in set(stand_in.seen) - before:
                 if "_attend_kernel" in key:
                     yield {"shape": name, "kind": kind} | facts(stand_in.seen[key])
-
-
-def batches(stand_in: StandIn) -> dict[str, int]:
-    """How many variants of each kernel random steps of one model take: of decoding, verification and prompts."""
-    draw = random.Random(0)
-    for _ in range(60):
-        size = draw.choice([1, 2, 3, 8, 15, 16, 17, 40])
-        num_rows = [draw.choice([1, 1, 5, 17, draw.randint(1, 300)]) for _ in range(size)]
-        starts = [draw.choice([0, draw.randint(0, 300), draw.randint(0, 40000)]) for _ in range(size)]
-        attend(torch.bfloat16, 4, 64, num_rows, starts)
-    names = [compiled.name for compiled in stand_in.seen.values()]
-    return {name: names.count(name) for name in names}
-
-
-if __name__ == "__main__":
-    for fact in shapes(StandIn(90).install(), sys.argv[1:]):
-        print(json.dumps(fact), flush=True)

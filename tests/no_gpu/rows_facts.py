@@ -1,9 +1,10 @@
-"""Compiles the row kernels and the 4-bit matmul as for a card, and counts what a fused decoder layer launches."""
+"""Row kernels, the 4-bit matmul and experts compiled as for a card, and what a fused decoder layer launches."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
 from engine.model.fusion.kernel_layers import LayerOps
+from engine.model.linear.experts import StackedExperts
 from engine.model.linear.fp8 import Fp8Linear, to_fp8
 from engine.model.linear.w4 import W4Linear, to_w4
 from engine.model.runner import kv_layout
+from engine.native.experts import ExpertGate
 from tests import zoo
-from tests.no_gpu.stand_in import StandIn
+from tests.no_gpu.stand_in import Specialised, StandIn
 
-SIZES = (2048, 4096, 8192, 16384, 29568)  # of rows: from small models' hidden size to the largest MLP that is common
+SIZES = (2048, 29568)  # of rows: a small model's hidden size, and the largest MLP that is common
 MATRICES = ((4096, 6144), (4096, 4096), (14336, 4096), (4096, 28672))  # in and out, of an 8B model
 _COMMON = {
     "vocab_size": zoo.VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
@@ -57,8 +60,17 @@ def matmuls() -> None:
     for inputs, outputs in MATRICES:
         words = torch.zeros(inputs // GROUP, outputs, WORDS, dtype=torch.int16)
         scale = torch.zeros(inputs // GROUP, outputs, dtype=torch.float16)
-        for num_rows in range(1, 201):
+        for num_rows in (1, 2, 7, 15, 16, 17, 32, 33, 40, 64, 65, 128, 200):
             w4.matmul(torch.zeros(num_rows, inputs, dtype=torch.bfloat16), words, scale, None, counts)
+
+
+def mixtures() -> None:
+    """As Qwen3-30B-A3B has them, but fewer."""
+    up, down = torch.zeros(16, 2 * 768, 2048, dtype=torch.bfloat16), torch.zeros(16, 2048, 768, dtype=torch.bfloat16)
+    mixture = StackedExperts(up, down, None, ExpertGate(), experts.mix)
+    for num_rows in (1, 17, 300):
+        chosen = torch.zeros(num_rows, 8, dtype=torch.int64)
+        mixture(torch.zeros(num_rows, 2048, dtype=torch.bfloat16), chosen, chosen.bfloat16())
 
 
 class _Counted(TorchDispatchMode):
@@ -128,9 +140,9 @@ def of_a_layer(stand_in: StandIn, family: str, weights: str) -> list[str]:
     return sorted(more)
 
 
-def compiled(stand_in: StandIn) -> Iterator[dict[str, Any]]:
-    for each in stand_in.seen.values():
-        used, code = each.resources(), each.kernel.asm["ptx"]
+def compiled(new: Iterable[Specialised]) -> Iterator[dict[str, Any]]:
+    for each in new:
+        used, code = each.resources, each.kernel.asm["ptx"]
         copies = {int(size, 16) for size in re.findall(r"cp\.async\.\w+\.shared\.global.*?, 0x(\w+)", code)}
         yield {
             "name": each.name, "registers": used.registers, "stack": used.stack, "shared": used.shared,
@@ -139,10 +151,14 @@ def compiled(stand_in: StandIn) -> Iterator[dict[str, Any]]:
 
 
 def facts(stand_in: StandIn) -> dict[str, Any]:
+    """Of the row kernels and of the matmul, and how many specialisations a mixture of experts has of each kernel."""
     row_kernels()
-    found = {"rows": list(compiled(stand_in))}
-    stand_in.seen.clear()
+    found = {"rows": list(compiled(stand_in.newest()))}
     matmuls()
-    found["w4"] = list(compiled(stand_in))
-    layers = {f"{family} {w}": of_a_layer(stand_in, family, w) for family in _FAMILIES for w in ("bf16", "fp8", "int4")}
-    return found | {"layers": layers}
+    found["w4"] = list(compiled(stand_in.newest()))
+    mixtures()
+    return found | {"experts": Counter(each.name for each in stand_in.newest())}
+
+
+def layers(stand_in: StandIn) -> dict[str, list[str]]:
+    return {f"{family} {w}": of_a_layer(stand_in, family, w) for family in _FAMILIES for w in ("bf16", "fp8", "int4")}

@@ -37,7 +37,7 @@ def launches_of(driver: StandIn, truncated: bool) -> tuple[int, list[str]]:
 
 def commit_all() -> None:
     """Of all K up to 16."""
-    for k in range(17):
+    for k in (0, 1, 2, 3, 4, 15, 16):
         for size in (1, 3, 48):
             whole = torch.zeros(size + 1, dtype=torch.int64)
             rows = torch.zeros(size + 1, 99, dtype=torch.int64)
@@ -53,7 +53,7 @@ def facts(driver: StandIn) -> dict[str, Any]:
         draw(7, dtype, truncated=True)
         at_first[str(dtype).removeprefix("torch.")] = len(driver.seen) - before
     known, chance = set(driver.seen), random.Random(0)
-    for num_rows in (1, 16, 128, *(chance.randint(1, 200) for _ in range(25))):
+    for num_rows in (1, 16, 128, *(chance.randint(1, 200) for _ in range(9))):
         for dtype in (torch.float32, torch.bfloat16):
             for truncated in (True, False):
                 draw(num_rows, dtype, truncated=truncated, skipped=chance.randint(0, 3))
@@ -61,8 +61,8 @@ def facts(driver: StandIn) -> dict[str, Any]:
     counted = {name: launches_of(driver, truncated) for name, truncated in (("truncated", True), ("no cuts", False))}
     draws = len(driver.seen)
     commit_all()
-    loads = defaultdict(set)
-    for compiled in driver.seen.values():
+    loads, mine = defaultdict(set), driver.newest()
+    for compiled in mine:
         # The only vectors that these kernels load are of logits.
         for count, bits in re.findall(r"ld\.global\.v(\d)\.b(\d+)", compiled.kernel.asm["ptx"]):
             loads[compiled.name.removesuffix("_kernel")].add(int(count) * int(bits) // 8)
@@ -72,6 +72,6 @@ def facts(driver: StandIn) -> dict[str, Any]:
         "compiled at first": at_first,
         "compiled later": later,
         "commits compiled": len(driver.seen) - draws,
-        "stack": [compiled.resources().stack for compiled in driver.seen.values()],
+        "stack": [compiled.resources.stack for compiled in mine],
         "loads": {name: sorted(widths) for name, widths in loads.items()},
     }

@@ -1,7 +1,8 @@
-"""A stand-in for the CUDA driver: Triton binds, specialises and compiles every launch as for a card, and runs nothing.
+"""A stand-in for the CUDA driver: Triton binds and specialises every launch as for a card, and runs nothing.
 
-The kernels must have been defined without the interpreter: a program that uses this removes `TRITON_INTERPRET` before
-Triton is imported. What a launch would have written stays as it was; `meaning` writes it.
+A specialisation is compiled once somebody asks what it takes. The kernels must have been defined without the
+interpreter: a program that uses this removes `TRITON_INTERPRET` before Triton is imported. What a launch would have
+written stays as it was; `meaning` writes it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +50,29 @@ class Resources:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
+@dataclass(frozen=True)
+class Specialised:
     """One specialisation of a kernel."""
 
     name: str
     key: str  # types, alignment, constants and options: what Triton compiles anew for
-    kernel: Any  # triton.compiler.CompiledKernel, with `asm` (ttir, ttgir, llir, ptx, cubin) and `metadata`
-    seconds: float  # that compiling it took
+    source: Any  # triton.compiler.ASTSource
+    options: dict[str, Any]
 
+    @cached_property
+    def kernel(self) -> Any:
+        """Compiled for sm_90: a triton.compiler.CompiledKernel, with `asm` (ttgir, ptx, cubin) and `metadata`."""
+        return triton.compile(self.source, GPUTarget("cuda", 90, 32), self.options)
+
+    @cached_property
     def resources(self) -> Resources:
         """As the assembler reports them for its machine code."""
         return resources_of(self.kernel)
 
     def anew(self, capability: int) -> Resources:
         """What the same specialisation takes on another card."""
-        options = {name: getattr(self.kernel.metadata, name) for name in ("num_warps", "num_stages")}
-        return resources_of(triton.compile(self.kernel.src, GPUTarget("cuda", capability, 32), options))
+        options = {name: self.options[name] for name in ("num_warps", "num_stages")}
+        return resources_of(triton.compile(self.source, GPUTarget("cuda", capability, 32), options))
 
 
 def resources_of(kernel: Any) -> Resources:
@@ -82,16 +87,27 @@ def resources_of(kernel: Any) -> Resources:
     return Resources(found["REG"], stack, int(kernel.metadata.shared), int(kernel.metadata.num_warps))
 
 
-class StandIn:
-    """Triton's driver for a card of this compute capability (80, 90) that is not there."""
+@dataclass(frozen=True)
+class _Unbuilt:
+    """What Triton takes for a compiled kernel and launches."""
 
-    def __init__(self, capability: int = 90) -> None:
-        self.seen: dict[str, Compiled] = {}  # all that was compiled, in order
+    run: Any
+    function: None = None
+    packed_metadata: None = None
+
+    def launch_metadata(self, *_: Any) -> None:
+        """Nobody traces launches here."""
+
+
+class StandIn:
+    """Triton's driver for a card of compute capability 9.0 that is not there."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Specialised] = {}  # all that was launched, in order
         self.launches: list[str] = []  # names of kernels, in the order of their launches
         self.launched: set[str] = set()  # keys of `seen`; whoever looks at a part of a run clears it before
-        self._names: dict[int, str] = {}  # keys of `seen`, by the source that was compiled
-        self._capability = capability
-        self.utils, self.launcher_cls = self, self._launcher
+        self.utils = self
+        self._told: set[str] = set()
 
     def install(self) -> StandIn:
         """Make it Triton's driver for the rest of the process."""
@@ -99,20 +115,26 @@ class StandIn:
         compile_ = JITFunction._do_compile
 
         def watched(function: JITFunction, key: str, *rest: Any) -> Any:
-            began = time.perf_counter()
-            kernel = compile_(function, key, *rest)
-            name = function.__name__
-            self.seen[f"{name} {key}"] = Compiled(name, key, kernel, time.perf_counter() - began)
-            self._names[id(kernel.src)] = f"{name} {key}"
-            return kernel
+            function.compile = partial(self._specialised, function.__name__, key)
+            return compile_(function, key, *rest)
 
         JITFunction._do_compile = watched
         return self
 
+    def _specialised(self, name: str, key: str, source: Any, options: dict[str, Any], **_: Any) -> _Unbuilt:
+        self.seen[f"{name} {key}"] = Specialised(name, key, source, options)
+        return _Unbuilt(partial(self._launch, name, f"{name} {key}"))
+
+    def newest(self) -> list[Specialised]:
+        """What was launched for the first time since this was asked last."""
+        found = [each for key, each in self.seen.items() if key not in self._told]
+        self._told = set(self.seen)
+        return found
+
     # What Triton asks of a driver and of its `utils`.
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._capability, 32)
+        return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -121,17 +143,8 @@ class StandIn:
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED[self._capability], "multiprocessor_count": 132, "warpSize": 32}
+        return {"max_shared_mem": SHARED[90], "multiprocessor_count": 132, "warpSize": 32}
 
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        return object(), name, 0, 0, 1024
-
-    def unload_module(self, module: object) -> None:
-        """Nothing was loaded."""
-
-    def _launcher(self, src: Any, metadata: Any) -> Callable[..., None]:
-        return partial(self._launch, src)
-
-    def _launch(self, src: Any, *args: Any) -> None:
-        self.launches.append(src.fn.__name__)
-        self.launched.add(self._names[id(src)])
+    def _launch(self, name: str, key: str, *_: Any) -> None:
+        self.launches.append(name)
+        self.launched.add(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kv.batch import Feed, RaggedBatch
@@ -26,6 +26,7 @@ def test_the_docstring_example() -> None:
     assert batch.kv_rows.tolist() == [5, 6, 7, 16, 17, 18, 19, 21]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=6), st.integers(1, 8))
 def test_every_token_has_a_row_of_its_own(shape: list[tuple[int, int]], page_size: int) -> None:
     feeds, pages = [], iter(range(1000))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -26,8 +26,11 @@ class Arena(RuleBasedStateMachine):
         self.told: dict[int, CacheChange] = {}  # what the changes say is cached
 
     @precondition(lambda self: len(self.live) < 3)
-    @rule(tokens=TEXT, salt=SALT)
-    def come(self, tokens: list[int], salt: str | None) -> None:
+    @rule(tokens=TEXT, salt=SALT, data=st.data())
+    def come(self, tokens: list[int], salt: str | None, data: st.DataObject) -> None:
+        if self.live and data.draw(st.booleans()):  # it goes on from the text of another, whose pages it finds
+            _, text, salt = data.draw(st.sampled_from(self.live))
+            tokens = [*text, *tokens][:14]
         cursor = KVCursor()
         self.pool.adopt(cursor, self.pool.find(tokens, salt))
         assert cursor.kv_len < len(tokens), "the newest token must be left to feed"
@@ -83,7 +86,10 @@ class Arena(RuleBasedStateMachine):
 
 
 TestArena = Arena.TestCase
-TestArena.settings = settings(max_examples=60)
+# A failure is made small, and not explained besides, which takes a minute.
+TestArena.settings = settings(
+    max_examples=40, stateful_step_count=30, phases=[Phase.reuse, Phase.generate, Phase.shrink]
+)
 
 
 def _pool(num_pages: int = 8, **options: object) -> PagePool:
@@ -110,20 +116,6 @@ def test_found_up_to_the_last_whole_page_and_never_the_newest_token() -> None:
     assert pool.find([9, 2, 3, 4, 5], None) == []
 
 
-def test_equal_tokens_under_other_salts_are_not_found() -> None:
-    pool = _pool()
-    pool.release(_fed(pool, [1, 2, 3], "a"))
-    assert pool.find([1, 2, 3], "b") == []
-    assert pool.find([1, 2, 3], None) == []
-    assert len(pool.find([1, 2, 3], "a")) == 1
-
-
-def test_the_same_page_after_another_beginning_is_another_page() -> None:
-    pool = _pool()
-    pool.release(_fed(pool, [1, 2, 3, 4, 5]))
-    assert pool.find([3, 4, 5], None) == []
-
-
 def test_holders_at_the_same_time_share_one_page_and_the_last_one_frees_it() -> None:
     pool = _pool()
     first = _fed(pool, [1, 2, 3])
@@ -134,22 +126,6 @@ def test_holders_at_the_same_time_share_one_page_and_the_last_one_frees_it() -> 
     pool.check_invariants([second])
     pool.release(second)
     assert pool.num_free == pool.num_pages
-
-
-def test_twins_fed_at_once_keep_one_entry_and_both_go_on() -> None:
-    pool = _pool()
-    first, second = KVCursor(), KVCursor()
-    for cursor in (first, second):
-        pool.reserve(cursor, 5)
-        cursor.advance(4)
-    pool.share(first, [1, 2, 3, 4, 5], None)
-    pool.share(second, [1, 2, 3, 4, 5], None)
-    assert first.shared == second.shared
-    pool.check_invariants([first, second])
-    pool.release(first)
-    pool.release(second)
-    pool.check_invariants([])
-    assert len(pool.find([1, 2, 3, 4, 5], None)) == 2
 
 
 def test_kept_pages_give_way_oldest_and_deepest_first() -> None:

@@ -141,7 +141,7 @@ def test_what_a_failed_pass_wrote_is_kept_for_nobody():
 
 
 TestStates = States.TestCase
-TestStates.settings = settings(max_examples=100, stateful_step_count=30)
+TestStates.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 class Drafting(RuleBasedStateMachine):
@@ -175,7 +175,7 @@ class Drafting(RuleBasedStateMachine):
 
 
 TestDrafting = Drafting.TestCase
-TestDrafting.settings = settings(max_examples=50)
+TestDrafting.settings = settings(max_examples=20, stateful_step_count=30)
 
 
 def test_too_few_slots_admit_nobody() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.machine import threads
-from engine.machine.threads import cores, quota, use_threads
+from engine.machine.threads import cores, exactly, pool_threads, quota, use_threads
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -36,15 +36,13 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ("4:cpu,cpuacct:/c\n", {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, None),
         ("0::/\n", {"cpu.max": "nonsense"}, None),
         ("0::/\n", {}, None),
+        (None, {}, None),
     ],
 )
-def test_quota(membership: str, files: dict[str, str], want: float | None, tmp_path: Path) -> None:
-    (tmp_path / "membership").write_text(membership)
+def test_quota(membership: str | None, files: dict[str, str], want: float | None, tmp_path: Path) -> None:
+    if membership is not None:
+        (tmp_path / "membership").write_text(membership)
     assert quota(write(tmp_path / "root", files), tmp_path / "membership") == want
-
-
-def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
-    assert quota(tmp_path / "none", tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(("limit", "want"), [(None, 4), (2.9, 2), (0.5, 1), (64.0, 4)])
@@ -54,10 +52,14 @@ def test_cores(limit: float | None, want: int, monkeypatch: pytest.MonkeyPatch) 
     assert cores() == want
 
 
-def test_what_is_asked_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_and_the_pool_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "cores", lambda: 2)
+    before, mine = torch.get_num_threads(), pool_threads()
     try:
-        assert (use_threads(3), torch.get_num_threads()) == (3, 3)
-        assert (use_threads(None), torch.get_num_threads()) == (2, 2)
+        assert use_threads(3) == torch.get_num_threads() == pool_threads() == 3
+        with exactly(4):
+            assert (torch.get_num_threads(), pool_threads()) == (4, -4)
+        assert use_threads(None) == torch.get_num_threads() == pool_threads() == 2
     finally:
-        torch.set_num_threads(1)
+        use_threads(mine)
+        torch.set_num_threads(before)

@@ -32,7 +32,7 @@ def check(drawn: GroupedCodes, x: torch.Tensor, step: torch.Tensor | None = None
 
 @pytest.mark.parametrize("form", FORMS)
 @BITS
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(1, 20), st.sampled_from([16, 32, 48, 64, 128]), st.integers(1, 9), st.integers(1, 150),
     st.sampled_from(FLOATS), HIGH, st.integers(0, 10**6),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -95,6 +95,7 @@ class Problem:
 
 
 @needs_kernel
+@settings(max_examples=60)
 @given(LENS, st.sampled_from([1, 16, 32, 500]), SHAPES, st.sampled_from(list(TOLERANCE)), SPECS, st.booleans())
 def test_it_is_the_formula(lens, page, shape, dtype, options, int8) -> None:
     p = Problem(lens, page, shape, dtype, int8=int8)
@@ -105,6 +106,7 @@ def test_it_is_the_formula(lens, page, shape, dtype, options, int8) -> None:
 
 
 @needs_kernel
+@settings(max_examples=40)
 @given(LENS, SHAPES, st.sampled_from(list(TOLERANCE)), SPECS, st.booleans(), st.data())
 def test_a_row_is_the_same_bits_in_any_company(lens, shape, dtype, options, int8, data) -> None:
     """In a batch, alone, with fewer of its own neighbours, on any number of threads."""
@@ -202,6 +204,7 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor
 
 
 @needs_kernel
+@settings(max_examples=40)
 @given(SIZES, DTYPES, st.sampled_from([(SILU, F.silu), (GELU_TANH, partial(F.gelu, approximate="tanh"))]))
 def test_gates_and_norms_are_the_formula(size, dtype, activation) -> None:
     x, n = numbers((size[0], 2 * size[1]), dtype), size[1]
@@ -217,6 +220,7 @@ def test_gates_and_norms_are_the_formula(size, dtype, activation) -> None:
 
 
 @needs_kernel
+@settings(max_examples=60)
 @given(st.sampled_from([(4, 2, 32), (3, 1, 64), (8, 8, 96)]), st.integers(1, 5), DTYPES, st.booleans(), st.booleans())
 def test_rotation_on_the_way_into_the_arena(shape, tokens, dtype, is_normed, is_sick) -> None:
     heads, kv_heads, dim = shape

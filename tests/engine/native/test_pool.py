@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.machine.threads import exactly, pool_threads, use_threads
+from engine.machine.threads import exactly
 from engine.native import PackedMatrix, compiled, library, threads_in_use
 from tests.drawn import numbers
 
@@ -238,16 +238,3 @@ def test_an_operator_sees_how_many_take_part() -> None:
         with several(threads):
             product(packed, x)
         assert threads_in_use() == threads
-
-
-def test_torch_and_the_pool_are_told_together() -> None:
-    threads, mine = torch.get_num_threads(), pool_threads()
-    try:
-        use_threads(3)
-        assert (torch.get_num_threads(), pool_threads()) == (3, 3)
-        with exactly(2):
-            assert (torch.get_num_threads(), pool_threads()) == (2, -2)
-        assert (torch.get_num_threads(), pool_threads()) == (3, 3)
-    finally:
-        use_threads(mine)
-        torch.set_num_threads(threads)

@@ -1,7 +1,8 @@
-"""Float weights lie in panels as in matmul.h, in one part or several."""
+"""Matrices of floats in panels: right, and every row the same bits alone, in any batch and on any number of threads."""
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.native import PackedMatrix, library
+from engine.machine.threads import exactly
+from engine.native import PackedMatrix, library, multiplies
 from engine.native.weights import panels_of
 from tests.drawn import numbers
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
+FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def panels_by_torch(weight: Tensor, width: int) -> Tensor:
@@ -27,21 +30,57 @@ def panels_by_torch(weight: Tensor, width: int) -> Tensor:
 
 
 def parts_of(matrix: Tensor, cuts: list[int]) -> list[Tensor]:
-    """The same matrix in parts, one of them of no row."""
+    """The same matrix in parts, some of them of no row."""
     bounds = [0, *sorted(cut % (len(matrix) + 1) for cut in cuts), len(matrix)]
     return [matrix[first:last] for first, last in pairwise(bounds)]
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=30, deadline=None)
+@FLOATS
+@settings(max_examples=15)
 @given(st.integers(1, 300), st.integers(1, 40), st.lists(st.integers(0, 300), max_size=2))
 def test_panels(width: int, dtype: torch.dtype, outputs: int, sixteens: int, cuts: list[int]) -> None:
     weight = numbers(outputs, 16 * sixteens).to(dtype)
     assert torch.equal(panels_of(parts_of(weight, cuts), width), panels_by_torch(weight, width))
 
 
-def test_parts_are_one_matrix() -> None:
-    weight, rows = numbers(150, 64), numbers(3, 64)
-    whole, parts = (PackedMatrix.of(made) for made in (weight, weight.split([5, 100, 45])))
-    assert torch.equal(*(made.multiply(rows, None, torch.float32) for made in (whole, parts)))
+@FLOATS
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 300), st.booleans(), st.integers(0, 10**6))
+def test_floats_are_close(dtype: torch.dtype, rows: int, sixteens: int, outputs: int, bias: bool, seed: int) -> None:
+    weight, x = (numbers(n, 16 * sixteens, seed=seed + n).to(dtype) for n in (outputs, rows))
+    added = numbers(outputs, seed=1) if bias else None
+    got = PackedMatrix.of(weight, added).multiply(x, None, torch.float32)
+    want = (x.double() @ weight.double().t() + (0 if added is None else added)).float()
+    assert torch.allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@FLOATS
+def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, threads: int) -> None:
+    outputs, inputs, m = 200, 96, 23
+    packed, x = PackedMatrix.of(numbers(outputs, inputs).to(dtype)), numbers(m, inputs).to(dtype)
+    with exactly(threads):
+        together = packed.multiply(x, None, torch.float32)
+    for first, count in [(i, 1) for i in range(m)] + [(3, n) for n in range(2, 20)]:
+        part = slice(first, first + count)
+        with exactly(1):
+            alone = packed.multiply(x[part].contiguous(), None, torch.float32)
+        assert torch.equal(alone, together[part])
+
+
+def test_bfloat16_comes_out_rounded_once() -> None:
+    packed, x = PackedMatrix.of(numbers(80, 64)), numbers(5, 64)
+    assert torch.equal(packed.multiply(x, None, torch.bfloat16), packed.multiply(x, None, torch.float32).bfloat16())
+
+
+def test_a_copy_shares_the_panels() -> None:
+    packed = PackedMatrix.of(numbers(64, 16))
+    assert copy.deepcopy(packed) is packed
+    assert packed.nbytes == 64 * 16 * 4
+
+
+def test_types_that_are_not_known_are_left_to_torch() -> None:
+    assert not multiplies(torch.float16)
+    with pytest.raises(AssertionError, match="15 inputs are no whole number of vectors"):
+        PackedMatrix.of(numbers(4, 15))

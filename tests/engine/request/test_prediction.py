@@ -33,7 +33,7 @@ def passes(prediction, output, k=64):
 
 
 @given(TOKENS, TOKENS, st.data())
-@settings(max_examples=300)
+@settings(max_examples=80)
 def test_state_is_a_function_of_the_output(prediction, output, data):
     """However the output came: all at once, or in pieces, with questions about drafts in between."""
     alignment, tokens = TextAlignment(Prediction(prediction)), list(PROMPT)
@@ -48,13 +48,14 @@ def test_state_is_a_function_of_the_output(prediction, output, data):
 
 
 @given(TOKENS, TOKENS, st.integers(0, 64))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_fewer_drafts_are_the_first_of_more(prediction, output, k):
     alignment = aligned(prediction, output)
     assert alignment.drafts(k) == alignment.drafts(64)[:k]
 
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=300))
+@settings(max_examples=30)
 def test_a_right_prediction_is_drafted_to_its_end(output):
     assert passes(output, output) == -(-len(output) // 65)
     assert aligned(output, output).num_had == len(output)
@@ -108,7 +109,7 @@ def test_tokens_beyond_a_stop_string_do_not_count():
 
 
 @given(TOKENS, TOKENS.filter(bool), st.data())
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_what_counts_does_not_depend_on_what_was_followed(output, prediction, data):
     """Neither on an alignment that is behind, nor on tokens beyond those that count."""
     keep, followed = data.draw(st.integers(0, len(output))), data.draw(st.integers(0, len(output)))
@@ -118,7 +119,7 @@ def test_what_counts_does_not_depend_on_what_was_followed(output, prediction, da
 
 
 @given(st.lists(st.integers(0, 2) | st.integers(2**17, 2**17 + 1), max_size=80), st.integers(0, 80))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_the_nearest_places_of_a_pair_are_found(prediction, near):
     for pair in ((0, 0), (0, 1), (2**17, 0), (0, 2**17), (7, 7)):
         every = [i for i in range(2, len(prediction) + 1) if tuple(prediction[i - 2 : i]) == pair]

@@ -58,7 +58,7 @@ options = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(options, options, st.lists(st.tuples(tokens, tokens), min_size=1, max_size=4), st.integers(0, 99))
 def test_rows_of_growing_sequences_are_as_if_each_was_made_alone(
     first: SamplingParams, second: SamplingParams, steps: list[tuple[list[int], list[int]]], seed: int
@@ -94,6 +94,7 @@ def test_what_follows_from_the_request_is_made_once_for_all_outputs_and_steps(mo
     assert sorted(read) == [1] * 12 + [1, len(banned), len(prompt)]  # new tokens, and the bias, the bans, the prompt
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=9, max_size=9), min_size=1), st.integers(0, 9)
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -33,6 +33,7 @@ def _rows(seeds: list[int], positions: list[int], stream: Stream = Stream.COUPLE
     return torch.tensor(seeds), torch.tensor(positions), torch.full((len(seeds),), int(stream))
 
 
+@settings(max_examples=40)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31), st.integers(2, 300), st.sampled_from(list(Stream)))
 def test_a_tokens_noise_is_its_own(seed: int, position: int, vocab: int, stream: Stream) -> None:
     """The same for any vocabulary size, any company of rows, and when only some tokens are asked for."""
@@ -45,6 +46,7 @@ def test_a_tokens_noise_is_its_own(seed: int, position: int, vocab: int, stream:
     assert torch.equal(noise.gumbel(*company, vocab)[4:5], whole)
 
 
+@settings(max_examples=40)
 @given(
     seeds=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5),
     position=st.integers(0, 2**40),

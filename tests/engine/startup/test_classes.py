@@ -27,8 +27,12 @@ def test_what_is_read_is_what_was_written() -> None:
     assert read(f"text\n{BEGIN}{block(outcomes)}{END}text") == outcomes
 
 
+# `make classes` runs all; here are one of each outcome, and each sixth.
+SOME = {*list(KINDS)[::6], *{found: kind for kind, found in WRITTEN.items() if kind in KINDS}.values()}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(SOME))
 def test_each_runs_as_the_page_says(kind: str) -> None:
     found = outcome(kind)  # which asserts that its tokens are those of `generate`
     if f"transformers {transformers.__version__}," in PAGE:

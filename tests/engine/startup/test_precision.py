@@ -135,7 +135,7 @@ def test_float32_for_matrices_that_our_c_is_not_for(
 
 
 @pytest.mark.skipif(not multiplies(torch.bfloat16), reason="needs a C compiler")
-@pytest.mark.parametrize("family", zoo.families())
+@pytest.mark.parametrize("family", list(zoo.families())[::3])
 def test_what_is_foretold_of_packing_comes_true(family: str) -> None:
     model = zoo.ours(zoo.reference(family)).to(torch.bfloat16)
     foretold = packs_whole(on_meta(family, zoo.families()[family]))
@@ -191,12 +191,7 @@ def test_target_and_draft_each_have_their_own(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize(
     ("of_target", "of_draft"),
-    [
-        ("float32", "bfloat16"),
-        ("bfloat16", "float32"),
-        pytest.param("float32", "float16", marks=pytest.mark.slow),
-        pytest.param("float16", "bfloat16", marks=pytest.mark.slow),
-    ],
+    [("float32", "bfloat16"), ("bfloat16", "float32")],
 )
 def test_rounds_of_a_pair_of_unlike_types(of_target: str, of_draft: str) -> None:
     """Each has an arena of its own type. A float32 target says what it says without drafts."""

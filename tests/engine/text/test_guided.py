@@ -77,7 +77,7 @@ def refusal(guided: Guided, compiler: GrammarCompiler = COMPILER) -> str:
 # What is sampled fits
 
 
-@pytest.mark.parametrize("seed", [*range(25), *(pytest.param(i, marks=pytest.mark.slow) for i in range(25, 100))])
+@pytest.mark.parametrize("seed", range(25))
 def test_a_random_walk_ends_in_a_document_of_its_schema(seed):
     schema = random_schema(seed)
     state = COMPILER.compile(Guided(json_schema=json.dumps(schema))).start()
@@ -126,19 +126,12 @@ def start(guided: Guided):
 
 
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=8), st.randoms(use_true_random=False))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_a_choice_is_one_of_its_texts_whatever_they_hold(texts, rng):
     guided = Guided(choice=(*texts, "fallback"))
     assert CODEC.decode(walk(start(guided), rng)) in guided.choice
     for text in guided.choice:
         assert fits(guided, bytewise(text)), repr(text)
-
-
-def test_a_choice_may_begin_another_choice():
-    guided = Guided(choice=("yes", "yes please", ""))
-    for text in guided.choice:
-        assert fits(guided, bytewise(text))
-    assert not fits(guided, bytewise("yes p"))
 
 
 def test_plain_json_mode():
@@ -152,7 +145,7 @@ def test_plain_json_mode():
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_any_tokenization_is_allowed(rng):
     text = '{"name": "größer than €", "n": [12345, -1.5e10], "self": null}'
     pieces, data = [], text.encode()
@@ -243,7 +236,7 @@ def test_a_tokenizer_that_cannot_serve_is_refused_at_load(vocab_size, eos, probl
 
 
 @given(st.integers(0, 99), st.randoms(use_true_random=False))
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_any_way_to_a_place_is_the_same_place(seed, rng):
     grammar = COMPILER.compile(Guided(json_schema=json.dumps(random_schema(seed))))
     state, taken = grammar.start(), []
@@ -263,7 +256,7 @@ def test_any_way_to_a_place_is_the_same_place(seed, rng):
 
 
 @given(st.integers(0, 99), st.randoms(use_true_random=False))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_a_token_is_taken_if_and_only_if_the_mask_has_it(seed, rng):
     state = start(Guided(json_schema=json.dumps(random_schema(seed))))
     for _ in range(8):

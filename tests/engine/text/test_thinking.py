@@ -52,7 +52,7 @@ GRAMMARS = {
 def test_reasoning_ends_with_the_budget(name, most):
     begin, lark = GRAMMARS[name]
     grammar = compiled(most, begin, lark)
-    for seed in range(12):
+    for seed in range(5):
         tokens = walk(grammar.start(), random.Random(seed))
         text = CODEC.decode(tokens)
         if begin is not None:
@@ -69,7 +69,7 @@ def test_masks_are_a_function_of_the_tokens(name):
     """However they came: one by one, all at once, or with others that were taken back."""
     begin, lark = GRAMMARS[name]
     grammar = compiled(5, begin, lark)
-    for seed in range(20):
+    for seed in range(8):
         tokens = walk(grammar.start(), random.Random(seed), most=25)
         for stop in range(0, len(tokens) + 1, 3):
             once = state_after(grammar, tokens[:stop])
