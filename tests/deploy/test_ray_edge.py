@@ -39,17 +39,11 @@ def test_an_error_comes_out_with_its_details():
     retry = error_details_pb2.RetryInfo()
     assert told.details[0].Unpack(retry)
     assert retry.retry_delay.ToMilliseconds() == 2500
-
-
-def test_an_error_that_is_final_names_no_time():
-    status = opened(Envelope.refused(InvalidRequest.of("prompt", "is empty")).data)
-    assert status.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "grpc-retry-pushback-ms" not in dict(status.trailers)
-
-
-def test_a_fault_of_ours_says_no_more_than_that():
-    status = opened(Envelope.failed().data)
-    assert (status.code, status.message) == (grpc.StatusCode.INTERNAL, "internal error")
+    final = opened(Envelope.refused(InvalidRequest.of("prompt", "is empty")).data)
+    assert final.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "grpc-retry-pushback-ms" not in dict(final.trailers)
+    fault = opened(Envelope.failed().data)  # a fault of ours says no more than that
+    assert (fault.code, fault.message) == (grpc.StatusCode.INTERNAL, "internal error")
 
 
 @pytest.mark.parametrize("code", grpc.StatusCode)

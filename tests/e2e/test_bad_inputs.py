@@ -223,7 +223,7 @@ async def survive(inputs: list[bytes], seeds: list[int]) -> None:
         assert tuple(answer.outputs[0].token_ids) == engine.expected(24)
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(
     st.lists(st.binary(max_size=200), min_size=10, max_size=10),
     st.lists(st.integers(0, 2**32), min_size=30, max_size=30),

@@ -16,8 +16,8 @@ import pytest
 import client
 from engine.llm import LLM
 from engine.params import SamplingParams
+from examples.demo import free_ports
 from models import embedded_target
-from tests.e2e.test_faults import free_port
 
 PROGRAM = "from server.cli import main; raise SystemExit(main())"
 OPTIONS = ("--tensor-parallel-size", "2", "--max-model-len", "1000", "--warm-up-seconds", "0", "--speculation", "fixed")
@@ -29,9 +29,9 @@ class Group:
     """Two ranks of one server of the embedded pair."""
 
     def __init__(self, folder: Path) -> None:
-        self.port, meeting = free_port(), free_port()
+        (self.port, http_port), (meeting, _) = free_ports(), free_ports()
         self._logs = [folder / f"{rank}.log" for rank in range(SIZE)]
-        front_ends = ("--grpc-port", str(self.port), "--http-port", str(free_port()))
+        front_ends = ("--grpc-port", str(self.port), "--http-port", str(http_port))
         command = [sys.executable, "-c", PROGRAM, "serve", *OPTIONS, *front_ends]
         ours = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting)}
         ours |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}

@@ -91,15 +91,14 @@ async def test_alone_in_company_after_preemption_and_after_a_restart(reproducibl
     async with running(reproducible=reproducible) as server:
         found["alone"] = alone = await ask(server)
         found["over its own cached prefix"] = await ask(server)
-        found["among 31 others"] = await ask(server, others=31)
     async with running(reproducible=reproducible) as server:
         found["among 31 others after a restart"] = await ask(server, others=31)
     async with running(reproducible=reproducible, **starved()) as server:
         found["preempted"] = await ask(server, others=2)
         assert "mine" in server.engine.preempted
-    cached = {how: got.finished.usage.cached_prompt_tokens > 0 for how, got in found.items()}
-    assert [how for how, was in cached.items() if was] == ["over its own cached prefix", "among 31 others"]
-    assert found["among 31 others"].finished.speculation_stats.accepted > 0
+    cached = [how for how, got in found.items() if got.finished.usage.cached_prompt_tokens > 0]
+    assert cached == ["over its own cached prefix"]
+    assert found["among 31 others after a restart"].finished.speculation_stats.accepted > 0
     assert len(alone.token_ids) == len(alone.logprobs) == SAMPLED["max_tokens"]
     for how, got in found.items():
         assert got.token_ids == alone.token_ids, how

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,12 +13,12 @@ from client import AsyncClient, Delta
 from client.results import Finished
 from models import corpus
 from server.app import App
-from tests.serving import serving_embedded, until
+from tests.server.test_life import metric
+from tests.serving import grpc_client, serving_embedded, until
 
-SETTINGS = {
-    "max_model_len": 608,
-    "drain_seconds": 30.0,
-}
+CUT_SHORT = 4
+ROUNDS = {"loop": "rounds", "dtype": "float32"}  # the type that rounds on the device take on a CPU
+LOOPS = [pytest.param(20, {}, id="plain"), pytest.param(10, ROUNDS, id="rounds", marks=pytest.mark.slow)]
 
 
 @dataclass
@@ -43,123 +42,72 @@ class Case:
                     self.finished = event
 
 
-def cases(count: int, app: App, longest_output: int = 100, seed: int = 0) -> list[Case]:
-    """Prompts of 1 to 400 tokens cut out of held-out code, outputs of 1 to `longest_output`, greedy and sampled."""
-    rng = random.Random(seed)
-    text = "".join(corpus.held_out_prompts(60))
-    ids = app.driver.model.codec.encode(text)
+def cases(count: int, app: App) -> list[Case]:
+    """Prompts of 1 to 90 tokens of held-out code, outputs of 1 to 24; greedy and sampled, with and without options."""
+    rng = random.Random(0)
+    ids = app.driver.model.codec.encode("".join(corpus.held_out_prompts(20)))
     found = []
     for i in range(count):
-        length = (1, 400)[i] if i < 2 else rng.randint(1, 400)
+        length = (1, 90)[i] if i < 2 else rng.randint(1, 60)
         start = rng.randrange(len(ids) - length)
-        output = (longest_output, 1)[i] if i < 2 else rng.randint(1, longest_output)
-        sampled = {"temperature": 0.8, "top_p": 0.95, "seed": i} if i % 2 else {}
-        found.append(Case(tuple(ids[start : start + length]), {"max_tokens": output, **sampled}))
+        options = {"max_tokens": (24, 1)[i] if i < 2 else rng.randint(8, 24)}
+        options |= {"temperature": 0.8, "top_p": 0.95, "seed": i} if i % 2 else {}
+        options |= ({}, {}, {"stop": ["e"]}, {"logprobs": True}, {"frequency_penalty": 0.5})[i % 5]
+        found.append(Case(tuple(ids[start : start + length]), options))
     return found
 
 
-async def one_by_one(client: AsyncClient, wanted: Sequence[Case]) -> list[Case]:
-    """The same requests, each with the server to itself."""
-    alone = [Case(case.prompt, case.options) for case in wanted]
-    for case in alone:
-        await case.run(client)
-    return alone
-
-
-def sample(app: App, name: str, **labels: str) -> float:
-    value = app.metrics.registry.get_sample_value(name, labels)
-    assert value is not None, f"no metric {name} {labels}"
-    return value
-
-
-@pytest.mark.timeout(600)
-async def test_64_streams_each_equal_to_its_own_single_run() -> None:
-    async with serving_embedded(**SETTINGS) as server:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("count", "loop"), LOOPS)
+async def test_many_streams_are_each_equal_to_its_own_single_run_whoever_leaves(
+    count: int, loop: dict[str, str]
+) -> None:
+    async with (
+        serving_embedded(max_model_len=608, max_batch_tokens=128, **loop) as server,
+        grpc_client(server) as client,
+    ):
         app, engine = server.app, server.app.driver.model.engine
-        async with AsyncClient(f"127.0.0.1:{app.grpc_port}") as client:
-            together = cases(64, app, longest_output=24)
-            await asyncio.gather(*(case.run(client) for case in together))
-            assert all(case.finished is not None for case in together)
-            await until(lambda: engine.free_pages == engine.total_pages)
-            engine.check_invariants()
-            large = sample(app, "pilotfish_batch_size_count", kind="verify") - sample(
-                app, "pilotfish_batch_size_bucket", kind="verify", le="16.0"
-            )
-            assert large > 0, "no batch above 16"
+        together = cases(count, app)
+        leaving = [Case((5, 6, 7 + i), {"max_tokens": 600, "ignore_eos": True}) for i in range(CUT_SHORT)]
+        cut = [asyncio.create_task(case.run(client)) for case in leaving]
+        running = asyncio.gather(*(case.run(client) for case in together))
+        for case, task in zip(leaving, cut, strict=True):
+            await until(lambda case=case: len(case.tokens) > 2)
+            task.cancel()
+        await running
+        await until(lambda: engine.free_pages == engine.total_pages)
+        engine.check_invariants()
+        assert all(
+            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*cut, return_exceptions=True)
+        )
+        assert {metric(server, "requests_total", finish_reason="cancelled")} == {CUT_SHORT}
+        in_rounds = metric(server, "step_duration_seconds_sum", phase="launch") > 0.01
+        assert in_rounds is ("loop" in loop)
+        largest = [metric(server, "batch_size_bucket", kind="verify", le=size) for size in ("8.0", "+Inf")]
+        assert in_rounds or largest[0] < largest[1], "no batch above 8"
 
-            alone = await one_by_one(client, together)
-            for got, want in zip(together, alone, strict=True):
-                assert got.tokens == want.tokens
-                assert got.text == want.text
-                assert got.finished.finish_reason == want.finished.finish_reason
-                assert got.finished.usage.prompt_tokens == want.finished.usage.prompt_tokens
-                assert got.finished.usage.completion_tokens == want.finished.usage.completion_tokens
-                assert len(got.tokens) == got.finished.usage.completion_tokens
-            assert sum(case.finished.speculation_stats.accepted for case in together) > 0
-
-
-@pytest.mark.slow  # test_phases cancels in every phase
-@pytest.mark.timeout(600)
-async def test_cancelling_half_of_100_streams_frees_their_pages_and_leaves_the_rest_alone() -> None:
-    async with serving_embedded(**SETTINGS | {"max_batch_size": 100, "max_model_len": 1024}) as server:
-        app, driver = server.app, server.app.driver
-        engine = driver.model.engine
-        watch = Watch(driver)
-        async with AsyncClient(f"127.0.0.1:{app.grpc_port}") as client:
-            everyone = cases(100, app, longest_output=60, seed=1)
-            for case in everyone[:50]:
-                case.options |= {"max_tokens": 600, "ignore_eos": True}  # far from its end on any machine
-            rng = random.Random(2)
-            running = [asyncio.create_task(case.run(client)) for case in everyone]
-
-            async def hang_up(case: Case, task: asyncio.Task[None], after: float) -> None:
-                await until(lambda: case.tokens, 120)
-                await asyncio.sleep(after)
-                task.cancel()
-
-            victims = zip(everyone[:50], running, strict=False)
-            await asyncio.gather(*(hang_up(case, task, rng.uniform(0, 0.02)) for case, task in victims))
-            results = await asyncio.gather(*running, return_exceptions=True)
-            cancelled = [case for case in everyone if case.finished is None]
-            assert cancelled == everyone[:50]
-            assert [isinstance(result, asyncio.CancelledError) for result in results] == [True] * 50 + [False] * 50
-            await until(lambda: engine.free_pages == engine.total_pages)
-            engine.check_invariants()
-            assert len(watch.steps_until_freed) == len(cancelled)
-            assert max(watch.steps_until_freed) <= 1, "pages were held for more than one step"
-            assert len(watch.pages_freed) == len(cancelled)
-            assert min(watch.pages_freed) >= 1, "the newest tokens' page is nobody else's"
-
-            kept = [case for case in everyone if case.finished is not None]
-            for got, want in zip(kept, await one_by_one(client, kept), strict=True):
-                assert got.tokens == want.tokens
+        for got in together:
+            want = Case(got.prompt, got.options)
+            await want.run(client)
+            assert (got.tokens, got.text) == (want.tokens, want.text)
+            assert got.finished.finish_reason == want.finished.finish_reason
+            assert got.finished.usage.prompt_tokens == want.finished.usage.prompt_tokens
+            assert got.finished.usage.completion_tokens == want.finished.usage.completion_tokens == len(got.tokens)
+        assert sum(case.finished.speculation_stats.accepted for case in together) > 0
 
 
-class Watch:
-    """Counts the steps between a call's end and the return of its pages."""
-
-    def __init__(self, driver: object) -> None:
-        self.steps, self.steps_until_freed, self.pages_freed = 0, [], []
-        self._asked: dict[str, int] = {}
-        engine = driver.model.engine
-        end, finish, step = driver.end, engine.finish, engine.step
-
-        def watched_end(stream: object, *args: object) -> None:
-            if not stream.ended:
-                self._asked[stream.request_id] = self.steps
-            end(stream, *args)
-
-        def watched_finish(request_id: str, *args: object, **kwargs: object) -> object:
-            before = engine.free_pages
-            events = finish(request_id, *args, **kwargs)
-            if events and request_id in self._asked:
-                self.steps_until_freed.append(self.steps - self._asked[request_id])
-                self.pages_freed.append(engine.free_pages - before)
-            return events
-
-        def watched_step() -> object:
-            output = step()
-            self.steps += 1
-            return output
-
-        driver.end, engine.finish, engine.step = watched_end, watched_finish, watched_step
+async def test_tenants_share_pages_with_themselves_alone() -> None:
+    """Two salts never meet in the prefix cache, one salt does; the output is the same whatever was found."""
+    [prompt] = corpus.held_out_prompts(1)
+    async with serving_embedded(max_model_len=608) as server, grpc_client(server) as client:
+        seen, outputs = [], set()
+        for salt in ("one", "two", None, "two", "one", None):
+            before = metric(server, "prefix_cache_hits_total")
+            done = await client.generate(prompt, max_tokens=4, temperature=0.8, seed=3, cache_salt=salt)
+            found = metric(server, "prefix_cache_hits_total") - before
+            seen.append((found, done.outputs[0].finished.usage.cached_prompt_tokens))
+            outputs.add(done.token_ids)
+    assert len(outputs) == 1
+    assert [found > 0 for found, _ in seen] == [False, False, False, True, True, True]
+    assert all(found == cached for found, cached in seen)
+    assert len({cached for _, cached in seen[3:]}) == 1

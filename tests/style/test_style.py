@@ -43,9 +43,14 @@ OURS = modules(*PACKAGES)
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+@cache
 def statements(path: Path) -> list[ast.stmt]:
     """All of a file, nested ones too."""
-    found, inside = [], [ast.parse(path.read_text("utf-8"))]
+    found, inside = [], [tree(path)]
     while inside:
         node = inside.pop()
         fields = (getattr(node, name, ()) for name in ("body", "orelse", "finalbody", "handlers", "cases"))
@@ -112,7 +117,7 @@ def test_no_file_is_long():
 
 
 def test_every_module_says_what_it_is():
-    assert [name for name, path in OURS.items() if not ast.get_docstring(ast.parse(path.read_text("utf-8")))] == []
+    assert [name for name, path in OURS.items() if not ast.get_docstring(tree(path))] == []
 
 
 def test_no_folder_is_wide():
