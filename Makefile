@@ -34,7 +34,7 @@ RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscop
 # The heart: no matrices, no C, no model of a published family.
 QUICK := tests/style $(addprefix tests/engine/,control kv request sampling test_engine.py test_invariants.py test_scheduler.py) \
 	$(addprefix tests/server/test_,generate.py life.py limits.py queue.py order.py resume.py) \
-	$(patsubst %,tests/exactness/test_%.py,greedy coupled rejection later_defects)
+	$(patsubst %,tests/exactness/test_%.py,coupled defects rejection)
 
 test: install ## Test every promise of README once, on real engines and servers
 	$(RUN_TESTS) -m "not slow"

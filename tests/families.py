@@ -51,6 +51,7 @@ class Saved:
     draft: str
     cases: list[Case]
     proposers: tuple[str, ...]  # those that the target can have
+    new_tokens: int = NEW_TOKENS
 
     @property
     def self_layers(self) -> int | None:
@@ -62,19 +63,21 @@ class Saved:
         return self.cases[int(name.split(maxsplit=1)[0])]
 
 
-def save(family: str, folder: Path, **how: object) -> Saved:
+def save(family: str, folder: Path, new_tokens: int = NEW_TOKENS, **how: object) -> Saved:
     """Write the family's model and a near draft of it as checkpoints."""
     model = zoo.reference(family)
     model.save_pretrained(folder / "target", **how)
     zoo.near(model).save_pretrained(folder / "draft", **how)
-    return Saved(str(folder / "target"), str(folder / "draft"), cases_of(model), proposers_of(model.config))
+    cases = cases_of(model, new_tokens)
+    return Saved(str(folder / "target"), str(folder / "draft"), cases, proposers_of(model.config), new_tokens)
 
 
-def cases_of(model: PreTrainedModel) -> list[Case]:
+def cases_of(model: PreTrainedModel, new_tokens: int = NEW_TOKENS) -> list[Case]:
     """Some prompts of unequal lengths greedily, then the same ones sampled."""
     prompts = zoo.prompts(len(LAWS))
-    greedy = [Case(prompt, {}, generate(model, prompt)) for prompt in prompts]
-    return greedy + [Case(prompt, law, sample(model, prompt, law)) for prompt, law in zip(prompts, LAWS, strict=True)]
+    greedy = [Case(prompt, {}, generate(model, prompt, new_tokens)) for prompt in prompts]
+    sampled = [Case(p, law, sample(model, p, law, new_tokens)) for p, law in zip(prompts, LAWS, strict=True)]
+    return greedy + sampled
 
 
 def proposers_of(config: PreTrainedConfig) -> tuple[str, ...]:
@@ -93,7 +96,7 @@ def requests(saved: Saved, proposers: Iterable[str]) -> list[Request]:
     for proposer in proposers:
         for number, case in enumerate(saved.cases):
             num_draft = len(made) % (MOST_DRAFTS + 1)
-            params = SamplingParams(max_tokens=NEW_TOKENS, **case.asked)
+            params = SamplingParams(max_tokens=saved.new_tokens, **case.asked)
             drafts = SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=num_draft, proposer=proposer)
             name = f"{number} {proposer} K={num_draft}"
             made.append(Request(request_id=name, token_ids=tuple(case.prompt), sampling=params, speculation=drafts))
@@ -114,11 +117,11 @@ def generate(model: PreTrainedModel, prompt: list[int], new_tokens: int = NEW_TO
     return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
 
 
-def sample(model: PreTrainedModel, prompt: list[int], law: dict[str, float]) -> list[int]:
+def sample(model: PreTrainedModel, prompt: list[int], law: dict[str, float], new_tokens: int = NEW_TOKENS) -> list[int]:
     """Sampled under `law`, by our sampler from transformers' logits, alone."""
-    params = SamplingParams(max_tokens=NEW_TOKENS, **law)
+    params = SamplingParams(max_tokens=new_tokens, **law)
     sampler = _Sampler(Request(request_id="r", token_ids=tuple(prompt), sampling=params))
-    return generate(model, prompt, logits_processor=[sampler])
+    return generate(model, prompt, new_tokens, logits_processor=[sampler])
 
 
 class _Sampler(LogitsProcessor):

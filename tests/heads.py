@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.kv.batch import Feed
+from engine.params import SpeculationParams
 from engine.proposers.base import Passed, Proposal
 from engine.startup.build import assemble
 from engine.stats import Forward
@@ -161,7 +162,7 @@ def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 # ------------------------------------------------------------------------------------------- drafts that are checked
 
-KS = (8, 1, 2, 3, 8, 5)
+KS = (8, 1, 3, 5)
 Expected = Callable[[list[int], int], list[int]]  # (tokens, k) -> drafts
 
 
@@ -201,20 +202,24 @@ class Checked:
                 k[rows], v[rows] = torch.nan, torch.nan
 
 
-def decode(
-    option: str, folder: str, model: PreTrainedModel, expected: Expected, ks: Seq[int] = KS, **config: Any
-) -> Checked:
-    """Let an engine decode sequences of unequal lengths and K, and hold every draft of this head against `expected`."""
+def decode(option: str, folder: str, model: PreTrainedModel, expected: Expected, **config: Any) -> Checked:
+    """Let an engine decode sequences of unequal lengths and K, and hold every draft of this head against `expected`.
+
+    One of them waits until another is over, so that the batch changes. Towards its end a sequence gets fewer drafts.
+    """
     watched = list[Checked]()
 
     def watch(inner: Any) -> Checked:
         watched.append(Checked(inner, expected))
         return watched[0]
 
-    settings = {"target": "t", option: folder, "proposer": option, "speculation": "fixed", "max_batch_size": 5} | config
+    settings = {"target": "t", option: folder, "proposer": option, "speculation": "fixed", "max_batch_size": 3} | config
     engine = assemble(EngineConfig(**settings), model, wrappers={option: watch})
-    prompts = [prompt[: 1 + i * 9] for i, prompt in enumerate(zoo.prompts(len(ks)))]
-    fakes.run(engine, fakes.requests(prompts, ks, max_tokens=12))
+    asked = [
+        fakes.request(prompt[: 1 + i * 9], name=str(i), wish=SpeculationParams(num_draft_tokens=k), max_tokens=k + 3)
+        for i, (prompt, k) in enumerate(zip(zoo.prompts(len(KS)), KS, strict=True))
+    ]
+    fakes.run(engine, asked)
     assert sum(watched[0].counts) > 30
     return watched[0]
 

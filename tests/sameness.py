@@ -31,7 +31,7 @@ from engine.proposers.scripted import ScriptedProposer
 from engine.proposers.vocab import VocabMap
 from engine.startup.build import assemble
 from engine.text.codec import Codec
-from engine.types import Logprob, Sequence
+from engine.types import Logprob, Request, Sequence
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import adapters, heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints, mtp_checkpoints
@@ -212,6 +212,24 @@ def respelled(draft: nn.Module) -> tuple[nn.Module, VocabMap]:
             weight[order] = weight.clone()
     ids = tuple(order.tolist())
     return other, VocabMap(ids, tuple(-1 if i % 9 == 8 else ids[i] for i in range(VOCAB)), VOCAB, VOCAB)
+
+
+def run(llm: LLM, requests: Seq[Request], *, preempts: bool = False) -> list[list[CompletionOutput]]:
+    """The outputs of each of some requests that need not agree in anything, all in one ragged batch.
+
+    `preempts`: pages must have been too few, else nothing was shown.
+    """
+    outputs = {(r.request_id, i): llm._output(r, i) for r in requests for i in range(r.sampling.n)}
+    preempted = 0
+    for request in requests:
+        llm.engine.add(request)
+    while llm.engine.has_work:
+        step = llm.engine.step()
+        preempted += step.stats.preempted
+        for event in step.events:
+            outputs[event.request_id, event.index].take(event, llm.engine)
+    assert preempted or not preempts, "pages were to spare"
+    return [[outputs[r.request_id, i].completion() for i in range(r.sampling.n)] for r in requests]
 
 
 def assert_speculation_changes_nothing(

@@ -16,9 +16,9 @@ from engine.params import SamplingParams, SpeculationParams
 from engine.types import FinishReason, TokenEvent
 from server.streams.output import Chunk, ReceivedOutput
 from server.streams.stream import OutputStream, SendOptions
-from tests.covering import covering, some
+from tests.covering import some
 from tests.exactness.test_options import ALONE, MAX_TOKENS, REQUESTS
-from tests.sameness import PROMPTS, PROPOSERS, Pair, asking, assert_same, codec, random_of, random_pair
+from tests.sameness import PROMPTS, Pair, asking, assert_same, codec, random_of, random_pair
 
 FORMS = ("none", "model", "auto", "right", "wrong")
 
@@ -127,7 +127,7 @@ def same(reader: Reader, pair: Pair, prompt: str) -> None:
         assert_same(ours, law)
 
 
-@pytest.mark.parametrize(("option", "proposer"), covering(ALONE, FORMS))
+@pytest.mark.parametrize(("option", "proposer"), [(option, FORMS[-i % len(FORMS)]) for i, option in enumerate(ALONE)])
 def test_each_option_goes_on(option: str, proposer: str) -> None:
     """With another engine, and on another server; the engine dies before every third step, the first one too."""
     sampling = replace(ALONE[option], max_tokens=ALONE[option].max_tokens or MAX_TOKENS)
@@ -138,11 +138,11 @@ def test_each_option_goes_on(option: str, proposer: str) -> None:
         same(reader, random_of(proposer), PROMPTS[i % 4])
 
 
-@pytest.mark.parametrize("proposer", some(PROPOSERS, ["auto"]))
+@pytest.mark.parametrize("proposer", some(["auto", "suffix", "eagle3", "dflash", "uno"], ["auto"]))
 def test_a_batch_goes_on_wherever_the_engine_dies(proposer: str) -> None:
     """At every step, of prompts in chunks and of sequences that were preempted, too."""
     llm = random_of(proposer).llm(proposer, pages=40, max_batch_tokens=24, prefix_cache=False)
-    for first in range(1, 40, 4):
+    for first in range(1, 20, 4):
         readers = [Reader(llm, prompt, params, asking(proposer, 4)) for prompt, params in REQUESTS]
         run(llm, readers, frozenset({first, first + 3}), moves=bool(first % 8 == 1))
         for reader, (prompt, _) in zip(readers, REQUESTS, strict=True):

@@ -1,21 +1,22 @@
 """Defects that users of other engines reported, by project and number: each of these tests fails on an engine that
-has the defect. What was said there is told in a sentence; the code here is our own.
+has the defect. What was said there is told in a sentence; the code here is our own. Defects of options, of structures
+and of log-probabilities under speculation are looked for in `test_options.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 
 import pytest
 import torch
 from scipy import stats
 
+from engine.control.controller import FixedK
 from engine.engine import Engine
 from engine.errors import GrammarFault
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from engine.proposers.scripted import ScriptedProposer
-from engine.types import FinishReason, Request
+from engine.types import FinishReason, Request, Sequence
 from tests import fakes
 
 VOCAB = 23
@@ -24,6 +25,8 @@ OTHER_LAW = fakes.hashed_law(VOCAB, salt=1)
 PROMPT = (1, 2, 3, 1, 2, 3, 4, 5, 1, 2, 3, 4)
 GREEDY = SamplingParams(max_tokens=20)
 SAMPLED = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
+LONGEST = 64  # tokens of a sequence in these engines
+DRAFTING = ("ngram", "model", "right")
 
 
 def engine(draft_law: fakes.Law = LAW, **options: object) -> Engine:
@@ -54,42 +57,25 @@ def right(sampling: SamplingParams) -> ScriptedProposer:
 # ---------------------------------------------------------------------------------- exactness and reproducibility
 
 
-def test_vllm_41758_ngram_lookup_does_not_change_greedy_output() -> None:
-    """20 of 20 comparable prompts diverged."""
-    for i in range(20):
-        prompt = tuple((i * j + j // 3) % VOCAB for j in range(1, 20)) * 2
-        plain, drafted = (
-            fakes.run(engine(), [request(prompt=prompt, speculation=speculation(4, name))]).tokens["r"]
-            for name in ("none", "ngram")
-        )
-        assert drafted == plain
-
-
 def test_vllm_22987_a_seeded_sample_is_the_same_with_and_without_speculation() -> None:
     """About 10 % of outputs drifted, and a seed did not help."""
-    for seed in range(20):
+    for seed in range(5):
         sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=seed)
         assert tokens(sampling, "model") == tokens(sampling)
 
 
 def test_vllm_47386_noise_of_the_draft_does_not_bias_the_output() -> None:
-    """Draft noise used again for the resample: the first token came at 63.04 % where 60.00 % was meant."""
-    law = torch.tensor([0.6, 0.3, 0.1]).log()
-    draft = torch.tensor([0.3, 0.3, 0.4]).log()
+    """Draft noise used again for the resample: the first token came at 63.04 % where 60.00 % was meant.
+
+    OpenVINO: by an inverted ratio this law came out as (.37, .29, .35).
+    """
+    law, draft = torch.tensor([0.6, 0.3, 0.1]).log(), torch.tensor([0.3, 0.3, 0.4]).log()
     for rule in Verification:
         assert_first_token_follows([0.6, 0.3, 0.1], law, draft, rule)
 
 
-def test_openvino_inverted_ratio_keeps_the_target_law() -> None:
-    """By an inverted ratio (.6, .3, .1), drafted from (.3, .3, .4), came out as (.37, .29, .35)."""
-    for rule in Verification:
-        assert_first_token_follows(
-            [0.6, 0.3, 0.1], *(torch.tensor(p).log() for p in ([0.6, 0.3, 0.1], [0.3, 0.3, 0.4])), rule, 600
-        )
-
-
 def assert_first_token_follows(
-    law: list[float], target: torch.Tensor, draft: torch.Tensor, rule: Verification, draws: int = 3000
+    law: list[float], target: torch.Tensor, draft: torch.Tensor, rule: Verification, draws: int = 1000
 ) -> None:
     """The second token of many two-token outputs: the first one to be drafted at a verified position."""
     llm = fakes.fake_engine(
@@ -121,12 +107,6 @@ def test_vllm_6038_9441_seeded_and_unseeded_requests_share_a_batch() -> None:
     assert fakes.run(engine(OTHER_LAW), mixed).tokens["r"] == tokens(SAMPLED)
 
 
-def test_tensorrt_llm_8285_the_same_seed_gives_the_same_output_with_a_drafter() -> None:
-    """Drafted and standard decoding differed with the same seed, which was called no bug."""
-    for verification_free in (SAMPLED, SamplingParams(max_tokens=20, temperature=1.4, top_p=0.8, seed=3)):
-        assert tokens(verification_free, "model", 3) == tokens(verification_free)
-
-
 def test_tensorrt_llm_19487_requests_without_a_seed_do_not_share_one() -> None:
     """Unseeded requests drew from one stream: identical samples at low concurrency."""
     sampling = SamplingParams(max_tokens=20, temperature=1.0)
@@ -138,31 +118,21 @@ def test_tensorrt_llm_19487_requests_without_a_seed_do_not_share_one() -> None:
 def test_sglang_33395_a_changing_batch_does_not_change_a_seeded_output() -> None:
     """12 different outputs in 12 trials, because drafts were drawn from the process's generator."""
     seen = set()
-    for trial in range(12):
+    for trial in range(5):
         torch.manual_seed(trial)
         mates = [request(f"m{i}", SamplingParams(max_tokens=3 + i, temperature=1.2)) for i in range(trial)]
         seen.add(tuple(fakes.run(engine(OTHER_LAW), [*mates, request("r", SAMPLED)]).tokens["r"]))
     assert seen == {tuple(tokens(SAMPLED))}
 
 
-def test_mlx_lm_1423_greedy_output_is_the_same_with_a_draft_model() -> None:
-    assert tokens(GREEDY, "model") == tokens(GREEDY)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_llama_cpp_23302_sglang_32038_34959_no_number_of_drafts_changes_tokens(sampling: SamplingParams) -> None:
+    """At most two drafts left the tokens as they were, three changed them; identifiers changed at some K only.
 
-
-@pytest.mark.parametrize("k", range(9))
-def test_llama_cpp_23302_sglang_32038_34959_no_number_of_drafts_changes_greedy_tokens(k: int) -> None:
-    """At most two drafts left the tokens as they were, three changed them; identifiers changed at some K only."""
-    assert tokens(GREEDY, "model", k, num_draft_tokens=8) == tokens(GREEDY)
-
-
-def test_arctic_inference_143_equal_prompts_in_one_batch_get_equal_answers() -> None:
-    outputs = fakes.run(engine(OTHER_LAW), [request(str(i)) for i in range(16)])
-    assert len({tuple(t) for t in outputs.tokens.values()}) == 1
-
-
-def test_tgi_randomness_does_not_depend_on_how_many_drafts_were_tried() -> None:
-    """Each step drew K + 1 samples from a request's generator, accepted or not, so the text hung on K."""
-    assert len({tuple(tokens(SAMPLED, "model", k, num_draft_tokens=8)) for k in range(9)}) == 1
+    TGI: each step drew K + 1 samples from a request's generator, accepted or not, so the text hung on K.
+    """
+    for k in range(9):
+        assert tokens(sampling, "model", k, num_draft_tokens=8) == tokens(sampling)
 
 
 # ------------------------------------------------------------------------------------------ the draft's own state
@@ -218,76 +188,11 @@ def test_mlxcel_994_the_draft_is_rewound_by_exactly_what_was_refused() -> None:
 def test_vllm_41838_acceptance_does_not_fall_over_time() -> None:
     """Acceptance length fell over hours of serving."""
     llm = engine()
-    rates = [acceptance(fakes.run(llm, [request(prompt=(i % VOCAB, 2, i // VOCAB, 5))])) for i in range(150)]
+    rates = [acceptance(fakes.run(llm, [request(prompt=(i % VOCAB, 2, i // VOCAB, 5))])) for i in range(30)]
     assert set(rates) == {1.0}
 
 
 # ------------------------------------------------------------------------------------------------- request features
-
-
-def with_logprobs(proposer: str, **sampling: object) -> fakes.Outputs:
-    wanted = SamplingParams(max_tokens=20, logprobs=3, **sampling)
-    llm = engine(OTHER_LAW, proposers={"right": right(wanted)})
-    return fakes.run(llm, [request(sampling=wanted, speculation=speculation(4, proposer))])
-
-
-def test_vllm_34497_sglang_10660_every_token_has_its_logprob_under_speculation() -> None:
-    for proposer in ("none", "ngram", "model", "right"):
-        outputs = with_logprobs(proposer)
-        assert len(outputs.logprobs["r"]) == len(outputs.tokens["r"]) == 20
-        assert outputs.logprobs == with_logprobs("none").logprobs
-
-
-def test_llama_cpp_27972_logprobs_of_accepted_drafts_are_not_zero() -> None:
-    outputs = with_logprobs("right")
-    assert any(outputs.from_draft["r"])
-    for logprob, is_draft in zip(outputs.logprobs["r"], outputs.from_draft["r"], strict=True):
-        assert logprob.logprob < 0 or not is_draft
-        assert logprob.top[0].logprob >= logprob.logprob
-
-
-def test_tensorrt_llm_18401_logprobs_are_served_and_not_refused_under_speculation() -> None:
-    outputs = with_logprobs("model", temperature=1.0, seed=4)
-    assert outputs.finished["r"].reason is FinishReason.LENGTH
-    assert all(math.isfinite(entry.logprob) for entry in outputs.logprobs["r"])
-
-
-def test_vllm_18908_prompt_logprobs_are_whole_with_a_warm_prefix_cache() -> None:
-    wanted = SamplingParams(max_tokens=4, prompt_logprobs=1)
-    llm = engine()
-    first = fakes.run(llm, [request(sampling=wanted)])
-    again = fakes.run(llm, [request(sampling=wanted)])
-    assert len(first.prompt_logprobs["r"]) == len(PROMPT)
-    assert first.prompt_logprobs == again.prompt_logprobs
-    assert first.prompt_logprobs["r"][0] is None
-    assert None not in first.prompt_logprobs["r"][1:]
-
-
-@pytest.mark.parametrize("proposer", ["none", "ngram", "model", "right"])
-@pytest.mark.parametrize("option", [{"min_p": 0.2}, {"logit_bias": {3: 5.0, 4: -100.0}}], ids=["min_p", "logit_bias"])
-def test_vllm_42744_38202_min_p_and_logit_bias_hold_at_verified_positions(option: dict, proposer: str) -> None:
-    """Refused with speculation, and not applied there when forced."""
-    sampling = SamplingParams(max_tokens=20, temperature=1.2, seed=5, **option)
-    assert tokens(sampling, proposer, proposers={"right": right(sampling)}) == tokens(sampling)
-    assert tokens(sampling) != tokens(SamplingParams(max_tokens=20, temperature=1.2, seed=5))
-
-
-def test_sglang_26330_bans_are_not_bypassed_by_accepted_drafts() -> None:
-    """A custom processor was not asked about drafts. Here drafts of banned tokens come on purpose."""
-    unbanned = tokens(GREEDY)
-    sampling = SamplingParams(max_tokens=20, banned_token_ids=tuple(set(unbanned[::2])))
-    eager = ScriptedProposer(lambda s, k: unbanned[s.num_generated :][:k])
-    got = fakes.run(
-        engine(proposers={"eager": eager}), [request(sampling=sampling, speculation=speculation(4, "eager"))]
-    )
-    assert not set(got.tokens["r"]) & set(sampling.banned_token_ids)
-    assert got.tokens["r"] == tokens(sampling)
-
-
-def test_tgi_penalties_count_the_drafts_before_a_position() -> None:
-    """Processors saw the text without the drafts, at every drafted position."""
-    sampling = SamplingParams(max_tokens=20, frequency_penalty=2.0, repetition_penalty=1.5)
-    assert tokens(sampling, "right", 8, num_draft_tokens=8, proposers={"right": right(sampling)}) == tokens(sampling)
 
 
 class Alternating:
@@ -325,22 +230,6 @@ def structured(name: str, proposer: str, sampling: SamplingParams, grammar: Alte
     return request(name, sampling, grammar=grammar, speculation=speculation(4, proposer))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_vllm_27969_sglang_9187_structure_and_speculation_together(sampling: SamplingParams) -> None:
-    """Crashes, and structures left in a state of refused drafts."""
-
-    def run(proposer: str, others: int) -> list[int]:
-        llm = engine(OTHER_LAW, eos=frozenset({0}))
-        mates = [request(f"m{i}", SAMPLED) for i in range(others)]
-        return fakes.run(llm, [*mates, structured("r", proposer, sampling, Alternating())]).tokens["r"]
-
-    want = run("none", 0)
-    assert [t % 2 for t in want[:-1]] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
-    assert want[-1] == 0
-    for proposer in ("none", "ngram", "model"):
-        assert run(proposer, 3) == want
-
-
 def test_openvino_4081_a_structure_steers_its_drafts() -> None:
     """Drafts that the structure forbids are work for nothing: the draft is the target here, so all must be kept."""
     llm = engine(eos=frozenset({0}))
@@ -360,14 +249,6 @@ def test_sglang_20148_a_structure_that_fails_ends_its_own_request_alone() -> Non
 
 
 # ------------------------------------------------------------------------------------- batching, cancelling, counting
-
-
-def test_transformers_32165_mlx_engine_269_speculation_in_a_ragged_batch() -> None:
-    """Assisted generation takes one sequence at a time; others refuse it in batches."""
-    prompts = [PROMPT[: 1 + i % 12] for i in range(16)]
-    alone = [fakes.run(engine(OTHER_LAW), [request(prompt=p)]).tokens["r"] for p in prompts]
-    together = fakes.run(engine(OTHER_LAW), [request(str(i), prompt=p) for i, p in enumerate(prompts)])
-    assert [together.tokens[str(i)] for i in range(16)] == alone
 
 
 def test_sglang_10090_1500_requests_at_50_in_parallel() -> None:
@@ -430,10 +311,98 @@ def test_vllm_44487_each_request_has_its_own_acceptance_by_position() -> None:
     assert outputs.finished["none"].stats.accepted_per_position == ()
 
 
-def test_openvino_and_tensorrt_llm_mix_drafters_in_one_batch() -> None:
-    """One method per engine, or mutually exclusive ones: here each sequence has its own."""
-    names = ("none", "ngram", "model", "right")
-    llm = engine(OTHER_LAW, proposers={"right": right(SAMPLED)})
-    outputs = fakes.run(llm, [request(name, SAMPLED, speculation=speculation(4, name)) for name in names])
-    assert {tuple(outputs.tokens[name]) for name in names} == {tuple(tokens(SAMPLED))}
-    assert [outputs.finished[name].speculation.proposer for name in names] == list(names)
+# ------------------------------------------------------------------------ the context's end, prefix caches, laws
+
+
+@pytest.mark.parametrize("k", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_sglang_33579_no_page_leaks_where_the_context_ends(page_size: int, k: int) -> None:
+    """Room for drafts was reserved beyond the last position: it spilled into a neighbour's and never came back."""
+    wanted = SamplingParams(max_tokens=None, seed=3, temperature=1.0)
+    prompts = [PROMPT * 4 + PROMPT[:i] for i in range(12)]  # so that each K meets the end at every distance
+    llm = engine(page_size=page_size, num_draft_tokens=16, num_pages=1000, max_batch_tokens=1000)
+    asked = [request(str(i), wanted, prompt, speculation=speculation(k)) for i, prompt in enumerate(prompts)]
+    outputs = fakes.run(llm, [*asked, request("neighbour", SAMPLED)])  # checks that all pages are free in the end
+    assert outputs.tokens["neighbour"] == tokens(SAMPLED)
+    for i, prompt in enumerate(prompts):
+        plain = fakes.run(engine(), [request("r", wanted, prompt, speculation=speculation(0, "none"))])
+        assert outputs.tokens[str(i)] == plain.tokens["r"]
+        assert len(prompt) + len(outputs.tokens[str(i)]) == LONGEST
+        assert outputs.finished[str(i)].reason is FinishReason.LENGTH
+
+
+class NoneFrom(FixedK):
+    """As many drafts as may be, and none from one step on."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._left = step
+
+    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
+        self._left -= 1
+        drafts = super().choose(sequences, limits, budget, prompt_rows)
+        return drafts if self._left >= 0 else [0] * len(drafts)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_vllm_51510_a_choice_of_no_drafts_costs_no_drafting(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K was 0, and the drafter ran all its steps for drafts that nobody could use."""
+    llm, ran = engine(control=NoneFrom(step)), []
+    forward = fakes.TableModel.forward
+    monkeypatch.setattr(fakes.TableModel, "forward", lambda model, feeds: ran.append(model) or forward(model, feeds))
+    for i in range(3):
+        llm.add(request(str(i), SAMPLED))
+    while llm.has_work:
+        ran.clear()
+        step -= 1
+        drafted = llm.step().stats.drafted
+        assert (len(set(map(id, ran))) > 1) == (drafted > 0)
+        assert not drafted or step >= 0
+
+
+def cached(llm: Engine, prompt: Seq[int], sampling: SamplingParams, proposer: str) -> tuple[int, list[int]]:
+    """How much of a prompt was found cached, and what came."""
+    outputs = fakes.run(llm, [request("r", sampling, prompt, speculation=speculation(4, proposer))])
+    return outputs.finished["r"].cached_prompt_tokens, outputs.tokens["r"]
+
+
+@pytest.mark.parametrize("proposer", ["none", *DRAFTING])
+def test_sglang_32459_vllm_54360_drafts_cost_no_prefix_hits(proposer: str) -> None:
+    """Reuse fell from 97 % to half or to nothing when drafts were turned on. Right: every whole page is found."""
+    llm = engine(OTHER_LAW, max_model_len=200, proposers={"right": right(SAMPLED)})
+    prompt = PROMPT
+    for turn in range(4):
+        found, came = cached(llm, prompt, SAMPLED, proposer)
+        known = len(prompt) - 3 - 1 if turn else 0  # all but what this turn added, and but the last output's last token
+        assert found == known // 4 * 4
+        prompt = (*prompt, *came, 7, 8, 9)
+
+
+def test_vllm_ascend_17149_the_target_sees_no_refused_draft() -> None:
+    """K/V of refused drafts stayed visible. A table model answers by all that it can see."""
+    future = tokens(SAMPLED)
+    for wrong_at in range(4):  # drafts up to there are kept, the others are refused
+        wrong = ScriptedProposer(
+            lambda s, k, at=wrong_at: [
+                (token + (i >= at)) % VOCAB for i, token in enumerate(future[s.num_generated :][:k])
+            ]
+        )
+        assert tokens(SAMPLED, "wrong", proposers={"wrong": wrong}) == future
+
+
+def test_1cat_vllm_656_sampled_drafts_of_several_sequences_are_their_own() -> None:
+    """Sampled drafts corrupted the text as soon as more than two sequences ran."""
+    laws = [SamplingParams(max_tokens=20, temperature=1.0 + i / 10, seed=i) for i in range(8)]
+    outputs = fakes.run(engine(OTHER_LAW), [request(str(i), law, PROMPT[i:]) for i, law in enumerate(laws)])
+    for i, law in enumerate(laws):
+        alone = fakes.run(engine(), [request("r", law, PROMPT[i:], speculation=speculation(0, "none"))])
+        assert outputs.tokens[str(i)] == alone.tokens["r"]
+
+
+@pytest.mark.parametrize("rule", Verification)
+def test_deepspec_31_drafts_are_judged_by_the_law_that_drew_them(rule: Verification) -> None:
+    """Drafts were drawn from a law in bfloat16 and judged by the same in float32: here these two are far apart."""
+    exact = torch.tensor([0.5, 0.3, 0.2]).log() + 200  # bfloat16 has steps of 1 there
+    rounded = exact.bfloat16()
+    assert not torch.allclose(rounded.float().softmax(-1), exact.softmax(-1), atol=0.05)
+    assert_first_token_follows([0.6, 0.3, 0.1], torch.tensor([0.6, 0.3, 0.1]).log(), rounded, rule)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 from functools import cache
@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from engine.control.controller import FixedK, within
-from engine.engine import Engine
 from engine.llm import LLM, CompletionOutput
 from engine.params import Guided, SamplingParams, SpeculationMode, ThinkingBudget
-from engine.types import Request, Sequence
+from engine.types import Sequence
 from server.formats.base import ReasoningMarks, Tool
 from server.formats.hermes import HermesFormat
 from server.formats.structure import Answer, structure_of
@@ -39,6 +38,7 @@ from tests.sameness import (
     embedded_of,
     random_of,
     random_pair,
+    run,
 )
 
 MAX_TOKENS = 16
@@ -80,54 +80,6 @@ ALONE = {
 }
 
 
-@pytest.mark.feature
-@pytest.mark.parametrize(("option", "proposer"), covering(ALONE, PROPOSERS, every=12))
-def test_each_option_alone(option: str, proposer: str) -> None:
-    sampling = ALONE[option]
-    sampling = replace(sampling, max_tokens=sampling.max_tokens or MAX_TOKENS, seed=sampling.seed or 9)
-    # By turns: each option meets both ways, with one proposer or another, and each proposer too.
-    starved = (list(ALONE).index(option) + PROPOSERS.index(proposer)) % 2 == 0
-    engine = llm(proposer, plenty=not starved, prefix_cache=not starved)
-    assert_speculation_changes_nothing(random_of(proposer), engine, sampling, proposer, 4 if starved else 8)
-
-
-def llm(proposer: str, *, plenty: bool, prefix_cache: bool, pair: Callable[[str], Pair] = random_of) -> LLM:
-    """Without `plenty` there are few small pages, so that batch mates get preempted."""
-    few = {} if plenty else {"pages": 30, "max_batch_tokens": 24}
-    return pair(proposer).llm(proposer, prefix_cache=prefix_cache, **few)
-
-
-CONDITIONS = {
-    "alone": {"prefix_cache": False},
-    "among 31 others": {"prefix_cache": False, "max_batch_size": 32},
-    "chunked prefill": {"prefix_cache": False, "max_batch_tokens": 5, "max_batch_size": 4},
-    "preemption": {"prefix_cache": False, "pages": 30},
-    "prefix cache": {"prefix_cache": True},
-    "prefix cache and preemption": {"prefix_cache": True, "pages": 30},
-    "one page per sequence": {"prefix_cache": False, "page_size": 128},
-    "as many drafts as pay": {"prefix_cache": True, "pages": 60},
-}
-
-
-@pytest.mark.feature
-@pytest.mark.parametrize(("condition", "proposer"), covering(CONDITIONS, PROPOSERS, every=15))
-def test_each_condition(condition: str, proposer: str) -> None:
-    """The same four requests, greedy and sampled, with penalties and logprobs, wherever they find themselves."""
-    engine, asked = random_of(proposer).llm(proposer, **CONDITIONS[condition]), asking(proposer, 4)
-    if condition == "as many drafts as pay":
-        asked = replace(asked, mode=SpeculationMode.AUTO, num_draft_tokens=8)
-    others = [(PROMPTS[i % 4], replace(REQUESTS[i % 3][1], seed=100 + i)) for i in range(28)]
-    crowd = REQUESTS + (others if condition == "among 31 others" else [])
-    for _ in range(1 + engine.engine.config.prefix_cache):  # the second time, it is warm
-        if condition == "alone":
-            got = [done for prompt, params in REQUESTS for done in engine.generate(prompt, params, speculation=asked)]
-        else:
-            got = engine.generate([p for p, _ in crowd], [params for _, params in crowd], speculation=asked)
-        for ours, (prompt, params) in zip(got, REQUESTS, strict=False):
-            assert_same(ours, random_of(proposer).plain(prompt, params)[0])
-    engine.engine.check_invariants()
-
-
 THINK, BUDGET = ReasoningMarks("<t>", "</t>"), 4
 ARGUMENTS = (
     '{"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": false}'
@@ -145,24 +97,116 @@ ANSWERS = {
     ),
     "reasoning or none, then a choice": Answer(content=Guided(choice=("yes", "no")), thinking_budget=BUDGET),
 }
+ANSWERING = {
+    name: SamplingParams(
+        guided=structure_of(answer, HermesFormat({}, THINK)), temperature=1.0, seed=12, max_tokens=30, logprobs=1
+    )
+    for name, answer in ANSWERS.items()
+}
+
+
+@pytest.mark.feature
+@pytest.mark.parametrize(("option", "proposer"), covering(ALONE, PROPOSERS, every=1))
+def test_each_option_alone(option: str, proposer: str) -> None:
+    assert_row_is_plain("options", option, proposer)
 
 
 @pytest.mark.feature
 @pytest.mark.parametrize(("answer", "proposer"), covering(ANSWERS, PROPOSERS, every=15))
 def test_each_answer_of_a_conversation(answer: str, proposer: str) -> None:
-    """Tools and reasoning; by turns with pages to spare and without."""
-    guided = structure_of(ANSWERS[answer], HermesFormat({}, THINK))
-    starved = (list(ANSWERS).index(answer) + PROPOSERS.index(proposer)) % 2 == 0
-    engine = llm(proposer, plenty=not starved, prefix_cache=not starved)
-    sampling = SamplingParams(guided=guided, temperature=1.0, seed=12, max_tokens=40, logprobs=1)
-    assert_speculation_changes_nothing(random_of(proposer), engine, sampling, proposer, 4 if starved else 8)
+    """Tools and reasoning."""
+    assert_row_is_plain("answers", answer, proposer)
+
+
+TABLES: Mapping[str, Mapping[str, SamplingParams]] = {"options": ALONE, "answers": ANSWERING}
+
+
+def assert_row_is_plain(table: str, row: str, proposer: str) -> None:
+    starved, params = is_starved(table, row, proposer), complete(TABLES[table][row])
+    want = [done for prompt in prompts_of(table, row) for done in random_of(proposer).plain(prompt, params)]
+    for ours, theirs in zip(in_one_batch(table, proposer, starved=starved)[row], want, strict=True):
+        assert_same(ours, theirs)
+
+
+def is_starved(table: str, row: str, proposer: str) -> bool:
+    """By turns: each row meets both ways, with one proposer or another, and each proposer too."""
+    return (list(TABLES[table]).index(row) + PROPOSERS.index(proposer)) % 2 == 0
+
+
+def prompts_of(table: str, row: str) -> Seq[str]:
+    """One of two by turns, and both for a structure, whose state refused drafts disturb. They are the same for all
+    proposers: so plain decoding is asked once.
+    """
+    if TABLES[table][row].guided is not None:
+        return PROMPTS[::3]
+    return [PROMPTS[0 if list(TABLES[table]).index(row) // 2 % 2 else 3]]
+
+
+@cache
+def in_one_batch(table: str, proposer: str, *, starved: bool) -> dict[str, list[CompletionOutput]]:
+    """What half of the rows of a table give with a proposer, all in one ragged batch: so a cell costs little."""
+    engine, asked = llm(proposer, plenty=not starved, prefix_cache=not starved), asking(proposer, 4 if starved else 8)
+    rows = [row for row in TABLES[table] if is_starved(table, row, proposer) == starved]
+    which = [(row, prompt) for row in rows for prompt in prompts_of(table, row)]
+    requests = [engine._request(prompt, complete(TABLES[table][row]), asked, None) for row, prompt in which]
+    said: dict[str, list[CompletionOutput]] = {row: [] for row in rows}
+    for (row, _), done in zip(which, run(engine, requests, preempts=starved and table == "options"), strict=True):
+        said[row] += done
+    engine.engine.check_invariants()
+    return said
+
+
+def complete(sampling: SamplingParams) -> SamplingParams:
+    return replace(sampling, max_tokens=sampling.max_tokens or MAX_TOKENS, seed=sampling.seed or 9)
+
+
+def llm(proposer: str, *, plenty: bool, prefix_cache: bool, pair: Callable[[str], Pair] = random_of) -> LLM:
+    """Without `plenty` there are few small pages, so that batch mates get preempted."""
+    few = {} if plenty else {"pages": 30, "max_batch_tokens": 24}
+    return pair(proposer).llm(proposer, prefix_cache=prefix_cache, **few)
+
+
+REQUESTS = [
+    (PROMPTS[0], SamplingParams(max_tokens=14, logprobs=1, seed=0)),
+    (PROMPTS[1], SamplingParams(max_tokens=14, temperature=1.0, top_p=0.9, seed=1)),
+    (PROMPTS[3], SamplingParams(max_tokens=14, temperature=0.8, frequency_penalty=0.7, seed=2)),
+    (PROMPTS[0] * 2, SamplingParams(max_tokens=12, temperature=1.2, top_k=20, seed=3)),
+]
+CONDITIONS = {
+    "alone": {"prefix_cache": False},
+    "among 31 others": {"prefix_cache": False, "max_batch_size": 32},
+    "chunked prefill": {"prefix_cache": False, "max_batch_tokens": 5, "max_batch_size": 4},
+    "preemption": {"prefix_cache": False, "pages": 30},
+    "prefix cache": {"prefix_cache": True},
+    "prefix cache and preemption": {"prefix_cache": True, "pages": 22},
+    "one page per sequence": {"prefix_cache": False, "page_size": 128},
+    "as many drafts as pay": {"prefix_cache": True, "pages": 60},
+}
+
+
+@pytest.mark.feature
+@pytest.mark.parametrize(("condition", "proposer"), covering(CONDITIONS, PROPOSERS, every=15))
+def test_each_condition(condition: str, proposer: str) -> None:
+    """The same four requests, greedy and sampled, with penalties and logprobs, wherever they find themselves."""
+    engine, asked = random_of(proposer).llm(proposer, **CONDITIONS[condition]), asking(proposer, 4)
+    if condition == "as many drafts as pay":
+        asked = replace(asked, mode=SpeculationMode.AUTO, num_draft_tokens=8)
+    others = [(PROMPTS[i % 4], replace(REQUESTS[i % 3][1], seed=100 + i, max_tokens=6)) for i in range(28)]
+    crowd = REQUESTS + (others if condition == "among 31 others" else [])
+    batches = [[one] for one in crowd] if condition == "alone" else [crowd]
+    for _ in range(1 + engine.engine.config.prefix_cache):  # the second time, it is warm
+        requests = [[engine._request(*one, asked, None) for one in batch] for batch in batches]
+        got = [done for batch in requests for done in run(engine, batch, preempts="preemption" in condition)]
+        for (ours,), (prompt, params) in zip(got, REQUESTS, strict=False):
+            assert_same(ours, random_of(proposer).plain(prompt, params)[0])
+    engine.engine.check_invariants()
 
 
 def edited(tokens: Seq[int]) -> list[int]:
     return [*tokens[:5], 7, 8, *tokens[6:]]
 
 
-PREDICTIONS: dict[str, Callable[[Seq[int]], Seq[int]]] = {
+PREDICTIONS: dict[str, Callable[[Seq[int]], Iterable[int]]] = {
     "right": list,
     "edited": edited,
     "wrong": lambda tokens: [(token + 1) % 2048 for token in tokens],
@@ -175,13 +219,13 @@ PREDICTIONS: dict[str, Callable[[Seq[int]], Seq[int]]] = {
 def test_each_prediction(prediction: str, proposer: str) -> None:
     """The same requests with what the caller expects, greedy and sampled, with penalties and log-probabilities."""
     engine = llm(proposer, plenty=True, prefix_cache=True)
-    for prompt, params in REQUESTS:
-        (want,) = random_of(proposer).plain(prompt, params)
-        expected = PREDICTIONS[prediction](want.token_ids)
-        for how in (asking(proposer, 4), replace(asking(proposer, 8), mode=SpeculationMode.AUTO)):
-            (got,) = engine.generate(prompt, params, speculation=how, prediction=expected)
-            assert_same(got, want)
-            assert prediction != "right" or got.accepted_prediction_tokens == len(want.token_ids)
+    want = [random_of(proposer).plain(prompt, params)[0] for prompt, params in REQUESTS]
+    for how in (asking(proposer, 4), replace(asking(proposer, 8), mode=SpeculationMode.AUTO)):
+        predicted = [tuple(PREDICTIONS[prediction](done.token_ids)) for done in want]
+        requests = [engine._request(*r, how, None, p) for r, p in zip(REQUESTS, predicted, strict=True)]
+        for (ours,), theirs in zip(run(engine, requests), want, strict=True):
+            assert_same(ours, theirs)
+            assert prediction != "right" or ours.accepted_prediction_tokens == len(theirs.token_ids)
     engine.engine.check_invariants()
 
 
@@ -193,8 +237,8 @@ CROSSED = {
     "chunked prefill": CHUNKED | {"prefix_cache": False},
     "chunked prefill, cold cache": CHUNKED,
     "chunked prefill, warm cache": CHUNKED,
-    "chunked prefill, preemption": CHUNKED | {"prefix_cache": False, "pages": 18},
-    "chunked prefill, preemption, warm cache": CHUNKED | {"pages": 18},
+    "chunked prefill, preemption": CHUNKED | {"prefix_cache": False, "pages": 16},
+    "chunked prefill, preemption, warm cache": CHUNKED | {"pages": 16},
 }
 
 
@@ -203,16 +247,14 @@ CROSSED = {
 def test_prompt_logprobs_crossed(crossing: str, proposer: str) -> None:
     """Those of one pass over the whole prompt by transformers, also of a request for several outputs."""
     engine, asked = random_of(proposer).llm(proposer, **CROSSED[crossing]), asking(proposer, 4)
-    prompts, params = [prompt for prompt, _ in SCORED], [params for _, params in SCORED]
     salt = f"{crossing} {proposer}"  # what the engine has cached for other tests is cold for this one
     if "warm" in crossing:
-        engine.generate(prompts, SamplingParams(max_tokens=9), speculation=asked, cache_salt=salt)
-    got = engine.generate(prompts, params, speculation=asked, cache_salt=salt)
-    want = [(prompt, done) for prompt, sampling in SCORED for done in random_of(proposer).plain(prompt, sampling)]
-    for ours, (prompt, theirs) in zip(got, want, strict=True):
-        assert_same(ours, theirs)
-        if not ours.index:
-            assert_scores_are_those_of_one_pass(ours, prompt, proposer)
+        engine.generate([p for p, _ in SCORED], SamplingParams(max_tokens=5), speculation=asked, cache_salt=salt)
+    got = run(engine, [engine._request(*one, asked, salt) for one in SCORED], preempts="preemption" in crossing)
+    for ours, (prompt, sampling) in zip(got, SCORED, strict=True):
+        for one, law in zip(ours, random_of(proposer).plain(prompt, sampling), strict=True):
+            assert_same(one, law)
+        assert_scores_are_those_of_one_pass(ours[0], prompt, random_of(proposer, as_served=False))
     engine.engine.check_invariants()
 
 
@@ -224,19 +266,19 @@ SCORED = [
 ]
 
 
-def assert_scores_are_those_of_one_pass(done: CompletionOutput, prompt: str, proposer: str) -> None:
+def assert_scores_are_those_of_one_pass(done: CompletionOutput, prompt: str, pair: Pair) -> None:
     tokens, (first, *scores) = codec().encode(prompt), done.prompt_logprobs or [None]
     assert first is None
-    for i, (score, law) in enumerate(zip(scores, one_pass(tokens, proposer), strict=True), 1):
+    for i, (score, law) in enumerate(zip(scores, one_pass(tokens, pair), strict=True), 1):
         assert score.logprob == pytest.approx(float(law[tokens[i]]), abs=1e-4)
         best = law.topk(len(score.top)).values.tolist()
         assert [candidate.logprob for candidate in score.top] == pytest.approx(best, abs=1e-4)
 
 
 @cache
-def one_pass(tokens: tuple[int, ...], proposer: str) -> torch.Tensor:
-    """What transformers says of each token but the first."""
-    target = random_of(proposer, as_served=False).target
+def one_pass(tokens: tuple[int, ...], pair: Pair) -> torch.Tensor:
+    """What transformers says of each token but the first, from a pair whose weights are not packed."""
+    target = pair.target
     model = AutoModelForCausalLM.from_config(target.config, attn_implementation="eager").eval()
     model.load_state_dict(target.state_dict())
     with torch.no_grad():
@@ -252,13 +294,13 @@ TURNS = [f"{turn}, {prefill}" for turn in ("repeat", "next turn") for prefill in
 def test_prefix_cache_crossed(turn: str, proposer: str) -> None:
     """Repeats of a prompt, and prompts that go on where an output ended: no draft changes them, or costs a hit."""
     again, prefill = turn.split(", ")
-    engine = embedded_of(proposer).llm(proposer, **PREFILLS[prefill])
+    engine = random_of(proposer).llm(proposer, **PREFILLS[prefill])
     hits: list[list[int]] = []
     for i, name in enumerate(("none", proposer)):
         hits.append([])
         for prompt in PROMPTS[::3]:
-            for _ in range(3):
-                done = embedded_of(proposer).plain(prompt, TURN)[0]
+            for _ in range(2):
+                done = random_of(proposer).plain(prompt, TURN)[0]
                 salt = f"{turn} {proposer} {i}"
                 [got] = engine.generate(prompt, TURN, speculation=asking(name, 4), cache_salt=salt)
                 assert_same(got, done)
@@ -269,7 +311,7 @@ def test_prefix_cache_crossed(turn: str, proposer: str) -> None:
     engine.engine.check_invariants()
 
 
-TURN = SamplingParams(max_tokens=18, seed=5)
+TURN = SamplingParams(max_tokens=10, seed=5)
 
 
 class AnyK(FixedK):
@@ -288,7 +330,7 @@ def test_any_number_of_drafts_in_any_step(proposer: str, monkeypatch: pytest.Mon
     """What control could ever choose, and more: drafts that fall behind, catch up, and are not asked for long."""
     engine = llm(proposer, plenty=False, prefix_cache=True)
     monkeypatch.setattr(engine.engine.scheduler, "control", AnyK())
-    for _ in range(3):
+    for _ in range(2):
         got = engine.generate(
             [p for p, _ in REQUESTS], [params for _, params in REQUESTS], speculation=asking(proposer, 8)
         )
@@ -297,24 +339,15 @@ def test_any_number_of_drafts_in_any_step(proposer: str, monkeypatch: pytest.Mon
     engine.engine.check_invariants()
 
 
-REQUESTS = [
-    (PROMPTS[0], SamplingParams(max_tokens=30, logprobs=1, seed=0)),
-    (PROMPTS[1], SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=1)),
-    (PROMPTS[3], SamplingParams(max_tokens=30, temperature=0.8, frequency_penalty=0.7, seed=2)),
-    (PROMPTS[0] * 2, SamplingParams(max_tokens=20, temperature=1.2, top_k=20, seed=3)),
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("option", sorted(ALONE.keys() - {"greedy"}))
 def test_each_option_bites(option: str) -> None:
     """A test of an option that changes nothing would pass for an option that does nothing."""
-    sampling = replace(ALONE[option], max_tokens=ALONE[option].max_tokens or MAX_TOKENS)
-    default = {"max_tokens": MAX_TOKENS, "seed": 1}
+    sampling, default = complete(ALONE[option]), {"max_tokens": MAX_TOKENS, "seed": 1}
     field = option if hasattr(sampling, option) else "guided"
     without = replace(sampling, **{field: default.get(field, getattr(SamplingParams(), field))})
-    seen = [[_visible(done) for done in random_pair().plain(prompt, sampling)] for prompt in PROMPTS]
-    assert seen != [[_visible(done) for done in random_pair().plain(prompt, without)] for prompt in PROMPTS]
+    seen = [[_visible(done) for done in random_pair().plain(prompt, sampling)] for prompt in PROMPTS[::3]]
+    assert seen != [[_visible(done) for done in random_pair().plain(prompt, without)] for prompt in PROMPTS[::3]]
 
 
 def _visible(done: CompletionOutput) -> tuple[object, ...]:
@@ -369,7 +402,7 @@ SITUATIONS = {
 }
 
 
-@settings(BOLD, max_examples=60)
+@settings(BOLD, max_examples=25)
 @given(**SITUATIONS)
 def test_random_combinations(
     sampling: SamplingParams, proposer: str, num_draft: int, plenty: bool, prefix_cache: bool, prompts: list[str]
@@ -379,7 +412,7 @@ def test_random_combinations(
 
 
 @pytest.mark.slow
-@settings(BOLD, max_examples=20)
+@settings(BOLD, max_examples=6)
 @given(**SITUATIONS)
 def test_random_combinations_with_trained_drafters(
     sampling: SamplingParams, proposer: str, num_draft: int, plenty: bool, prefix_cache: bool, prompts: list[str]
@@ -389,31 +422,11 @@ def test_random_combinations_with_trained_drafters(
     assert_speculation_changes_nothing(embedded_of(proposer), engine, sampling, proposer, num_draft, prompts)
 
 
-@pytest.mark.parametrize("proposer", some(sorted(set(PROPOSERS) - {"none", "wrong"}), ["mapped"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("proposer", sorted(set(PROPOSERS) - {"none", "wrong"}))
 def test_drafts_are_kept(proposer: str) -> None:
     """What the test above rests on."""
     sampling = SamplingParams(max_tokens=60, seed=0)
     engine = llm(proposer, plenty=True, prefix_cache=True, pair=embedded_of)
     done = assert_speculation_changes_nothing(embedded_of(proposer), engine, sampling, proposer, 4)
     assert sum(completion.stats.accepted for completion in done) > 0
-
-
-def test_the_starved_engine_preempts_and_the_cache_is_hit() -> None:
-    """What the tests above rest on: without preemption and without hits they would show less."""
-    starved = llm("model", plenty=False, prefix_cache=False).engine
-    warm = llm("model", plenty=True, prefix_cache=True)
-    assert _count(starved, "preempted") > 0
-    assert _count(random_of("none").llm("none", **CROSSED["chunked prefill, preemption"]).engine, "preempted") > 0
-    warm.generate(PROMPTS[0])
-    [again] = warm.generate(PROMPTS[0])
-    assert again.cached_prompt_tokens > 0
-
-
-def _count(engine: Engine, name: str) -> int:
-    for i in range(8):
-        prompt = codec().encode(PROMPTS[i % 4])
-        engine.add(Request(request_id=str(i), token_ids=prompt, sampling=SamplingParams(max_tokens=30)))
-    total = 0
-    while engine.has_work:
-        total += getattr(engine.step().stats, name)
-    return total

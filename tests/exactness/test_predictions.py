@@ -14,7 +14,6 @@ import torch
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from engine.text.codec import Codec
 from engine.types import EmittedOutput, Request
-from tests.covering import covering
 from tests.fakes import Outputs, fake_engine, hashed_law, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,8 +51,8 @@ EDITS = {edit.__name__: edit for edit in (renamed, inserted, deleted, redocument
 
 @lru_cache
 def edited(file, edit):
-    """Tokens of the first 600 or so of a file, and of its edit."""
-    source = (ROOT / file).read_text("utf-8")[:2000]
+    """Tokens of the first 450 or so of a file, and of its edit."""
+    source = (ROOT / file).read_text("utf-8")[:1500]
     changed = edit(source, random.Random(f"{file} {edit.__name__}"))
     assert changed != source
     return CODEC.encode(source, bare=True), CODEC.encode(changed, bare=True)
@@ -94,7 +93,7 @@ def passes(engine):
     return sum(any(feed.num_logits for feed in batch) for batch in engine.runner.batches)
 
 
-@pytest.mark.parametrize(("file", "edit"), covering(FILES, EDITS))
+@pytest.mark.parametrize(("file", "edit"), list(zip(FILES, EDITS, strict=False)))
 def test_an_edit_of_a_file_has_the_same_tokens_in_a_quarter_of_the_passes(file, edit):
     source, output = edited(file, EDITS[edit])
     engine = engine_that_writes(output)
@@ -117,7 +116,7 @@ def test_nine_tokens_of_ten():
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("k", "proposer"), covering([None, 0, 1, 4, 8], ["none", "ngram", "model"], every=8, first=5))
+@pytest.mark.parametrize(("k", "proposer"), [(4, "model"), (None, "ngram")])
 def test_tokens_do_not_depend_on_prediction_proposer_or_k(proposer, k, sampling):
     """Where the model is not certain, too, in one ragged batch of predictions that are right, edited and wrong."""
     source, output = edited("engine/stats.py", renamed)

@@ -32,16 +32,18 @@ from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Stream
 from engine.sampling.processors import process
 from engine.sampling.row import LogitsRow
-from engine.startup.build import assemble, build_engine
-from engine.text.codec import Codec
+from engine.startup.build import assemble
 from engine.types import Logprob, Request, Sequence
-from models import corpus, embedded_draft, embedded_target
 from tests import fakes, heads, zoo
-from tests.covering import covering
 
-FAMILIES = ["llama", "gpt2", "gemma2", "phi3-longrope"]
-DTYPES = [torch.float32, torch.bfloat16]
-BATCH, NEW_TOKENS = 32, 12
+# Each family in one type: layers and types are prepared apart from each other.
+FAMILIES = (
+    ("llama", torch.bfloat16),
+    ("gpt2", torch.float32),
+    ("gemma2", torch.float32),
+    ("phi3-longrope", torch.bfloat16),
+)
+BATCH, NEW_TOKENS = 32, 8
 PROMPTS = zoo.prompts(BATCH)
 WATCHED = (0, 5, 14, 31)  # held against themselves alone: 20, 3, 26 and 40 tokens of prompt, and a law each
 LAWS = (
@@ -60,6 +62,12 @@ LAWS = (
 )
 
 Bits = tuple[list[int], list[Logprob]]
+
+
+def of_each(fast: tuple[str, torch.dtype] | None = None) -> pytest.MarkDecorator:
+    """All families, of which `make test` has one or none."""
+    cases = [pytest.param(*kind, marks=[] if kind == fast else pytest.mark.slow) for kind in FAMILIES]
+    return pytest.mark.parametrize(("family", "dtype"), cases, ids=str)
 
 
 def request(i: int, label: str = "", **speculation: object) -> Request:
@@ -116,7 +124,7 @@ def assert_as_alone(bits: dict[str, Bits], family: str, dtype: torch.dtype, labe
         assert bits[name] == alone(family, dtype)[i], f"request {name}"
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=10, first=1))
+@of_each(fast=("llama", torch.bfloat16))
 def test_same_bits_among_31_others(family: str, dtype: torch.dtype) -> None:
     assert_as_alone(bits_of(engine_of(family, dtype), map(request, range(BATCH))), family, dtype)
 
@@ -126,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=10, first=2))
+@of_each(fast=("gemma2", torch.float32))
 def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype) -> None:
     """All proposers in one batch, and speculation off."""
     engine = engine_of(family, dtype, self_layers=1, medusa=heads.medusa(folder), eagle=heads.eagle(folder))
@@ -138,41 +146,28 @@ def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("proposer", ["ngram", "model", "right", "wrong"])
+@pytest.mark.parametrize(("proposer", "dtype"), [("model", torch.bfloat16), ("right", torch.float32)])
 def test_same_bits_for_any_k(proposer: str, dtype: torch.dtype) -> None:
     asked = {f"/{k}": {"proposer": proposer, "num_draft_tokens": k} for k in range(9)}
-    for together in (BATCH, 1):
-        engine = engine_of("llama", dtype, max_batch_size=together, prefix_cache=False)
-        labels = asked if together > 1 else ["/1", "/8"]
-        bits = bits_of(engine, [request(i, label, **asked[label]) for label in labels for i in WATCHED])
-        assert_as_alone(bits, "llama", dtype, labels)
+    engine = engine_of("llama", dtype, prefix_cache=False)
+    bits = bits_of(engine, [request(i, label, **asked[label]) for label in asked for i in WATCHED])
+    assert_as_alone(bits, "llama", dtype, asked)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@of_each()
 def test_same_bits_in_chunks_and_pages(family: str, dtype: torch.dtype) -> None:
-    pairs = [(4, 7), (16, 37)] if family != "llama" else [(page, size) for page in (4, 16, 128) for size in (4, 7, 37)]
-    for page_size, size in pairs:
-        engine = engine_of(
-            family,
-            dtype,
-            page_size=page_size,
-            max_batch_size=4,
-            max_batch_tokens=size,
-            proposer="ngram",
-            prefix_cache=False,
-        )
+    sizes = {"max_batch_size": 4, "proposer": "ngram", "prefix_cache": False}
+    for page_size, chunk in ((4, 7), (16, 37), (128, 4)):
+        engine = engine_of(family, dtype, page_size=page_size, max_batch_tokens=chunk, **sizes)
         assert_as_alone(bits_of(engine, map(request, WATCHED)), family, dtype)
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=4))
+@of_each(fast=("phi3-longrope", torch.bfloat16))
 @pytest.mark.parametrize("prefix_cache", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torch.dtype) -> None:
     """Pages for a few of 32: K/V is dropped, and computed again in other pages or found in the prefix cache."""
     layout = kv_layout(zoo.families()[family], dtype)
-    few = {"page_size": 4, "kv_memory": 26 * 4 * 2 * layout.bytes_per_token / 2**30, "prefix_cache": prefix_cache}
+    few = {"page_size": 4, "kv_memory": 22 * 4 * 2 * layout.bytes_per_token / 2**30, "prefix_cache": prefix_cache}
     engine = engine_of(family, dtype, proposer="model", num_draft_tokens=3, **few)
     preempted, step = [0], engine.step
 
@@ -189,7 +184,7 @@ def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torc
 # --------------------------------------------------------------------------------------------------- the prefix cache
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=0))
+@of_each(fast=("gpt2", torch.float32))
 def test_same_bits_over_a_cached_prefix(family: str, dtype: torch.dtype) -> None:
     """A prompt that strangers sent before, in one batch, with drafts in between and outputs of their own."""
     engine = engine_of(family, dtype, page_size=4, proposer="model", num_draft_tokens=4)
@@ -201,7 +196,7 @@ def test_same_bits_over_a_cached_prefix(family: str, dtype: torch.dtype) -> None
     assert_as_alone(bits, family, dtype)
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=0))
+@of_each(fast=("gpt2", torch.float32))
 def test_same_bits_over_a_cached_answer(family: str, dtype: torch.dtype) -> None:
     """A conversation goes on: part of its K/V was written by verification, over drafts that fell."""
     engine = engine_of(family, dtype, page_size=4, proposer="model", num_draft_tokens=4)
@@ -214,7 +209,7 @@ def test_same_bits_over_a_cached_answer(family: str, dtype: torch.dtype) -> None
     assert want == {"31": (outputs.tokens["31"], outputs.logprobs["31"])}
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=1))
+@of_each(fast=("llama", torch.bfloat16))
 def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dtype) -> None:
     """What a prefix cache hands on: the K/V that a stranger's pass left is the K/V of one's own."""
     runner = engine_of(family, dtype, page_size=4).runner
@@ -230,9 +225,7 @@ def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dt
 # ------------------------------------------------------------------------------------------------- what else is asked
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@of_each()
 def test_prompt_logprobs_have_the_same_bits(family: str, dtype: torch.dtype) -> None:
     """In one piece and alone, or in chunks among the others."""
     asking = [replace(r, sampling=replace(r.sampling, prompt_logprobs=3)) for r in map(request, WATCHED)]
@@ -246,9 +239,9 @@ def test_prompt_logprobs_have_the_same_bits(family: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_of_several_outputs_has_the_same_bits_alone(dtype: torch.dtype) -> None:
+def test_each_of_several_outputs_has_the_same_bits_alone() -> None:
     """Output i of n, or a request with its seed: they share the prompt's K/V, or have their own."""
+    dtype = torch.bfloat16
     three = replace(request(5), sampling=replace(request(5).sampling, n=3))
     outputs = fakes.run(engine_of("llama", dtype, proposer="model"), [three, request(14)])
     for name in ("5", "5/1", "5/2"):
@@ -261,9 +254,9 @@ def test_each_of_several_outputs_has_the_same_bits_alone(dtype: torch.dtype) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_the_flag_bits_differ(dtype: torch.dtype) -> None:
+def test_without_the_flag_bits_differ() -> None:
     """The flag is what does it: the same comparison fails without."""
+    dtype = torch.float32
     by_itself = bits_of(engine_of("llama", dtype, reproducible=False), [request(14)])
     company = engine_of("llama", dtype, reproducible=False, proposer="model", num_draft_tokens=4)
     _, logprobs = bits_of(company, map(request, range(BATCH)))["14"]
@@ -302,87 +295,30 @@ def _sampled(logits: torch.Tensor, rows: list[LogitsRow]) -> tuple[torch.Tensor,
     return processed, tokens, torch.tensor(numbers, dtype=torch.float64), distribution.probabilities(processed, params)
 
 
-# -------------------------------------------------------------------------------------------------- the embedded pair
-
-EMBEDDED = {"target": str(embedded_target()), "draft": str(embedded_draft()), "reproducible": True}
-WATCHED_TEXTS = (5, 6)
-
-
-@lru_cache
-def texts() -> list[tuple[int, ...]]:
-    codec = Codec.load(embedded_target())
-    return [codec.encode(text)[-10 - 12 * i :] for i, text in enumerate(corpus.held_out_prompts(8))]
-
-
-def completion(i: int, label: str = "", **speculation: object) -> Request:
-    logprobs = Bounds().max_logprobs if i in WATCHED_TEXTS else None
-    law = replace(LAWS[i % 3], max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=logprobs)
-    asked = SpeculationParams(**speculation)
-    return Request(request_id=f"{i}{label}", token_ids=texts()[i], sampling=law, speculation=asked)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_embedded_pair(dtype: str) -> None:
-    """Among others and whoever drafts, as one token at a time and alone."""
-    config = EngineConfig(**EMBEDDED, dtype=dtype, threads=1, prefix_cache=False)
-    asked = {f"/{name} {k}": {"proposer": name, "num_draft_tokens": k} for name, k in (("ngram", 4), ("model", 2))}
-    asked |= {f"/{name} {k}": {"proposer": name, "num_draft_tokens": k} for name, k in (("model", 4), ("none", 0))}
-    watched = [completion(i, label, **asked[label]) for label in asked for i in WATCHED_TEXTS]
-    together = bits_of(build_engine(config), [*watched, *(completion(i) for i in range(5))])
-    by_itself = build_engine(config)
-    for i in WATCHED_TEXTS:
-        want = bits_of(by_itself, [completion(i, proposer="none")])[str(i)]
-        assert [together[f"{i}{label}"] == want for label in asked] == [True] * len(asked)
-
-
 # --------------------------------------------------------------------------------------- another process, more threads
 
-THREADED = ["llama", "gpt2"]
+THREADED = {2: ("llama", torch.bfloat16), 3: ("gpt2", torch.float32)}
 
 
 def digest(bits: object) -> str:
     return hashlib.sha256(repr(bits).encode()).hexdigest()
 
 
-def random_digest(family: str, dtype: torch.dtype) -> str:
-    bits = bits_of(engine_of(family, dtype, proposer="model"), map(request, WATCHED))
-    return digest([bits[str(i)] for i in WATCHED])
-
-
-def embedded_digest(threads: int) -> str:
-    config = EngineConfig(**EMBEDDED, threads=threads, page_size=16, max_batch_tokens=64, max_batch_size=8)
-    return digest(sorted(bits_of(build_engine(config), map(completion, WATCHED_TEXTS)).items()))
-
-
 def print_digests() -> None:
     """What the other process does."""
-    found = {"embedded": embedded_digest(threads=2)}
-    for threads in (2, 3):
+    found = {}
+    for threads, (family, dtype) in THREADED.items():
         with exactly(threads):
-            found |= {f"{f} {t} {threads}": random_digest(f, t) for f in THREADED for t in DTYPES}
+            bits = bits_of(engine_of(family, dtype, proposer="model"), map(request, WATCHED))
+        found[family] = digest([bits[str(i)] for i in WATCHED])
     print(json.dumps(found))
 
 
-@pytest.fixture(scope="module")
-def elsewhere() -> dict[str, str]:
-    """Digests by another process, whose threads wait without spinning: they may have fewer cores than they are."""
+@pytest.mark.slow
+def test_same_bits_after_a_restart_on_any_number_of_threads() -> None:
+    """In another process, whose threads wait without spinning: it may have fewer cores than they are."""
     code = "from tests.exactness.test_reproducible import print_digests; print_digests()"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, env=env)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", THREADED)
-@pytest.mark.parametrize("threads", [2, 3])
-def test_same_bits_on_any_number_of_threads(
-    elsewhere: dict[str, str], threads: int, family: str, dtype: torch.dtype
-) -> None:
-    assert elsewhere[f"{family} {dtype} {threads}"] == digest([alone(family, dtype)[i] for i in WATCHED])
-
-
-@pytest.mark.slow
-def test_same_bits_after_a_restart_with_more_threads(elsewhere: dict[str, str]) -> None:
-    assert elsewhere["embedded"] == embedded_digest(threads=1)
+    here = {family: digest([alone(family, dtype)[i] for i in WATCHED]) for family, dtype in THREADED.values()}
+    assert json.loads(done.stdout.splitlines()[-1]) == here

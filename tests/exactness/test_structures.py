@@ -12,11 +12,10 @@ import pytest
 from engine.llm import LLM, CompletionOutput
 from engine.params import Guided, SamplingParams
 from engine.types import FinishReason
-from tests.covering import some
-from tests.sameness import PROPOSERS, asking, assert_same, embedded_pair
+from tests.sameness import asking, assert_same, embedded_pair
 from tests.schemas import random_schema
 
-NUMBER = 48
+NUMBER = 16
 SCHEMAS = [random_schema(seed) for seed in range(NUMBER)]
 OPTIONS = {"max_model_len": 1024, "max_batch_size": 32, "max_batch_tokens": 256, "page_size": 32}
 
@@ -45,14 +44,10 @@ def test_random_schemas_give_valid_documents() -> None:
         jsonschema.validate(json.loads(done.text), schema)
 
 
-# The target with an MTP layer knows too few positions for these documents.
-DRAFTING = [name for name in PROPOSERS if name not in ("none", "right", "wrong", "mtp")]
-
-
-@pytest.mark.parametrize("proposer", some(DRAFTING, ["model"]))
+@pytest.mark.parametrize("proposer", ["model"])
 def test_random_schemas_are_the_same_with_drafts(proposer: str) -> None:
-    """A third of them for each proposer, other ones for the next: greedy and sampled in each."""
-    seeds = range(DRAFTING.index(proposer) % 3, NUMBER, 3)
+    """Every second one of them twice, so greedy and sampled."""
+    seeds = [seed for seed in range(NUMBER) if seed % 4 < 2]
     got = generate(embedded_pair().llm(proposer, **OPTIONS), proposer, seeds)
     for ours, seed in zip(got, seeds, strict=True):
         assert_same(ours, plain()[seed])

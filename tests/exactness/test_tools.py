@@ -1,6 +1,6 @@
 """Calls of functions and reasoning through the whole engine: every format, the same with drafts and without.
 
-A random target says what its structure allows: reasoning up to its budget, then calls whose arguments have one of fifty
+A random target says what its structure allows: reasoning up to its budget, then calls whose arguments have one of some
 schemas, or content that has a structure. The tokenizer has the special tokens of all formats.
 """
 
@@ -39,8 +39,8 @@ from server.formats.qwen_coder import QwenCoderFormat
 from server.formats.reasoning import PlainFormat
 from server.formats.structure import Answer, structure_of
 from tests import heads, zoo
-from tests.covering import covering, some
-from tests.sameness import asking, assert_same
+from tests.covering import some
+from tests.sameness import asking, assert_same, run
 from tests.server.formats.laws import SCHEMAS
 from tests.server.formats.walks import joined
 
@@ -65,9 +65,9 @@ MADE = {
 OF_TOKENS = [name for name in MADE if name not in ("hermes", "qwen_coder", "glm")]
 MARKS = ("[THINK]", "[/THINK]", "<|channel>", "<channel|>")
 SPECIAL = tuple(dict.fromkeys([*MARKS, *(marker for name in OF_TOKENS for marker in MADE[name]({}).markers)]))
-PROPOSERS = ("ngram", "suffix", "model", "self", "medusa", "eagle", "auto")
 PROMPT = "import json\n\nprint(json.dumps(value)) # -> "
-BUDGET, MOST = 6, 220
+BUDGET, MOST = 6, 160
+NUMBERS = range(12)  # of `SCHEMAS`: one for each format
 OTHER = Tool("get_x", parameters='{"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}')
 
 
@@ -119,7 +119,7 @@ def tool_of(number):
 def cases():
     """Each schema with one format after the other; half of the answers reason first, half of them greedily."""
     names = [*MADE]
-    for number in range(len(SCHEMAS)):
+    for number in NUMBERS:
         name = names[number % len(names)]
         yield (
             name,
@@ -151,20 +151,14 @@ def closing():
 
 
 def prompts():
-    return [PROMPT[number % 20 :] for number in range(len(SCHEMAS))]
+    return [PROMPT[number % 20 :] for number in NUMBERS]
 
 
 def generate(llm, proposer, num_draft):
     """All requests in one batch, each with a K of its own."""
     pairs = zip(prompts(), requests(), num_draft, strict=True)
-    asked = [llm._request(prompt, sampling, asking(proposer, k), None, ()) for prompt, sampling, k in pairs]
-    outputs = {request.request_id: llm._output(request, 0) for request in asked}
-    for request in asked:
-        llm.engine.add(request)
-    while llm.engine.has_work:
-        for event in llm.engine.step().events:
-            outputs[event.request_id].take(event, llm.engine)
-    return [output.completion() for output in outputs.values()]
+    asked = [llm._request(prompt, sampling, asking(proposer, k), None) for prompt, sampling, k in pairs]
+    return [done for (done,) in run(llm, asked)]
 
 
 @cache
@@ -207,7 +201,7 @@ def test_calls_are_valid_and_streamed_pieces_join_to_them():
             for call in calls:
                 schema = {tool.name: json.loads(tool.parameters) for tool in answer.tools}[call.name]
                 jsonschema.validate(json.loads(call.arguments), schema)
-    assert finished >= len(SCHEMAS) * 3 // 4
+    assert finished >= len(NUMBERS) * 3 // 4
 
 
 def test_reasoning_ends_with_its_budget():
@@ -220,14 +214,14 @@ def test_reasoning_ends_with_its_budget():
         reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
         assert len(codec().encode(reasoning, bare=True)) <= 2 * BUDGET + 8
         some += bool(reasoning)
-    assert some >= 10
+    assert some >= 3
 
 
-@pytest.mark.parametrize("proposer", some(PROPOSERS, ["auto"]))
+@pytest.mark.parametrize("proposer", some(["auto", "suffix", "medusa"], ["auto"]))
 def test_calls_are_the_same_with_drafts_in_ragged_batches(proposer):
     """In company, each request with another K from 0 to 8, and chunked: a step reads at most 48 tokens."""
     llm = served(max_batch_tokens=48, max_batch_size=12)
-    got = generate(llm, proposer, [(number + PROPOSERS.index(proposer)) % 9 for number in range(len(SCHEMAS))])
+    got = generate(llm, proposer, [number % 9 for number in NUMBERS])
     for ours, theirs in zip(got, plain(), strict=True):
         assert_same(ours, theirs)
     llm.engine.check_invariants()
@@ -252,7 +246,10 @@ CONTENTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "content"), covering(MADE, CONTENTS, every=8))
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [pytest.param(name, list(CONTENTS)[i % 4], marks=[pytest.mark.slow] * (i % 2)) for i, name in enumerate(MADE)],
+)
 def test_a_structure_begins_where_reasoning_ends(name, content):
     """Plain, drafted, predicted, and all of it again.
 
@@ -273,7 +270,7 @@ def test_a_structure_begins_where_reasoning_ends(name, content):
     alone = structure_of(replace(answer, thinking_budget=None), PlainFormat())
     assert served()._compiler.compile(alone).start().advance(codec().encode(found.content, bare=True)) > 0
     assert found.content
-    for proposer, num_draft in (("ngram", 8), ("model", 3), ("auto", 1), ("model", 8), ("suffix", 4)):
+    for proposer, num_draft in (("ngram", 8), ("model", 3), ("auto", 1)):
         (again,) = served().generate(PROMPT, sampling, speculation=asking(proposer, num_draft))
         assert_same(again, first)
     (predicted,) = served().generate(PROMPT, sampling, prediction=first.token_ids)
@@ -286,9 +283,9 @@ def test_a_strict_tool_is_called_well_where_it_need_not_be(name):
     chat_format = formats()[name]
     answer = Answer(tools=(replace(OTHER, strict=True),))
     guided = structure_of(answer, chat_format)
-    params = [SamplingParams(guided=guided, temperature=1.5, seed=seed, max_tokens=60) for seed in range(6)]
+    params = [SamplingParams(guided=guided, temperature=1.5, seed=seed, max_tokens=60) for seed in range(3)]
     want = [served(prefix_cache=False).generate(PROMPT, p, speculation=asking("none", 0))[0] for p in params]
-    got = served().generate([PROMPT] * 6, params, speculation=asking("model", 6))
+    got = served().generate([PROMPT] * 3, params, speculation=asking("model", 6))
     for ours, theirs in zip(got, want, strict=True):
         assert_same(ours, theirs)
         pieces = read(chat_format, answer.tools, ours, starts_in_reasoning=False)

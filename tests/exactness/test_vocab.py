@@ -21,9 +21,9 @@ from tests.engine.proposers.test_vocab import TEXT, byte_level, sentence_piece
 from tests.respell import shuffled
 
 PARAMS = [
-    SamplingParams(max_tokens=40),
-    SamplingParams(max_tokens=40, temperature=0.8, seed=1),
-    SamplingParams(max_tokens=40, temperature=1.0, top_p=0.9, top_k=50, seed=2),
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=24, temperature=0.8, seed=1),
+    SamplingParams(max_tokens=24, temperature=1.0, top_p=0.9, top_k=50, seed=2),
 ]
 
 

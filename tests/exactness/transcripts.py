@@ -134,11 +134,12 @@ def of_families(folder: Path) -> Iterator[Case]:
     """Every family of the zoo in one ragged batch of chunked prompts, with a draft model and with lookups."""
     for family in zoo.families():
         saved = families.save(family, folder / family)
+        prompts = [case.prompt for case in saved.cases]
         for name, how in {"float32": {"dtype": "float32"}, "int8": {"weights": "int8"}}.items():
             llm = LLM(saved.target, saved.draft, max_batch_tokens=16, max_batch_size=4, **how, **FIXED)
             for proposer in ("model", "ngram"):
                 params = SamplingParams(max_tokens=20, logprobs=1, temperature=0.6 * (proposer == "model"), seed=1)
-                done = llm.generate(saved.prompts, params, speculation=asking(proposer, 3))
+                done = llm.generate(prompts, params, speculation=asking(proposer, 3))
                 yield from ((f"{family} {name} {proposer} {i}", [shown(one)]) for i, one in enumerate(done))
 
 

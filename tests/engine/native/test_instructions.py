@@ -1,6 +1,6 @@
 """Our C for other processors than this one: the products are right, and a row's bits its own, by every instruction set.
 
-An x86 processor runs what was compiled for its ancestors; SIMDe emulates its descendants. ARM's programs are compiled by
+An x86 processor runs what was compiled for its ancestors; SIMDe emulates its descendants. ARM programs are made by
 a cross compiler and run by qemu. Where one of these is not installed, or this processor is of another family, the tests
 say so and are skipped.
 """
