@@ -61,12 +61,6 @@ class Books:
     fixed: np.ndarray = field(default_factory=lambda: np.zeros(MOST + 1))  # seconds by K
     trial_seconds: float = 0.0  # lost to trials
 
-    def minus(self, other: Books) -> Books:
-        return Books(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
-
-    def plus(self, other: Books) -> Books:
-        return Books(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
-
     @property
     def against_plain(self) -> float:
         return float(self.fixed[0] / self.seconds)
@@ -109,10 +103,10 @@ class Machine:
 
     def run(self, steps: int) -> Books:
         """Books of these steps alone."""
-        before = Books(**{name: np.copy(getattr(self.books, name)) for name in Books.__dataclass_fields__})
+        self.books = Books()
         for _ in range(steps):
             self.step()
-        return self.books.minus(before)
+        return self.books
 
     def step(self) -> None:
         while len(self.schedule.running) + len(self.schedule.waiting) < self.batch:

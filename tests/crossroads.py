@@ -69,7 +69,7 @@ class Crossroads:
         self.random, self._count = np.random.default_rng(seed), 0
         self.control = AdaptiveK({name: self._traits(name) for name in names})
         self.sequences: list[Sequence] = []
-        self.tokens = self.seconds = self.plain_seconds = 0.0
+        self.books = np.zeros(3)  # tokens, seconds, and those of plain steps
         self.asked: dict[str, int] = dict.fromkeys(names, 0)  # drafts, by proposer
         self._lookups = dict.fromkeys(EVERYONE, 0)
         self._runs: dict[tuple[Sequence, str], tuple[int, int, bool]] = {}  # length then, right drafts, if any at all
@@ -77,15 +77,11 @@ class Crossroads:
 
     def rate(self, steps: int) -> float:
         """Tokens per second over plain decoding's, of so many steps."""
-        before = self.tokens, self.seconds, self.plain_seconds
+        self.books = np.zeros(3)
         for _ in range(steps):
             self.step()
-        tokens, seconds, plain = (a - b for a, b in zip(self._sums, before, strict=True))
+        tokens, seconds, plain = self.books
         return float(tokens / seconds / (self.batch * steps / plain))
-
-    @property
-    def _sums(self) -> tuple[float, float, float]:
-        return self.tokens, self.seconds, self.plain_seconds
 
     def step(self) -> None:
         while len(self.sequences) < self.batch:
@@ -106,9 +102,8 @@ class Crossroads:
         target = self._target(n, n + sum(drafted), context, attended)
         # What is expected of so many drafts, so that the books know no luck.
         pairs = zip(self.sequences, drafted, strict=True)
-        self.tokens += sum(expected(self.text[s.drafter].chance, k) for s, k in pairs)
-        self.seconds += drafting + target
-        self.plain_seconds += self._target(n, n, context, context)
+        made = sum(expected(self.text[s.drafter].chance, k) for s, k in pairs)
+        self.books += (made, drafting + target, self._target(n, n, context, context))
         for sequence, kept in zip(self.sequences, accepted, strict=True):
             sequence.tokens += [1] * (kept + 1)
             sequence.rollback(len(sequence.tokens))

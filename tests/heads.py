@@ -41,15 +41,13 @@ def random(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, Tenso
     return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
 
 
-def medusa_tensors(
-    heads: int = 4, blocks: int = 1, *, own_output: bool = True, vocab: int = zoo.VOCAB
-) -> dict[str, Tensor]:
+def medusa_tensors(*, own_output: bool = True, vocab: int = zoo.VOCAB) -> dict[str, Tensor]:
+    """Of four heads of one block."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for i in range(heads):
-        for j in range(blocks):
-            shapes |= {f"{i}.{j}.linear.weight": (HIDDEN, HIDDEN), f"{i}.{j}.linear.bias": (HIDDEN,)}
+    for i in range(4):
+        shapes |= {f"{i}.0.linear.weight": (HIDDEN, HIDDEN), f"{i}.0.linear.bias": (HIDDEN,)}
         if own_output:
-            shapes[f"{i}.{blocks}.weight"] = (vocab, HIDDEN)
+            shapes[f"{i}.1.weight"] = (vocab, HIDDEN)
     return random(shapes)
 
 
@@ -82,10 +80,9 @@ def save(folder: Path, config: object, tensors: dict[str, Tensor], file: str = "
     return str(folder)
 
 
-def medusa(folder: Path, heads: int = 4, blocks: int = 1, *, own_output: bool = True, vocab: int = zoo.VOCAB) -> str:
-    config = {"medusa_num_heads": heads, "medusa_num_layers": blocks}
-    tensors = medusa_tensors(heads, blocks, own_output=own_output, vocab=vocab)
-    return save(folder / "medusa", config, tensors, "medusa_lm_head.safetensors")
+def medusa(folder: Path, **kind: Any) -> str:
+    config = {"medusa_num_heads": 4, "medusa_num_layers": 1}
+    return save(folder / "medusa", config, medusa_tensors(**kind), "medusa_lm_head.safetensors")
 
 
 def eagle(folder: Path, vocab: int = zoo.VOCAB, **kind: bool) -> str:
@@ -103,7 +100,6 @@ def eagle3_tensors(
     embedding: bool = False,
     bias: bool = False,
     mark: str = "midlayer.",
-    seed: int = 3,
 ) -> dict[str, Tensor]:
     """Of a head with this config, for a target of this width; a reduced vocabulary has every second token or so."""
     wanted = {k: int(str(v)) for k, v in config.items() if str(v).isdecimal()}
@@ -132,9 +128,9 @@ def eagle3_tensors(
         shapes["input_norm.weight"] = (places * target,)
     if embedding:
         shapes["embed_tokens.weight"] = (vocab, hidden)
-    made = random(shapes, seed)
+    made = random(shapes)
     if kept < vocab:
-        ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:kept].sort().values
+        ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))[:kept].sort().values
         made |= {"d2t": ids - torch.arange(kept), "t2d": torch.isin(torch.arange(vocab), ids)}
     return {name: 1 + t if name.endswith("norm.weight") or "fc_norm" in name else t for name, t in made.items()}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import cache, lru_cache
 
 from benchmarks.harness.bare import options as bare_options
@@ -88,9 +88,7 @@ def request(i: int, **changes) -> Request:
 
 def asking(asked: Request, **wishes) -> Request:
     """The same with wishes about speculation."""
-    other = copy.copy(asked)
-    object.__setattr__(other, "speculation", SpeculationParams(**wishes))
-    return other
+    return replace(asked, speculation=SpeculationParams(**wishes))
 
 
 @cache

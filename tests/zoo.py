@@ -6,24 +6,7 @@ import copy
 from functools import lru_cache
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    FalconForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    OPTConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, FalconForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.model.fusion.fuse import fuse
@@ -33,36 +16,23 @@ from engine.model.runner import prepare
 
 VOCAB = 97
 END = 2
-COMMON = {
-    "vocab_size": VOCAB,
+_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": END}
+COMMON = _TOKENS | {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": END,
 }
-_GPT2 = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-    "bos_token_id": 1,
-    "eos_token_id": END,
-}
-_OPT = {
-    "vocab_size": VOCAB,
+_GPT2 = _TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_OPT = _TOKENS | {
     "hidden_size": 32,
     "ffn_dim": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
     "word_embed_proj_dim": 32,
-    "bos_token_id": 1,
-    "eos_token_id": END,
 }
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -174,42 +144,58 @@ _BY_KIND: dict[str, tuple[str, dict[str, object]]] = {
 }  # fmt: skip
 
 
+BORDER = 32  # where the longrope config changes its table
+
+
+def _long_rope(border: int) -> dict[str, object]:
+    tables = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": border, **tables}
+    return {"pad_token_id": 0, "original_max_position_embeddings": border, "rope_parameters": rope}
+
+
+# As above. GPT-2 and OPT have names of their own for the common sizes.
+_SIZES = {"gpt2": _GPT2, "opt": _OPT}
+_KNOWN: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {}),
+    "gpt2": ("gpt2", {}),
+    "opt": ("opt", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": 9}),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 7}),
+}
+_LIKE_THEM: dict[str, tuple[str, dict[str, object]]] = {
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-3": ("llama", {"rope_parameters": _LLAMA_3_ROPE}),
+    "tinyllama-1.1b": ("llama", {"hidden_size": 64, "num_attention_heads": 16}),
+    "llama-160m": ("llama", {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 12}),
+    "distilgpt2": ("gpt2", {"n_layer": 1}),
+    "opt-350m": ("opt", {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "opt-1.3b": ("opt", {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 8}),
+    "phi3": ("phi3", {"pad_token_id": 0, "original_max_position_embeddings": 128, "sliding_window": 20}),
+    "phi3-longrope": ("phi3", _long_rope(BORDER)),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 7, "layer_types": _ALTERNATING},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def _configs(table: dict[str, tuple[str, dict[str, object]]]) -> dict[str, PreTrainedConfig]:
+    return {name: AutoConfig.for_model(kind, **_SIZES.get(kind, COMMON) | own) for name, (kind, own) in table.items()}
+
+
 def configs() -> dict[str, PreTrainedConfig]:
     """One config per family; grouped heads, learned and rotary positions, norms on q and k, windows, softcaps."""
-    return {
-        "llama": LlamaConfig(**COMMON),
-        "gpt2": GPT2Config(**_GPT2),
-        "opt": OPTConfig(**_OPT),
-        "qwen3": Qwen3Config(**COMMON, head_dim=16),
-        "mistral": MistralConfig(**COMMON, sliding_window=9),
-        "gemma2": Gemma2Config(**COMMON, head_dim=16, sliding_window=9, query_pre_attn_scalar=7),
-    }
-
-
-BORDER = 32  # where the longrope config changes its table
+    return _configs(_KNOWN)
 
 
 def families() -> dict[str, PreTrainedConfig]:
     """The ones above, and other shapes and switches of layers like theirs."""
-    gemma = {**COMMON, "head_dim": 16}
-    return configs() | {
-        "llama-tied": LlamaConfig(**COMMON, tie_word_embeddings=True),
-        "llama-3": LlamaConfig(**COMMON, rope_parameters=_LLAMA_3_ROPE),
-        "tinyllama-1.1b": LlamaConfig(**COMMON | {"hidden_size": 64, "num_attention_heads": 16}),
-        "llama-160m": LlamaConfig(
-            **COMMON | {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 12}, attention_bias=False
-        ),
-        "distilgpt2": GPT2Config(**_GPT2 | {"n_layer": 1}),
-        "opt-350m": OPTConfig(**_OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
-        "opt-1.3b": OPTConfig(**_OPT | {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 8}),
-        "phi3": Phi3Config(**COMMON, pad_token_id=0, original_max_position_embeddings=128, sliding_window=20),
-        "phi3-longrope": longrope(),
-        "qwen2": Qwen2Config(**COMMON),
-        "qwen2-window": Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=9, max_window_layers=1),
-        "gemma": GemmaConfig(**gemma),
-        "gemma3": Gemma3TextConfig(**gemma, sliding_window=9, query_pre_attn_scalar=7, layer_types=_ALTERNATING),
-        "mixtral": MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
-    }
+    return _configs(_KNOWN | _LIKE_THEM)
 
 
 def further_families() -> dict[str, PreTrainedConfig]:
@@ -225,24 +211,12 @@ def every_family() -> dict[str, PreTrainedConfig]:
 def config_of(kind: str, **extra: object) -> PreTrainedConfig:
     """A tiny config of any model type; windows and chunks in `extra` should be shorter than the prompts."""
     common = {} if "n_embd" in extra else COMMON  # such types have names of their own for the common sizes
-    own = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
-    return AutoConfig.for_model(kind, **common | own | extra)
+    return AutoConfig.for_model(kind, **common | _TOKENS | {"pad_token_id": 0} | extra)
 
 
 def longrope(border: int = BORDER) -> PreTrainedConfig:
     """Phi-3 with two rotary tables, the second for sequences longer than `border`."""
-    return Phi3Config(
-        **COMMON,
-        pad_token_id=0,
-        original_max_position_embeddings=border,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "original_max_position_embeddings": border,
-            "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [2.0, 3.0, 4.0, 5.0],
-        },
-    )
+    return AutoConfig.for_model("phi3", **COMMON | _long_rope(border))
 
 
 @lru_cache

@@ -112,8 +112,7 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     address: str = ""
 
     def Generate(self, request, context):
-        self._admit(request, context)
-        return self.answer
+        return self._answer(request, context, self.answer)
 
     def GenerateStream(self, request, context):
         self._admit(request, context)
@@ -126,32 +125,30 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
         yield generation_pb2.GenerateStreamResponse(finished=self.finished)
 
     def GetServerInfo(self, request, context):
-        self._admit(request, context)
-        return control_pb2.GetServerInfoResponse(
-            version="0.1.0", state=control_pb2.SERVER_STATE_READY, uptime_seconds=9
-        )
+        return self._answer(request, context, control_pb2.GetServerInfoResponse(state=control_pb2.SERVER_STATE_READY))
 
     def GetModelInfo(self, request, context):
-        self._admit(request, context)
-        return control_pb2.GetModelInfoResponse(
-            model="tiny", proposers=["model", "ngram"], eos_token_ids=[0], speculation=FINISHED.speculation
-        )
+        info = control_pb2.GetModelInfoResponse(model="tiny", proposers=["model", "ngram"], eos_token_ids=[0])
+        info.speculation.CopyFrom(FINISHED.speculation)
+        return self._answer(request, context, info)
 
     def GetLoad(self, request, context):
-        self._admit(request, context)
-        return control_pb2.GetLoadResponse(running_requests=1, waiting_requests=2, total_pages=64, free_pages=63)
+        load = control_pb2.GetLoadResponse(running_requests=1, waiting_requests=2, total_pages=64, free_pages=63)
+        return self._answer(request, context, load)
 
     def Abort(self, request, context):
-        self._admit(request, context)
-        return control_pb2.AbortResponse(aborted_requests=7 if request.all else 1)
+        return self._answer(request, context, control_pb2.AbortResponse(aborted_requests=7 if request.all else 1))
 
     def Tokenize(self, request, context):
-        self._admit(request, context)
-        return control_pb2.TokenizeResponse(token_ids=map(ord, request.text))
+        return self._answer(request, context, control_pb2.TokenizeResponse(token_ids=map(ord, request.text)))
 
     def Detokenize(self, request, context):
+        text = "".join(map(chr, request.token_ids))
+        return self._answer(request, context, control_pb2.DetokenizeResponse(text=text))
+
+    def _answer(self, request, context, answer):
         self._admit(request, context)
-        return control_pb2.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
+        return answer
 
     def _admit(self, request, context):
         self.requests.append(request)

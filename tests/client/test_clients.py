@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import closing
 
 import grpc
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import client
+from client import convert
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client import fake_server
 from tests.client.blocking import blocking
@@ -22,24 +24,19 @@ def connected(request, fake):
         yield connection
 
 
-def test_what_is_left_out_is_not_sent(connected, fake):
+def test_what_is_left_out_is_not_sent_and_zero_is_sent_as_zero(connected, fake):
     connected.generate("def f")
-    [request] = fake.requests
-    assert request.prompt == "def f"
-    assert not request.sampling.ListFields()
-    assert not request.stopping.ListFields()
-    assert not request.speculation.ListFields()
-    assert not request.HasField("request_id")
-
-
-def test_zero_is_sent_as_zero(connected, fake):
     connected.generate([1, 2], temperature=0.0, seed=0, num_draft_tokens=0, ignore_eos=False)
-    [request] = fake.requests
-    assert list(request.token_ids.ids) == [1, 2]
-    assert request.sampling.HasField("temperature")
-    assert request.sampling.HasField("seed")
-    assert request.speculation.HasField("num_draft_tokens")
-    assert request.stopping.HasField("ignore_eos")
+    nothing, zeros = fake.requests
+    parts = {"sampling": pb.SamplingParams(), "stopping": pb.StoppingParams(), "output": pb.OutputOptions()}
+    parts["speculation"] = pb.SpeculationOptions()
+    assert nothing == pb.GenerateRequest(prompt="def f", **parts)
+    parts["sampling"], parts["stopping"] = (
+        pb.SamplingParams(temperature=0.0, seed=0),
+        pb.StoppingParams(ignore_eos=False),
+    )
+    parts["speculation"] = pb.SpeculationOptions(num_draft_tokens=0)
+    assert zeros == pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), **parts)
 
 
 SAMPLING = {
@@ -166,6 +163,30 @@ def test_a_stream_is_deltas_and_one_end(connected):
     assert end == connected.generate("x").finished
 
 
+def delta(text: str, lengths: list[int], from_draft: list[bool]) -> client.Delta:
+    return client.Delta(
+        index=0, text=text, token_ids=tuple(lengths), from_draft=tuple(from_draft), text_lengths=tuple(lengths)
+    )
+
+
+def test_pieces_follow_tokens():
+    # The middle token brought the first byte of "ü" only, so it brought no text.
+    got = list(delta("deü f", [2, 0, 1], [True, True, False]).pieces())
+    assert got == [client.Piece("de", True), client.Piece("ü", False), client.Piece(" f", None)]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.text(max_size=4), st.booleans()), max_size=6), st.text(max_size=4))
+def test_pieces_join_to_the_text(tokens, rest):
+    text = "".join(part for part, _ in tokens) + rest
+    cut = delta(text, [len(part) for part, _ in tokens], [draft for _, draft in tokens])
+    assert "".join(piece.text for piece in cut.pieces()) == text
+
+
+def test_a_reason_from_a_newer_server_keeps_its_number():
+    assert convert.finished(pb.Finished(finish_reason=99)).finish_reason == "99"
+
+
 def test_the_control_calls(connected, fake):
     assert connected.server_info().state == "ready"
     model = connected.model_info()
@@ -225,28 +246,17 @@ def test_each_status_has_its_error(fake):
             assert (caught.value.code.name, caught.value.message) == (code, "because")
 
 
-def test_closing_the_iterator_cancels_the_call(connected, fake):
-    fake.hold = True
-    with closing(connected.stream("x")) as events:
-        assert next(events).text == " retürn"
-        assert not fake.call_ended.is_set()
-    assert fake.call_ended.wait(5)
-
-
 async def test_cancelling_the_task_cancels_the_call(fake):
     fake.hold = True
     async with client.AsyncClient(fake.address) as connection:
-        first = asyncio.Event()
-
-        async def read():
-            async for _ in connection.stream("x"):
-                first.set()
-
-        task = asyncio.create_task(read())
-        await first.wait()
-        task.cancel()
+        events = connection.stream("x")
+        await anext(events)
+        following = asyncio.create_task(anext(events))
+        await asyncio.sleep(0.01)
+        assert not fake.call_ended.is_set()
+        following.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await task
+            await following
         assert await asyncio.to_thread(fake.call_ended.wait, 5)
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import client
-from client.connection import Connection, Retry, Tls
+from client.connection import Retry, Tls
 from tests.client import fake_server
 from tests.client.blocking import blocking
 from tests.client.fake_server import CLOSING, full
@@ -52,9 +52,10 @@ def test_retries_have_an_end_and_the_error_says_when_to_come_again(fake, retry, 
     assert len(fake.requests) == calls
 
 
-def test_several_servers_take_turns():
-    with fake_server.running() as one, fake_server.running() as two:
-        with client.Client([one.address, two.address]) as connection:
+def test_several_servers_take_turns_and_one_that_is_gone_costs_no_call():
+    with fake_server.running() as one:
+        with fake_server.running() as two:
+            connection = client.Client([one.address, two.address])
             end = time.monotonic() + 10
             while not (one.requests and two.requests):  # the second connection may come a moment later
                 connection.generate("x")
@@ -63,30 +64,11 @@ def test_several_servers_take_turns():
             two.requests.clear()
             for _ in range(10):
                 connection.generate("x")
-        assert len(one.requests) == len(two.requests) == 5
-
-
-def test_a_server_that_is_gone_costs_no_call():
-    with fake_server.running() as one:
-        with fake_server.running() as two:
-            connection = client.Client([one.address, two.address])
-            connection.generate("x")
+            assert len(one.requests) == len(two.requests) == 5
         with connection:
             for _ in range(10):
                 assert connection.generate("x")
-        assert len(one.requests) >= 10
-
-
-@pytest.mark.parametrize(
-    ("address", "target"),
-    [
-        ("host:1", "host:1"),
-        ("dns:///host:1", "dns:///host:1"),
-        (["1.2.3.4:1", "5.6.7.8:2"], "ipv4:1.2.3.4:1,5.6.7.8:2"),
-    ],
-)
-def test_addresses_as_grpc_has_them(address, target):
-    assert Connection(address=address).target == target
+        assert len(one.requests) == 15
 
 
 def test_files_of_tls_that_are_not_there_are_said_plainly(tmp_path):

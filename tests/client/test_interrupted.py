@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import ExitStack, aclosing, closing
+from contextlib import ExitStack, closing
 
 import grpc
 import pytest
@@ -100,20 +100,6 @@ def test_other_servers_continue_what_a_dead_one_began(kind):
     assert len(third.requests) == 3
 
 
-@pytest.mark.parametrize(
-    "fate",
-    [*(Fate(2, refusal(grpc.StatusCode[code])) for code in ("INTERNAL", "ABORTED", "INVALID_ARGUMENT")),
-     Fate(2, is_old=True)],
-    ids=lambda fate: "a server too old" if fate.is_old else fate.status.message,
-)  # fmt: skip
-def test_what_no_other_server_would_do_otherwise_ends_the_stream(kind, fake, fate):
-    fake.fates = [fate]
-    with blocking(kind, fake.address, retry=QUICK) as connection, pytest.raises(client.RequestFailedError) as error:
-        list(connection.stream("x", **TWO))
-    assert error.value.code.value[0] == fate.status.code
-    assert len(fake.requests) == 1
-
-
 # ---------------------------------------------------------------------------------------------------------- the end
 
 
@@ -135,19 +121,6 @@ def test_a_deadline_holds_for_all_calls_together(kind, fake):
         list(connection.stream("x", n=2, deadline=0.6))
     assert len(fake.deadlines) > 2
     assert fake.deadlines[-1] < fake.deadlines[0] / 2  # each call has what is left, as far as servers can measure it
-
-
-def test_retry_none_sends_each_call_once(kind, fake):
-    fake.fates = [Fate(2), Fate(0, unavailable("DRAINING"))]
-    with blocking(kind, fake.address, retry=None) as connection:
-        events = connection.stream("x", **TWO)
-        assert [next(events), next(events)] == EVENTS[:2]
-        with pytest.raises(client.UnavailableError):
-            next(events)
-        with pytest.raises(client.UnavailableError, match="gone") as error:
-            connection.generate("x")
-        assert error.value.reason == "DRAINING"
-    assert len(fake.requests) == 2
 
 
 # ------------------------------------------------------------------------------------------ nothing has arrived yet
@@ -191,33 +164,21 @@ def test_closing_the_client_ends_a_pause(fake):
     assert time.monotonic() - began < 10.0
 
 
-async def test_closing_the_async_client_ends_a_pause(fake):
-    pausing(fake)
-    connection = client.AsyncClient(fake.address, retry=QUICK)
-    events = connection.stream("x")
-    assert [await anext(events), await anext(events)] == EVENTS[:2]
-    following = asyncio.create_task(anext(events))
-    await asyncio.sleep(0.3)
-    await connection.close()
-    with pytest.raises(client.CancelledError):
-        async with asyncio.timeout(10.0):
-            await following
-
-
-async def test_cancelling_the_task_ends_a_pause(fake):
+@pytest.mark.parametrize("is_closed", [True, False], ids=["client closed", "task cancelled"])
+async def test_closing_the_async_client_and_cancelling_the_task_end_a_pause(fake, is_closed):
     pausing(fake)
     async with client.AsyncClient(fake.address, retry=QUICK) as connection:
-
-        async def read():
-            async with aclosing(connection.stream("x")) as events:
-                return [event async for event in events]
-
-        task = asyncio.create_task(read())
+        events = connection.stream("x")
+        assert [await anext(events), await anext(events)] == EVENTS[:2]
+        following = asyncio.create_task(anext(events))
         await asyncio.sleep(0.3)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        if is_closed:
+            await connection.close()
+        else:
+            following.cancel()
+        with pytest.raises(client.CancelledError if is_closed else asyncio.CancelledError):
             async with asyncio.timeout(10.0):
-                await task
+                await following
     assert len(fake.requests) == 2
 
 

@@ -74,11 +74,9 @@ def test_the_default_lasts_for_twenty_seconds_at_least_and_a_minute_at_most(draw
     assert 20 < sum(waiting.pause(LOST) for _ in range(Retry().resume_attempts)) < 60
 
 
-def test_what_arrives_renews_the_budget():
-    waiting = patience(Retry(resume_attempts=2))
-    for _ in range(5):
-        assert [waiting.pause(LOST), waiting.pause(LOST)] == [0.2, 0.4]
-        waiting.renew()
+def test_without_retries_the_first_loss_is_the_last():
+    with pytest.raises(UnavailableError):
+        Patience(None, None).pause(LOST)
 
 
 def test_the_server_may_ask_for_a_longer_pause_and_not_for_a_shorter_one():
@@ -178,10 +176,9 @@ def test_which_status_ends_a_stream_that_was_cut_and_which_the_call_that_continu
                 stream.pause_after(failed(code, retry_seconds=0.1))
 
 
-def test_a_full_queue_is_waited_for_as_told_and_a_request_too_large_is_not():
+def test_a_request_that_is_too_large_is_not_sent_again():
     stream = begun()
     stream.next_request()
-    assert stream.pause_after(failed("RESOURCE_EXHAUSTED", retry_seconds=2.5)) == 2.5
     with pytest.raises(RequestFailedError):
         stream.pause_after(failed("RESOURCE_EXHAUSTED"))
 

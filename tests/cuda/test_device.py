@@ -15,9 +15,9 @@ from engine.attention.registry import choose
 from engine.startup.memory import kv_gib
 from engine.types import FinishReason
 from tests import fakes, zoo
-from tests.engine.device_loop.test_round import Scripted
+from tests.engine.device_loop.test_round import Scripted, run_and_check
 from tests.interpreting import DEVICE
-from tests.loops import AnyK, asking, engine_of, plainly, request
+from tests.loops import AnyK, asking, engine_of, request
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -85,18 +85,6 @@ def on_cuda(family: str = "llama", **options):
     return engine
 
 
-@lru_cache
-def on_the_cpu(family: str) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
-    """Each request alone, one token at a time."""
-    each = {str(i): plainly(request(i), family) for i in range(8)}
-    return {name: tokens for name, (tokens, _) in each.items()}, {name: reason for name, (_, reason) in each.items()}
-
-
-def said_by(engine, family: str = "llama") -> None:
-    said = fakes.run(engine, [request(i) for i in range(8)])
-    assert (said.tokens, {n: f.reason for n, f in said.finished.items()}) == on_the_cpu(family)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "mistral", "gpt-oss"])
 @pytest.mark.parametrize("loop", ["plain", "rounds"])
 @pytest.mark.parametrize("num_draft", [0, 3])
@@ -104,11 +92,7 @@ def test_the_tokens_of_the_cpu(family, loop, num_draft):
     """Greedy and sampled, in float32: the noise is the same on every device."""
     engine = on_cuda(family, loop=loop, num_draft_tokens=num_draft)
     assert engine.loop == loop
-    said_by(engine, family)
-
-
-def test_rounds_are_what_cuda_gets_by_itself():
-    assert on_cuda(loop="auto").loop == "rounds"
+    run_and_check(engine, [request(i) for i in range(8)], family)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -116,10 +100,7 @@ def test_the_tokens_of_the_plain_loop(seed):
     """Any K in any step, requests that cannot ride among those that do, few pages; graphs against operations."""
     engine = on_cuda(page_size=4)
     engine.scheduler.round_control = engine.round_control = AnyK(seed)
-    asked = [request(10 * seed + i, **({"logprobs": 1} if i % 4 == 3 else {})) for i in range(12)]
-    said = fakes.run(engine, asked)
-    for one in asked:
-        assert (said.tokens[one.request_id], said.finished[one.request_id].reason) == plainly(one)
+    run_and_check(engine, [request(10 * seed + i, **({"logprobs": 1} if i % 4 == 3 else {})) for i in range(12)])
 
 
 @contextmanager
@@ -176,8 +157,9 @@ def steady(engine, steps, guard):
     return [event.request_id for event in events if event.finished is not None]
 
 
-def test_time_is_the_devices_own():
-    engine = on_cuda()
+def test_rounds_are_what_cuda_gets_by_itself_and_time_is_the_devices_own():
+    engine = on_cuda(loop="auto")
+    assert engine.loop == "rounds"
     engine.add(request(2, max_tokens=30))
     stats = [engine.step().stats for _ in range(5)]
     assert 0 < stats[-1].device_seconds < 1

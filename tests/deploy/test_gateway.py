@@ -39,46 +39,27 @@ def listed(items, least, most):
 NAME = {"type": "string", "minLength": 1, "maxLength": 253}
 PORT = closed(["number"], number={"type": "integer", "minimum": 1, "maximum": 65535})
 LABELS = {"type": "object", "minProperties": 1, "maxProperties": 64, "additionalProperties": {"type": "string"}}
+# Of both kinds the fields that are used here.
 INFERENCE_POOL = closed(
     ["selector", "targetPorts"],
     selector=closed(["matchLabels"], matchLabels=LABELS),
     targetPorts=listed(PORT, 1, 8),
-    appProtocol={"enum": ["http", "kubernetes.io/h2c"]},
-    endpointPickerRef=closed(
-        ["name", "port"],  # the port because it is a Service
-        group={"type": "string"},
-        kind=NAME,
-        name=NAME,
-        port=PORT,
-        failureMode={"enum": ["FailOpen", "FailClose"]},
+    endpointPickerRef=closed(  # with a port because it is a Service
+        ["name", "port"], name=NAME, port=PORT, failureMode={"enum": ["FailOpen", "FailClose"]}
     ),
 )
-REFERENCE = {"group": {"type": "string"}, "kind": NAME, "name": NAME, "namespace": NAME}
-DURATION = {"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+PATH = closed(
+    [], type={"enum": ["Exact", "PathPrefix", "RegularExpression"]}, value={"type": "string", "pattern": "^/"}
+)
 HTTP_ROUTE = closed(
     [],
-    parentRefs=listed(closed(["name"], **REFERENCE, sectionName=NAME, port={"type": "integer"}), 0, 32),
-    hostnames=listed(NAME, 0, 16),
+    parentRefs=listed(closed(["name"], name=NAME), 0, 32),
     rules=listed(
         closed(
             [],
-            name=NAME,
-            matches=listed(
-                closed(
-                    [],
-                    path=closed(
-                        [],
-                        type={"enum": ["Exact", "PathPrefix", "RegularExpression"]},
-                        value={"type": "string", "pattern": "^/"},
-                    ),
-                ),
-                0,
-                64,
-            ),
-            backendRefs=listed(
-                closed(["name"], **REFERENCE, port={"type": "integer"}, weight={"type": "integer"}), 0, 16
-            ),
-            timeouts=closed([], request=DURATION, backendRequest=DURATION),
+            matches=listed(closed([], path=PATH), 0, 64),
+            backendRefs=listed(closed(["name"], group={"type": "string"}, kind=NAME, name=NAME), 0, 16),
+            timeouts=closed([], request={"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"}),
         ),
         1,
         16,

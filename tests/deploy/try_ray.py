@@ -15,14 +15,12 @@ from pathlib import Path
 import grpc
 import pytest
 import yaml
-from google.rpc import error_details_pb2 as details_pb
 
 from client import AsyncClient, Delta
 from client.errors import InvalidRequestError, QueueFullError, UnsupportedError
 from models.corpus import held_out_prompts
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from tests.deploy.prometheus import DEPLOY
-from tests.server.test_generate import detail
 from tests.serving import until
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0", "RAY_AUTH_MODE": "disabled"}
@@ -144,16 +142,6 @@ async def test_mistakes_are_told_field_by_field(two):
         assert [v.field for v in error.value.violations] == ["stopping.max_tokens"]
         with pytest.raises(UnsupportedError):
             await client.abort("anything")
-
-
-@pytest.mark.parametrize("data", [b"\xff\xff\xff", b'"\x02\xc3\x28'], ids=["no message", "no UTF-8"])
-async def test_bytes_that_are_no_message_are_a_mistake_too(two, data):
-    async with grpc.aio.insecure_channel(two) as channel:
-        call = channel.unary_unary("/pilotfish.v1.InferenceService/Generate")
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await call(data)
-        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert detail(error.value, details_pb.BadRequest).field_violations[0].field == "request"
 
 
 async def test_a_deadline_is_kept(two):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -106,24 +107,27 @@ def test_one_forward_serves_prefill_and_verification() -> None:
         engine.step()
 
 
-def test_a_failing_draft_costs_speed_only(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(sequence: object, k: int) -> list[int]:
-        raise RuntimeError("draft fell over")
+def falls_over(*_: object) -> list[int]:
+    raise RuntimeError("draft fell over")
 
-    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, proposers={"broken": ScriptedProposer(broken)}, proposer="broken")
-    outputs = fakes.run(engine, [request()], failures=GIVE_UP_AFTER)
-    assert outputs.tokens["r"] == plain_tokens()
-    assert "draft fell over" in caplog.text
+
+@pytest.mark.parametrize(
+    ("propose", "said"),
+    [
+        (falls_over, "draft fell over"),
+        *((lambda *_, made=made: made, "proposed") for made in ([1] * 30, [VOCAB], [-1])),
+    ],
+    ids=["fails", "too many", "no token", "negative"],
+)
+def test_a_broken_proposer_costs_speed_only(
+    propose: Callable[..., list[int]], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = ScriptedProposer(propose)
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, proposers={"broken": broken}, proposer="broken")
+    assert fakes.run(engine, [request()], failures=GIVE_UP_AFTER).tokens["r"] == plain_tokens()
+    assert said in caplog.text
     assert "it is not asked again" in caplog.text
     fakes.run(engine, [request()])
-
-
-@pytest.mark.parametrize("drafts", [[1] * 30, [VOCAB], [-1]], ids=["too many", "no token", "negative"])
-def test_nonsense_from_a_proposer_reaches_nobody(drafts: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    nonsense = ScriptedProposer(lambda _sequence, _k: drafts)
-    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, proposers={"nonsense": nonsense}, proposer="nonsense")
-    assert fakes.run(engine, [request()], failures=GIVE_UP_AFTER).tokens["r"] == plain_tokens()
-    assert "proposed" in caplog.text
 
 
 @pytest.mark.parametrize("rule", list(Verification))
@@ -134,12 +138,9 @@ def test_a_row_that_is_no_number_ends_its_own_request_alone(rule: Verification, 
 
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=20)
     engine = fakes.fake_engine(law, vocab_size=VOCAB, draft_law=LAW, verification=rule)
-    outputs = fakes.Outputs()
-    engine.add(request("sick", token_ids=(9, 2, 3), sampling=params))
-    engine.add(request("well", sampling=params))
-    while engine.has_work:
-        outputs.take(engine.step().events)
-        engine.check_invariants()
+    outputs = fakes.run(
+        engine, [request("sick", token_ids=(9, 2, 3), sampling=params), request("well", sampling=params)]
+    )
     assert outputs.finished["sick"].reason is FinishReason.ERROR
     assert "not a number" in outputs.finished["sick"].error
     assert len(outputs.tokens["sick"]) <= 4, "tokens out of rows that were no numbers"
@@ -259,47 +260,16 @@ def test_effective_speculation_is_clamped_and_echoed() -> None:
     assert outputs.finished["off"].stats.drafted == 0
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"token_ids": ()}, "prompt"),
-        ({"token_ids": (0,) * 64}, "prompt"),
-        ({"token_ids": (0, VOCAB)}, r"token_ids\[1\]"),
-        ({"token_ids": (-1,)}, r"token_ids\[0\]"),
-        ({"sampling": SamplingParams(max_tokens=62)}, "stopping.max_tokens"),
-        ({"sampling": SamplingParams(max_tokens=0)}, "stopping.max_tokens"),
-        ({"sampling": SamplingParams(temperature=float("nan"))}, "sampling.temperature"),
-        ({"sampling": SamplingParams(temperature=float("inf"))}, "sampling.temperature"),
-        ({"sampling": SamplingParams(temperature=-0.1)}, "sampling.temperature"),
-        ({"sampling": SamplingParams(top_p=0.0)}, "sampling.top_p"),
-        ({"sampling": SamplingParams(top_p=float("nan"))}, "sampling.top_p"),
-        ({"sampling": SamplingParams(min_p=1.01)}, "sampling.min_p"),
-        ({"sampling": SamplingParams(top_k=-1)}, "sampling.top_k"),
-        ({"sampling": SamplingParams(seed=2**64)}, "sampling.seed"),
-        ({"sampling": SamplingParams(stop=("",))}, r"stopping.stop\[0\]"),
-        ({"sampling": SamplingParams(stop=("x",) * 17)}, "stopping.stop"),
-        ({"sampling": SamplingParams(stop_token_ids=(VOCAB,))}, "stopping.stop_token_ids"),
-        ({"speculation": SpeculationParams(num_draft_tokens=17)}, "speculation.num_draft_tokens"),
-    ],
-)
-def test_bad_input_names_field_and_value(fields: dict[str, object], field: str) -> None:
+def test_bad_input_names_all_fields_at_once() -> None:
+    """Also what no message of the protocol can hold; the others are in a table of tests/e2e."""
     engine = fakes.fake_engine(LAW, vocab_size=VOCAB)
-    with pytest.raises(InvalidRequest, match=field):
-        engine.add(request(**fields))
+    bad = SamplingParams(temperature=math.nan, top_p=2, top_k=-3, seed=2**64, max_tokens=63)
+    with pytest.raises(InvalidRequest) as caught:
+        engine.add(request(sampling=bad, token_ids=(0, -1)))
+    wrong = ("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.seed", "stopping.max_tokens")
+    assert [violation.field for violation in caught.value.violations] == [*wrong, "token_ids[1]"]
     assert not engine.has_work
     assert fakes.run(engine, [request()]).tokens["r"] == plain_tokens()
-
-
-def test_all_violations_at_once() -> None:
-    bad = SamplingParams(temperature=-1, top_p=2, top_k=-3)
-    with pytest.raises(InvalidRequest) as caught:
-        fakes.fake_engine(LAW, vocab_size=VOCAB).add(request(sampling=bad, token_ids=()))
-    assert [v.field for v in caught.value.violations] == [
-        "sampling.temperature",
-        "sampling.top_p",
-        "sampling.top_k",
-        "prompt",
-    ]
 
 
 def test_unknown_proposer_and_live_id() -> None:
@@ -312,24 +282,6 @@ def test_unknown_proposer_and_live_id() -> None:
     engine.finish_all(FinishReason.ABORTED)
     engine.add(request())
     assert len(engine.finish_all(FinishReason.ABORTED, "because")) == 1
-
-
-def test_finish_with_keep_reports_the_kept() -> None:
-    engine = engine_with()
-    engine.add(request())
-    engine.step()
-    engine.step()
-    (event,) = engine.finish("r", FinishReason.STOP, keep=3)
-    assert event.finished is not None
-    assert event.finished.completion_tokens == 3
-    assert engine.free_pages == engine.total_pages
-
-
-def test_warm_up_leaves_nothing() -> None:
-    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=LAW)
-    engine.warm_up()
-    engine.check_invariants()
-    assert not engine.has_work
 
 
 def test_an_engine_that_served_nobody_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,13 +148,3 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=12, stateful_step_count=25)
-
-
-def test_starvation_preempts_and_the_tokens_stay_the_same() -> None:
-    """The machine above may never starve; this does, and says so."""
-    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=DRAFT_LAW, num_pages=14, page_size=4, max_batch_size=8)
-    requests = [Request(request_id=str(i), token_ids=PROMPTS[i % 4], sampling=SAMPLINGS[3]) for i in range(8)]
-    outputs = fakes.run(engine, requests)
-    assert outputs.preempted
-    for request in requests:
-        assert outputs.tokens[request.request_id] == plain(request.token_ids, request.sampling)

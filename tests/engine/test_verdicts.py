@@ -45,13 +45,6 @@ def test_a_test_that_raises_has_its_place_and_raises_again() -> None:
         assert verdicts.found == [False, True]
 
 
-def test_outside_of_a_load_every_test_runs() -> None:
-    ran: list[int] = []
-    for i in range(2):
-        assert verdict(lambda i=i: ran.append(i) or True)
-    assert ran == [0, 1]
-
-
 def test_a_pair_that_was_tested_is_loaded_without_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = {"medusa": str(embedded_medusa()), "eagle": str(embedded_eagle())}
     config = EngineConfig(target=str(embedded_target()), draft=str(embedded_draft()), threads=1, **heads)

@@ -402,7 +402,7 @@ SITUATIONS = {
 }
 
 
-@settings(BOLD, max_examples=25)
+@settings(BOLD, max_examples=15)
 @given(**SITUATIONS)
 def test_random_combinations(
     sampling: SamplingParams, proposer: str, num_draft: int, plenty: bool, prefix_cache: bool, prompts: list[str]

@@ -37,12 +37,7 @@ from engine.types import Logprob, Request, Sequence
 from tests import fakes, heads, zoo
 
 # Each family in one type: layers and types are prepared apart from each other.
-FAMILIES = (
-    ("llama", torch.bfloat16),
-    ("gpt2", torch.float32),
-    ("gemma2", torch.float32),
-    ("phi3-longrope", torch.bfloat16),
-)
+DTYPES = {"llama": torch.bfloat16, "gpt2": torch.float32, "gemma2": torch.float32, "phi3-longrope": torch.bfloat16}
 BATCH, NEW_TOKENS = 32, 8
 PROMPTS = zoo.prompts(BATCH)
 WATCHED = (0, 5, 14, 31)  # held against themselves alone: 20, 3, 26 and 40 tokens of prompt, and a law each
@@ -64,9 +59,10 @@ LAWS = (
 Bits = tuple[list[int], list[Logprob]]
 
 
-def of_each(fast: tuple[str, torch.dtype] | None = None) -> pytest.MarkDecorator:
-    """All families, of which `make test` has one or none."""
-    cases = [pytest.param(*kind, marks=[] if kind == fast else pytest.mark.slow) for kind in FAMILIES]
+def families(fast: str | None, *slow: str) -> pytest.MarkDecorator:
+    """The one that `make test` has, and those that are slow."""
+    names = [*([fast] if fast else []), *slow]
+    cases = [pytest.param(name, DTYPES[name], marks=[] if name == fast else pytest.mark.slow) for name in names]
     return pytest.mark.parametrize(("family", "dtype"), cases, ids=str)
 
 
@@ -124,7 +120,7 @@ def assert_as_alone(bits: dict[str, Bits], family: str, dtype: torch.dtype, labe
         assert bits[name] == alone(family, dtype)[i], f"request {name}"
 
 
-@of_each(fast=("llama", torch.bfloat16))
+@families("llama", "gpt2", "gemma2", "phi3-longrope")
 def test_same_bits_among_31_others(family: str, dtype: torch.dtype) -> None:
     assert_as_alone(bits_of(engine_of(family, dtype), map(request, range(BATCH))), family, dtype)
 
@@ -134,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-@of_each(fast=("gemma2", torch.float32))
+@families("gemma2", "phi3-longrope")
 def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype) -> None:
     """All proposers in one batch, and speculation off."""
     engine = engine_of(family, dtype, self_layers=1, medusa=heads.medusa(folder), eagle=heads.eagle(folder))
@@ -154,7 +150,7 @@ def test_same_bits_for_any_k(proposer: str, dtype: torch.dtype) -> None:
     assert_as_alone(bits, "llama", dtype, asked)
 
 
-@of_each()
+@families(None, "gpt2", "phi3-longrope")
 def test_same_bits_in_chunks_and_pages(family: str, dtype: torch.dtype) -> None:
     sizes = {"max_batch_size": 4, "proposer": "ngram", "prefix_cache": False}
     for page_size, chunk in ((4, 7), (16, 37), (128, 4)):
@@ -162,7 +158,7 @@ def test_same_bits_in_chunks_and_pages(family: str, dtype: torch.dtype) -> None:
         assert_as_alone(bits_of(engine, map(request, WATCHED)), family, dtype)
 
 
-@of_each(fast=("phi3-longrope", torch.bfloat16))
+@families("phi3-longrope", "gpt2")
 @pytest.mark.parametrize("prefix_cache", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torch.dtype) -> None:
     """Pages for a few of 32: K/V is dropped, and computed again in other pages or found in the prefix cache."""
@@ -184,7 +180,7 @@ def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torc
 # --------------------------------------------------------------------------------------------------- the prefix cache
 
 
-@of_each(fast=("gpt2", torch.float32))
+@families("gpt2", "phi3-longrope")
 def test_same_bits_over_a_cached_prefix(family: str, dtype: torch.dtype) -> None:
     """A prompt that strangers sent before, in one batch, with drafts in between and outputs of their own."""
     engine = engine_of(family, dtype, page_size=4, proposer="model", num_draft_tokens=4)
@@ -196,7 +192,7 @@ def test_same_bits_over_a_cached_prefix(family: str, dtype: torch.dtype) -> None
     assert_as_alone(bits, family, dtype)
 
 
-@of_each(fast=("gpt2", torch.float32))
+@families("gpt2", "llama")
 def test_same_bits_over_a_cached_answer(family: str, dtype: torch.dtype) -> None:
     """A conversation goes on: part of its K/V was written by verification, over drafts that fell."""
     engine = engine_of(family, dtype, page_size=4, proposer="model", num_draft_tokens=4)
@@ -209,7 +205,7 @@ def test_same_bits_over_a_cached_answer(family: str, dtype: torch.dtype) -> None
     assert want == {"31": (outputs.tokens["31"], outputs.logprobs["31"])}
 
 
-@of_each(fast=("llama", torch.bfloat16))
+@families("llama", "gemma2")
 def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dtype) -> None:
     """What a prefix cache hands on: the K/V that a stranger's pass left is the K/V of one's own."""
     runner = engine_of(family, dtype, page_size=4).runner
@@ -225,7 +221,7 @@ def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dt
 # ------------------------------------------------------------------------------------------------- what else is asked
 
 
-@of_each()
+@families(None, "gemma2")
 def test_prompt_logprobs_have_the_same_bits(family: str, dtype: torch.dtype) -> None:
     """In one piece and alone, or in chunks among the others."""
     asking = [replace(r, sampling=replace(r.sampling, prompt_logprobs=3)) for r in map(request, WATCHED)]

@@ -15,7 +15,7 @@ from engine.types import FinishReason
 from tests.sameness import asking, assert_same, embedded_pair
 from tests.schemas import random_schema
 
-NUMBER = 16
+NUMBER = 12
 SCHEMAS = [random_schema(seed) for seed in range(NUMBER)]
 OPTIONS = {"max_model_len": 1024, "max_batch_size": 32, "max_batch_tokens": 256, "page_size": 32}
 

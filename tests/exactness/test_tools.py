@@ -277,7 +277,7 @@ def test_a_structure_begins_where_reasoning_ends(name, content):
     assert_same(predicted, first)
 
 
-@pytest.mark.parametrize("name", some(MADE, ["hermes", "harmony"]))
+@pytest.mark.parametrize("name", some(MADE, ["harmony"]))
 def test_a_strict_tool_is_called_well_where_it_need_not_be(name):
     """Text or calls as the model likes: equal with drafts, and whatever is a call is a valid one."""
     chat_format = formats()[name]

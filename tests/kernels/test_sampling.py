@@ -141,12 +141,8 @@ def test_a_row_without_a_law_is_no_ones_fault():
     """Its token is a token, and the row beside it does not notice."""
     greedy, free = SamplingParams(), SamplingParams(temperature=1.0)
     cut = SamplingParams(temperature=1.0, top_k=3, top_p=0.9)
-    sick = [
-        (greedy, math.nan),
-        (free, -math.inf),
-        (free, math.inf),
-        *((cut, x) for x in (-math.inf, math.nan, math.inf)),
-    ]
+    infinite = (-math.inf, math.nan, math.inf)
+    sick = [(greedy, math.nan), (free, -math.inf), (free, math.inf), *((cut, x) for x in infinite)]
     healthy = torch.randn(1, 70, generator=torch.Generator().manual_seed(0))
     rows = [row(p, 5, 1) for p in (*(p for p, _ in sick), cut)]
     _, samplers = samplers_of(rows, 70)

@@ -26,6 +26,7 @@ from engine.device_loop.round import RoundOps
 from engine.device_loop.shapes import in_order_of_worth
 from engine.device_loop.slots import IDLE
 from engine.engine import Engine
+from engine.kernels import commit, sampling
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.params import SamplingParams, SpeculationParams
 from engine.startup.build import assemble
@@ -58,22 +59,17 @@ class Case:
         return pair
 
 
-def llama() -> PreTrainedConfig:
-    """A group of heads that is no power of two."""
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 1, "head_dim": 16}
-    return LlamaConfig(**_SIZES, **heads, num_hidden_layers=1, max_position_embeddings=4608)
-
-
-def gemma() -> PreTrainedConfig:
-    """Windows in every second layer, softcaps."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32}
-    return Gemma2Config(**_SIZES, **heads, num_hidden_layers=2, sliding_window=100, max_position_embeddings=1024)
-
-
+# A group of heads that is no power of two.
+_LLAMA = {"num_attention_heads": 12, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1}
+# Windows in every second layer, softcaps.
+_GEMMA = {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32,
+    "num_hidden_layers": 2, "sliding_window": 100,
+}  # fmt: skip
 # The first has sequences of more than sixteen splits of keys, and prompts of more tiles than a card runs at a time.
 CASES = {
-    "llama in float32": Case(llama(), torch.float32, longest=4300),
-    "gemma2 in bfloat16": Case(gemma(), torch.bfloat16),
+    "llama in float32": Case(LlamaConfig(**_SIZES, **_LLAMA, max_position_embeddings=4608), torch.float32, 4300),
+    "gemma2 in bfloat16": Case(Gemma2Config(**_SIZES, **_GEMMA, max_position_embeddings=1024), torch.bfloat16),
 }
 
 
@@ -103,12 +99,6 @@ def engine_of(case: Case, pair: list[PreTrainedModel], ops: RoundOps, attention:
         num_draft_tokens=MOST_DRAFTS, warm_up_seconds=0, max_step_ms=1e9, dtype=str(case.dtype).removeprefix("torch."),
     )  # fmt: skip
     return assemble(config, *pair, ops=ops)
-
-
-def kernels() -> RoundOps:
-    from engine.kernels import commit, sampling
-
-    return RoundOps(paged.attend, sampling.choose, commit.commit)
 
 
 def prompt_sizes(case: Case) -> list[int]:
@@ -168,9 +158,10 @@ def main() -> None:
     stand_in = StandIn().install()
     meaning.install()
     registry.is_interpreted = lambda: True  # the stand-in launches what it is given, on any device
+    ops = RoundOps(paged.attend, sampling.choose, commit.commit)
     for name, case in CASES.items():
         watch, pair = Watch(stand_in, name), case.pair()
-        engine = engine_of(case, pair, kernels(), "triton")
+        engine = engine_of(case, pair, ops, "triton")
         watch.end_of("load")
         warm_up(engine)
         watch.end_of("warm-up")

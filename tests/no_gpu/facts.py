@@ -41,7 +41,7 @@ def main() -> None:
     known = set(stand_in.seen)
     told |= rows_facts.facts(stand_in) | {"draws": sampling_facts.facts(stand_in)}
     others = [each for key, each in stand_in.seen.items() if key not in known or each.name == "_attend_kernel"]
-    told |= {"resources": list(resources([*beside.values(), *others])), "layers": rows_facts.layers(stand_in)}
+    told |= {"resources": list(resources([*beside.values(), *others]))}
     print(json.dumps(told))
 
 

@@ -22,10 +22,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that one block may have
-_OF_ALL_BLOCKS = {
-    80: 164 << 10,
-    90: 228 << 10,
-}  # and all blocks of a multiprocessor, with 1 KiB of the system's for each
+_OF_ALL_BLOCKS = {80: 164 << 10, 90: 228 << 10}  # of a multiprocessor, with 1 KiB of the system's for each block
 _REGISTERS, _WARPS, _BLOCKS = 65536, 64, 32  # of a multiprocessor
 _CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 

@@ -23,7 +23,6 @@ from triton.runtime.interpreter import GridExecutor
 from engine.device_loop.loop import RoundLoop
 from engine.device_loop.repertoire import as_it_is
 from engine.device_loop.results import PendingRound
-from engine.engine import Engine
 from engine.kernels import reference, rows
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from tests import zoo
@@ -106,23 +105,23 @@ def one_token_each(mail: PendingRound) -> list[list[int]]:
     return [[1] * (mail.k + 1) + [1, 0, 0] for _ in range(mail.size)]
 
 
-@pytest.fixture(scope="module", params=["gemma2"])
-def served(request) -> tuple[Watch, Watch]:
+@pytest.fixture(scope="module")
+def served() -> tuple[Watch, Watch]:
     """What was seen of rounds' launches, and of everything else."""
     with pytest.MonkeyPatch.context() as patch:
-        return serve(request.param, patch)
+        patch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
+        patch.setattr(torch.Tensor, "pin_memory", pinned)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(PendingRound, "read", one_token_each)
+        patch.setattr("engine.startup.build.check_ragged_contract", lambda *_: None)  # it compares numbers
+        patch.setattr("engine.startup.loop.graph_budget", lambda *_: None)
+        patch.setattr("engine.startup.loop.Graphs", lambda _: as_it_is)
+        return serve(patch)
 
 
-def serve(family: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Watch, Watch]:
+def serve(patch: pytest.MonkeyPatch) -> tuple[Watch, Watch]:
     """Four requests of all laws from their prompts to their ends."""
-    monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(PendingRound, "read", one_token_each)
-    monkeypatch.setattr("engine.startup.build.check_ragged_contract", lambda *_: None)  # it compares numbers
-    monkeypatch.setattr("engine.startup.loop.graph_budget", lambda *_: None)
-    monkeypatch.setattr("engine.startup.loop.Graphs", lambda _: as_it_is)
-    pair = [zoo.ours(zoo.reference(family)), zoo.near(zoo.reference(family))]
+    pair = [zoo.ours(zoo.reference("gemma2")), zoo.near(zoo.reference("gemma2"))]
     for model in pair:
         fuse_for_cuda(model, reference)
     launching, watch, launch = Watch(), Watch(), RoundLoop.launch
@@ -131,21 +130,17 @@ def serve(family: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Watch, Watch]:
         with launching:
             launch(*args)
 
-    monkeypatch.setattr(RoundLoop, "launch", watched)
+    patch.setattr(RoundLoop, "launch", watched)
     with FakeTensorMode():
-        engine = engine_of(family, pair=[as_on_a_card(model) for model in pair], device="cuda", attention="auto")
+        engine = engine_of("gemma2", pair=[as_on_a_card(model) for model in pair], device="cuda", attention="auto")
         with watch:
-            run(engine)
-    return launching, watch
-
-
-def run(engine: Engine) -> None:
-    for i in range(1, 5):
-        engine.add(request(i))
-    while engine.has_work:
-        engine.step()
-        engine.check_invariants()
+            for i in range(1, 5):
+                engine.add(request(i))
+            while engine.has_work:
+                engine.step()
+                engine.check_invariants()
     assert engine.loop == "rounds", "a round failed"
+    return launching, watch
 
 
 def test_an_engine_runs_on_a_cards_tensors_alone(served) -> None:
@@ -161,13 +156,3 @@ def test_launching_a_round_waits_for_no_upload(served) -> None:
     launching, watch = served
     assert not launching.waits.keys() - {"round.py:__init__"}, "beside those of a round that is run for the first time"
     assert watch.waits, "nothing was seen: a plain step's laws go up the slow way"
-
-
-def test_what_is_watched_is_seen() -> None:
-    with FakeTensorMode(), Watch() as watch:
-        there = torch.zeros(3, device="cuda")
-        with pytest.raises(RuntimeError, match="device"):
-            there + torch.zeros(3)
-        there[1] = 2.0
-        float(there[1])
-    assert watch.waits.total() == watch.reads.total() == 1

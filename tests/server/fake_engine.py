@@ -79,6 +79,8 @@ class FakeEngine:
     A prompt token that is in `poison` ends the outputs `poisoned` of its request with an error; a grammar has its way.
     """
 
+    num_waiting, page_size, spec_gain = 0, 16, 1.25
+
     def __init__(self, *, batch: int = 4, burst: int = 3, text: str = TEXT, step_seconds: float = 0.0) -> None:
         self.config = EngineConfig(target="fake", max_batch_size=batch)
         self.vocab_size, self.max_model_len = VOCAB_SIZE, 4096
@@ -100,25 +102,15 @@ class FakeEngine:
         self._live: dict[str, dict[int, Live]] = {}
         self._in_step = False
 
-    num_waiting = 0
-
     @property
     def num_running(self) -> int:
         return sum(map(len, self._live.values()))
 
     @property
-    def spec_gain(self) -> float:
-        return 1.25
-
-    @property
     def free_pages(self) -> int:
         return self.total_pages - self.num_running
 
-    page_size = 16
-
-    @property
-    def spare_pages(self) -> int:
-        return self.free_pages
+    spare_pages = free_pages
 
     def rest(self) -> None:
         assert not self._live
@@ -272,12 +264,7 @@ class FakeEngine:
             prompt_tokens=len(request.token_ids),
             completion_tokens=len(output.tokens) if keep is None else keep,
             seed=(7 if request.sampling.seed is None else request.sampling.seed) + output.index,
-            speculation=SpeculationSettings(
-                mode=self.config.speculation,
-                num_draft_tokens=self._burst - 1,
-                proposer="ngram",
-                verification=self.config.verification,
-            ),
+            speculation=self.speculation_of(request),
             stats=DraftStats(2, 8, 4, (2, 2)),
             spec_gain=1.5,
             stop_token_id=stop,

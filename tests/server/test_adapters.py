@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import detail, error_of, request, streamed
+from tests.server.test_security import ALICE, ROOT, bearer
+from tests.server.test_security import tokens as tokens  # noqa: PLC0414  # a fixture
 from tests.server.worker import fake_child
 from tests.server.worker.test_engine_process import apart
 from tests.serving import grpc_client, http_client, serving, until
@@ -112,18 +113,16 @@ async def test_what_cannot_be_loaded_is_refused_by_its_field(root):
         assert await names(server) == []
 
 
-async def test_only_an_operator_loads_and_only_where_a_folder_is_set(root, tmp_path):
-    tokens = tmp_path / "tokens"
-    tokens.write_text(f"anna {'a' * 20}\nroot {'b' * 20} operator\n")
-    as_ = {name: {"metadata": [("authorization", f"Bearer {name * 20}")]} for name in "ab"}
+async def test_only_an_operator_loads_and_only_where_a_folder_is_set(root, tokens):
     async with serving(adapter_root=root, token_file=tokens) as server, http_client(server) as http:
-        assert (await error_of(load(server, **as_["a"]))).code() == grpc.StatusCode.PERMISSION_DENIED
-        assert (await error_of(unload(server, **as_["a"]))).code() == grpc.StatusCode.PERMISSION_DENIED
-        headers = {"authorization": f"Bearer {'a' * 20}"}
+        for call in (load, unload):
+            error = await error_of(call(server, metadata=bearer(ALICE)))
+            assert error.code() == grpc.StatusCode.PERMISSION_DENIED
+        headers = dict(bearer(ALICE))
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             assert (await http.post(path, json={}, headers=headers)).status_code == 403
-        await load(server, **as_["b"])
-        await unload(server, **as_["b"])
+        await load(server, metadata=bearer(ROOT))
+        await unload(server, metadata=bearer(ROOT))
     async with serving() as server, http_client(server) as http:
         error = await error_of(load(server))
         assert (error.code(), "adapter_root" in error.details()) == (grpc.StatusCode.UNIMPLEMENTED, True)
@@ -172,9 +171,9 @@ async def test_a_stream_continues_with_its_own_adapter_alone(root):
 
 async def killed(server) -> None:
     """Kill the engine's process and wait for its successor."""
-    pid = server.app.host.pid
-    os.kill(pid, signal.SIGKILL)
-    await until(lambda: server.app.host.pid not in (pid, None) and server.app.lifecycle.state is State.READY)
+    pid = server.host.pid
+    server.kill()
+    await until(lambda: server.host.pid not in (pid, None) and server.app.lifecycle.state is State.READY)
 
 
 async def model_of(server, adapter: str) -> str:
@@ -231,7 +230,7 @@ async def test_an_adapter_whose_files_changed_is_lost_with_its_engine(root):
 
 async def test_a_loss_of_the_engine_ends_a_load_that_can_be_repeated(root):
     async with apart(adapter_root=root) as server:
-        os.kill(server.app.host.pid, signal.SIGSTOP)
+        server.kill(signal.SIGSTOP)
         loads = [asyncio.ensure_future(error_of(load(server))) for _ in range(2)]
         (second,), (first,) = await asyncio.wait(loads, return_when=asyncio.FIRST_COMPLETED)
         assert second.result().code() == grpc.StatusCode.ALREADY_EXISTS  # so the other one is on its way

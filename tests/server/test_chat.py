@@ -117,11 +117,8 @@ def test_where_a_template_is_found(tmp_path, where):
     assert template.render(messages([("user", "hi")])) == "<s>hi</s>"
 
 
-def test_a_checkpoint_without_a_template_has_none(tmp_path):
+def test_a_checkpoint_may_have_no_template_but_no_broken_one(tmp_path):
     assert ChatTemplate.load(checkpoint(tmp_path, "", where="nowhere")) is None
-
-
-def test_a_broken_template_is_told_at_load():
     with pytest.raises(ModelError, match="line 2"):
         ChatTemplate("\n{% for %}", {})
 

@@ -20,6 +20,8 @@ from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import detail, error_of, request
 from tests.server.test_life import metric
+from tests.server.test_security import ALICE, BOB, bearer
+from tests.server.test_security import tokens as tokens  # noqa: PLC0414  # a fixture
 from tests.serving import http_client, serving, until
 
 
@@ -62,7 +64,6 @@ async def test_tokenize_and_detokenize_are_the_models_own(server):
 
 
 LONG = 3000  # characters or tokens that are converted beside the loop; the fake's context has room for them
-ALICE, BOB = "alice-has-a-long-token", "bob-has-another-token"
 
 
 class Held(Codec):
@@ -133,17 +134,6 @@ async def until_served(call):
                 if error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise
                 await asyncio.sleep(0.002)
-
-
-def bearer(token):
-    return (("authorization", f"Bearer {token}"),)
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    path = tmp_path / "tokens"
-    path.write_text(f"alice {ALICE}\nbob {BOB}\n")
-    return path
 
 
 async def test_conversions_and_generation_share_one_bound_of_what_arrives():

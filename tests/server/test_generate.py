@@ -12,10 +12,9 @@ from google.rpc import error_details_pb2, status_pb2
 from engine.errors import InvalidRequest
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
-from server.streams.stream import OutputStream
 from tests.engine.text.test_codec import CODEC
-from tests.server.fake_engine import TEXT, FakeEngine
-from tests.serving import serving, until
+from tests.server.fake_engine import TEXT
+from tests.serving import serving
 
 
 def request(**fields):
@@ -127,13 +126,6 @@ async def test_finished_tells_usage_timing_seed_and_speculation(server):
     assert end.speculation.verification == pb.VERIFICATION_COUPLED
 
 
-async def test_token_ids_and_their_companions_can_be_left_out(server):
-    text, ids, _, messages = await streamed(server, output=pb.OutputOptions(token_ids=False))
-    assert text
-    assert not ids
-    assert not any(m.delta.from_draft or m.delta.text_lengths for m in messages)
-
-
 async def test_stream_interval_gathers_tokens_after_the_first(server):
     asked = request(output=pb.OutputOptions(stream_interval=10), stopping=pb.StoppingParams(max_tokens=60))
     deltas = [m.delta async for m in server.inference.GenerateStream(asked) if m.HasField("delta")]
@@ -170,39 +162,10 @@ async def refused(server, **fields):
     return await error_of(server.inference.Generate(request(**fields)))
 
 
-async def test_all_violations_are_told_at_once(server):
-    error = await refused(
-        server,
-        request_id="no spaces",
-        sampling=pb.SamplingParams(temperature=float("nan"), top_p=0.0, min_p=2.0, n=0),
-        stopping=pb.StoppingParams(max_tokens=0, stop=[""], stop_token_ids=[10**6]),
-        output=pb.OutputOptions(stream_interval=0),
-        speculation=pb.SpeculationOptions(num_draft_tokens=99, mode=77, verification=78),
-    )
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    violations = detail(error, error_details_pb2.BadRequest).field_violations
-    assert {v.field for v in violations} == {
-        "request_id",
-        "sampling.temperature",
-        "sampling.top_p",
-        "sampling.min_p",
-        "sampling.n",
-        "stopping.max_tokens",
-        "stopping.stop[0]",
-        "stopping.stop_token_ids[0]",
-        "output.stream_interval",
-        "speculation.num_draft_tokens",
-        "speculation.mode",
-        "speculation.verification",
-    }
-    assert all(v.description for v in violations)
-
-
 async def test_what_this_server_does_not_have_is_refused_by_name(server):
+    """`tests/e2e/bad_inputs.py` has models and proposers."""
     for fields, code, named in (
         ({"guided": pb.GuidedDecoding(regex="a+")}, "UNIMPLEMENTED", "guided"),
-        ({"speculation": pb.SpeculationOptions(proposer="oracle")}, "UNIMPLEMENTED", "speculation.proposer"),
-        ({"model": "other"}, "NOT_FOUND", "'fake'"),
         ({"messages": {"messages": [{"role": "user", "content": "hi"}]}}, "INVALID_ARGUMENT", "messages"),
     ):
         error = await refused(server, **fields)
@@ -210,36 +173,18 @@ async def test_what_this_server_does_not_have_is_refused_by_name(server):
         assert named in error.details()
 
 
-async def test_a_live_id_cannot_be_used_twice_and_a_dead_one_can():
-    async with serving(FakeEngine(step_seconds=0.01)) as server:
-        stopping = pb.StoppingParams(max_tokens=1000)
-        call = server.inference.GenerateStream(request(request_id="same", stopping=stopping))
-        await call.read()
-        error = await refused(server, request_id="same")
-        assert error.code() == grpc.StatusCode.ALREADY_EXISTS
-        call.cancel()
-        await until(lambda: not server.app.driver.live())
-        await server.inference.Generate(request(request_id="same"))
+async def test_a_request_that_the_engine_refuses_after_all_fails_alone(server, monkeypatch):
+    """`tests/e2e/test_faults.py` has the other places where one can fail."""
+    add = server.engine.add
 
+    def faulty(asked):
+        if asked.request_id == "bad":
+            raise InvalidRequest.of("prompt", "is odd")
+        return add(asked)
 
-async def test_a_request_that_fails_fails_alone(server, monkeypatch):
-    """In a step of the engine, where the engine refuses it after all, or where its text is made."""
-
-    def failing(method):
-        def faulty(*args):
-            if args[-1].request_id == "bad":
-                raise InvalidRequest.of("prompt", "is odd")
-            return method(*args)
-
-        return faulty
-
-    server.engine.poison = {9}
-    for owner, name in ((server.engine, "poison"), (server.engine, "add"), (OutputStream, "push")):
-        if name != "poison":
-            monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
-        healthy = server.inference.Generate(request(token_ids=pb.TokenIds(ids=[8])))
-        error = await refused(server, request_id="bad", token_ids=pb.TokenIds(ids=[9 if name == "poison" else 8]))
-        assert error.code() == grpc.StatusCode.INTERNAL
-        assert "InvalidRequest" not in error.details()
-        assert tuple((await healthy).outputs[0].token_ids) == server.engine.expected(20)
-    assert server.engine.free_pages == server.engine.total_pages
+    monkeypatch.setattr(server.engine, "add", faulty)
+    healthy = server.inference.Generate(request())
+    error = await refused(server, request_id="bad")
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "InvalidRequest" not in error.details()
+    assert tuple((await healthy).outputs[0].token_ids) == server.engine.expected(20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 from google.rpc import error_details_pb2
 
@@ -135,17 +134,11 @@ async def raw(server, data):
         writer.close()
 
 
-async def test_what_does_not_arrive_is_not_waited_for_and_an_answer_may_take_longer():
+async def test_a_head_that_does_not_arrive_is_not_waited_for_and_an_answer_may_take_longer():
     async with talking(FakeEngine(step_seconds=0.05), body_seconds=0.2) as server:
         head = b"POST /generate HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
         heads = (b"", head, b"GET /health HTTP/1.1\r\nX: ")
-        *nothing, late = await asyncio.gather(
-            *(raw(server, data) for data in heads), raw(server, head + b"Content-Length: 99\r\n\r\n{")
-        )
-        assert nothing == [b""] * 3
-        assert late.startswith(b"HTTP/1.1 408")
-        said = json.loads(late.partition(b"\r\n\r\n")[2])["error"]["message"]
-        assert said.startswith("the body took more than 0.2")
+        assert await asyncio.gather(*(raw(server, data) for data in heads)) == [b""] * 3
         answer = await server.http.post("/generate", json={"prompt": "ab", "max_new_tokens": 24})
         assert answer.status_code == 200
         await until(lambda: not server.app.driver.live())

@@ -119,7 +119,8 @@ async def test_every_kept_token_has_its_log_probability(server):
             "output": pb.OutputOptions(logprobs=True, top_logprobs=top, token_ids=token_ids),
         }
         whole = await server.inference.Generate(request(**asked))
-        found, _ = await by_index(server.inference.GenerateStream(request(**asked)))
+        found, messages = await by_index(server.inference.GenerateStream(request(**asked)))
+        assert token_ids or not any(m.delta.from_draft or m.delta.text_lengths for m in messages)
         for output in whole.outputs:
             _, ids, logprobs, (end,) = found[output.index]
             assert ids == list(output.token_ids)

@@ -61,14 +61,6 @@ def test_who_fails_alone_twice_is_guilty_and_the_others_go_on():
     assert fed(recovery) == ["a"]
 
 
-def test_a_kill_counts_half():
-    recovery, (a,) = Recovery(), streams("a")
-    for _ in range(3):
-        assert recovery.crashed([a], was_killed=True) is None
-        assert fed(recovery) == ["a"]
-    assert recovery.crashed([a], was_killed=True) is a
-
-
 def test_who_gets_further_between_two_crashes_is_no_suspect():
     recovery, (a,) = Recovery(), streams("a")
     for _ in range(5):

@@ -10,10 +10,14 @@ from itertools import product
 import grpc
 import pytest
 
+from client import Retry
+from client.resume import Patience, ResumableStream
+from engine.config import EngineConfig
 from engine.text.codec import OutputText
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.calls import EventStream
+from server.chat import ChatTemplate
+from server.fingerprint import fingerprint
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import TEXT, FakeEngine
 from tests.server.fake_grammar import FakeCompiler
@@ -57,6 +61,14 @@ def resumed(asked, received, *, tokens: bool) -> pb.GenerateRequest:
     return again
 
 
+def resumed_by_our_client(asked, received) -> pb.GenerateRequest:
+    stream = ResumableStream(asked, Patience(Retry(), deadline=None))
+    stream.next_request()
+    for message in received:
+        stream.take(message)
+    return stream.next_request()
+
+
 def joined(messages) -> dict[int, tuple]:
     """What a caller has of each output."""
     found = {}
@@ -82,9 +94,10 @@ async def test_cut_anywhere_it_goes_on_on_another_server(tokens):
             asked = request(**shared | fields)
             messages = [message async for message in first.inference.GenerateStream(asked)]
             for cut in range(1, len(messages)):
-                again = resumed(asked, messages[:cut], tokens=tokens)
+                received = messages[:cut]
+                again = resumed_by_our_client(asked, received) if tokens else resumed(asked, received, tokens=False)
                 rest = [message async for message in second.inference.GenerateStream(again)]
-                assert joined(messages[:cut] + rest) == joined(messages), (kind, cut)
+                assert joined(received + rest) == joined(messages), (kind, cut)
                 assert all(m.finished.interruptions == 1 for m in rest if m.HasField("finished"))
             cuts += len(messages) - 1
         assert metric(second, "resumed_requests_total") == cuts
@@ -180,22 +193,6 @@ async def test_an_abort_ends_it_while_its_tokens_are_computed_again():
         assert (list(tokens), end.finish_reason) == ([], pb.FINISH_REASON_ABORTED)
 
 
-async def test_what_ends_before_its_reader_begins_is_read_to_its_end(monkeypatch):
-    call = EventStream.__call__
-
-    async with serving(chat=Chat()) as server, http_client(server) as client:
-
-        async def late(events, *about):
-            await until(lambda: not server.app.driver.live())
-            await call(events, *about)
-
-        expected = [await events_of(client, path, body) for path, body in BODIES.items()]
-        monkeypatch.setattr(EventStream, "__call__", late)
-        for (path, body), events in zip(BODIES.items(), expected, strict=True):
-            found = await events_of(client, path, body)
-            assert (said(found), usage_of(found)) == (said(events), usage_of(events))
-
-
 BODIES = {
     "/generate": {"prompt": "ab", "max_new_tokens": 10},
     "/v1/completions": {
@@ -208,12 +205,7 @@ BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 10},
 }
 
-
-class Chat:
-    """Renders what was said, as it was said."""
-
-    def render(self, messages, rendering):
-        return "".join(message.content for message in messages)
+CHAT = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
 
 
 async def events_of(client, path, body, after=None):
@@ -248,8 +240,8 @@ def usage_of(events):
 
 async def test_over_http_an_event_has_an_id_after_which_another_server_goes_on():
     async with (
-        serving(chat=Chat()) as first,
-        serving(chat=Chat()) as second,
+        serving(chat=CHAT) as first,
+        serving(chat=CHAT) as second,
         http_client(first) as here,
         http_client(second) as there,
     ):
@@ -341,9 +333,6 @@ async def test_an_id_that_is_none_is_refused(server):
 
 
 def test_a_fingerprint_follows_the_weights_and_the_tokenizer(tmp_path):
-    from engine.config import EngineConfig
-    from server.fingerprint import fingerprint
-
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(3 << 20))
     config = EngineConfig(target=str(tmp_path))

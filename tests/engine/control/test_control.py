@@ -23,7 +23,7 @@ from engine.control.speedup import Speedup
 from engine.control.traits import Found, Traits
 from engine.params import MAX_NUM_DRAFT, SpeculationMode
 from engine.types import Sequence
-from tests.clockwork import BUDGET, COSTS, MOST, READS, Books, Costs, Machine, expected
+from tests.clockwork import BUDGET, COSTS, MOST, READS, Books, Costs, Machine
 from tests.engine.test_scheduler import sequence
 
 INT8, SMALL, GPU = COSTS
@@ -44,28 +44,25 @@ def pairs(shift: int) -> list[Cell]:
 
 
 GRID = pytest.mark.parametrize(
-    ("cells", "runs"),  # seeds, first steps, and those that follow
+    ("cells", "runs"),  # first steps, and those that follow
     [
-        pytest.param(pairs(0), (1, 200, 120), id="pairs"),
-        pytest.param(pairs(1), (1, 500, 250), id="other pairs, longer", marks=pytest.mark.slow),
+        pytest.param(pairs(0), (200, 120), id="pairs"),
+        pytest.param(pairs(1), (500, 250), id="other pairs, longer", marks=pytest.mark.slow),
     ],
 )
 
 
 @cache
-def settled(cell: Cell, runs: tuple[int, int, int]) -> tuple[Books, Books]:
-    """Servers just started: their first steps, and those after, each added up over the seeds."""
-    (costs, batch, acceptance, context), (seeds, before, after) = cell, runs
-    first, then = Books(), Books()
-    for seed in range(seeds):
-        machine = Machine(COSTS[costs], batch=batch, acceptance=acceptance, prompt=context, seed=seed)
-        machine.warm_up()
-        first, then = first.plus(machine.run(before)), then.plus(machine.run(after))
-    return first, then
+def settled(cell: Cell, runs: tuple[int, int]) -> tuple[Books, Books]:
+    """A server just started: its first steps, and those after."""
+    costs, batch, acceptance, context = cell
+    machine = Machine(COSTS[costs], batch=batch, acceptance=acceptance, prompt=context)
+    machine.warm_up()
+    return machine.run(runs[0]), machine.run(runs[1])
 
 
 @GRID
-def test_never_slower_than_plain(cells: list[Cell], runs: tuple[int, int, int]) -> None:
+def test_never_slower_than_plain(cells: list[Cell], runs: tuple[int, int]) -> None:
     """With noise of 20 %, and one measurement in fifty five times too long. The first steps also have to find out."""
     for cell in cells:
         first, then = settled(cell, runs)
@@ -74,7 +71,7 @@ def test_never_slower_than_plain(cells: list[Cell], runs: tuple[int, int, int]) 
 
 
 @GRID
-def test_hardly_slower_than_the_best_fixed_number(cells: list[Cell], runs: tuple[int, int, int]) -> None:
+def test_hardly_slower_than_the_best_fixed_number(cells: list[Cell], runs: tuple[int, int]) -> None:
     """Where the best gains less than 12 %, finding out may take longer than this.
 
     And where half of an output is over before the draft model has read everybody's prompt, K is not what matters.
@@ -86,12 +83,12 @@ def test_hardly_slower_than_the_best_fixed_number(cells: list[Cell], runs: tuple
 
 
 @GRID
-def test_trials_lose_their_share_at_most(cells: list[Cell], runs: tuple[int, int, int]) -> None:
+def test_trials_lose_their_share_at_most(cells: list[Cell], runs: tuple[int, int]) -> None:
     """Beside it what was saved up, and what a trial that had begun was allowed to owe."""
     for cell in cells:
         first, then = settled(cell, runs)
         lost, seconds = first.trial_seconds + then.trial_seconds, first.seconds + then.seconds
-        assert lost <= SHARE * seconds * 1.2 + 12 * seconds / (runs[1] + runs[2]), cell
+        assert lost <= SHARE * seconds * 1.2 + 12 * seconds / sum(runs), cell
 
 
 def test_a_load_that_comes_and_goes_is_followed() -> None:
@@ -129,16 +126,15 @@ SLOW_READER = Costs(
 @pytest.mark.slow
 def test_a_trial_that_costs_many_steps_is_saved_up_for() -> None:
     """Drafts begin to be right while nobody is drafted for: that is found out, and until then little is lost."""
-    never, learning, then = Books(), Books(), Books()
+    plain, spent = np.zeros(3), np.zeros(3)
     for seed in range(3):
         machine = Machine(SLOW_READER, batch=1, acceptance=0.0, prompt=1024, seed=seed)
         machine.warm_up()
-        never = never.plus(machine.run(1500))
-        machine.acceptance = 0.9
-        learning, then = learning.plus(machine.run(1500)), then.plus(machine.run(1000))
-    assert never.against_plain >= 0.97
-    assert learning.against_plain >= 1.0
-    assert then.against_plain >= 1.1
+        for i, steps in enumerate((1500, 1500, 1000)):
+            machine.acceptance = 0.9 if i else 0.0
+            books = machine.run(steps)
+            plain[i], spent[i] = plain[i] + books.fixed[0], spent[i] + books.seconds
+    assert (plain / spent >= (0.97, 1.0, 1.1)).all()
 
 
 def test_looking_up_pays_where_it_finds_and_costs_nothing_where_not() -> None:
@@ -373,17 +369,6 @@ def test_a_control_begins_with_what_another_knew() -> None:
         AdaptiveK().restore(state | {"target": state["target"] | {"values": [-1.0] * len(state["target"]["values"])}})
 
 
-@pytest.mark.slow
-def test_short_outputs_are_enough_to_find_out_that_drafts_pay_again() -> None:
-    """Ten outputs of 64 tokens without one right draft, then a few at 0.9; the draft model reads each prompt too."""
-    machine = Machine(COSTS[INT8], batch=1, acceptance=0.0, prompt=64, output=64)
-    machine.warm_up()
-    machine.run(64 * 10)
-    machine.acceptance = 0.9
-    machine.run(64 * 4)
-    assert machine.run(128).against_best >= 0.85
-
-
 def test_gain() -> None:
     gain, one, two = Speedup(), sequence("one", 4), sequence("two", 4)
     assert (gain.ratio, gain.of(one)) == (1.0, 1.0)
@@ -393,4 +378,3 @@ def test_gain() -> None:
     assert gain.of(two) == pytest.approx(0.5)
     gain.forget(one)
     assert gain.of(one) == 1.0
-    assert expected(0.5, 2) == 1.75

@@ -171,29 +171,18 @@ def test_whatever_catches_up_says_what_it_has_read(tmp_path, engine_of):
 # ------------------------------------------------------------------------------------------- in an engine
 
 
-class Costs:
-    """A clock for an engine: each forward of the target takes what `machine` says."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine, self.now = machine, 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def serve(
     bound_ms: float, prompts: dict[str, int], machine: Machine, draft: Machine | None = None
 ) -> tuple[fakes.Outputs, list[StepStats]]:
     """One request decodes, then the others come; all tokens, and every step."""
-    clock = Costs(machine)
-    law = fakes.hashed_law(20, salt=3)
+    now, law = [0.0], fakes.hashed_law(20, salt=3)
     engine = fakes.fake_engine(
         law,
         draft_law=law if draft else None,
         vocab_size=20,
         num_pages=200,
         max_model_len=600,
-        clock=clock,
+        clock=lambda: now[0],
         max_step_ms=bound_ms,
         max_batch_tokens=128,
         num_draft_tokens=2 if draft else 0,
@@ -204,7 +193,7 @@ def serve(
 
         def timed(feeds):
             decoding = sum(len(feed.tokens) == 1 for feed in feeds)
-            clock.now += costs.seconds(decoding, sum(len(feed.tokens) for feed in feeds) - decoding)
+            now[0] += costs.seconds(decoding, sum(len(feed.tokens) for feed in feeds) - decoding)
             return forward(feeds)
 
         model.forward = timed
@@ -212,15 +201,12 @@ def serve(
     take_time(engine.runner, machine)
     if draft:
         take_time(engine.proposers.by_name["model"].runner, draft)
-    outputs, steps = fakes.Outputs(), []
-    for name, length in prompts.items():
-        tokens, most = tuple((7 * i + length) % 20 for i in range(length)), 300 if draft and length < 300 else 60
-        engine.add(fakes.request(tokens, name=name, max_tokens=most))
-        for _ in range(8):
-            step = engine.step()
-            outputs.take(step.events)
-            steps.append(step.stats)
-    while engine.has_work:
+    outputs, steps, waiting = fakes.Outputs(), [], list(prompts.items())
+    while waiting or engine.has_work:
+        if waiting and len(steps) % 8 == 0:
+            name, length = waiting.pop(0)
+            tokens, most = tuple((7 * i + length) % 20 for i in range(length)), 300 if draft and length < 300 else 60
+            engine.add(fakes.request(tokens, name=name, max_tokens=most))
         step = engine.step()
         outputs.take(step.events)
         steps.append(step.stats)
@@ -260,4 +246,6 @@ def test_a_rehearsal_is_neither_bounded_nor_learned_from():
     with engine.rehearsing():
         assert engine.scheduler.prefill.tokens(0, alone=True) == math.inf
         engine.warm_up()
+    assert not engine.has_work
+    assert engine.free_pages == engine.total_pages
     assert engine.scheduler.prefill.tokens(0, alone=True) == few < 4

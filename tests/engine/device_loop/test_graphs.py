@@ -44,28 +44,13 @@ class Card:
         self.told: list[str] = []
         self.read = Read()
         self.graph = inspect.signature(torch.cuda.graph.__init__)
-        for name in ("Stream", "CUDAGraph", "graph_pool_handle", "current_stream", "graph", "stream"):
-            patch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
-        patch.setattr(Round, "verify", self._told_of("verify", Round.verify))
-
-    def _told_of(self, name: str, method):
-        def told(*args):
-            self.told.append(name)
-            return method(*args)
-
-        return told
-
-    def _Stream(self) -> Card:  # torch's name
-        return self
-
-    def _graph_pool_handle(self) -> str:
-        return "the pool"
-
-    def _CUDAGraph(self) -> Card:
-        return self
-
-    def _current_stream(self) -> Card:
-        return self
+        for name in ("Stream", "CUDAGraph", "current_stream"):
+            patch.setattr(torch.cuda, name, lambda: self)
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: "the pool")
+        patch.setattr(torch.cuda, "graph", self._graph)
+        patch.setattr(torch.cuda, "stream", self._stream)
+        verify = Round.verify
+        patch.setattr(Round, "verify", lambda *args: self.told.append("verify") or verify(*args))
 
     def wait_stream(self, other: Card) -> None:
         self.told.append("wait")

@@ -6,7 +6,7 @@ import copy
 import logging
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import pytest
@@ -15,9 +15,8 @@ import torch
 from engine.attention import paged
 from engine.control.controller import FixedK
 from engine.device_loop import draws
-from engine.device_loop.loop import serves
 from engine.device_loop.round import Round, RoundOps
-from engine.device_loop.shapes import RoundShape, places_for
+from engine.device_loop.shapes import RoundShape
 from engine.device_loop.slots import REJECTS, SlotState
 from engine.engine import Engine
 from engine.errors import ModelError
@@ -25,12 +24,12 @@ from engine.kernels import reference as plain_kernels
 from engine.kv.batch import Feed
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.runner import ModelRunner
-from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
+from engine.params import SamplingParams, SpeculationMode, Verification
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
 from engine.scheduler import Work
 from engine.stats import Stopwatch
-from engine.types import FinishReason, KVCursor, Request, Sequence
+from engine.types import FinishReason, KVCursor, Request
 from tests import fakes, zoo
 from tests.engine.sampling.test_distribution import row
 from tests.hostless import Counting, hostless, looking_away, sent_in_pieces
@@ -38,35 +37,19 @@ from tests.interpreting import WHY_NOT
 from tests.loops import LAWS, LONGEST, PLAIN, AnyK, asking, engine_of, loop_of, models, plainly, request, steered
 
 
-def interpreted(test):
-    """A test that runs kernels."""
-    exp_of_much = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-    return pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))(exp_of_much(test))
-
-
-def kernels() -> RoundOps:
-    from engine.kernels import commit, sampling
-
-    return RoundOps(paged.attend, sampling.choose, commit.commit)
-
-
-def check(said: fakes.Outputs, asked: Request, family: str = "llama", *, is_cut: bool = False) -> None:
-    """A request has the tokens of plain decoding, or the first of them where it was ended."""
-    tokens, reason = plainly(asked, family)
-    got = said.tokens.get(asked.request_id, [])
-    if is_cut:
-        assert got == tokens[: len(got)]
-    else:
-        assert (got, said.finished[asked.request_id].reason) == (tokens, reason)
+def check(said: fakes.Outputs, asked: list[Request], family: str = "llama", cut: Collection[str] = ()) -> None:
+    """Requests have the tokens of plain decoding, or the first of them where they were cut."""
+    for one in asked:
+        tokens, reason = plainly(one, family)
+        got = said.tokens.get(one.request_id, [])
+        if one.request_id in cut:
+            assert got == tokens[: len(got)]
+        else:
+            assert (got, said.finished[one.request_id].reason) == (tokens, reason)
 
 
 def run_and_check(engine: Engine, asked: list[Request], family: str = "llama") -> None:
-    check_all(fakes.run(engine, asked), asked, family)
-
-
-def check_all(said: fakes.Outputs, asked: list[Request], family: str = "llama") -> None:
-    for one in asked:
-        check(said, one, family)
+    check(fakes.run(engine, asked), asked, family)
 
 
 def mixed(i: int) -> Request:
@@ -97,18 +80,18 @@ def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int) -> 
             said.take(engine.finish(name, FinishReason.ABORTED))
         said.take(engine.step().events)
         engine.check_invariants()
-    for one in asked:
-        check(said, one, is_cut=one.request_id in cut)
+    check(said, asked, cut=cut)
     assert engine.loop == "rounds"
     assert not engine.rounds.on_device
 
 
 def test_some_ride_and_some_do_not() -> None:
     engine = engine_of()
-    for i in range(7):
-        engine.add(mixed(i))
+    others = ({"logit_bias": {3: 1.0}}, {"min_tokens": 2, "max_tokens": 9}, {"stop_token_ids": tuple(range(9))})
+    for one in (*map(mixed, range(7)), *(request(7 + i, **other) for i, other in enumerate(others))):
+        engine.add(one)
     on_device = {s.request_id: s.on_device for s in engine.scheduler.sequences}
-    assert on_device == {str(i): i not in (4, 5) for i in range(7)}
+    assert on_device == {str(i): i not in (4, 5, 7, 8, 9) for i in range(10)}
 
 
 @pytest.mark.slow
@@ -189,7 +172,7 @@ def test_rounds_that_fail_are_given_up(monkeypatch: pytest.MonkeyPatch, caplog: 
         engine.check_invariants()
     assert engine.loop == "plain"
     assert "a round on the device failed" in caplog.text
-    check_all(said, asked)
+    check(said, asked)
 
 
 def test_no_number_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +201,7 @@ def test_no_number_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
         said.take(engine.step().events)
     ended = said.finished.pop(victim.sequence.request_id)
     assert (ended.reason, ended.error) == (FinishReason.ERROR, "the model's output was not a number")
-    check_all(said, [one for one in asked if one.request_id in said.finished])
+    check(said, [one for one in asked if one.request_id in said.finished])
 
 
 @pytest.mark.parametrize(
@@ -239,10 +222,6 @@ def test_the_loop_of_a_cpu_is_plain(caplog: pytest.LogCaptureFixture) -> None:
     assert "loop: plain, on a CPU" in caplog.text
 
 
-def test_places() -> None:
-    assert [places_for(count) for count in (1, 3, 33, 128, 129, 193)] == [1, 4, 48, 128, 192, 256]
-
-
 def round_of(
     pair, ops: RoundOps, k: int, *, truncated: bool = True, rejects: bool = False
 ) -> tuple[Round, torch.Tensor]:
@@ -250,7 +229,10 @@ def round_of(
     loop = loop_of(pair, ops)
     works = []
     for i in range(3):
-        sequence = sequence_of(request(i), list(range(10 * i, 10 * i + 4)))
+        asked, pages = request(i), range(10 * i, 10 * i + 4)
+        settings = {"mode": SpeculationMode.FIXED, "max_len": LONGEST, "seed": 2**64 - 1 - i}
+        sequence = fakes.sequence(asked.token_ids, name=asked.request_id, sampling=asked.sampling, **settings)
+        sequence.target, sequence.draft = (KVCursor(list(pages), len(sequence.tokens) - 1) for _ in range(2))
         for runner in (loop._drafter, ModelRunner(pair[0], loop._target.arena, ops.attend)):
             if tokens := sequence.tokens[:-1]:
                 runner.forward([Feed(tokens, 0, sequence.target.page_table, num_logits=0)])
@@ -259,16 +241,6 @@ def round_of(
     loop.read()
     slots = loop._laid_out(4)
     return loop.round_of(RoundShape(4, k, truncated), rejects), slots
-
-
-def sequence_of(asked: Request, pages: list[int]) -> Sequence:
-    """In the state in which it would board."""
-    tokens = list(asked.token_ids)
-    fixed, coupled = SpeculationMode.FIXED, Verification.COUPLED
-    speculation = SpeculationSettings(mode=fixed, num_draft_tokens=4, proposer="model", verification=coupled)
-    cursors = [KVCursor(list(pages), len(tokens) - 1) for _ in range(2)]
-    seed, (target, draft) = 2**64 - 1 - int(asked.request_id), cursors
-    return Sequence(asked, seed, speculation, LONGEST, frozenset(), tokens, target=target, draft=draft)
 
 
 @pytest.mark.parametrize(
@@ -331,13 +303,11 @@ def test_what_has_changed_is_one_copy_and_nothing_is_none(monkeypatch: pytest.Mo
 def test_a_slot_keeps_nothing_of_the_sequence_before() -> None:
     """Its pages may have been given away; what the new one writes beyond its own goes to nobody's."""
     state = loop_of(models()).state
-    law = SamplingParams(temperature=0.7, top_p=0.5, top_k=7, min_p=0.25)
-    state.place(2, SlotState(range(40), 50, (3, 4), law, 2**64 - 5, 4, rejects=True))
+    state.place(2, SlotState(range(40), 50, (3, 4), SamplingParams(top_k=7), 2**64 - 5, 4, rejects=True))
     state.target.enter(2, [7, 8, 9])
     state.send()
     assert state.target.pages[2].tolist() == [7, 8, 9, *[40] * (state.target.width - 2)]
     assert state.whole[:, 2].tolist() == [40, 50, 1, 4, 1, -5, 7]
-    assert [float(x[2]) for x in (state.temperature, state.top_p, state.min_p)] == [float(torch.tensor(0.7)), 0.5, 0.25]
     state.place(2, SlotState([5], 9, (), SamplingParams(), 6, 0))
     state.target.enter(2, [1])
     state.set_num_draft(2, 3)
@@ -383,45 +353,35 @@ def test_what_kernels_are_given_is_aligned(size: int, k: int) -> None:
         laid = model.layout.of(slots)
         for i in range(passes):
             batch, samplers = model.layout.batch(laid, i, slots), model.layout.samplers(laid, i)
-            given = [
-                batch.positions,
-                batch.kv_rows,
-                laid.spans[i],
-                samplers.temperature,
-                samplers.seed,
-                samplers.position,
-                samplers.top_k,
-            ]
+            given = [batch.positions, batch.kv_rows, laid.spans[i]]
+            given += [samplers.temperature, samplers.seed, samplers.position, samplers.top_k]
             offsets = {tensor.storage_offset() * tensor.itemsize % 16 for tensor in given}
             assert offsets == {0}
             assert all(tensor.is_contiguous() for tensor in given)
 
 
-@interpreted
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @pytest.mark.slow(lowest=True)
 def test_rounds_on_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: kernels())
+    from engine.kernels import commit, sampling
+
+    monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: RoundOps(paged.attend, sampling.choose, commit.commit))
     run_and_check(engine_of(num_draft_tokens=2), [request(i, max_tokens=4) for i in (1, 2)])
 
 
 def test_few_pages_preempt() -> None:
     """Two that fit at first and not at their longest: the newer one makes room, comes back, and says the same."""
     two = [fakes.request(range(i, i + 17), name=str(i), max_tokens=18) for i in (3, 9)]
-    engine = engine_of(pages=5)
-    said = fakes.run(engine, two)
+    said = fakes.run(engine_of(pages=5), two)
     assert said.preempted
-    check_all(said, two)
-
-
-def rows_and_laws() -> tuple[torch.Tensor, RowParams]:
-    """Rows of all four kinds of law."""
-    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3)).mul(3)
-    rows = [row(LAWS[i % 4], i, 2**63 + i) for i in range(64)]
-    return logits, RowParams.of(rows, 50, logits.device)
+    check(said, two)
 
 
 def test_draws_are_the_plain_loops() -> None:
-    logits, params = rows_and_laws()
+    """Rows of all four kinds of law."""
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3)).mul(3)
+    params = RowParams.of([row(LAWS[i % 4], i, 2**63 + i) for i in range(64)], 50, logits.device)
     assert torch.equal(draws.choose(logits, params.samplers).token, distribution.choose(logits, params))
     torch.testing.assert_close(
         draws.probabilities(logits, params.samplers), distribution.probabilities(logits, params), rtol=1e-12, atol=1e-15
@@ -443,10 +403,3 @@ def test_rejection_in_rounds(num_draft: int, company: bool) -> None:
     if not company:
         assert stats[0] == stats[1]
     assert any(found.accepted for found in stats[1].values())
-
-
-def test_serves() -> None:
-    assert serves(LAWS[1], [1, 2])
-    assert not serves(LAWS[1], range(9))
-    for unserved in ({"repetition_penalty": 1.1}, {"logprobs": 0}, {"logit_bias": {3: 1.0}}, {"min_tokens": 2}):
-        assert not serves(SamplingParams(**unserved), [])

@@ -68,18 +68,18 @@ class Script(FixedK):
         return [k] * len(sequences)
 
 
-def test_a_plain_step_that_is_not_known_yet_is_not_asked_for_again() -> None:
-    """Drafts, a plain step that is due, then drafts as before; plain steps that go on are not interrupted twice."""
-    one, inner = sequence(), Script((3, False), (0, False), (4, False), (0, False), (0, False), (0, False))
-    late = DelayedFeedback(inner)
-    assert [late.choose([one], [8], 8, 0)[0] for _ in range(8)] == [3, 0, 3, 4, 0, 4, 0, 0]
+@pytest.mark.parametrize(
+    ("choices", "asked"),
+    [
+        # Drafts, a plain step that is due, then drafts as before; plain steps that go on are not interrupted twice.
+        ([(3, False), (0, False), (4, False), (0, False), (0, False), (0, False)], [3, 0, 3, 4, 0, 4, 0, 0]),
+        ([(1, True), (0, False), (0, False)], [1, 0, 0]),
+    ],
+)
+def test_what_is_not_known_yet_is_not_asked_for_again(choices: list[tuple[int, bool]], asked: list[int]) -> None:
+    one, late = sequence(), DelayedFeedback(Script(*choices))
+    assert [late.choose([one], [8], 8, 0)[0] for _ in asked] == asked
     late.forget(one)
-
-
-def test_a_trial_is_not_repeated() -> None:
-    one, inner = sequence(), Script((1, True), (0, False), (0, False))
-    late = DelayedFeedback(inner)
-    assert [late.choose([one], [8], 8, 0)[0] for _ in range(3)] == [1, 0, 0]
 
 
 @dataclass

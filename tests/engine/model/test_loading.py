@@ -106,10 +106,13 @@ def cut_short(folder: Path, tmp_path: Path, size: int) -> Path:
     return file
 
 
-@pytest.mark.parametrize("weights", ["native", "int8"])
-def test_a_file_that_is_cut_short_is_named(weights: str, floats: Path, tmp_path: Path) -> None:
-    whole = (floats / "model.safetensors").stat().st_size
-    file = cut_short(floats, tmp_path, whole - 10)
+@pytest.mark.parametrize(("form", "weights"), [("floats", "native"), ("floats", "int8"), ("saved", "native")])
+def test_a_file_that_is_cut_short_is_named(
+    form: str, weights: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = request.getfixturevalue(form)
+    whole = (folder / "model.safetensors").stat().st_size
+    file = cut_short(folder, tmp_path, whole - 10)
     config = EngineConfig(target=str(file.parent))
     with pytest.raises(ModelError, match=rf"{file} is cut short: \S+ ends at byte {whole}, the file at {whole - 10}"):
         load(config, str(file.parent), None, weights, CPU)
@@ -120,12 +123,6 @@ def test_a_header_that_is_cut_short_is_told(size: int, floats: Path, tmp_path: P
     file = cut_short(floats, tmp_path, size)
     with pytest.raises(ModelError, match=rf"{file} is (cut short: its header|no safetensors file)"):
         load_model(str(file.parent), None, torch.float32, CPU)
-
-
-def test_a_saved_file_that_is_cut_short_is_named(saved: Path, tmp_path: Path) -> None:
-    file = cut_short(saved, tmp_path, (saved / "model.safetensors").stat().st_size // 2)
-    with pytest.raises(ModelError, match=rf"{file} is cut short: \S+ ends at byte"):
-        load_quantised(str(file.parent), None, torch.float32)
 
 
 UP, DOWN = "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"

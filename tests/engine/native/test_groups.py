@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.machine.threads import exactly
 from engine.model.linear.grouped import GroupedCodes, PortableGrouped
 from engine.native import PackedMatrix, library
 from tests.drawn import int16s, numbers
 from tests.drawn_codes import FORMS, codes
+from tests.engine.native.test_weights import parts_are_the_whole
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
@@ -79,17 +79,9 @@ def test_one_high_byte_anywhere(bits: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @BITS
 def test_a_row_is_the_same_alone_and_among_others(form: str, bits: int) -> None:
-    m, inputs = 23, 96
-    matrix = packed(codes(200, inputs, form, bits))
-    x, step = int16s(m, inputs), numbers(m, 1).abs()
+    x = int16s(23, 96)
     x[::3] %= 128  # rows without high bytes among others
-    with exactly(3):
-        together = matrix.multiply(x, step, torch.float32)
-    for first, count in [(i, 1) for i in range(m)] + [(3, n) for n in range(2, 20)]:
-        part = slice(first, first + count)
-        with exactly(1):
-            alone = matrix.multiply(x[part].contiguous(), step[part].contiguous(), torch.float32)
-        assert torch.equal(alone, together[part])
+    parts_are_the_whole(packed(codes(200, 96, form, bits)), x, numbers(23, 1).abs())
 
 
 @pytest.mark.parametrize(

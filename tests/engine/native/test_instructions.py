@@ -25,6 +25,7 @@ from engine.native import PackedMatrix, library, matmul
 from tests.drawn import int16s, numbers
 from tests.drawn_codes import codes
 from tests.engine.native.test_native import LATENT, Problem
+from tests.engine.native.test_weights import parts_are_the_whole
 
 NATIVE = Path(matmul.__file__).parent
 SOURCES = sorted(NATIVE.glob("*.c"))
@@ -51,6 +52,7 @@ ARM = {  # and qemu's name of a processor that has no more
 SIMDE = Path("/usr/include/simde/x86/avx512.h")
 CROSS, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 
+SIZES = (2, 3, 5, 8)  # of batches
 SLOW = pytest.mark.slow
 
 
@@ -87,15 +89,6 @@ def forget() -> None:
         asked.cache_clear()
 
 
-def parts_are_the_whole(packed: PackedMatrix, x: Tensor, step: Tensor | None) -> None:
-    """Rows alone and in batches of several sizes have the bits that they have all together."""
-    together = packed.multiply(x, step, torch.float32)
-    for first, count in ((0, 1), (len(x) - 1, 1), (2, 2), (1, 3), (2, 5), (0, 8)):
-        part = slice(first, first + count)
-        alone = packed.multiply(x[part].contiguous(), None if step is None else step[part].contiguous(), torch.float32)
-        assert torch.equal(alone, together[part])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_floats(path: None, dtype: torch.dtype) -> None:
     outputs, inputs = 150, 192
@@ -105,7 +98,7 @@ def test_products_of_floats(path: None, dtype: torch.dtype) -> None:
         x = numbers(rows, inputs, seed=3).to(dtype)
         got = packed.multiply(x, None, torch.float32)
         assert torch.allclose(got, (x.double() @ weight.double().t()).float(), rtol=1e-4, atol=1e-3)
-    parts_are_the_whole(packed, x[:13], None)
+    parts_are_the_whole(packed, x[:13], counts=SIZES)
 
 
 def rows_of(count: int, inputs: int, high: str) -> Tensor:
@@ -139,7 +132,7 @@ def test_codes_in_groups(path: None, form: str, bits: int, group: int, dtype: to
         x, step = rows_of(rows, 192, high), numbers(rows, 1).abs()
         assert torch.equal(packed.multiply(x, step, torch.float32), portable.multiply(x, step, torch.float32))
     x[::3] %= 128  # rows without high bytes among others
-    parts_are_the_whole(packed, x, step)
+    parts_are_the_whole(packed, x[-13:], step[-13:], SIZES)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 2e-2)])

@@ -44,6 +44,10 @@ def several(threads: int) -> Iterator[None]:
         yield
 
 
+def product(packed: PackedMatrix, x: Tensor) -> Tensor:
+    return packed.multiply(x, None, torch.float32)
+
+
 def run(threads: int, pieces: int, piece: object) -> int:
     """A stage; `piece` is called with its number and the worker's. Returns the bound on the workers."""
     native = library()
@@ -106,18 +110,14 @@ def test_helpers_sleep_when_there_is_nothing_to_do() -> None:
 def test_the_bits_do_not_depend_on_who_multiplies() -> None:
     packed, x = PackedMatrix.of(numbers(1000, 256)), numbers(300, 256)
     with several(1):
-        want = packed.multiply(x, None, torch.float32)
+        want = product(packed, x)
     for threads in (2, 3, 8):
         with several(threads):
             for _ in range(10):
-                assert torch.equal(packed.multiply(x, None, torch.float32), want)
+                assert torch.equal(product(packed, x), want)
 
 
 # ------------------------------------------------------------------------------------------------ several, and children
-
-
-def product(packed: PackedMatrix, x: Tensor) -> Tensor:
-    return packed.multiply(x, None, torch.float32)
 
 
 def test_several_callers_at_once() -> None:
@@ -180,10 +180,6 @@ class Machine:
         return sum(seconds * self.speed[n] for n, seconds in self.spent.items())
 
 
-def test_where_nobody_waits_no_thread_is_taken_away() -> None:
-    assert set(Machine(4, dict.fromkeys(range(1, 5), 1.0), {4: 0.05}).run(20)) == {4}
-
-
 def test_a_neighbour_comes_and_goes() -> None:
     machine = Machine(2, {1: 1.0, 2: 1.8}, {})
     assert set(machine.run(5)) == {2}
@@ -205,11 +201,11 @@ def test_the_best_of_many_is_found(best: int) -> None:
     assert machine.work() > 0.9 * best * 20
 
 
-def test_threads_that_all_lose_a_little_stay() -> None:
-    """A number must be better by more than noise to take another's place."""
+def test_a_number_is_left_only_for_one_that_is_better_by_more_than_noise() -> None:
+    assert set(Machine(4, dict.fromkeys(range(1, 5), 1.0), {4: 0.05}).run(20)) == {4}, "nobody waits"
     machine = Machine(2, {1: 1.0, 2: 0.95}, {2: 0.3})
     machine.run(10)
-    assert machine.choice.home == 2
+    assert machine.choice.home == 2, "all lose a little"
 
 
 # ----------------------------------------------------------------------------------------------------- memory ordering

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
@@ -55,18 +56,24 @@ def test_floats_are_close(dtype: torch.dtype, rows: int, sixteens: int, outputs:
     assert torch.allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@FLOATS
-def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, threads: int) -> None:
-    outputs, inputs, m = 200, 96, 23
-    packed, x = PackedMatrix.of(numbers(outputs, inputs).to(dtype)), numbers(m, inputs).to(dtype)
-    with exactly(threads):
-        together = packed.multiply(x, None, torch.float32)
-    for first, count in [(i, 1) for i in range(m)] + [(3, n) for n in range(2, 20)]:
+def parts_are_the_whole(
+    packed: PackedMatrix, x: Tensor, step: Tensor | None = None, counts: Iterable[int] = range(2, 20)
+) -> None:
+    """Rows alone and in batches of several sizes, on one thread, have the bits that they have all together on three."""
+    with exactly(3):
+        together = packed.multiply(x, step, torch.float32)
+    for first, count in [(i, 1) for i in range(len(x))] + [(3, n) for n in counts]:
         part = slice(first, first + count)
         with exactly(1):
-            alone = packed.multiply(x[part].contiguous(), None, torch.float32)
+            alone = packed.multiply(
+                x[part].contiguous(), step if step is None else step[part].contiguous(), torch.float32
+            )
         assert torch.equal(alone, together[part])
+
+
+@FLOATS
+def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype) -> None:
+    parts_are_the_whole(PackedMatrix.of(numbers(200, 96).to(dtype)), numbers(23, 96).to(dtype))
 
 
 def test_bfloat16_comes_out_rounded_once() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +17,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.model.tap import FINAL
-from engine.proposers.base import Proposal
 from engine.proposers.early_exit import first_layers
 from engine.proposers.heads import proposer
-from engine.proposers.heads.features import Features
 from engine.startup.build import assemble
 from engine.startup.calibrate import drafters_of
 from engine.startup.warm import make_ready
@@ -57,26 +54,6 @@ def test_arenas_of_all_drafters_share_the_memory(tmp_path: Path) -> None:
     plain = engine_of(kv_memory=0.0001, page_size=8, attention="reference")
     more = engine_of(kv_memory=0.0001, page_size=8, attention="reference", self_layers=1, eagle=heads.eagle(tmp_path))
     assert more.total_pages == plain.total_pages // 2, "one layer for self and one for eagle, beside the target's two"
-
-
-# --------------------------------------------------------------------------------------------- features, by position
-
-
-def test_features_join_or_start_again() -> None:
-    def rows(*values: float) -> torch.Tensor:
-        return torch.tensor(values)[:, None]
-
-    features = Features()
-    assert features.take(0, rows(0, 1, 2))
-    assert features.take(2, rows(20, 3)), "in place of a draft's row"
-    assert [row.item() for row in features.rows] == [0, 1, 20, 3]
-    features.drop(2)
-    features.cut(3)
-    assert (features.first, [row.item() for row in features.rows]) == (2, [20])
-    assert not features.take(9, rows(9)), "a gap"
-    assert (features.first, features.stop) == (9, 10)
-    assert not features.take(4, rows(4)), "fed again from before what is known"
-    assert (features.first, features.stop) == (4, 5)
 
 
 # ------------------------------------------------------------------------------- drafts, against a full recomputation
@@ -216,16 +193,11 @@ def test_a_candidate_that_fails_leaves_the_drafting_to_the_others(tmp_path: Path
 def test_before_a_request_comes_each_candidate_has_drafted_and_nothing_is_learned(tmp_path: Path) -> None:
     """A first pass takes longer than any other: a request must not wait for it, nor a cost be learned from it."""
     engine = engine_of(eagle=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
-    asked = Counter[str]()
+    asked = set[str]()
     for name in drafters_of(engine):
-        candidate = engine.proposers.by_name[name]
-        candidate.propose = partial(counted, asked, name, candidate.propose)
+        propose = engine.proposers.by_name[name].propose
+        engine.proposers.by_name[name].propose = lambda *given, n=name, p=propose: asked.add(n) or p(*given)
     make_ready(engine)
-    assert set(asked) == {"eagle", "suffix"}
+    assert asked == {"eagle", "suffix"}
     assert engine.control.target.count == 0
     assert not engine.has_work
-
-
-def counted(calls: Counter[str], name: str, call: Callable[..., Proposal], *given: object) -> Proposal:
-    calls[name] += 1
-    return call(*given)

@@ -1,4 +1,4 @@
-"""The suffix index says what counting by hand says, forgets what it must, and keeps tenants apart."""
+"""Lookups find what counting by hand finds; the suffix index forgets what it must, and keeps tenants apart."""
 
 from __future__ import annotations
 
@@ -91,22 +91,6 @@ def test_past_texts_within_bounds(texts: list[list[int]], tokens: list[int], cap
     assert [(id(p.text), p.end) for p in found] == [(id(t), e) for t, e in want]
 
 
-def test_frequency_decides_and_doubt_stops() -> None:
-    text = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2]
-    index = SuffixIndex()
-    index.grow(text, 0)
-    places = index.places(text, 100)
-    assert best_guess(text, places, 8, Rules(least=0.5, longest=2)).tokens == (3,), "two of three, then one of two"
-    assert best_guess(text, places, 8, Rules(least=0.3, longest=2)).tokens == (3, 8, 1, 2)
-    assert best_guess(text, places, 8, Rules(least=0.7, longest=2)).tokens == ()
-
-
-def test_a_longer_match_reaches_further() -> None:
-    text = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 5, 6]
-    assert SuffixProposer(Rules(reach=1)).propose([sequence(text)], [8]).tokens == ((7, 8),)
-    assert SuffixProposer(Rules(reach=1)).propose([sequence([*text, 7, 8])], [8]).tokens == ((9, 10, 11, 12),)
-
-
 def test_tenants_are_separate() -> None:
     """An output is found by the requests of its own tenant, and by no others."""
     proposer = SuffixProposer()
@@ -175,20 +159,24 @@ def test_what_was_read_goes_with_its_sequence(proposer: SuffixProposer | NGramPr
     assert gone() is None
 
 
-def test_a_long_run_stays_within_its_bounds() -> None:
-    """Many requests of many tenants: places, texts and tenants that are held are bounded, whatever came before."""
-    proposer, texts = SuffixProposer(capacity=2_000), list[int]()
-    for number in range(300):
-        mine = sequence([number % 7, number % 5, 1, 2, 3, 4], salt=f"tenant {number % 30}", prompt_len=2)
-        for _ in range(30):
-            drafts = proposer.propose([mine], [4]).tokens[0]
-            mine.tokens += [*drafts, (7 * len(mine.tokens)) % 11]
-        assert len(proposer._past) <= 2_000
-        if number % 20 == 19:
-            places = (ps for index in proposer._past._tenants.values() for ps in index._places.values())
-            held = {id(place.text): place.text for some in places for place in some}
-            texts.append(sum(map(len, held.values())))
-    assert max(texts[10:]) <= 1.5 * 2_000, "a text that is half forgotten is held as a whole, but few are"
-    assert max(texts[10:]) <= 1.2 * max(texts[5:10])
-    del mine
-    assert len(proposer._readings) == 0
+# --------------------------------------------------------------------------------------------------- prompt lookup
+
+
+def by_rescan(tokens: list[int], k: int, sizes: tuple[int, ...]) -> list[int]:
+    """The longest suffix that occurred before, at its newest earlier place; what followed, going round at the end."""
+    for size in sizes:
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[-size:]:
+                return [(tokens + tokens[end:] * k)[end + i] for i in range(k)]
+    return []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 8), st.integers(1, 60))
+def test_lookup_equals_a_rescan(tokens: list[int], k: int, first: int) -> None:
+    """Asked at every length on the way, and at the end only: the same."""
+    proposer, growing = NGramProposer(sizes=(3, 2)), sequence(tokens[:first])
+    for token in [*tokens[first:], None]:
+        [got] = proposer.propose([growing], [k]).tokens
+        assert list(got) == by_rescan(growing.tokens, k, (3, 2))
+        if token is not None:
+            growing.tokens.append(token)

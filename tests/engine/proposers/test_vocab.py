@@ -83,18 +83,11 @@ def test_a_token_without_counterpart_is_fed_as_the_longest_that_ends_alike() -> 
 
 
 def test_a_special_token_meets_its_role_not_its_name() -> None:
-    """`<s>` ends in the one and begins in the other."""
-    target = vocabulary(byte_level(TEXT, end="<s>"), "target", None, "<s>")
-    draft = of_pieces()
+    """`<s>` ends in the one and begins in the other; a token that begins and ends is fed as the beginning."""
+    target, draft = vocabulary(byte_level(TEXT, end="<s>"), "target", "<s>", "<s>"), of_pieces()
     found = VocabMap.between(target, draft)
     assert found.column_of[target.end] == draft.end != draft.ids["<s>"]
-
-
-def test_the_beginning_is_fed_as_the_beginning() -> None:
-    """One token that begins and ends is fed as the beginning, and proposed as the end."""
-    target, draft = vocabulary(byte_level(TEXT), "target", "<|end|>", "<|end|>"), of_pieces()
-    found = VocabMap.between(target, draft)
-    assert (found.draft_of[target.begin], found.column_of[target.end]) == (draft.begin, draft.end)
+    assert found.draft_of[target.begin] == draft.begin
 
 
 def test_other_special_tokens_meet_by_name_and_never_as_text() -> None:
@@ -123,24 +116,15 @@ def test_equal_vocabularies_need_no_map() -> None:
     assert VocabMap.between(of_bytes(), of_bytes(name="draft")) is None
 
 
-@pytest.mark.parametrize("differs", [False, True])
-def test_two_files_that_are_the_same_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differs: bool
-) -> None:
-    model, folders = zoo.reference("llama"), [tmp_path / name for name in ("target", "draft")]
-    for folder in folders:
-        folder.mkdir()
-        byte_level([*TEXT, "differently"] if differs and folder.name == "draft" else TEXT).save(
-            f"{folder}/tokenizer.json"
-        )
-    monkeypatch.setattr(drafters, "read_vocabulary", _read)
-    config = EngineConfig(target=str(folders[0]), draft=str(folders[1]))
-    with pytest.raises(AssertionError, match="read") if differs else nullcontext():
-        assert match_vocabularies(config, model, model) is None
-
-
-def _read(*_: object) -> DraftVocabulary:
-    raise AssertionError("read")
+def test_two_files_are_read_only_if_they_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafters, "read_vocabulary", lambda *_: 1 / 0)
+    config = EngineConfig(target=str(tmp_path / "target"), draft=str(tmp_path / "draft"))
+    for text, told in (([], nullcontext()), (["differently"], pytest.raises(ZeroDivisionError))):
+        for folder, texts in ((config.target, TEXT), (config.draft, [*TEXT, *text])):
+            Path(folder).mkdir(exist_ok=True)
+            byte_level(texts).save(f"{folder}/tokenizer.json")
+        with told:
+            assert match_vocabularies(config, *[zoo.reference("llama")] * 2) is None
 
 
 def test_too_few_shared_tokens_are_refused_with_counts() -> None:

@@ -172,19 +172,13 @@ def test_a_projection_whose_weight_is_read_may_become_our_matmul(pack_first: boo
     torch.testing.assert_close(got, want, rtol=0, atol=float(1e-4 * want.std()))
 
 
-def test_layers_that_do_not_attend_have_no_keys_and_values() -> None:
-    layout = StateLayout.of(ours(with_large_weights(hybrid("nemotron_h"))))
-    assert layout is not None
+def test_layers_that_do_not_attend_have_no_keys_and_values_and_slots_take_what_the_layout_says() -> None:
+    layout, convolving = (StateLayout.of(ours(with_large_weights(hybrid(name)))) for name in ("nemotron_h", "lfm2"))
     assert set(layout.attends) == {2}
     assert len(layout.parts) == 2, "a convolution and a recurrence"
-    assert StateLayout.of(ours(plain("llama"))) is None
-
-
-def test_slots_take_what_the_layout_says() -> None:
-    layout = StateLayout.of(ours(with_large_weights(hybrid("lfm2"))))
-    assert layout is not None
     channels, convolutions, kept = 32, 2, 2
-    assert layout.bytes_per_slot(LOG) == convolutions * channels * 4 * (kept + LOG)
+    assert convolving.bytes_per_slot(LOG) == convolutions * channels * 4 * (kept + LOG)
+    assert StateLayout.of(ours(plain("llama"))) is None
 
 
 def test_a_layer_with_an_index_of_positions_is_refused() -> None:

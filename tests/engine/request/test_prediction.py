@@ -88,32 +88,14 @@ def test_a_replacement_is_expected_again():
     assert passes(file, kept) <= 10
 
 
-def test_a_wrong_prediction_has_no_drafts():
-    alignment = aligned(range(100, 200), range(300, 310))
-    assert alignment.drafts(64) == ()
-    assert alignment.num_had == 0
-
-
-def finished(output, prediction):
-    """The sequence of an output that was never followed."""
-    one = fakes.sequence([*PROMPT, *output], prompt_len=len(PROMPT), prediction=tuple(prediction))
-    one.alignment = TextAlignment(Prediction(prediction))
-    return one
-
-
-def test_tokens_beyond_a_stop_string_do_not_count():
-    sequence = finished([1, 2, 3, 4, 5], range(1, 7))
-    assert num_predicted(sequence, FinishReason.STOP, None) == 5
-    assert num_predicted(sequence, FinishReason.STOP, 2) == 2
-    assert num_predicted(sequence, FinishReason.STOP, 0) == 0
-
-
 @given(TOKENS, TOKENS.filter(bool), st.data())
 @settings(max_examples=60)
 def test_what_counts_does_not_depend_on_what_was_followed(output, prediction, data):
     """Neither on an alignment that is behind, nor on tokens beyond those that count."""
-    keep, followed = data.draw(st.integers(0, len(output))), data.draw(st.integers(0, len(output)))
-    sequence = finished(output, prediction)
+    count = st.integers(0, len(output))
+    keep, followed = data.draw(st.none() | count), data.draw(count)
+    sequence = fakes.sequence([*PROMPT, *output], prompt_len=len(PROMPT), prediction=tuple(prediction))
+    sequence.alignment = TextAlignment(Prediction(prediction))
     sequence.alignment.follow(sequence.tokens, len(PROMPT), most=followed)
     assert num_predicted(sequence, FinishReason.STOP, keep) == aligned(prediction, output[:keep]).num_had
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import activations
 
 from engine.config import EngineConfig
 from engine.errors import ModelError, Unsupported
-from engine.machine.threads import exactly
 from engine.model.fixed_shape import TILE
 from engine.model.runner import kv_layout
 from engine.params import SpeculationParams, Verification
@@ -85,23 +83,6 @@ def test_twice_is_once(model: torch.nn.Module) -> None:
     once = [name for name, _ in model.named_modules()]
     ensure_batch_invariance(model, layout)
     assert [name for name, _ in model.named_modules()] == once
-
-
-ACTIVATIONS = ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "tanh", "mish"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [7, 48, 5632])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activation_in_pieces_sees_only_numbers(name: str, width: int, dtype: torch.dtype) -> None:
-    """A row gets the same bits at every place of a tile and with any number of threads."""
-    function = Piecewise(activations.ACT2FN[name])
-    row = (torch.randn(width, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    want = function(row)
-    for threads in (1, 2, 3):
-        with exactly(threads):
-            got = function(row.repeat(1, TILE, 1))
-        assert torch.equal(got[0], want.expand(TILE, -1))
 
 
 @pytest.mark.parametrize("width", [7, 5633])

@@ -8,7 +8,6 @@ import pytest
 
 from engine.control.adaptive import AdaptiveK
 from engine.engine import Engine
-from engine.params import SpeculationMode, SpeculationParams
 from engine.startup.calibrate import SHAPES, calibrate
 from tests import fakes
 from tests.clockwork import READS
@@ -65,14 +64,3 @@ def test_drafts_that_are_kept_are_made_and_others_are_not(salt: int, least: floa
         steps, drafted = steps + 1, drafted + stats.drafted
     assert least <= drafted / steps <= most
     assert (stats.spec_gain > 2) == (salt == 0)
-
-
-def test_a_request_may_have_fixed_drafts_among_others() -> None:
-    engine = engine_with(draft_law=LAW, proposer="model")
-    wishes = {mode: SpeculationParams(mode=mode, num_draft_tokens=3) for mode in SpeculationMode}
-    law = {"max_tokens": 40, "ignore_eos": True}
-    requests = [fakes.request((1, 2), name=mode, wish=wish, **law) for mode, wish in wishes.items()]
-    outputs = fakes.run(engine, requests)
-    assert outputs.tokens["auto"] == outputs.tokens["fixed"] == outputs.tokens["off"]
-    assert outputs.finished["off"].stats.drafted == 0
-    assert outputs.finished["fixed"].stats.drafted >= 3 * outputs.finished["fixed"].stats.rounds - 3

@@ -18,14 +18,9 @@ def free(gib: float):
     return lambda device: int(gib * GIB)
 
 
-def test_what_is_asked_for_is_given_without_a_look() -> None:
-    config = EngineConfig(target="t", kv_memory=3.5)
-    for device in (CPU, CUDA):
-        assert kv_gib(config, device, LLAMA_8B, lambda _: 1 // 0) == 3.5
-
-
-def test_a_cpu_has_a_default() -> None:
-    assert kv_gib(EngineConfig(target="t"), CPU, LLAMA_8B, lambda _: 1 // 0) == ON_A_CPU
+def test_what_is_asked_for_and_what_a_cpu_has_is_given_without_a_look() -> None:
+    for device, asked, given in ((CPU, 3.5, 3.5), (CUDA, 3.5, 3.5), (CPU, None, ON_A_CPU)):
+        assert kv_gib(EngineConfig(target="t", kv_memory=asked), device, LLAMA_8B, lambda _: 1 // 0) == given
 
 
 def test_a_card_gives_what_is_free_but_for_passes() -> None:

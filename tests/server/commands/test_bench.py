@@ -7,7 +7,7 @@ import json
 import pytest
 
 from server import cli
-from server.commands.bench import Bench, BenchRow, as_text
+from server.commands.bench import BenchRow, as_text
 
 OPTIONS = ["--tokens", "8", "--rounds", "1", "--batches", "2", "--threads", "1", "--warm-up-seconds", "0"]
 
@@ -23,14 +23,11 @@ def test_rows_of_the_embedded_pair(capsys):
     assert rows[1]["acceptance_length"] > 1
 
 
-def test_options_are_those_of_serve_and_some_more():
-    bench = Bench.of(["--tokens", "5", "--num-draft-tokens", "3"])
-    assert (bench.tokens, bench.config.num_draft_tokens, bench.batches) == (5, 3, (1, 8))
-
-
-def test_what_cannot_be_served_is_said(capsys, tmp_path):
-    assert cli.main(["bench", str(tmp_path), *OPTIONS]) == 2
-    assert "pilotfish bench: " in capsys.readouterr().err
+@pytest.mark.parametrize("command", [["bench"], ["train-draft", "--out", "head"]], ids=["bench", "train-draft"])
+def test_what_cannot_be_served_is_said(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*command, str(tmp_path)]) == 2
+    assert f"pilotfish {command[0]}: " in capsys.readouterr().err
 
 
 def test_the_table_lines_up():

@@ -1,4 +1,4 @@
-"""`pilotfish health`: what the exit code says in every state of a server, over TLS and where nobody is."""
+"""`pilotfish health`: what the exit code says in every state of a server, over TLS and where nobody is, as `verify`."""
 
 from __future__ import annotations
 
@@ -47,14 +47,9 @@ async def test_from_start_to_drain(capsys):
         assert call.exception() is not None
 
 
-def _fail() -> None:
-    raise RuntimeError("out of memory")
-
-
-async def test_an_engine_that_cannot_begin_again_is_not_alive(monkeypatch):
+async def test_an_engine_that_cannot_begin_again_is_not_alive():
     async with serving(engine := FakeEngine()) as server:
-        monkeypatch.setattr(engine, "recover", _fail)
-        engine.fault = RuntimeError("out of memory")
+        engine.is_broken, engine.fault = True, RuntimeError("out of memory")
         call = asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG))))
         await until(call.done)
         assert call.exception() is not None
@@ -69,11 +64,15 @@ async def test_over_tls(papers, tmp_path):
         assert await exit_code(server, "--ca", str(tmp_path / "none")) == 2
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["as an argument", "by the port that serve would take"])
-def test_where_nobody_is(named, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("command", "named", "code"),
+    [(["health", "--timeout", "2"], True, 1), (["health", "--timeout", "2"], False, 1), (["verify"], False, 2)],
+    ids=["health of an address", "health of the port that serve would take", "verify of that port"],
+)
+def test_where_nobody_is(command, named, code, monkeypatch, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening
         port = str(taken.getsockname()[1])
         monkeypatch.setenv("PILOTFISH_GRPC_PORT", "1" if named else port)
-        assert cli.main(["health", "--timeout", "2", *([f"127.0.0.1:{port}"] if named else [])]) == 1
-    assert port in capsys.readouterr().out
+        assert cli.main([*command, *([f"127.0.0.1:{port}"] if named else [])]) == code
+    assert port in "".join(capsys.readouterr())

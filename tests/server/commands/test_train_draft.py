@@ -65,11 +65,6 @@ def test_a_stopped_run_goes_on(
     assert "holds a run with other settings: schedule" in capsys.readouterr().err
 
 
-def test_a_target_that_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train-draft", str(tmp_path), "--out", str(tmp_path / "head")]) == 2
-    assert "pilotfish train-draft: " in capsys.readouterr().err
-
-
 def test_options_are_those_of_serve_and_some_more(tmp_path: Path) -> None:
     asked = command(
         tmp_path, "--out", tmp_path / "head", "--weights", "int8", "--vocab", "50", "--steps", "7", "--seed", "4"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from dataclasses import replace
 from itertools import product
 from random import Random
 
 import pytest
 
-from client import ModelInfo, Output, TokenLogprob
-from client.results import Candidate, Finished, Speculation, SpeculationStats, Timing, Usage
+from client.convert import completion, model_info
 from engine.errors import Unsupported
 from engine.model.runner import ModelRunner
+from pilotfish.v1 import control_pb2 as control
+from pilotfish.v1 import generation_pb2 as pb
 from server import cli
 from server.admission import answers, convert
 from server.commands.verify import VerifyJob, VerifyReport, as_text, company
@@ -211,24 +211,6 @@ async def test_a_stale_row_of_keys_is_found_after_drafts(capsys, prompts, monkey
 # --------------------------------------------------------------------------------------- servers that cannot be asked
 
 
-def test_where_nobody_is(monkeypatch, capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound but not listening
-        port = str(taken.getsockname()[1])
-        monkeypatch.setenv("PILOTFISH_GRPC_PORT", port)
-        assert cli.main(["verify"]) == 2
-    assert port in capsys.readouterr().err
-
-
-async def test_a_server_that_wants_a_token(capsys, monkeypatch, tmp_path):
-    tokens = tmp_path / "tokens"
-    tokens.write_text("alice " + "s" * 40 + "\n")
-    monkeypatch.delenv("PILOTFISH_TOKEN", raising=False)
-    async with serving(token_file=tokens) as server:
-        assert await verify(server) == 2
-    assert "UNAUTHENTICATED" in capsys.readouterr().err
-
-
 async def test_over_tls(capsys, papers, tmp_path):
     async with serving(tls_cert=papers.server_cert, tls_key=papers.server_key, **FEW) as server:
         assert await verify(server, "--tokens", "2", "--tls-ca", str(papers.authority)) == 0
@@ -309,6 +291,8 @@ def test_prompts_of_a_file(tmp_path):
     assert read_prompts(lines, encode) == [encode("ab"), encode("{c")]
     objects.write_text('{"prompt": "a\\nb"}\n{"token_ids": [5, 6]}\n')
     assert read_prompts(objects, encode) == [encode("a\nb"), (5, 6)]
+    with pytest.raises(ValueError, match=r"lines\.txt, prompt 1 is text, and the server has no tokenizer"):
+        read_prompts(lines, None)
 
 
 @pytest.mark.parametrize(
@@ -321,21 +305,11 @@ def test_a_line_that_is_no_prompt(tmp_path, line):
         read_prompts(path, encode)
 
 
-def test_text_for_a_server_without_a_tokenizer(tmp_path):
-    path = tmp_path / "lines.txt"
-    path.write_text("ab\n")
-    with pytest.raises(ValueError, match=r"lines\.txt, prompt 1 is text, and the server has no tokenizer"):
-        read_prompts(path, None)
-
-
 def info(**changed):
-    speculation = Speculation(mode="auto", num_draft_tokens=5, proposer="auto", verification="coupled")
-    usual = {
-        "model": "m", "draft_model": "", "device": "cpu", "dtype": "float32", "vocab_size": 99, "max_model_len": 1000,
-        "eos_token_ids": (), "has_tokenizer": True, "proposers": ("auto", "ngram", "none"), "speculation": speculation,
-        "max_batch_size": 8, "max_batch_tokens": 100,
-    }  # fmt: skip
-    return ModelInfo(**usual | changed)
+    usual = {"model": "m", "device": "cpu", "dtype": "float32", "vocab_size": 99, "max_model_len": 1000}
+    limits = {"max_batch_tokens": 100, "speculation": pb.SpeculationOptions(num_draft_tokens=5)}
+    message = control.GetModelInfoResponse(proposers=("auto", "ngram", "none"), **usual | limits | changed)
+    return model_info(message)
 
 
 @pytest.mark.parametrize("tokenize", [encode, None], ids=["text", "token ids"])
@@ -355,28 +329,13 @@ def test_every_proposer_with_every_number_of_drafts():
 # ---------------------------------------------------------------------------------------------- the first difference
 
 
-def output(tokens, logprobs, top=(), text="text", reason="length"):
+def output(tokens, logprobs, top=(), text="text", reason=pb.FINISH_REASON_LENGTH):
     """One output; `top` are the likeliest tokens at its last position."""
-    finished = Finished(
-        index=0,
-        finish_reason=reason,
-        stop_token_id=None,
-        stop_string=None,
-        usage=Usage(prompt_tokens=1, completion_tokens=len(tokens), cached_prompt_tokens=0),
-        speculation_stats=SpeculationStats(
-            rounds=0, drafted=0, accepted=0, accepted_per_position=(), acceptance_length=0.0, gain_ratio=1.0
-        ),
-        timing=Timing(queue_seconds=0.0, time_to_first_token_seconds=0.0, total_seconds=0.0),
-        seed=1,
-        speculation=Speculation(mode="off", num_draft_tokens=0, proposer="none", verification="coupled"),
-        interruptions=0,
-    )
-    candidates = tuple(Candidate(*pair) for pair in top)
-    *first, last = logprobs
-    found = (*map(TokenLogprob, first), TokenLogprob(last, candidates))
-    return Output(
-        index=0, text=text, token_ids=tokens, from_draft=(False,) * len(tokens), logprobs=found, finished=finished
-    )
+    found = [pb.TokenLogprob(logprob=logprob) for logprob in logprobs]
+    found[-1].top.extend(pb.Candidate(token_id=token, logprob=logprob) for token, logprob in top)
+    finished = pb.Finished(finish_reason=reason, usage=pb.Usage(completion_tokens=len(tokens)))
+    message = pb.Output(text=text, token_ids=tokens, logprobs=found, finished=finished)
+    return completion(pb.GenerateResponse(outputs=[message])).outputs[0]
 
 
 WANT = output((5, 6), (-1.0, -0.5), top=((6, -0.5), (8, -0.50005), (9, -2.0)))
@@ -391,7 +350,7 @@ OTHERS = {
     "too short": (output((5,), (-1.0,)), ("token", 1, False)),
     "too long": (output((5, 6, 7), (-1.0, -0.5, -1.0)), ("token", 2, False)),
     "another text": (output((5, 6), (-1.0, -0.5), text="texts"), ("text", None, False)),
-    "another end": (output((5, 6), (-1.0, -0.5), reason="stop"), ("end", None, False)),
+    "another end": (output((5, 6), (-1.0, -0.5), reason=pb.FINISH_REASON_STOP), ("end", None, False)),
     "a missing log-probability": (
         replace(WANT, logprobs=WANT.logprobs[:1]),
         ("number of log-probabilities", None, False),

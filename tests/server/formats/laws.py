@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import cProfile
+import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -18,6 +20,7 @@ from tests.server.formats.walks import TEXT, VALUES, Call, Masks, Reading, tool
 
 Calls: TypeAlias = list[tuple[str, dict[str, Any]]]
 Render: TypeAlias = Callable[[Calls], str]
+dumped = functools.partial(json.dumps, ensure_ascii=False)  # as in the chat templates
 
 # One name begins another. Where values are written without quotes, their types are the schema's.
 FREE = (Tool("get"), Tool("get_x"), Tool("set"))

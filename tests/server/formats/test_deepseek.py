@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from server.formats.base import ReasoningMarks, Tool
 from server.formats.deepseek import DeepSeekFormat
-from tests.server.formats.laws import FREE, Calls, Family, Spelling, called, some_calls
+from tests.server.formats.laws import FREE, Calls, Family, Spelling, called, dumped, some_calls
 from tests.server.formats.walks import Call, Masks, Reading, plain_masks, read
 
 BEGIN, CALL, SEPARATOR, CALL_END, END = DeepSeekFormat.markers
 EOS = DeepSeekFormat.turns[1]
 TOKENS = Masks(dict.fromkeys([*DeepSeekFormat.markers, EOS], True))
 A = '{"a": 1}'
-
-
-def dumped(arguments: object) -> str:
-    """JSON as in the chat templates."""
-    return json.dumps(arguments, ensure_ascii=False)
 
 
 def write_v3(calls: Calls) -> str:

@@ -51,7 +51,6 @@ GLM = Family(
         write([("get", {"a": "\na", "b": 5, "c": [{}]})]): called('{"a": "\\na", "b": 5, "c": [{}]}'),
         write([("get", {"b": 5, "a": " 5"})], ""): called('{"b": 5, "a": " 5"}'),
         write([("get", {"a": "</arg_value>\n<arg>"})]): called('{"a": "</arg_value>\\n<arg>"}'),
-        write([("get", {"unknown": None})]): called('{"unknown": null}'),
         # Cut off.
         "Well: <tool_call>set": Reading("", "Well:", [Call("set", "")]),
         "<tool_call>get\n<arg_": called(""),
@@ -59,7 +58,6 @@ GLM = Family(
         "<tool_call>get\n<arg_key>a</arg_key>\n<arg_value>a\n": called('{"a": "a\\n'),
         "<tool_call>get\n<arg_key>a</arg_key>\n<arg_value>a</arg": called('{"a": "a'),
         "<tool_call>get\n<arg_key>a</arg_key>\n<arg_value>a</arg_value>\n</tool": called('{"a": "a"'),
-        "<tool_call>get\n<arg_key>b</arg_key>\n<arg_value>5": called(""),
     },
     contents=(
         "a </arg_value> ",
@@ -67,8 +65,6 @@ GLM = Family(
         "<tool_call>get_y\n</tool_call>",
         "<tool_call>get now</tool_call>",
         "<tool_call>ge",
-        "<tool_call>\n",
-        '<tool_call>\n{"name": "get"}\n</tool_call>',
     ),
     broken=(
         write([("get", {"a": "x", "c": []})]),
@@ -76,12 +72,7 @@ GLM = Family(
         "Hi <tool_call>other</tool_call>",
     ),
     hostile=("<tool_call>get", "<arg_key>a</arg_key>", "<arg_key>b</arg_key>\n<arg_value>"),
-    repeated=(
-        "<tool_call>set",
-        ("<tool_call>get<arg_key>a</arg_key><arg_value>", "</arg_value>"),
-        ("<tool_call>get<arg_key>c</arg_key><arg_value>", "</arg_"),
-        ("<tool_call>get<arg_key>", "</arg_"),
-    ),
+    repeated=("<tool_call>set", ("<tool_call>get<arg_key>", "</arg_")),
 )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from server.formats.harmony import HarmonyFormat
-from tests.server.formats.laws import FREE, Calls, Family, Spelling, called, some_calls
+from tests.server.formats.laws import FREE, Calls, Family, Spelling, called, dumped, some_calls
 from tests.server.formats.walks import Masks, Reading, read
 
 TOKENS = Masks(dict.fromkeys(HarmonyFormat.markers, True))
@@ -20,10 +18,7 @@ A, ONE = '{"a": 1}', f'{HEAD}{{"a": 1}}'
 
 def write(calls: Calls) -> str:
     """As the model writes calls; the token that ends the output has no text."""
-    messages = (
-        f"{COMMENTARY} to=functions.{name} {JSON}{json.dumps(arguments, ensure_ascii=False)}"
-        for name, arguments in calls
-    )
+    messages = (f"{COMMENTARY} to=functions.{name} {JSON}{dumped(arguments)}" for name, arguments in calls)
     return f"<|end|>{ROLE}".join(messages)
 
 

@@ -26,8 +26,10 @@ FAMILIES = (HERMES, QWEN_CODER, GLM, LLAMA, MISTRAL, GEMMA, DEEPSEEK, HARMONY)
 SPELLINGS = [(family, spelling) for family in FAMILIES for spelling in family.spellings]
 
 of_every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-of_every_spelling = pytest.mark.parametrize(
-    ("family", "spelling"), SPELLINGS, ids=lambda value: value.name if isinstance(value, Spelling) else ""
+NAMES = ("family", "spelling")
+of_every_spelling, of_every_plain_spelling = (
+    pytest.mark.parametrize(NAMES, pairs, ids=lambda value: value.name if isinstance(value, Spelling) else "")
+    for pairs in (SPELLINGS, [pair for pair in SPELLINGS if not pair[0].has_channels])
 )
 few_or_many = pytest.mark.parametrize("examples", [4, pytest.param(30, marks=pytest.mark.slow)])
 
@@ -192,10 +194,8 @@ def test_what_looks_like_a_call_and_is_none_is_content(family: Family, text: str
         assert read(chat_format, family.tools, f"Hi {call}") == Reading("", f"Hi {call}", [])
 
 
-@of_every_spelling
+@of_every_plain_spelling
 def test_reasoning_content_and_calls_follow_each_other(family: Family, spelling: Spelling) -> None:
-    if family.has_channels:
-        return
     marks, call = spelling.format.reasoning, spelling.after_text + spelling.write([family.one])
     expected = Reading("hm", "HiBye ", [one_of(family)] * 2)
     rest = f"\nhm\n{marks.end}\n\nHi \n{call}\n{call}\n Bye "
@@ -204,10 +204,8 @@ def test_reasoning_content_and_calls_follow_each_other(family: Family, spelling:
     assert read(spelling.format, [], f"{marks.begin}a{marks.end}{call}") == Reading("a", call, [])
 
 
-@of_every_spelling
+@of_every_plain_spelling
 def test_tokens_of_turns_are_dropped(family: Family, spelling: Spelling) -> None:
-    if family.has_channels:
-        return
     marks, call = spelling.format.reasoning, spelling.after_text + spelling.write([family.one])
     for turn in spelling.format.turns:
         text = f"{marks.begin}a{turn}{marks.end}b{turn}\n{call}{turn}"
@@ -217,10 +215,8 @@ def test_tokens_of_turns_are_dropped(family: Family, spelling: Spelling) -> None
             assert read(spelling.format, family.tools, text).content == f"b{turn}{turn}"
 
 
-@of_every_spelling
+@of_every_plain_spelling
 def test_a_free_answer_has_calls_in_their_structure(family: Family, spelling: Spelling) -> None:
-    if family.has_channels:
-        return
     begin, trigger = spelling.format.reasoning.begin, spelling.format.trigger or spelling.format.markers[0]
     call, two = spelling.write([family.one]), spelling.write([family.one] * 2)
 

@@ -10,7 +10,7 @@ from engine.text.guided import json_rule
 from server.formats.base import ReasoningMarks, Tool
 from server.formats.llama import LlamaFormat
 from tests.schemas import Schema
-from tests.server.formats.laws import FREE, SCHEMAS, Calls, Family, Spelling, called, some_calls
+from tests.server.formats.laws import FREE, SCHEMAS, Calls, Family, Spelling, called, dumped, some_calls
 from tests.server.formats.walks import Masks, plain_masks
 
 TAG = "<|python_tag|>"
@@ -19,9 +19,7 @@ TOKENS = Masks({TAG: True, "<|eom_id|>": True})
 
 def write(calls: Calls) -> str:
     """As the chat templates write calls."""
-    return "; ".join(
-        f'{{"name": "{name}", "parameters": {json.dumps(given, ensure_ascii=False)}}}' for name, given in calls
-    )
+    return "; ".join(f'{{"name": "{name}", "parameters": {dumped(given)}}}' for name, given in calls)
 
 
 def write_tagged(calls: Calls) -> str:
@@ -47,12 +45,8 @@ LLAMA = Family(
     readings={
         f"\n {TAG} {ONE}": called(A),
         '{"name": "get", "arguments": {"a": 1}}': called(A),
-        '{"parameters": {"a": 1}, "name": "get"}': called(A),
         '{"type": "function", "name": "get", "parameters": {"a": 1}, "id": null}\n': called(A),
         '{ "name" : "get" ,\n"parameters" : {"a": 1} }<|eom_id|>': called(A),
-        '{"name": "get", "parameters": {"a": 1}': called(A),
-        '{"name": "get"}': called("{}"),
-        '{"name": "get"': called(""),
         f"{ONE}; {ONE}\n{ONE}{ONE}": called(A, A, A, A),
         f"{ONE}; Bye": called(A, content="; Bye"),
     },
@@ -60,12 +54,8 @@ LLAMA = Family(
         '{"a": 1}',
         '{"name": "other", "parameters": {}}',
         '{"name": "get", "size": 3}',
-        '{"name": "get", "parameters": 3}',
-        '{"parameters": {}, "name": "other"}',
-        '{"parameters": {}}',
         '[{"name": "get", "parameters": {}}]',
         '{"name": "get_y", "parameters": {}}',
-        ' {"name": ["get"]}',
         "\n",
         "{",
         f"{TAG}print(1)",

@@ -68,11 +68,6 @@ def test_without_marks_all_text_is_content(text):
         assert reading == Reading("", text, [])
 
 
-def test_other_marks():
-    chat_format = PlainFormat(reasoning=ReasoningMarks("[THINK]", "[/THINK]"))
-    assert read(chat_format, (), "[THINK]a <think>[/THINK]b") == Reading("a <think>", "b", [])
-
-
 def test_text_is_passed_on_as_it_comes():
     parser = THINKING.parser(())
     pieces = [

@@ -46,18 +46,6 @@ def test_text_is_split_at_markers_however_it_is_cut(text, seed):
         assert split(parts) == plain_split(text)
 
 
-def test_a_marker_that_has_begun_is_awaited_until_the_text_ends():
-    scanner = Scanner()
-    scanner.push("<a>")
-    assert scanner.starts_with("<a>b") is None
-    assert scanner.one_of(*MARKERS) is None
-    scanner.end()
-    assert scanner.starts_with("<a>b") is False
-    assert scanner.is_cut("<a>b")
-    assert not scanner.is_cut("<a>", "b")
-    assert scanner.one_of(*MARKERS) == "<a>"
-
-
 def test_only_the_white_space_of_json_is_taken():
     scanner = Scanner()
     scanner.push(" \t\r\n\u00a0a")

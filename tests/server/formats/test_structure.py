@@ -45,12 +45,6 @@ def test_other_tokens_do_not_spell_the_end_of_the_reasoning(starts_in_reasoning)
     assert "".join(p.text for p in pieces if isinstance(p, Content)) == "5"
 
 
-def made(kind, **variant):
-    """A format whose markers are tokens, and masks that know these."""
-    masks = Masks(dict.fromkeys(kind({}, **variant).markers, True))
-    return kind(masks.ids, **variant), masks
-
-
 OF_TOKENS = {
     "mistral": (MistralFormat, {"variant": "v13"}),
     "gemma": (GemmaFormat, {"variant": "gemma4"}),
@@ -63,7 +57,8 @@ OF_TOKENS = {
 def test_other_tokens_do_not_spell_what_begins_a_call(name):
     """A reader would find a call there, whose arguments have no structure."""
     kind, variant = OF_TOKENS[name]
-    chat_format, masks = made(kind, **variant)
+    masks = Masks(dict.fromkeys(kind({}, **variant).markers, True))
+    chat_format = kind(masks.ids, **variant)
     guided = structure_of(Answer(tools=(Tool("f", strict=True),)), chat_format)
     begin = masks.tokenizer.encode("<|channel|>final<|message|>", add_special_tokens=False).ids
     begin = begin if name == "harmony" else []

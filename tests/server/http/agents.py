@@ -22,11 +22,9 @@ from tests.server.test_life import metric
 Part = tuple[str, str]  # what kind of part of an answer, and its text
 
 TEMPLATE = """{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}
-{%- for name in ('enable_thinking', 'reasoning_effort', 'verbosity') %}
-{%- if name == 'enable_thinking' and enable_thinking is defined %}[enable_thinking {{ enable_thinking }}]{% endif %}
-{%- if name == 'reasoning_effort' and reasoning_effort is defined %}[effort {{ reasoning_effort }}]{% endif %}
-{%- if name == 'verbosity' and verbosity is defined %}[verbosity {{ verbosity }}]{% endif %}
-{%- endfor %}
+{%- if enable_thinking is defined %}[enable_thinking {{ enable_thinking }}]{% endif %}
+{%- if reasoning_effort is defined %}[effort {{ reasoning_effort }}]{% endif %}
+{%- if verbosity is defined %}[verbosity {{ verbosity }}]{% endif %}
 {%- for m in messages %}<{{ m.role }}{% if m.tool_call_id %} {{ m.tool_call_id }} {{ m.name }}{% endif %}>
 {%- if m.reasoning %}({{ m.reasoning }}){% endif %}{{ m.content }}
 {%- for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function | tojson }}]{% endfor %}

@@ -7,6 +7,7 @@ import pytest_asyncio
 
 from tests.server.http import agents
 from tests.server.http.interfaces import talking
+from tests.server.test_security import ALICE
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -45,3 +46,11 @@ def planning(saying):
     """The same server, which reasons, says a sentence and calls a tool."""
     agents.say(saying, agents.PLAN)
     return saying
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """A file with the token of one caller."""
+    path = tmp_path / "tokens"
+    path.write_text(f"alice {ALICE}\n")
+    return path

@@ -78,10 +78,10 @@ async def test_every_call_has_an_id_of_its_own(saying, about):
     assert len(set(ids)) == len(ids) == 4
 
 
-@pytest.mark.parametrize("name", ["messages", "responses"])
-async def test_a_limit_that_is_too_large_is_the_room_of_the_context(saying, name):
+@pytest.mark.parametrize(("name", "limit"), [("messages", 32000), ("responses", 32000), ("responses", None)])
+async def test_a_limit_that_is_too_large_or_none_is_the_room_of_the_context(saying, name, limit):
     saying.engine.max_model_len = 500
-    await DIALECTS[name].answer(saying, **{DIALECTS[name].interface.limit: 32000})
+    await DIALECTS[name].answer(saying, **{DIALECTS[name].interface.limit: limit})
     [request] = saying.engine.requests
     assert request.sampling.max_tokens == 500 - len(request.token_ids)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import socket
 import time
@@ -11,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from engine.types import Logprob
-from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import CODEC
 from tests.server import fake_engine
 from tests.server.fake_engine import SHIFT, TEXT, FakeEngine, logprob_of, served
@@ -109,61 +107,22 @@ async def test_a_completion_with_everything(server):
     assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
 
 
-@pytest.mark.parametrize("prompt", [[5, 6], [[5, 6]], ["ab"]], ids=str)
-async def test_one_prompt_in_every_form(server, prompt):
-    done = await server.client.completions.create(model="fake", prompt=prompt, max_tokens=5)
-    assert done.choices[0].text == text_of(server.engine, 5)
-    assert done.choices[0].finish_reason == "length"
-    want = tuple(CODEC.encode("ab")) if prompt == ["ab"] else (5, 6)
-    assert server.engine.requests[0].token_ids == want
-
-
 # ------------------------------------------------------------------------------------------------------------- chat
 
 
-async def test_a_chat_of_two_outputs_with_logprobs(server):
-    messages = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": [{"type": "text", "text": "u"}, {"type": "text", "text": "v"}]},
-        {"role": "assistant", "content": "a", "refusal": None},
-    ]
-    asked = {"model": "fake", "messages": messages, "max_completion_tokens": 6, "logprobs": True, "top_logprobs": 1}
-    whole = await server.client.chat.completions.create(**asked, n=2)
-    assert CODEC.decode(server.engine.requests[0].token_ids) == "s;uv;a;"
-    events = [event async for event in await server.client.chat.completions.create(**asked, n=2, stream=True)]
+async def test_log_probabilities_of_a_chat_of_two_outputs(server):
+    asked = {"max_completion_tokens": 6, "logprobs": True, "top_logprobs": 1, "n": 2}
+    whole = await server.client.chat.completions.create(**CHAT | asked)
+    events = [event async for event in await server.client.chat.completions.create(**CHAT | asked, stream=True)]
     for choice in whole.choices:
         text, found = text_of(server.engine, 6, choice.index), choice.logprobs.content
         ids = server.engine.expected(6, choice.index)
-        assert (choice.message.content, choice.finish_reason) == (text, "length")
-        assert "".join(entry.token for entry in found) == text
+        assert (choice.message.content, "".join(entry.token for entry in found)) == (text, text)
         assert [entry.logprob for entry in found] == [logprob_of(token, 0).logprob for token in ids]
         assert [len(entry.top_logprobs) for entry in found] == [1] * 6
         assert bytes(found[0].bytes) == text[:1].encode()
         mine = [event.choices[0] for event in events if event.choices[0].index == choice.index]
-        assert "".join(part.delta.content or "" for part in mine) == text
         assert [entry for part in mine if part.logprobs for entry in part.logprobs.content] == found
-        assert [part.finish_reason for part in mine] == [None] * (len(mine) - 1) + ["length"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"response_format": {"type": "json_object"}}, "{}"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "{}"),
-        ({"response_format": {"type": "text"}}, TEXT[:3]),
-        ({"extra_body": {"guided_json": {"type": "object"}}}, "{}"),
-        ({"extra_body": {"guided_choice": ["over"]}}, "over"),
-        ({"extra_body": {"structured_outputs": {"choice": ["over"]}}}, "over"),
-        ({"extra_body": {"structured_outputs": {"json_object": True}}}, "{}"),
-    ],
-    ids=str,
-)
-async def test_structures(server, fields, text):
-    asked = {"model": "fake", "messages": [{"role": "user", "content": "u"}], "max_tokens": 3} | fields
-    if text == "over":
-        asked["max_tokens"] = 20
-    done = await server.client.chat.completions.create(**asked)
-    assert done.choices[0].message.content == text
 
 
 # ----------------------------------------------------------------------------------------------------------- errors
@@ -208,18 +167,3 @@ async def test_a_law_that_makes_a_token_impossible_is_still_json():
             patch.setattr(fake_engine, "logprob_of", lambda token, top: Logprob(-math.inf))
             done = await server.client.completions.create(model="fake", prompt="a", max_tokens=2, logprobs=0)
         assert done.choices[0].logprobs.token_logprobs == [-9999.0, -9999.0]
-
-
-async def test_http_and_grpc_share_the_queue_and_the_batch():
-    async with talking() as server:
-        body = {"prompt": "ab"}
-        http = [server.http.post("/generate", json=body | {"max_new_tokens": n}) for n in range(1, 8)]
-        calls = [
-            server.inference.Generate(pb.GenerateRequest(prompt="ab", stopping=pb.StoppingParams(max_tokens=n)))
-            for n in range(1, 8)
-        ]
-        over_http, over_grpc = await asyncio.gather(asyncio.gather(*http), asyncio.gather(*calls))
-        wanted = [text_of(server.engine, n) for n in range(1, 8)]
-        assert [answer.json()["generated_text"] for answer in over_http] == wanted
-        assert [answer.outputs[0].text for answer in over_grpc] == wanted
-        assert len(server.engine.threads) == 1

@@ -121,38 +121,28 @@ def test_lists_and_objects_are_counted_before_their_entries_are_looked_at(path, 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (
-            "/generate",
-            PROMPT | {"stop": ["x"] * MAX_TEXTS, "logit_bias": dict.fromkeys(map(str, range(MAX_BIASES)), 1)},
-        ),
+        ("/generate", PROMPT | {"stop": ["x"] * MAX_TEXTS}),
+        ("/generate", PROMPT | {"logit_bias": dict.fromkeys(map(str, range(MAX_BIASES)), 1)}),
         ("/generate", PROMPT | {"guided_json": deep(MAX_DEPTH - 1)}),
-        ("/v1/completions", {"prompt": [1] * MAX_IDS}),
-        ("/v1/chat/completions", {"messages": [turn()] * MAX_MESSAGES}),
-        ("/v1/chat/completions", {"messages": [turn(content=[{"type": "text", "text": "a"}] * MAX_TEXTS)]}),
+        (TEXT, {"prompt": [1] * MAX_IDS}),
+        (TALKS, {"messages": [turn()] * MAX_MESSAGES}),
+        (TALKS, {"messages": [turn(content=[{"type": "text", "text": "a"}] * MAX_TEXTS)]}),
     ],
-    ids=["texts", "depth", "ids", "messages", "parts"],
+    ids=["texts", "biases", "depth", "ids", "messages", "parts"],
 )
 def test_as_many_as_the_limit_are_read(path, body, monkeypatch):
     monkeypatch.setattr(bodies, "read_json", lambda *_: body)
     assert told(path, b"") == []
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        ("/generate", PROMPT | {"stop": ["x", *[5] * 500]}, ["stop[1] is 5; input should be a valid string"]),
-        ("/generate", PROMPT | {"stop_token_ids": [-1] * 500}, ["stop_token_ids[0] is -1;"]),
-        ("/v1/chat/completions", {"messages": [{}] * 500}, ["messages[0].role"]),
-    ],
-    ids=["stop", "ids", "messages"],
-)
-def test_the_first_bad_entry_of_a_list_ends_its_check(path, body, said):
-    found = told(path, body)
-    assert len(found) == len(said)
-    assert all(text.startswith(start) for text, start in zip(found, said, strict=True))
-
-
-def test_no_more_than_a_hundred_errors_are_looked_at():
+def test_the_first_bad_entry_of_a_list_ends_its_check_and_a_hundred_that_of_an_object():
+    for path, body, said in (
+        ("/generate", PROMPT | {"stop": ["x", *[5] * 500]}, "stop[1] is 5; input should be a valid string"),
+        ("/generate", PROMPT | {"stop_token_ids": [-1] * 500}, "stop_token_ids[0] is -1;"),
+        (TALKS, {"messages": [{}] * 500}, "messages[0].role"),
+    ):
+        [found] = told(path, body)
+        assert found.startswith(said)
     assert len(told("/generate", PROMPT | {"logit_bias": {f"a{i}": "b" for i in range(900)}})) == 100
 
 
@@ -198,12 +188,11 @@ def test_of_a_huge_value_only_what_is_told_is_written():
         (b'{"prompt":"\xff"}', "body is no UTF-8: the byte 0xff at 11"),
         (b"[" * 5000, "body is no JSON that can be read: it is too deep"),
         (b'{"seed":' + b"9" * (MAX_DIGITS + 1) + b"}", "body is no JSON that can be read: a number is too long"),
-        (b'{"seed":' + b"9" * SIZE + b"}", "body is no JSON that can be read: a number is too long"),
         (b'{"prompt":', "body is no JSON: Expecting value at 10"),
         (b"", "body is no JSON: Expecting value at 0"),
         (b'{"prompt":"' + b'\\"' * (SIZE // 2), "body is no JSON: Unterminated string"),
     ],
-    ids=["no UTF-8", "too deep", "long number", "longest number", "no JSON", "nothing", "no end"],
+    ids=["no UTF-8", "too deep", "long number", "no JSON", "nothing", "no end"],
 )
 def test_each_kind_of_unreadable_body_is_told_by_its_name(data, said):
     [found] = told("/generate", data)
@@ -220,28 +209,24 @@ def test_what_a_page_can_send_to_another_site_without_asking_is_refused(kind):
     assert "expected application/json" in found
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/generate", rb'{"prompt":"a","\ud800":1}'),
-        ("/generate", rb'{"prompt":"a","logit_bias":{"\ud800":1}}'),
-        ("/generate", rb'{"prompt":"a","guided_json":{"\ud800":1}}'),
-        ("/generate", rb'{"prompt":"a","guided_json":{"a":[{"b":{"\ud800":1}}]}}'),
-        ("/generate", rb'{"prompt":"a","guided_json":{"a":["\ud800"]}}'),
-        ("/generate", rb'{"prompt":"a","speculation":{"\ud800":1}}'),
-        ("/v1/completions", rb'{"prompt":"a","response_format":{"type":"text","\ud800":1}}'),
-        (
-            "/v1/completions",
-            rb'{"prompt":"a","response_format":{"type":"json_schema","json_schema":{"schema":{"\ud800":1}}}}',
-        ),
-        ("/v1/chat/completions", rb'{"messages":[{"role":"user","content":"a","\ud800":1}]}'),
-        ("/v1/chat/completions", rb'{"messages":[{"role":"a","content":[{"type":"text","text":"a","\ud800":1}]}]}'),
+HALF = [
+    ("/generate", rb'"prompt":"a","\ud800":1'),
+    *[
+        ("/generate", rb'"prompt":"a","%s":{"\ud800":1}' % field)
+        for field in (b"logit_bias", b"guided_json", b"speculation")
     ],
-    ids=range(10),
-)
+    ("/generate", rb'"prompt":"a","guided_json":{"a":["\ud800"]}'),
+    ("/generate", rb'"prompt":"a","guided_json":{"a":[{"b":{"\ud800":1}}]}'),
+    (TEXT, rb'"prompt":"a","response_format":{"type":"json_schema","json_schema":{"schema":{"\ud800":1}}}'),
+    (TALKS, rb'"messages":[{"role":"user","content":"a","\ud800":1}]'),
+    (TALKS, rb'"messages":[{"role":"a","content":[{"type":"text","text":"a","\ud800":1}]}]'),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), HALF, ids=range(len(HALF)))
 @on_the_shared_server
-async def test_half_a_surrogate_pair_in_a_key_is_a_mistake_that_is_named(server, path, body):
-    answer = await server.http.post(path, content=body, headers=JSON)
+async def test_half_a_surrogate_pair_in_a_key_is_a_mistake_that_is_named(server, path, fields):
+    answer = await server.http.post(path, content=b"{%s}" % fields, headers=JSON)
     assert answer.status_code == 400
     assert r"'\ud800'" in answer.json()["error"]["message"]
 
@@ -295,6 +280,9 @@ async def test_the_description_of_the_routes_refers_to_what_is_there():
     async with serving() as server, http_client(server) as http:
         document = (await http.get("/openapi.json")).json()
         assert (await http.get("/docs")).status_code == (await http.get("/redoc")).status_code == 404
+    for path in (TEXT, TALKS):
+        reference = document["paths"][f"{path}/render"]["post"]["requestBody"]["$ref"]
+        assert reference == f"#/paths/{path.replace('/', '~1')}/post/requestBody"
     bodies = [document["paths"][path]["post"]["requestBody"] for path in KINDS]
     schemas = [body["content"]["application/json"]["schema"] for body in bodies]
     assert all("stop" in schema["properties"] for schema in schemas)

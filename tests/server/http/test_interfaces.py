@@ -7,13 +7,11 @@ import asyncio
 import httpx
 import pytest
 
-from server.driver import PATIENCE_SECONDS
 from server.lifecycle import State
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.interfaces import INTERFACES, events_in, on_the_shared_server, talking, text_of
 from tests.server.test_life import metric
-from tests.server.test_order import served_for
 from tests.serving import until
 
 CODES = {  # of a status; the last is that of Anthropic's API
@@ -96,9 +94,6 @@ async def test_a_full_queue_is_429_with_a_time_to_come_again(name):
             assert answer.headers["retry-after"] == "1"
         queued.cancel()  # a caller that leaves while queued is forgotten
         await until(lambda: not server.app.driver.queue)
-        late = await server.http.post(about.path, json=ask | {"timeout": 0.1})
-        refused(name, late, 504, "timeout")
-        assert not server.app.driver.queue
         engine.gate.set()
         assert (await running).status_code == 200
         assert len(engine.requests) == 1
@@ -126,24 +121,6 @@ async def test_starting_and_draining_are_503():
 
 
 # ------------------------------------------------------------------------------------------- deadlines, faults, leaving
-
-
-@pytest.mark.parametrize("name", ["chat", "responses"])
-async def test_what_cannot_be_done_in_time_is_refused_before_it_begins(name):
-    about, engine = INTERFACES[name], FakeEngine(batch=1)
-    async with talking(engine) as server:
-        for _ in range(50):
-            served_for(server.app.driver.estimates, 100.0)
-        engine.gate.clear()
-        running = asyncio.ensure_future(server.http.post(about.path, json=about.asking(4)))
-        await until(lambda: engine.num_running == 1)
-        for stream in (False, True):
-            answer = await server.http.post(about.path, json=about.asking(20, timeout=20, stream=stream))
-            refused(name, answer, 504, "by now's estimate it takes")
-            assert answer.headers["x-should-retry"] == "false"
-        assert metric(server, "admission_rejected_total", reason="deadline") == 2
-        engine.gate.set()
-        assert (await running).status_code == 200
 
 
 @each_interface
@@ -187,18 +164,3 @@ async def test_a_caller_that_leaves_frees_its_pages(name, stream):
         await until(lambda: engine.free_pages == engine.total_pages)
         await until(lambda: metric(server, "client_disconnects_total") == 1)
         assert metric(server, "requests_total", finish_reason="cancelled") == 1
-
-
-async def test_a_near_timeout_goes_first():
-    engine = FakeEngine(batch=1)
-    engine.gate.clear()
-    async with talking(engine) as server:
-        calls = [asyncio.ensure_future(server.http.post("/generate", json={"prompt": "ab"}))]
-        await until(lambda: engine.num_running == 1)
-        for i, timeout in enumerate([None, 9, 10 * PATIENCE_SECONDS, 5.5]):
-            body = {"prompt": "ab", "timeout": timeout, "seed": i}
-            calls.append(asyncio.ensure_future(server.http.post("/generate", json=body)))
-            await until(lambda: len(server.app.driver.queue) == i + 1)  # noqa: B023  # awaited before i moves on
-        engine.gate.set()
-        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
-        assert [request.sampling.seed for request in engine.requests[1:]] == [3, 1, 0, 2]

@@ -14,7 +14,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.admission.answers import MAX_AT_ONCE
 from server.admission.stalls import stall_limit
 from server.http.calls import _write_event
-from server.http.long_json import MIN_PIECE, Encoder, LongList, in_turns
+from server.http.long_json import MIN_PIECE, Encoder, LongList
 from server.http.openai.chat import ChatAnswers
 from server.http.openai.text import TextAnswers
 from server.http.pieces import CallReader
@@ -154,14 +154,6 @@ async def test_many_long_texts_are_not_encoded_at_once():
         parts = list(Encoder().parts(answer))
         assert max(map(len, parts)) < 2 * MIN_PIECE
         assert "".join(parts) == json.dumps(at_once(answer))
-
-
-async def test_others_have_turns_between_pieces_of_some_size():
-    async with turns() as seen:
-        when = [seen.count async for _ in in_turns(["a" * MIN_PIECE] * 5)]
-        assert len(set(when)) == 5
-        when = [seen.count async for _ in in_turns(["a" * (MIN_PIECE // 4)] * 5)]
-        assert len(when) == 2  # four of them joined, and the last
 
 
 async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():

@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 
 from server.http import playground
-from tests.server.test_security import ALICE
 from tests.serving import http_client, serving
 
 FOLDER = Path(playground.__file__).parent
 
 
-async def test_it_is_open_where_all_else_needs_a_token_and_is_told_to_load_nothing_else(tmp_path):
-    tokens = tmp_path / "tokens"
-    tokens.write_text(f"alice {ALICE}\n")
+async def test_it_is_open_where_all_else_needs_a_token_and_is_told_to_load_nothing_else(tokens):
     async with serving(token_file=tokens) as server, http_client(server) as http:
         for path in playground.PATHS:
             answer = await http.get(path)

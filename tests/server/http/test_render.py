@@ -105,12 +105,3 @@ async def test_it_counts_as_a_request_of_its_caller(tokens):
             assert len((await live).json()[0]["token_ids"]) == LONG
             assert (await render(ALICE, 2)).status_code == 200
             assert (await http.post("/v1/completions/render", json={"prompt": "a"})).status_code == 401
-
-
-async def test_the_description_of_the_routes_names_their_bodies(server):
-    paths = (await server.http.get("/openapi.json")).json()["paths"]
-    for path in PATHS:
-        pointer = paths[f"{path}/render"]["post"]["requestBody"]["$ref"]
-        keys = [key.replace("~1", "/") for key in pointer.removeprefix("#/paths/").split("/")]
-        assert keys == [path, "post", "requestBody"]
-        assert "requestBody" in paths[path]["post"]

@@ -7,7 +7,6 @@ import re
 
 import openai
 import pytest
-from pydantic import BaseModel
 
 from server.formats.reasoning import PlainFormat
 from tests.server.fake_grammar import FakeCompiler
@@ -32,13 +31,7 @@ TOOL = RESPONSES.tool
 
 
 async def test_the_official_client_reads_an_answer_and_its_stream(planning):
-    fields = {
-        "model": "fake",
-        "input": "hi",
-        "tools": [TOOL],
-        "max_output_tokens": 300,
-        "extra_body": {"stop_token_ids": [END_ID]},
-    }
+    fields = {"model": "fake", "input": "hi", "tools": [TOOL], "extra_body": {"stop_token_ids": [END_ID]}}
     made = await planning.client.responses.create(**fields)
     reasoning, message, call = made.output
     assert (made.output_text, call.name) == (SAID, "weather")
@@ -52,15 +45,9 @@ async def test_the_official_client_reads_an_answer_and_its_stream(planning):
     assert RESPONSES.parts(final.model_dump()) == PARTS
 
 
-async def test_parsed_text_has_the_structure_that_was_asked_for():
-    class Empty(BaseModel):
-        pass
-
+async def test_text_may_be_any_object():
     compiler = FakeCompiler()
     async with talking(model_format=PlainFormat(), compile_grammar=compiler) as server:
-        parsed = await server.client.responses.parse(model="fake", input="hi", text_format=Empty)
-        assert parsed.output_parsed == Empty()
-        assert json.loads(compiler.asked[-1].json_schema)["type"] == "object"
         await RESPONSES.answer(server, text={"format": {"type": "json_object"}})
         assert json.loads(compiler.asked[-1].json_schema) == {"type": "object"}
 
@@ -126,12 +113,6 @@ async def test_an_answer_can_be_sent_back_as_it_is(planning):
 async def test_the_template_is_told_how_to_answer_and_of_no_tools_of_others(saying, fields, said):
     await RESPONSES.answer(saying, **fields)
     assert prompt_of(saying) == f"{said}<user>hi<go>"
-
-
-async def test_without_a_limit_an_answer_has_the_room_of_the_context(saying):
-    await RESPONSES.answer(saying, max_output_tokens=None)
-    [request] = saying.engine.requests
-    assert request.sampling.max_tokens == saying.engine.max_model_len - len(request.token_ids)
 
 
 # ------------------------------------------------------------------------------------------------------------ tools
@@ -201,7 +182,6 @@ REFUSED = [
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex and text.format"),
     ({"previous_response_id": "resp_1"}, f"previous_response_id is 'resp_1'; this field is not served: {STORED}"),
     ({"conversation": {"id": "c"}}, f"conversation is set; this field is not served: {STORED}"),
-    ({"prompt": {"id": "p"}}, f"prompt is set; this field is not served: {STORED}"),
     ({"background": True}, "background is not false"),
     ({"truncation": "auto"}, "truncation is 'auto'"),
     ({"top_logprobs": 2}, "top_logprobs is not 0"),
@@ -220,8 +200,6 @@ REFUSED = [
     ({"tool_choice": {"type": "web_search"}}, "is of type 'web_search', which is not served"),
     ({"tool_choice": {"type": "function", "name": "f"}, "tools": [TOOL]}, "tool_choice.name is 'f', which is none"),
     ({"max_output_tokens": 0}, "max_output_tokens is 0; expected 1"),
-    ({"temperature": 101.0}, "temperature is 101.0"),
-    ({"new_knob": 1}, "new_knob is 1; this field is not served"),
     ({"event_ids": True}, "event_ids is True; a stream of this route cannot be continued"),
     ({"input": []}, "input has 0 messages; expected 1"),
 ]
@@ -236,9 +214,7 @@ async def test_what_is_not_served_is_refused_by_name(saying):
     await RESPONSES.check_refusals(saying, REFUSED)
 
 
-async def test_other_models_and_stored_answers_are_not_found(saying):
-    with pytest.raises(openai.NotFoundError, match="model is 'gpt-5'"):
-        await saying.client.responses.create(model="gpt-5", input="hi")
+async def test_stored_answers_are_not_found(saying):
     with pytest.raises(openai.NotFoundError, match="no response has the id 'resp_1': this server stores none"):
         await saying.client.responses.retrieve("resp_1")
     with pytest.raises(openai.NotFoundError):

@@ -143,9 +143,7 @@ async def test_an_answer_that_is_read_after_all_is_whole_and_its_connection_stay
         assert "uptime_seconds" in await taken(connection)
 
 
-async def test_an_answer_counts_against_its_callers_quota_until_it_is_written_or_its_reader_is_gone(tmp_path):
-    tokens = tmp_path / "tokens"
-    tokens.write_text(f"alice {ALICE}\n")
+async def test_an_answer_counts_against_its_callers_quota_until_it_is_written_or_its_reader_is_gone(tokens):
     known = f"Authorization: Bearer {ALICE}"
     async with talking(FakeEngine(burst=40), token_file=tokens, max_requests_per_token=1) as server:
 

@@ -112,21 +112,11 @@ def name_of(blocks, *changes):
     return msgspec.msgpack.decode(event)[1][0]
 
 
-def test_pages_of_an_adapter_have_names_of_their_own_and_tell_it():
+def test_a_name_is_the_same_on_every_server_of_a_model_and_covers_salt_adapter_and_beginning():
     """Of another adapter, of the same name with other weights, and of none: a router must not take one for another."""
-    names, told = set(), []
-    for adapter in (None, ("one", "f1"), ("one", "f2"), ("two", "f1")):
-        salt = (None, 0) if adapter is None else (None, 0, adapter)
-        blocks = CachedBlocks("m")
-        for change in (CacheChange(1, None, salt, (1, 2)), CacheChange(2, 1, None, (3, 4))):
-            event = msgspec.msgpack.decode(blocks.apply(change))
-            names.add(event[1][0])
-            told.append(event[7:])
-    assert len(names) == 8
-    assert told == [[], [], *[["one", None]] * 4, *[["two", None]] * 2]
-
-
-def test_a_name_is_the_same_on_every_server_of_a_model_and_covers_salt_and_beginning():
+    of_adapters = [
+        CacheChange(0, None, (None, 0, adapter), (1, 2)) for adapter in (("a", "f1"), ("a", "f2"), ("b", "f1"))
+    ]
     texts = {
         "plain": [entered(0)],
         "salted": [entered(0, salt="a")],
@@ -135,6 +125,8 @@ def test_a_name_is_the_same_on_every_server_of_a_model_and_covers_salt_and_begin
         "other tokens": [entered(0, tokens=(1, 3))],
         "second": [entered(0), entered(1, 0)],
         "second of the salted": [entered(0, salt="a"), entered(1, 0)],
+        **{f"{change.salt}": [change] for change in of_adapters},
+        **{f"second of {change.salt}": [change, entered(1, 0)] for change in of_adapters},
     }
     names = {text: name_of(CachedBlocks("m"), *changes) for text, changes in texts.items()}
     assert len(set(names.values())) == len(texts)
@@ -144,6 +136,9 @@ def test_a_name_is_the_same_on_every_server_of_a_model_and_covers_salt_and_begin
     over_the_wire = [change._replace(salt=change.salt and list(change.salt)) for change in texts["salted"]]
     assert name_of(CachedBlocks("m"), *over_the_wire) == names["salted"]
     assert all(0 <= name < 1 << 64 for name in names.values())
+    blocks = CachedBlocks("m")
+    told = [msgspec.msgpack.decode(blocks.apply(change))[7:] for change in (of_adapters[0], entered(1, 0))]
+    assert told == [["a", None]] * 2, "the adapter"
 
 
 # ------------------------------------------------------------------------------------------------- over ZeroMQ
@@ -174,10 +169,16 @@ async def hear(reader, router):
     router.hear(int.from_bytes(number, "big"), payload)
 
 
+async def hear_until(condition, reader, router):
+    while not condition():
+        await hear(reader, router)
+
+
 async def hear_of(tokens, reader, router, salt=None):
     """Let the router hear until it knows all pages of a prompt that can be found."""
-    while router.num_known(tokens, salt) < (len(tokens) - 1) // PAGE_SIZE * PAGE_SIZE:
-        await hear(reader, router)
+    await hear_until(
+        lambda: router.num_known(tokens, salt) >= (len(tokens) - 1) // PAGE_SIZE * PAGE_SIZE, reader, router
+    )
 
 
 async def replay(asking, router, first=0):
@@ -214,6 +215,8 @@ async def publishing(endpoints, **options):
 
 async def test_a_router_that_comes_late_asks_for_the_log(endpoints):
     async with publishing(endpoints) as events, listening(events, *endpoints) as (reader, asking):
+        for wrong in ((b"",), (b"", b"1"), (b"", b"12345678", b""), (b"12345678",)):
+            await asking.send_multipart(wrong)  # is not answered and does no harm
         router = Router()
         await replay(asking, router)
         begun = router.numbers[-1] + 1
@@ -229,20 +232,10 @@ async def test_a_router_that_comes_late_asks_for_the_log(endpoints):
         assert not nothing.numbers
         events.publish([entered(3, 0)])
         heard, late = Router(), Router()
-        while begun + 2 not in heard.numbers:
-            await hear(reader, heard)
+        await hear_until(lambda: begun + 2 in heard.numbers, reader, heard)
         await replay(asking, late)
         assert late.blocks == heard.blocks
         assert (None, (1, 2, 1, 2)) in heard.blocks.values()
-
-
-async def test_a_request_that_is_none_is_not_answered_and_does_no_harm(endpoints):
-    async with publishing(endpoints) as events, listening(events, *endpoints) as (_, asking):
-        for wrong in ((b"",), (b"", b"1"), (b"", b"12345678", b""), (b"12345678",)):
-            await asking.send_multipart(wrong)
-        router = Router()
-        await replay(asking, router)
-        assert router.numbers
 
 
 async def test_a_long_log_begins_anew_with_all_that_is_cached(endpoints):
@@ -250,8 +243,7 @@ async def test_a_long_log_begins_anew_with_all_that_is_cached(endpoints):
         for number in range(100):
             events.publish([entered(number, tokens=(number, 0)), *([CacheChange(number - 3)] if number > 2 else [])])
         router, late = Router(), Router()
-        while (None, (99, 0)) not in router.blocks.values():
-            await hear(reader, router)
+        await hear_until(lambda: (None, (99, 0)) in router.blocks.values(), reader, router)
         await replay(asking, late)
         assert late.numbers == list(range(len(late.numbers)))
         assert router.numbers.count(0) > 1
@@ -321,19 +313,15 @@ async def test_with_the_engines_process_all_that_was_cached_is_gone(endpoints):
     async with hearing_server(endpoints, apart) as (server, http, reader, asking):
         router = Router()
         await complete(http, TEXT)
-        while not router.blocks:
-            await hear(reader, router)
+        await hear_until(lambda: router.blocks, reader, router)
         server.kill()
-        while router.blocks:
-            await hear(reader, router)
+        await hear_until(lambda: not router.blocks, reader, router)
         await until(lambda: metric(server, "engine_restarts_total") == 1)
         await complete(http, TEXT)
-        while not router.blocks:
-            await hear(reader, router)
+        await hear_until(lambda: router.blocks, reader, router)
         late = Router()
         await replay(asking, late)
-        while late.numbers[-1] > router.numbers[-1]:
-            await hear(reader, router)
+        await hear_until(lambda: late.numbers[-1] <= router.numbers[-1], reader, router)
         assert late.blocks == router.blocks
 
 
@@ -341,8 +329,7 @@ async def test_a_recovered_engine_on_a_thread_tells_again_what_it_kept(endpoints
     async with hearing_server(endpoints, on_a_thread) as (server, http, reader, _):
         router = Router()
         await complete(http, TEXT)
-        while not router.blocks:
-            await hear(reader, router)
+        await hear_until(lambda: router.blocks, reader, router)
         engine = server.app.host.engine
         step = engine.step
 
@@ -352,8 +339,7 @@ async def test_a_recovered_engine_on_a_thread_tells_again_what_it_kept(endpoints
 
         engine.step = fails_once
         await complete(http, "x = ")
-        while router.blocks:
-            await hear(reader, router)
+        await hear_until(lambda: not router.blocks, reader, router)
         [rendered] = (await http.post("/v1/completions/render", json={"prompt": TEXT})).json()
         await hear_of(rendered["token_ids"], reader, router)
         assert (await complete(http, TEXT))[1] == router.num_known(rendered["token_ids"]) > 0

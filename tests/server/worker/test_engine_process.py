@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
@@ -33,7 +33,7 @@ from server.worker.remote import EngineProgram
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_generate import collect, request, streamed
-from tests.server.test_life import LONG, code_of, health_of, metric, reason_of
+from tests.server.test_life import LONG, code_of, health_of, metric, read_to_end, reason_of, watched
 from tests.server.worker import fake_child
 from tests.serving import http_client, serving, until
 
@@ -100,14 +100,6 @@ async def begun(calls) -> None:
         assert (await call.read()).delta.token_ids
 
 
-async def rest(call) -> list[pb.Finished]:
-    """The ends of a stream, some of which has been read."""
-    messages = []
-    while (message := await call.read()) is not grpc.aio.EOF:
-        messages.append(message)
-    return [message.finished for message in messages if message.HasField("finished")]
-
-
 async def restarted(server, times: int = 1) -> None:
     await until(lambda: metric(server, "engine_restarts_total") == times, 60)
     assert server.app.lifecycle.state is State.READY
@@ -152,7 +144,7 @@ async def test_cancel_deadline_abort_and_poison_reach_it():
         assert await code_of(collect(late)) == grpc.StatusCode.DEADLINE_EXCEEDED
         calls[0].cancel()
         await server.control.Abort(control_pb2.AbortRequest(request_id="r1"))
-        (end,) = await rest(calls[1])
+        (end,) = await read_to_end(calls[1])
         assert end.finish_reason == pb.FINISH_REASON_ABORTED
         assert (await queued.read()).delta.token_ids  # there was room for it
         await server.control.Abort(control_pb2.AbortRequest(all=True))
@@ -175,8 +167,7 @@ async def test_who_brings_it_down_ends_and_the_others_go_on_with_the_next(accide
     async with apart(hang_seconds=hang_seconds, max_batch_size=4) as server:
         calls = [server.inference.GenerateStream(slow(stopping=SOME)) for _ in range(3)]
         await begun(calls)
-        watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest())
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch = await watched(server)
         bad = request(**prompt(getattr(fake_child, accident)), stopping=LONG, request_id="bad")
         poison = server.inference.GenerateStream(bad)
         calls.append(server.inference.GenerateStream(slow(stopping=SOME)))  # is queued
@@ -184,7 +175,7 @@ async def test_who_brings_it_down_ends_and_the_others_go_on_with_the_next(accide
         assert await code_of(collect(poison)) == grpc.StatusCode.INTERNAL
         assert "request bad brought the engine down" in caplog.text
         for i, call in enumerate(calls):
-            ends = await rest(call)
+            ends = await read_to_end(call)
             assert ends[0].usage.completion_tokens == SOME.max_tokens, i
             assert ends[0].interruptions == (0 if i == 3 else 2)
         assert await answers(server)
@@ -245,7 +236,7 @@ async def test_an_end_that_the_lost_engine_was_told_holds(way, monkeypatch):
         await until(lambda: told)
         server.kill()
         if way == "abort":
-            (end,) = await rest(call)
+            (end,) = await read_to_end(call)
             assert (end.finish_reason, end.interruptions) == (pb.FINISH_REASON_ABORTED, 1)
             assert end.usage.completion_tokens < 3000
         await restarted(server)
@@ -261,7 +252,7 @@ async def test_a_successor_that_does_not_load_is_given_up(tmp_path):
         call = server.inference.GenerateStream(slow(stopping=SOME))
         await begun([call])
         server.kill()
-        (end,) = await rest(call)
+        (end,) = await read_to_end(call)
         assert (end.usage.completion_tokens, end.interruptions) == (SOME.max_tokens, 1)
         assert not hangs.exists()
         await restarted(server)
@@ -289,7 +280,7 @@ async def test_while_it_is_away_callers_hear_of_it_over_both_doors(monkeypatch):
         assert metric(server, "engine_up") == 0
         gate.set()
         await restarted(server)
-        (end,) = await rest(call)
+        (end,) = await read_to_end(call)
         assert (end.usage.completion_tokens, end.interruptions) == (SOME.max_tokens, 1)
         assert state_of(victim) == "", "it was waited for"
         assert await answers(server)
@@ -365,9 +356,9 @@ async def test_a_crash_while_draining_ends_no_stream(second_signal):
         if second_signal:
             await until(lambda: metric(server, "engine_up") == 0 or metric(server, "engine_restarts_total"))
             server.app.stop()
-            assert await reason_of(rest(call)) == "DRAINING"
+            assert await reason_of(read_to_end(call)) == "DRAINING"
         else:
-            (end,) = await rest(call)
+            (end,) = await read_to_end(call)
             assert (end.usage.completion_tokens, end.interruptions) == (SOME.max_tokens, 1)
         assert await server.running == 0
 

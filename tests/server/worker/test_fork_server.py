@@ -17,9 +17,9 @@ from server.lifecycle import State
 from server.worker import fork_server
 from server.worker.fork_server import Forked, ForkServer, ForkServerGone
 from tests.server.test_generate import collect, request
-from tests.server.test_life import LONG, code_of
+from tests.server.test_life import LONG, code_of, read_to_end
 from tests.server.worker import fake_child
-from tests.server.worker.test_engine_process import SOME, answers, apart, begun, prompt, rest, restarted, slow, state_of
+from tests.server.worker.test_engine_process import SOME, answers, apart, begun, prompt, restarted, slow, state_of
 from tests.serving import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -142,7 +142,7 @@ async def test_without_its_fork_server_a_server_starts_another_one_and_the_log_o
         call = server.inference.GenerateStream(slow(stopping=SOME))
         await begun([call])
         os.kill(parent_of(server.host.pid), signal.SIGKILL)
-        (end,) = await rest(call)
+        (end,) = await read_to_end(call)
         assert (end.usage.completion_tokens, end.interruptions) == (SOME.max_tokens, 1)
         assert await answers(server)
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
@@ -163,7 +163,7 @@ async def test_a_standby_takes_over_and_gets_a_successor():
             call = server.inference.GenerateStream(slow(stopping=SOME))
             await begun([call])
             server.kill()
-            (end,) = await rest(call)
+            (end,) = await read_to_end(call)
             assert (end.usage.completion_tokens, end.interruptions) == (SOME.max_tokens, 1)
             assert server.host.pid == standby
             await restarted(server, times)

@@ -29,10 +29,11 @@ class FakeWorker:
 class Loads:
     """Each load makes a worker, or fails, as soon as the gate is open."""
 
-    def __init__(self):
-        self.workers, self.begun, self.fails = [], 0, 0
+    def __init__(self, *, is_open=True, fails=0):
+        self.workers, self.begun, self.fails = [], 0, fails
         self.gate = asyncio.Event()
-        self.gate.set()
+        if is_open:
+            self.gate.set()
 
     async def __call__(self):
         self.begun += 1
@@ -52,18 +53,18 @@ class Pauses(list):
         await asyncio.sleep(0)
 
 
-async def test_it_is_taken_once_and_as_soon_as_it_is_loaded():
-    loads = Loads()
-    loads.gate.clear()
+@pytest.mark.parametrize("fails", [0, 1])
+async def test_it_is_taken_once_and_as_soon_as_it_is_loaded_and_is_none_if_it_cannot_be(fails):
+    loads = Loads(is_open=False, fails=fails)
     standby = Standby(loads)
     taking = asyncio.ensure_future(standby.take())
     await until(lambda: loads.begun == 1)
     assert not taking.done()
     loads.gate.set()
-    assert await taking == (loads.workers[0], "facts")
+    assert await taking == (None if fails else (loads.workers[0], "facts"))
     assert await standby.take() is None
     await standby.close()
-    assert (loads.workers[0].closed, loads.begun) == (0, 1)
+    assert ([worker.closed for worker in loads.workers], loads.begun) == ([0] * (1 - fails), 1)
 
 
 async def test_one_that_is_lost_again_and_again_is_replaced_after_longer_and_longer_pauses():
@@ -81,24 +82,11 @@ async def test_one_that_is_lost_again_and_again_is_replaced_after_longer_and_lon
 
 
 async def test_one_that_cannot_be_loaded_is_tried_again():
-    loads, pauses = Loads(), Pauses()
-    loads.fails = 2
+    loads, pauses = Loads(fails=2), Pauses()
     standby = Standby(loads, pauses)
     await until(lambda: loads.workers)
     assert pauses == [0.5, 1.0]
     assert await standby.take() == (loads.workers[0], "facts")
-    await standby.close()
-
-
-async def test_one_that_fails_while_it_is_waited_for_is_none():
-    loads = Loads()
-    loads.gate.clear()
-    loads.fails = 1
-    standby = Standby(loads)
-    taking = asyncio.ensure_future(standby.take())
-    await until(lambda: loads.begun == 1)
-    loads.gate.set()
-    assert await taking is None
     await standby.close()
 
 
@@ -116,9 +104,7 @@ async def test_one_that_is_lost_at_the_moment_it_is_taken_is_closed_once():
 
 @pytest.mark.parametrize("is_loaded", [False, True])
 async def test_it_is_closed_whether_it_is_loaded_or_not(is_loaded):
-    loads = Loads()
-    if not is_loaded:
-        loads.gate.clear()
+    loads = Loads(is_open=is_loaded)
     standby = Standby(loads)
     await until(lambda: loads.begun)
     await asyncio.sleep(0)
@@ -127,8 +113,7 @@ async def test_it_is_closed_whether_it_is_loaded_or_not(is_loaded):
 
 
 async def test_who_stops_waiting_for_it_leaves_it_to_be_closed():
-    loads = Loads()
-    loads.gate.clear()
+    loads = Loads(is_open=False)
     standby = Standby(loads)
     taking = asyncio.ensure_future(standby.take())
     await until(lambda: loads.begun)

@@ -12,16 +12,8 @@ from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Metrics
 from server.worker import supervisor as supervisor_module
 from server.worker.supervisor import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Crashes, Supervisor
+from tests.server.test_security import Clock
 from tests.serving import until
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 def failed(crashes):

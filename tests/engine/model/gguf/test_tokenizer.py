@@ -18,7 +18,6 @@ from engine.model.gguf.tokenizer import chat_template_in, end_tokens_in, special
 from engine.text.codec import Codec
 from models import embedded_target
 from server.chat import ChatTemplate, Message
-from tests import gguf_files
 
 TEXTS = (
     "def sort(items):\n    return sorted(items, key=len)[::-1]\n\n\n# 1234567 things",
@@ -249,4 +248,3 @@ def test_gemma_writes_runs_of_spaces_as_they_are(tmp_path: Path) -> None:
     found = read_back(tmp_path, describing(original, "llama", None, add_bos_token_id=1), "gemma3")
     assert found.encode("  x").tokens[1:] != found.encode("x").tokens[1:]
     assert found.decode(found.encode("  x").ids) == "  x"
-    assert gguf_files.ARCHITECTURES["gemma3_text"] == "gemma3"

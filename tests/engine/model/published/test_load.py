@@ -233,15 +233,6 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
         loaded(folder, weights)
 
 
-def test_a_file_that_is_cut_short_is_named(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    file = shutil.copytree(folder_of("gptq"), tmp_path / "copy") / "model.safetensors"
-    size = file.stat().st_size
-    with file.open("rb+") as handle:
-        handle.truncate(size - 10)
-    with pytest.raises(ModelError, match=rf"{file} is cut short: \S+ ends at byte {size}, the file at {size - 10}"):
-        loaded(file.parent)
-
-
 def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved_or_cut(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -158,12 +158,12 @@ def _embeddings() -> Tensor:
     return table
 
 
-def planted(folder: Path, *, right: bool = True, dtype: torch.dtype = torch.float32) -> str:
+def planted(folder: Path, *, dtype: torch.dtype = torch.float32) -> str:
     """A draft for `planted_target`.
 
     Every row looks at the row before it, by position alone. Each layer but the last adds to a row the successor of what
     the row before it holds, so layer i brings it to row i; the last puts into each row what the row before it holds,
-    because the target's output matrix itself takes one step. Not `right`: that is moved by one token on the way.
+    because the target's output matrix itself takes one step.
     """
     layer = layer_shapes(HIDDEN, HIDDEN, HIDDEN, HIDDEN, 8)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
@@ -184,11 +184,10 @@ def planted(folder: Path, *, right: bool = True, dtype: torch.dtype = torch.floa
             if i < _DEPTH - 1:
                 made[mark + "o_proj.weight"][successor(token), token] = 1
             else:
-                other = token if right else FIRST + (token - FIRST + 1) % (LAST - FIRST + 1)
-                made[mark + "o_proj.weight"][other, token] = 100
+                made[mark + "o_proj.weight"][token, token] = 100
     sizes = {"num_hidden_layers": _DEPTH, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": HIDDEN}
     more = {"vocab_size": NUMBER, "intermediate_size": 8, "rope_theta": 10000.0}
     own = {"mask_token_id": PLANTED_MASK, "target_layer_ids": [0, 1]}
     config = AUTHORS | sizes | more | {"layer_types": ["full_attention"] * _DEPTH, "dflash_config": own}
     stored = {name: tensor.to(dtype) for name, tensor in made.items()}
-    return heads.save(folder / ("right" if right else "wrong"), config, stored)
+    return heads.save(folder / "planted", config, stored)

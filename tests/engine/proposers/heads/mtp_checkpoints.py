@@ -26,17 +26,10 @@ _QWEN_NAMES = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", 
 
 def config_of(family: str, *, further: int = 0, vocab: int = zoo.VOCAB) -> PreTrainedConfig:
     """A tiny config of a family, its target `further` layers deeper: they attend, and have experts where others do."""
-    found = _small(family, further)
-    found.vocab_size = vocab
-    return found
-
-
-def _small(family: str, further: int) -> PreTrainedConfig:
     if family == "glm-4-moe-lite":
-        depth = 2 + further
         return zoo.config_of("glm4_moe_lite", **zoo.LATENT, n_routed_experts=4, num_experts_per_tok=2,
-                             moe_intermediate_size=16, num_hidden_layers=depth,
-                             mlp_layer_types=["dense"] + ["sparse"] * (depth - 1))  # fmt: skip
+                             moe_intermediate_size=16, num_hidden_layers=2 + further, vocab_size=vocab,
+                             mlp_layer_types=["dense"] + ["sparse"] * (1 + further))  # fmt: skip
     if family == "qwen-3.5-moe":
         base = zoo.further_families()["qwen-3-next"].to_dict()
         kept = {k: v for k, v in base.items() if k.startswith(("linear_", "moe_", "shared_", "num_expert", "head_dim"))}
@@ -44,6 +37,7 @@ def _small(family: str, further: int) -> PreTrainedConfig:
     else:
         found = zoo.further_families()[family]
     found.num_hidden_layers += further
+    found.vocab_size = vocab
     if getattr(found, "layer_types", None) is not None:
         found.layer_types = [*found.layer_types, *["full_attention"] * further]
     return found
@@ -109,16 +103,14 @@ def save(family: str, folder: Path, **how: bool) -> SavedWithMTP:
     return write(family, folder, target, whole, parts, **how)
 
 
-def planted(
-    family: str, folder: Path, *, wrong: bool = False, noise: float = 0.0, vocab: int = zoo.VOCAB
-) -> SavedWithMTP:
+def planted(family: str, folder: Path, *, noise: float = 0.0, vocab: int = zoo.VOCAB) -> SavedWithMTP:
     """A target whose next token is a function of its last one, and a layer that computes it from the embedding alone.
 
-    `wrong`: the layer has an output matrix of its own, for another function. `noise` is added to the target's layers.
+    `noise` is added to the target's layers.
     """
     generator = torch.Generator().manual_seed(11)
     table = torch.nn.functional.normalize(torch.randn(vocab, _HIDDEN, generator=generator), dim=-1)
-    orders = [torch.randperm(vocab, generator=generator) for _ in range(2)]
+    order = torch.randperm(vocab, generator=generator)
     target = zoo.with_large_weights(config_of(family, vocab=vocab))
     whole = _eager(config_of(family, further=1, vocab=vocab), seed=7)
     with torch.no_grad():
@@ -127,12 +119,10 @@ def planted(
                 if name.split(".")[-2] in ("o_proj", "out_proj") or "down_proj" in name:
                     weight.mul_(amount)
         target.get_input_embeddings().weight.copy_(table)
-        target.get_output_embeddings().weight.copy_(table[orders[0]])
+        target.get_output_embeddings().weight.copy_(table[order])
     ones = torch.zeros(_HIDDEN) if family not in DEEPSEEK else torch.ones(_HIDDEN)
     parts = {name: ones.clone() for name in ("enorm", "hnorm", "norm")}
     parts["eh_proj"] = torch.cat([torch.eye(_HIDDEN), torch.zeros(_HIDDEN, _HIDDEN)], 1)
-    if wrong:
-        parts["head"] = table[orders[1]]
     return write(family, folder, target, whole, parts)
 
 

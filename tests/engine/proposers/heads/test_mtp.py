@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers.modeling_layers import MtpModel
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -37,21 +36,16 @@ def engine_of(folder: str, **config: object) -> Engine:
     )  # fmt: skip
 
 
-def served_drafts(engine: Engine, saved: SavedWithMTP, tokens: list[int], *, parts: int = 1) -> list[int]:
-    """Drafts behind `tokens`, from the plain target's features, shown in so many parts."""
-    mtp, sequence, stop = engine.proposers.by_name["mtp"], heads.opened(tokens), len(tokens) - 1
-    states, step = {FINAL: saved.features(tokens[:-1])}, -(-stop // parts)
-    for start in range(0, stop, step):
-        heads.show(mtp, sequence, states, start, min(start + step, stop))
-    [drafts] = mtp.propose([sequence], [COUNT]).tokens
-    return list(drafts)
-
-
 def assert_drafts(engine: Engine, saved: SavedWithMTP) -> None:
+    """From the plain target's features, shown at once and in three parts."""
+    mtp = engine.proposers.by_name["mtp"]
     for tokens in TEXTS:
-        want = saved.drafts(tokens, COUNT)
-        assert served_drafts(engine, saved, tokens) == want
-        assert served_drafts(engine, saved, tokens, parts=3) == want, "shown in parts"
+        stop, states = len(tokens) - 1, {FINAL: saved.features(tokens[:-1])}
+        for step in (stop, -(-stop // 3)):
+            sequence = heads.opened(tokens)
+            for start in range(0, stop, step):
+                heads.show(mtp, sequence, states, start, min(start + step, stop))
+            assert mtp.propose([sequence], [COUNT]).tokens == (tuple(saved.drafts(tokens, COUNT)),)
 
 
 # ------------------------------------------------------------------------------------------------ what it drafts
@@ -83,49 +77,14 @@ def test_drafts_are_those_of_the_papers_equations(tmp_path: Path, family: str) -
         assert chain._embedding is target.get_input_embeddings()
         assert chain._output is target.get_output_embeddings()
         assert len(chain._model.get_input_embeddings().weight) == 1
-    if "sharded" in how:
-        assert_only_the_files_with_its_tensors_are_read(saved)
-
-
-def assert_only_the_files_with_its_tensors_are_read(saved: SavedWithMTP) -> None:
-    finder = MTPFinder.of(saved.target.config)
-    assert finder is not None
-    found = read_wanted(saved.folder, None, finder)
-    assert {name for name in found if not name.startswith("mtp.")} == {"model.embed_tokens.weight", "lm_head.weight"}
-    index = json.loads(Path(saved.folder, "model.safetensors.index.json").read_text())
-    assert {name for name in index["weight_map"] if name.startswith("mtp.")} <= found.keys()
-
-
-def test_transformers_own_layer_drafts_the_same(tmp_path: Path) -> None:
-    """Its class reads the checkpoint by names and renamings of its own."""
-    saved = checkpoints.save("deepseek-v3", tmp_path)
-    saved.target.config._name_or_path, saved.target.config.dtype = saved.folder, torch.float32
-    saved.target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{saved.target.config.num_hidden_layers}\."]
-    theirs = MtpModel.from_pretrained(saved.target).eval()
-    for tokens in TEXTS:
-        positions = torch.arange(1, len(tokens))[None]
-        drafts, _, _ = theirs(
-            torch.tensor([tokens[1:]]), saved.features(tokens[:-1])[None], None, positions, None, full_input_ids=None
-        )
-        assert drafts[0].tolist() == saved.drafts(tokens, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "first", "second"),
-    [("glm-4-moe", "model.layers.2.", "model.layers.3."), ("qwen-3.5", "mtp.layers.0.", "mtp.layers.1.")],
-)
-def test_the_first_of_several_layers_drafts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, first: str, second: str
-) -> None:
-    saved = checkpoints.save(family, tmp_path)
-    [file] = Path(saved.folder).glob("*.safetensors")
-    more = {name.replace(first, second): torch.randn_like(x) for name, x in load_file(file).items() if first in name}
-    checkpoints.change(saved.folder, more)
-    with caplog.at_level(logging.INFO, "engine.proposers.heads.mtp"):
-        engine = engine_of(saved.folder)
-    assert f"{saved.folder!r} has 2 MTP layers; the first one drafts" in caplog.text
-    assert_drafts(engine, saved)
+    if "sharded" in how:  # only the files with its tensors are read
+        finder = MTPFinder.of(saved.target.config)
+        assert finder is not None
+        found = read_wanted(saved.folder, None, finder)
+        others = {name for name in found if not name.startswith("mtp.")}
+        assert others == {"model.embed_tokens.weight", "lm_head.weight"}
+        index = json.loads(Path(saved.folder, "model.safetensors.index.json").read_text())
+        assert {name for name in index["weight_map"] if name.startswith("mtp.")} <= found.keys()
 
 
 @pytest.mark.slow
@@ -133,25 +92,14 @@ def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
     """FP8 in blocks, as DeepSeek's own checkpoint has it, and GPTQ; the target's layers are in floats."""
     fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": published.GROUP, "desc_act": False, "sym": True}
-    writers = {
-        "fp8": (fp8, lambda name, x: published.fp8(name, x, block=(16, 16), suffix="_scale_inv")),
-        "gptq": (gptq, published.gptq),
-    }
-    for kind, (settings, write) in writers.items():
-        saved = checkpoints.save("glm-4-moe", tmp_path / kind)
-        changed, last = dict[str, Tensor](), saved.whole.model.layers[-1]
-        for path, holder, name in (("eh_proj", saved.parts, "eh_proj"), ("self_attn.q_proj", last.self_attn, "q_proj")):
-            plain = holder[name] if isinstance(holder, dict) else getattr(holder, name).weight.data
-            tensors, meant = write(f"model.layers.2.{path}", plain)
-            changed |= tensors
-            if isinstance(holder, dict):
-                holder[name] = meant
-            else:
-                getattr(holder, name).weight.data = meant
-        without = [] if kind == "fp8" else ["layers.2.eh_proj.weight", "layers.2.self_attn.q_proj.weight"]
-        for name in without:
-            checkpoints.change(saved.folder, {}, without=name)
-        checkpoints.change(saved.folder, changed)
+    in_blocks = partial(published.fp8, block=(16, 16), suffix="_scale_inv")
+    for settings, write in ((fp8, in_blocks), (gptq, published.gptq)):
+        saved = checkpoints.save("glm-4-moe", tmp_path / settings["quant_method"])
+        query = saved.whole.model.layers[-1].self_attn.q_proj.weight
+        joining, saved.parts["eh_proj"] = write("model.layers.2.eh_proj", saved.parts["eh_proj"])
+        asking, query.data = write("model.layers.2.self_attn.q_proj", query.data)
+        checkpoints.change(saved.folder, joining, without="layers.2.eh_proj.weight")
+        checkpoints.change(saved.folder, asking, without="layers.2.self_attn.q_proj.weight")
         config = Path(saved.folder, "config.json")
         config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))
         assert_drafts(engine_of(saved.folder, dtype="float32"), saved)
@@ -217,6 +165,17 @@ def test_the_log_says_that_there_are_such_layers(
             assert not load_heads(EngineConfig(target=str(tmp_path / folder)), saved.target)
     [said] = (record.getMessage() for record in caplog.records)
     assert said == f"{saved.folder!r} has layers for multi-token prediction; with the option mtp they draft"
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "second"),
+    [("glm-4-moe", "model.layers.2.enorm", "model.layers.3.enorm"), ("qwen-3.5", "mtp.layers.0.x", "mtp.layers.1.x")],
+)
+def test_the_first_of_several_layers_drafts(family: str, first: str, second: str) -> None:
+    finder = MTPFinder.of(checkpoints.config_of(family))
+    assert finder is not None
+    found, layers = finder.first_layer({f"{first}.weight": torch.zeros(1), f"{second}.weight": torch.ones(1)})
+    assert ([tensor.item() for tensor in found.values()], layers) == ([0.0], 2)
 
 
 def test_names_inside_of_a_model_that_also_sees() -> None:

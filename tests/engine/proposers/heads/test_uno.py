@@ -22,7 +22,6 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest, ModelError
 from engine.kv.batch import Feed
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.proposers.base import Proposal
 from engine.proposers.chain import Chain
 from engine.proposers.heads import uno, weights
@@ -35,7 +34,6 @@ from engine.types import Sequence as Output
 from tests import adapters, fakes, zoo
 from tests.covering import some
 
-GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
 ATTENDING = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "llama-tied": ["q_proj", "v_proj", "lm_head"],
@@ -124,25 +122,16 @@ def served(model: PreTrainedModel, folder: Path, prepare: Any = zoo.ours, **conf
         watched.append(Watched(inner))
         return watched[0]
 
-    settings = EngineConfig(**{"target": "t", "uno": str(folder), "max_batch_size": 8, "page_size": 4} | config)
+    usual = {"target": "t", "uno": str(folder), "proposer": "uno", "speculation": "fixed"}
+    settings = EngineConfig(**usual | {"max_batch_size": 8, "page_size": 4} | config)
     engine = assemble(settings, prepare(model), wrappers={"uno": watch})
     return engine, watched[0]
 
 
-def drafting(prompts: list[list[int]], num_draft: int | None = None, **fields: Any) -> list[Request]:
+def drafting(count: int, num_draft: int | None = None) -> list[Request]:
     """Requests with K of 1, 2, 3, ... unless it is given."""
-    return [
-        Request(
-            request_id=str(i),
-            token_ids=tuple(prompt),
-            sampling=fields.get("sampling", GREEDY),
-            adapter=fields.get("names", [None] * len(prompts))[i],
-            speculation=SpeculationParams(
-                proposer="uno", mode=SpeculationMode.FIXED, num_draft_tokens=i + 1 if num_draft is None else num_draft
-            ),
-        )
-        for i, prompt in enumerate(prompts)
-    ]
+    ks = [num_draft or i + 1 for i in range(count)]
+    return fakes.requests(zoo.prompts(count), ks, max_tokens=9, ignore_eos=True)
 
 
 def in_c(model: PreTrainedModel) -> PreTrainedModel:
@@ -160,8 +149,9 @@ def test_drafts_are_those_of_the_paper(tmp_path: Path, family: str) -> None:
     other = adapters.write(tmp_path / "other", model, 3, 3.0, [t for t in targets if t != "kv_b_proj"] or ["o_proj"])
     prepare = in_c if family in IN_C else zoo.ours
     engine, watched = served(model, folder, prepare, adapter={"other": str(other)})
-    names = [None, "other", None, None, None]
-    outputs = fakes.run(engine, drafting(zoo.prompts(5), names=names))
+    wanted = drafting(5)
+    wanted[1] = replace(wanted[1], adapter="other")
+    outputs = fakes.run(engine, wanted)
     assert watched.said
     for asked, feeds, logits, said in zip(watched.asked, watched.feeds, watched.logits, watched.said, strict=True):
         parts, first = iter(feeds), 0
@@ -220,7 +210,7 @@ def test_noise_is_drawn_below_the_mask_token_of_the_config(tmp_path: Path) -> No
         target = zoo.ours(model)
         target.config.mask_token_id = mask
         engine, watched = served(model, folder, lambda _, target=target: target)
-        fakes.run(engine, drafting(zoo.prompts(6), 8))
+        fakes.run(engine, drafting(6, 8))
         seen = {t for feeds in watched.feeds for f in feeds if f.adapter for t in f.tokens}
         assert seen <= set(range(1, largest + 1))
         assert len(seen) > 3
@@ -283,7 +273,7 @@ def test_a_pass_that_fails_costs_drafts_alone(tmp_path: Path) -> None:
     model = zoo.reference("llama")
     folder = adapters.write(tmp_path, model, 4, 8.0, ATTENDING["llama"])
     plain = assemble(EngineConfig(target="t", proposer="none"), zoo.ours(model))
-    want = fakes.run(plain, [replace(r, speculation=SpeculationParams()) for r in drafting(zoo.prompts(4))]).tokens
+    want = fakes.run(plain, drafting(4)).tokens
     engine, watched = served(model, folder)
     run = watched.runner.forward
 
@@ -294,14 +284,6 @@ def test_a_pass_that_fails_costs_drafts_alone(tmp_path: Path) -> None:
         return made
 
     watched.runner = SimpleNamespace(forward=failing)
-    for request in drafting(zoo.prompts(4), 4):
-        engine.add(request)
-    outputs, failures, accepted = fakes.Outputs(), 0, 0
-    while engine.has_work:
-        step = engine.step()
-        outputs.take(step.events)
-        failures += step.stats.draft_failures
-        accepted += step.stats.accepted
+    outputs = fakes.run(engine, drafting(4, 4), failures=3)
     assert outputs.tokens == want
-    assert failures > 1
-    assert accepted, "of the passes between"
+    assert any(done.stats.accepted for done in outputs.finished.values()), "of the passes between"

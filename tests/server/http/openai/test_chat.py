@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-
 import pytest
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.chat import ChatTemplate
 from server.formats.base import ReasoningMarks, Tool
 from server.formats.hermes import HermesFormat
 from server.http.openai.chat import ChatAnswers
 from server.http.pieces import CallReader
 from tests.engine.text.test_codec import CODEC
-from tests.server.fake_engine import FakeEngine, served
-from tests.server.fake_grammar import FakeCompiler
-from tests.server.http.interfaces import CHAT, TEMPLATE, talking
+from tests.server.http import agents
+from tests.server.http.interfaces import CHAT, on_the_shared_server
 
+ABOUT = agents.DIALECTS["chat"]
 HERMES = HermesFormat({}, ReasoningMarks())
 F = '<tool_call>\n{"name": "f", "arguments": {"x": "a"}}\n</tool_call>'
-G = '<tool_call>\n{"name": "g", "arguments": {"x": "b"}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(("has_logprobs", "chunks"), [(True, [2, 1, 1, 2]), (False, [1, 0, 0, 2])])
@@ -54,55 +50,20 @@ async def test_a_call_that_was_forced_is_no_reason_to_stop(is_forced, reason):
 # ------------------------------------------------------------------------------------------------------ over a port
 
 
-@asynccontextmanager
-async def speaking(text, chat_format=HERMES, template=TEMPLATE):
-    """A server whose model always says `text`, and stops at `§`."""
-    engine = FakeEngine(text=f"{text}§")
-    load = lambda *_: served(  # noqa: E731
-        engine, chat=ChatTemplate(template, {}), compile_grammar=FakeCompiler(), format=chat_format
-    )
-    async with talking(engine, load=load) as server:
-        yield server
-
-
-ASKED = CHAT | {
-    "stop": "§",
-    "max_tokens": 500,
-    "tools": [{"type": "function", "function": {"name": name}} for name in ("f", "g")],
-}
-
-
-async def test_openais_client_puts_a_stream_together_as_the_whole():
-    async with speaking(f"<think>hm</think>I call.\n{F}\n{G}") as server:
-        whole = await server.client.chat.completions.create(**ASKED)
-        [choice] = whole.choices
-        assert (choice.message.content, choice.message.reasoning_content) == ("I call.", "hm")
-        assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls] == [
-            ("f", '{"x": "a"}'),
-            ("g", '{"x": "b"}'),
-        ]
-        assert choice.finish_reason == "tool_calls"
-        assert whole.usage.completion_tokens_details.reasoning_tokens > 2
-        async with server.client.chat.completions.stream(**ASKED, stream_options={"include_usage": True}) as stream:
-            async for _ in stream:
-                pass
-            final = await stream.get_final_completion()
-        again = final.choices[0].message
-        assert (again.content, again.reasoning_content) == ("I call.", "hm")
-        assert [call.function.arguments for call in again.tool_calls] == ['{"x": "a"}', '{"x": "b"}']
-        assert final.choices[0].finish_reason == "tool_calls"
-        assert final.usage.completion_tokens_details == whole.usage.completion_tokens_details
-
-
-async def test_a_prompt_that_ends_in_the_reasoning():
-    async with speaking("hm</think>yes", template=TEMPLATE + "<think>\n") as server:
-        asked = CHAT | {"stop": "§"}
-        whole = await server.client.chat.completions.create(**asked)
-        assert (whole.choices[0].message.content, whole.choices[0].message.reasoning_content) == ("yes", "hm")
-        events = [e async for e in await server.client.chat.completions.create(**asked, stream=True)]
-        deltas = [event.choices[0].delta for event in events]
-        assert "".join(delta.content or "" for delta in deltas) == "yes"
-        assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm"
+@on_the_shared_server
+async def test_openais_client_puts_a_stream_together_as_the_whole(saying):
+    agents.say(saying, f"{agents.PLAN}\n{agents.CALL}")
+    asked = CHAT | {"max_tokens": 300, "tools": [ABOUT.tool], "extra_body": {"stop_token_ids": [agents.END_ID]}}
+    whole = await saying.client.chat.completions.create(**asked)
+    async with saying.client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_completion()
+    for made in (whole.model_dump(), final.model_dump()):
+        assert ABOUT.parts(made) == [*agents.PARTS, agents.PARTS[2]]
+        assert ABOUT.why(made) == "tool_calls"
+    assert final.usage == whole.usage
+    assert whole.usage.completion_tokens_details.reasoning_tokens > 2
 
 
 async def test_a_stream_that_is_read_has_no_ids():
@@ -112,8 +73,8 @@ async def test_a_stream_that_is_read_has_no_ids():
         (HermesFormat(), {"tools": []}, False),
         (HermesFormat(), {"tool_choice": "none"}, False),
     ):
-        async with speaking("a", chat_format) as server:
-            body = ASKED | {"stream": True, "event_ids": True} | fields
+        async with agents.talking(model_format=chat_format) as server:
+            body = CHAT | {"max_tokens": 3, "tools": [ABOUT.tool], "stream": True, "event_ids": True} | fields
             answer = await server.http.post("/v1/chat/completions", json=body)
             assert (answer.status_code == 400) == is_refused
             assert not is_refused or answer.json()["error"]["param"] == "event_ids"

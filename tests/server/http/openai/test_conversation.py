@@ -13,23 +13,20 @@ from server.http.requests import messages_of
 from server.http.types import ChatBody, CompletionBody, GenerateBody
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"name": "weather", "description": "d", "strict": True}
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": WEATHER | {"parameters": SCHEMA}},
     {"type": "function", "function": {"name": "time"}},
 ]
 USER = {"role": "user", "content": "u"}
 
 
 def chat(**fields):
-    """The conversation of a body."""
+    """The fields that the conversation of a body has."""
     body = ChatBody.model_validate({"messages": [USER]} | fields)
     assert not list(body.conflicts())
     [message] = messages_of(body)
-    return message.messages
-
-
-def shown(message):
-    return MessageToDict(message, preserving_proto_field_name=True)
+    return MessageToDict(message.messages, preserving_proto_field_name=True)
 
 
 def test_every_kind_of_turn():
@@ -43,7 +40,7 @@ def test_every_kind_of_turn():
         {"role": "assistant", "content": "wet", "reasoning_content": "hm"},
         {"role": "assistant", "reasoning": "so"},
     ]
-    assert [shown(turn) for turn in chat(messages=turns).messages] == [
+    assert chat(messages=turns)["messages"] == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "ab", "name": "Ann"},
         {"role": "assistant", "tool_calls": [{"id": "c1", "name": "weather", "arguments": '{"city": "Kiel"}'}]},
@@ -54,31 +51,24 @@ def test_every_kind_of_turn():
     ]
 
 
-def test_tools_are_passed_on():
-    weather, time = chat(tools=TOOLS).tools
-    assert (weather.name, weather.description, weather.strict) == ("weather", "d", True)
-    assert json.loads(weather.parameters) == SCHEMA
-    assert (time.name, time.description, time.parameters, time.strict) == ("time", "", "", False)
-
-
 NAMED = {"type": "function", "function": {"name": "time"}}
 
 
 @pytest.mark.parametrize(
     ("choice", "sent", "may_call"),
     [
-        (None, pb.ToolChoice(), ["weather", "time"]),
-        ("auto", pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_AUTO), ["weather", "time"]),
-        ("none", pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NONE), []),
-        ("required", pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED), ["weather", "time"]),
-        (NAMED, pb.ToolChoice(name="time"), ["time"]),
+        (None, None, ["weather", "time"]),
+        ("auto", {"mode": "TOOL_CHOICE_MODE_AUTO"}, ["weather", "time"]),
+        ("none", {"mode": "TOOL_CHOICE_MODE_NONE"}, []),
+        ("required", {"mode": "TOOL_CHOICE_MODE_REQUIRED"}, ["weather", "time"]),
+        (NAMED, {"name": "time"}, ["time"]),
     ],
     ids=str,
 )
-def test_the_choice_of_a_tool(choice, sent, may_call):
+def test_tools_and_the_choice_of_one(choice, sent, may_call):
     asked = chat(tools=TOOLS, tool_choice=choice)
-    assert asked.tool_choice == sent
-    assert asked.HasField("tool_choice") == (choice is not None)
+    assert asked["tools"] == [WEATHER | {"parameters": json.dumps(SCHEMA)}, {"name": "time"}]
+    assert asked.get("tool_choice") == sent
     body = ChatBody.model_validate({"messages": [USER], "tools": TOOLS, "tool_choice": choice})
     assert [tool.name for tool in callable_tools(body.tools, body.tool_choice)] == may_call
 
@@ -86,7 +76,6 @@ def test_the_choice_of_a_tool(choice, sent, may_call):
 @pytest.mark.parametrize(
     ("fields", "arguments"),
     [
-        ({}, None),
         ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
         ({"verbosity": "low"}, {"verbosity": "low"}),
@@ -99,21 +88,17 @@ def test_the_choice_of_a_tool(choice, sent, may_call):
     ids=str,
 )
 def test_variables_of_the_template(fields, arguments):
-    asked = chat(**fields)
-    assert asked.HasField("template_arguments") == (arguments is not None)
-    assert arguments is None or json.loads(asked.template_arguments) == arguments
+    assert json.loads(chat(**fields)["template_arguments"]) == arguments
 
 
 def test_what_else_the_template_and_the_structure_depend_on():
-    nothing = chat()
-    for name in ("parallel_tool_calls", "add_generation_prompt", "thinking_budget"):
-        assert not nothing.HasField(name)
-    assert not nothing.continue_final_message
-    asked = chat(parallel_tool_calls=False, add_generation_prompt=False, thinking_token_budget=7)
-    assert (asked.parallel_tool_calls, asked.add_generation_prompt, asked.thinking_budget) == (False, False, 7)
-    assert asked.HasField("parallel_tool_calls")
-    assert chat(thinking_budget=0).HasField("thinking_budget")
-    assert chat(continue_final_message=True).continue_final_message
+    for fields in (
+        {},
+        {"parallel_tool_calls": False, "add_generation_prompt": False, "thinking_budget": 7},
+        {"thinking_budget": 0, "continue_final_message": True},
+    ):
+        assert chat(**fields) == {"messages": [USER]} | fields
+    assert chat(thinking_token_budget=7)["thinking_budget"] == 7
 
 
 @pytest.mark.parametrize(
@@ -125,33 +110,38 @@ def test_what_else_the_template_and_the_structure_depend_on():
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [(ChatBody, {"messages": [USER]}), (CompletionBody, {"prompt": "p"}), (GenerateBody, {"prompt": "p"})],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_prediction_in_every_form(kind, fields, prediction):
-    [message] = messages_of(kind.model_validate(fields | {"prediction": prediction}))
-    assert message.prediction.text == "a b"
-    [message] = messages_of(kind.model_validate(fields))
-    assert not message.HasField("prediction")
+def test_a_prediction_in_every_form(prediction):
+    for kind, fields in (
+        (ChatBody, {"messages": [USER]}),
+        (CompletionBody, {"prompt": "p"}),
+        (GenerateBody, {"prompt": "p"}),
+    ):
+        [message] = messages_of(kind.model_validate(fields | {"prediction": prediction}))
+        assert message.prediction.text == "a b"
+        [message] = messages_of(kind.model_validate(fields))
+        assert not message.HasField("prediction")
 
 
 @pytest.mark.parametrize(
     ("wanted", "kind", "source"),
     [
-        ({"json": {"type": "array"}}, "json_schema", '{"type": "array"}'),
-        ({"json": "true"}, "json_schema", "true"),
-        ({"json_object": True}, "json_schema", '{"type": "object"}'),
-        ({"regex": "a+"}, "regex", "a+"),
-        ({"grammar": "start: /a/"}, "grammar", "start: /a/"),
-        ({"choice": ["a", "b"]}, "choice", pb.Choice(choices=["a", "b"])),
-        ({"json_object": False}, None, None),
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, "json_schema", '{"a": 1}'),
+        ({"response_format": {"type": "text"}}, None, None),
+        ({"guided_json": {"a": 1}}, "json_schema", '{"a": 1}'),
+        ({"guided_choice": ["a", "b"]}, "choice", pb.Choice(choices=["a", "b"])),
+        ({"structured_outputs": {"json": {"type": "array"}}}, "json_schema", '{"type": "array"}'),
+        ({"structured_outputs": {"json": "true"}}, "json_schema", "true"),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type": "object"}'),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, "grammar", "start: /a/"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", pb.Choice(choices=["a", "b"])),
+        ({"structured_outputs": {"json_object": False}}, None, None),
     ],
     ids=str,
 )
-def test_structures_by_their_newer_name(wanted, kind, source):
-    [message] = messages_of(GenerateBody.model_validate({"prompt": "p", "structured_outputs": wanted}))
+def test_structures_by_all_of_their_names(wanted, kind, source):
+    [message] = messages_of(CompletionBody.model_validate({"prompt": "p"} | wanted))
     assert message.guided.WhichOneof("constraint") == kind
     assert kind is None or getattr(message.guided, kind) == source
 
