@@ -13,6 +13,8 @@ from hypothesis import settings
 
 from tests.features import FeatureTable
 
+# These wait for processes that start and end: at the end of a run nothing would be left to do meanwhile.
+WAITING = Path(__file__).parent / "server" / "worker"
 ENDING = 1.0  # seconds that a task may take to end once its test is over: gRPC's wait for the library to tell them
 
 # Without a GPU, Triton's kernels are interpreted. It asks when it is first imported, which a later import may do.
@@ -38,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: WAITING not in item.path.parents)
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="there is no GPU here"))

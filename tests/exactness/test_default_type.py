@@ -99,6 +99,7 @@ def test_in_chunks_as_an_erratic_clock_would_have_them(alone: list[list[tuple[in
     assert len(sizes) > 8
 
 
+@pytest.mark.slow
 def test_a_draft_of_another_vocabulary_and_another_type(alone: list[list[tuple[int, ...]]], tmp_path: Path) -> None:
     shuffled(embedded_draft(), tmp_path / "other", without=300)
     got, accepted = together(LLM(embedded_target(), tmp_path / "other", **SMALL), LAWS[0], "model")

@@ -109,6 +109,7 @@ def test_sharded_and_tied(tmp_path: Path) -> None:
     assert_expected(saved, fakes.run(engine_of(saved), requests(saved, ["model"])).tokens)
 
 
+@pytest.mark.slow
 def test_the_embedded_pair_equals_transformers() -> None:
     """In float32, as transformers' model is: greedily, with every number of drafts in one batch, prompts in chunks."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_target())

@@ -17,7 +17,6 @@ from engine.params import SamplingParams
 from engine.startup.build import assemble
 from engine.types import KVCursor, Request
 from tests import fakes, zoo
-from tests.covering import some
 from tests.families import generate
 
 NEW_TOKENS = 30
@@ -70,13 +69,15 @@ def tokens_of(outputs: fakes.Outputs) -> list[list[int]]:
     return [outputs.tokens[str(i)] for i in range(len(LENGTHS))]
 
 
-@pytest.mark.parametrize("border", some([None, 20], [20]))
+@pytest.mark.slow
+@pytest.mark.parametrize("border", [None, 20])
 def test_target_and_draft_cross_each_at_its_own_border(border: int | None) -> None:
     outputs = greedy(engine_of(border))
     assert tokens_of(outputs) == expected()
     assert sum(ended.stats.accepted for ended in outputs.finished.values()) > 10
 
 
+@pytest.mark.slow
 def test_a_plain_target_with_a_longrope_draft() -> None:
     target = zoo.ours(zoo.reference("phi3"))
     plain = greedy(assemble(EngineConfig(target="phi3"), target))
