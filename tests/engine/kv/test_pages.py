@@ -106,6 +106,14 @@ def _fed(pool: PagePool, tokens: list[int], salt: str | None = None) -> KVCursor
     return cursor
 
 
+def test_a_page_is_found_once_its_last_position_is_written() -> None:
+    pool, tokens = _pool(), list(range(PAGE))
+    _fed(pool, tokens)
+    assert not pool.find([*tokens, 0], None)
+    _fed(pool, [*tokens, 0])
+    assert len(pool.find([*tokens, 0], None)) == 1
+
+
 def test_found_up_to_the_last_whole_page_and_never_the_newest_token() -> None:
     pool = _pool()
     cursor = _fed(pool, [1, 2, 3, 4, 5])
