@@ -15,6 +15,7 @@ import pytest
 
 import loadtest.__main__
 from loadtest.experiments import survival
+from loadtest.experiments.hostile import CALLS, SIZE
 from loadtest.process import ServerProcess
 
 JOBS = (3, 11, 12, 19, 25, 28, 31)  # n, log-probabilities of the prompt, a structure, a head, a tool; two over HTTP
@@ -32,3 +33,10 @@ def test_every_stream_is_as_undisturbed_when_the_engine_dies(tmp_path, monkeypat
     [pause] = json.loads((tmp_path / "results.json").read_text())["seconds"]
     assert pause > 0
     assert "python -m loadtest restart" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_hostile_calls_are_as_large_as_the_limit_lets_through():
+    assert len(CALLS) > 60
+    for name, call in CALLS.items():
+        assert 0.5 * SIZE < len(call.make()) <= 4 << 20, name

@@ -29,7 +29,7 @@ class KernelMismatch(Exception):
 
 
 def run_checks(checks: Iterable[KernelCheck], section: PartReport) -> None:
-    """Run all checks even if one fails, then raise Unsound if any result was wrong."""
+    """Run all checks even if one fails, then raise KernelMismatch if any result was wrong."""
     section.table("kernel", "type", "shape", "largest difference", "allowed", "")
     wrong, count = list[str](), 0
     for check in checks:

@@ -69,7 +69,8 @@ def _attention_checks(card: Card) -> Iterable[KernelCheck]:
     batch = _BATCH if card.is_cuda else ([2], [9])
     for dtype in types_on(card)[:2]:
         for name, shape in _ATTENTIONS.items():
-            if name in _IN_FLOAT32 if dtype == torch.float32 else card.is_cuda:
+            is_checked = name in _IN_FLOAT32 if dtype == torch.float32 else card.is_cuda
+            if is_checked:
                 yield attention_check("attention", name, Attending(card, shape, batch, dtype))
                 if card.is_cuda:
                     yield row_alone_check(name, Attending(card, shape, batch, dtype))

@@ -11,14 +11,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from server.chat import ChatTemplate
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_grammar import FakeCompiler
-from tests.serving import serving
+from tests.serving import http_client, serving
 
 Json = Mapping[str, Any]
 on_the_shared_server = pytest.mark.asyncio(loop_scope="module")
@@ -34,11 +33,10 @@ async def talking(engine=None, **options):
     """A server, the official client and a plain one."""
     async with serving(engine, chat=ChatTemplate(TEMPLATE, {}), compile_grammar=FakeCompiler(), **options) as server:
         url = f"http://127.0.0.1:{server.app.http_port}"
-        # Nobody speaks TLS: reading the authorities would take most of a test's time.
-        theirs = openai.DefaultAsyncHttpxClient(verify=False)
+        theirs = openai.DefaultAsyncHttpxClient(verify=False)  # for the reason that `http_client` has
         async with (
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=theirs) as client,
-            httpx.AsyncClient(base_url=url, timeout=60, verify=False) as http,
+            http_client(server) as http,
         ):
             server.client, server.http = client, http
             yield server
