@@ -151,8 +151,18 @@ def test_an_engine_runs_on_a_cards_tensors_alone(served) -> None:
     assert watch.reads["verification.py:_decide"], "nothing was seen"
 
 
-def test_launching_a_round_waits_for_no_upload(served) -> None:
-    """What goes up lies in pinned memory and is not waited for; a number of Python's that is assigned does neither."""
+def test_no_upload_is_waited_for(served) -> None:
+    """What goes up lies in pinned memory; a number of Python's that is assigned does not."""
     launching, watch = served
-    assert not launching.waits.keys() - {"round.py:__init__"}, "beside those of a round that is run for the first time"
-    assert watch.waits, "nothing was seen: a plain step's laws go up the slow way"
+    assert not launching.waits
+    assert not watch.waits
+
+
+def test_what_is_watched_is_seen() -> None:
+    with FakeTensorMode(), Watch() as watch:
+        there = torch.zeros(3, device="cuda")
+        with pytest.raises(RuntimeError, match="device"):
+            there + torch.zeros(3)
+        there[1] = 2.0
+        float(there[1])
+    assert watch.waits.total() == watch.reads.total() == 1
