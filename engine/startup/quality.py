@@ -75,18 +75,27 @@ def measure(
     Raises:
         ModelError: a checkpoint cannot be loaded, or the target has rounded weights and there is no `reference`.
     """
+    plain = reference_model(config, reference or config.target, progress)
+    return compare(config, texts, lambda text: plain_logits(plain, list(text)), progress)
+
+
+def compare(
+    config: EngineConfig,
+    texts: Seq[Seq[int]],
+    wanted: Callable[[Seq[int]], Tensor],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Quality:
+    """Compare what `config` would serve with the logits `[len(text), vocab]` that are `wanted` of each text."""
     served = config.model_copy(
         update={"draft": None, "medusa": None, "eagle": None, "dflash": None, "uno": None, "mtp": False, "adapter": {},
                 "proposer": None, "self_layers": None, "prefix_cache": False, "max_batch_size": 1}
     )  # fmt: skip
-    plain = reference_model(config, reference or config.target, progress)
     engine = build_engine(served, progress)
     differences = Differences()
     for number, text in enumerate(texts, 1):
         progress(f"comparing text {number} of {len(texts)}")
         with torch.inference_mode():
-            wanted = plain_logits(plain, list(text))
-            differences.add(wanted.cpu(), _served_logits(engine, text).cpu(), text)
+            differences.add(wanted(text).cpu(), _served_logits(engine, text).cpu(), text)
     return differences.result()
 
 

@@ -93,7 +93,7 @@ def test_log_probabilities_are_the_same_bits(kind: str) -> None:
     """With every kind of draft and company, chunked and over cached pages, as alone and undrafted."""
     if not KINDS[kind].keys() & {"weights", "reproducible"} and not multiplies(torch.float32):
         pytest.skip("needs a C compiler")
-    prompts = [text[-n:] for text, n in zip(corpus.held_out_prompts(4), (200, 20, 1, 77), strict=True)]
+    prompts = [text[-n:] for text, n in zip(corpus.held_out_prompts(4), (90, 20, 1, 60), strict=True)]
     heads = {"self_layers": 3, "medusa": str(embedded_medusa()), "eagle": str(embedded_eagle())}
     sizes = {"threads": 1, "max_model_len": 256, "max_batch_size": 8, "max_batch_tokens": 48, "page_size": 8}
     llm = LLM(embedded_target(), embedded_draft(), **heads, **sizes, **KINDS[kind])
