@@ -29,7 +29,7 @@ demo: install ## Serve the embedded pair, complete unseen code through gRPC, com
 	$(BIN)/python examples/demo.py
 
 SLOW ?= slow
-# Files in the order of their names: what takes long is not left for the end.
+# Files in the order of tests/conftest.py, not by their numbers of tests: what takes long is not left for the end.
 RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The heart: no matrices, no C, no model of a published family.
 QUICK := tests/style $(addprefix tests/engine/,control kv request sampling test_engine.py test_invariants.py test_scheduler.py) \

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import inspect
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import settings
 
 from tests.features import FeatureTable
 
-# These wait for processes that start and end: at the end of a run nothing would be left to do meanwhile.
-WAITING = Path(__file__).parent / "server" / "worker"
+# These mostly wait, for clients, clocks and processes: others compute meanwhile.
+WAITING = Path(__file__).parent / "server"
 ENDING = 1.0  # seconds that a task may take to end once its test is over: gRPC's wait for the library to tell them
-
-# Without a GPU, Triton's kernels are interpreted. It asks when it is first imported, which a later import may do.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-# The models here are so small that a second thread only waits for the first, and fights the server's event loop.
-torch.set_num_threads(1)
-# Machines are shared: how long an example takes says nothing of the code.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,8 +27,25 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: what `make test` leaves out and `make test-all` runs")
     config.addinivalue_line("markers", "cuda: needs a GPU; `make test-cuda` runs them")
     config.addinivalue_line("markers", "feature: a cell of docs/features.md, with parameters (row, column)")
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        prepare()
     if config.getoption("--features"):
         config.pluginmanager.register(FeatureTable(config.getoption("--features")))
+
+
+def prepare() -> None:
+    """Set up a process that runs tests. The one that hands them out to others starts sooner without torch."""
+    import torch
+    from hypothesis import settings
+
+    # Without a GPU, Triton's kernels are interpreted. It asks when it is first imported, which a later import may do.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    # The models here are so small that a second thread only waits for the first, and fights the server's event loop.
+    torch.set_num_threads(1)
+    # Machines are shared: how long an example takes says nothing of the code.
+    settings.register_profile("patient", deadline=None)
+    settings.load_profile("patient")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,10 +57,14 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)  # libraries ask at the end who is left
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: WAITING not in item.path.parents)
+    import torch
+
+    places = spread(dict.fromkeys(item.path for item in items))
+    items.sort(key=lambda item: places[item.path])
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="there is no GPU here"))
@@ -61,7 +72,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.fixturenames.insert(0, "no_leaked_tasks")  # set up first, so torn down last
 
 
+def spread(files: Iterable[Path]) -> dict[Path, float]:
+    """Where in a run a file comes, from 0 to 1: those that wait lie evenly among the others, the longest first."""
+    kinds: tuple[list[Path], list[Path]] = ([], [])
+    for file in files:
+        kinds[WAITING in file.parents].append(file)
+    kinds[True].reverse()  # tests/server/worker
+    return {file: (i + 0.5) / len(kind) for kind in kinds for i, file in enumerate(kind)}
+
+
 def pytest_runtest_call(item: pytest.Item) -> None:
+    import torch
+
     torch.set_num_threads(1)  # an engine that was built without `threads` has set it for the whole process
 
 

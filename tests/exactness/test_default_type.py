@@ -5,6 +5,7 @@ Where our C multiplies bfloat16 that is bfloat16, and elsewhere float32; the tok
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -36,12 +37,12 @@ def prompts() -> list[str]:
     return [text[-length:] for text, length in zip(corpus.held_out_prompts(len(LENGTHS)), LENGTHS, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def alone() -> list[list[tuple[int, ...]]]:
+@cache
+def alone(law: int) -> list[tuple[int, ...]]:
     """What each prompt is answered by itself, without drafts or a cache."""
     llm = LLM(embedded_target(), threads=1, max_batch_size=1, prefix_cache=False, proposer="none")
     assert llm.engine.dtype == str(OWN).removeprefix("torch.")
-    return [[llm.generate(prompt, law)[0].token_ids for prompt in prompts()] for law in LAWS]
+    return [llm.generate(prompt, LAWS[law])[0].token_ids for prompt in prompts()]
 
 
 def together(llm: LLM, law: SamplingParams, proposer: str) -> tuple[list[tuple[int, ...]], int]:
@@ -52,18 +53,18 @@ def together(llm: LLM, law: SamplingParams, proposer: str) -> tuple[list[tuple[i
 
 
 @pytest.mark.slow
-def test_whoever_drafts_and_over_cached_pages(alone: list[list[tuple[int, ...]]]) -> None:
+def test_whoever_drafts_and_over_cached_pages() -> None:
     heads = {"self_layers": 3, "eagle": str(embedded_eagle()), "medusa": str(embedded_medusa())}
     llm = LLM(embedded_target(), embedded_draft(), **heads, **SMALL)
     for i, proposer in enumerate(PROPOSERS):
         got, accepted = together(llm, LAWS[i % 2], proposer)
-        assert got == alone[i % 2], proposer
+        assert got == alone(i % 2), proposer
         assert accepted or proposer == "none"
     [again] = llm.generate(prompts()[1], LAWS[0])
     assert again.cached_prompt_tokens
 
 
-def test_after_preemption(alone: list[list[tuple[int, ...]]]) -> None:
+def test_after_preemption() -> None:
     pair = embedded_target(), embedded_draft()
     per_token = sum(kv_layout(read_config(str(path), None), OWN).bytes_per_token for path in pair)
     llm = LLM(*pair, **SMALL, prefix_cache=False, kv_memory=(PAGES * PAGE * per_token + 1) / 2**30)
@@ -71,12 +72,12 @@ def test_after_preemption(alone: list[list[tuple[int, ...]]]) -> None:
     scheduler, lost = llm.engine.scheduler, list[Sequence]()
     preempt = scheduler._preempt
     scheduler._preempt = lambda sequence: (lost.append(sequence), preempt(sequence))
-    assert together(llm, LAWS[1], "model")[0] == alone[1]
+    assert together(llm, LAWS[1], "model")[0] == alone(1)
     assert lost
 
 
 @pytest.mark.slow
-def test_in_chunks_as_an_erratic_clock_would_have_them(alone: list[list[tuple[int, ...]]]) -> None:
+def test_in_chunks_as_an_erratic_clock_would_have_them() -> None:
     """Time decides how much of a prompt a step reads (`max_step_ms`), and never what comes of it."""
     llm = LLM(embedded_target(), embedded_draft(), **SMALL, prefix_cache=False, max_step_ms=20.0)
     chance, now, sizes = Random(5), 0.0, set[int]()
@@ -93,15 +94,15 @@ def test_in_chunks_as_an_erratic_clock_would_have_them(alone: list[list[tuple[in
         return planned
 
     llm.engine._clock, llm.engine.scheduler.plan = clock, watched
-    for law, want in zip(LAWS, alone, strict=True):
+    for i, law in enumerate(LAWS):
         for proposer in ("none", "model"):
-            assert together(llm, law, proposer)[0] == want
+            assert together(llm, law, proposer)[0] == alone(i)
     assert len(sizes) > 8
 
 
 @pytest.mark.slow
-def test_a_draft_of_another_vocabulary_and_another_type(alone: list[list[tuple[int, ...]]], tmp_path: Path) -> None:
+def test_a_draft_of_another_vocabulary_and_another_type(tmp_path: Path) -> None:
     shuffled(embedded_draft(), tmp_path / "other", without=300)
     got, accepted = together(LLM(embedded_target(), tmp_path / "other", **SMALL), LAWS[0], "model")
-    assert got == alone[0]
+    assert got == alone(0)
     assert accepted
