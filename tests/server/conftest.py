@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.serving import serving
-
 KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1"  # found sooner than two primes
 
 
@@ -37,6 +35,8 @@ def papers(tmp_path_factory):
 @pytest.fixture
 async def server():
     """The usual one."""
+    from tests.serving import serving  # not at the top: the controller of workers reads this file, too
+
     async with serving() as running:
         yield running
         assert running.engine.free_pages == running.engine.total_pages or running.app.driver.live()
