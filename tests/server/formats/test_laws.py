@@ -31,7 +31,7 @@ of_every_spelling, of_every_plain_spelling = (
     pytest.mark.parametrize(NAMES, pairs, ids=lambda value: value.name if isinstance(value, Spelling) else "")
     for pairs in (SPELLINGS, [pair for pair in SPELLINGS if not pair[0].has_channels])
 )
-few_or_many = pytest.mark.parametrize("examples", [4, pytest.param(30, marks=pytest.mark.slow)])
+few_or_many = pytest.mark.parametrize("examples", [4, pytest.param(16, marks=pytest.mark.slow)])
 
 
 def one_of(family: Family) -> Call:
