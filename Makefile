@@ -23,6 +23,8 @@ install: $(STAMP) ## Create .venv with everything for use, tests and checks
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m compileall -q engine server client models proto loadtest benchmarks deploy examples
+	$(BIN)/python -c 'from engine.native.compiled import library; library()' # C, which else the first engine compiles
 	@touch $@
 
 demo: install ## Serve the embedded pair, complete unseen code through gRPC, compare with plain decoding

@@ -85,6 +85,7 @@ def test_a_plain_target_with_a_longrope_draft() -> None:
     assert drafted.tokens == plain.tokens
 
 
+@pytest.mark.slow
 def test_preempted_on_both_sides_of_the_border() -> None:
     layout = kv_layout(zoo.longrope(), torch.float32)
     engine = engine_of(page_size=8, attention="reference", kv_memory=17 * 8 * 2 * layout.bytes_per_token / 2**30)

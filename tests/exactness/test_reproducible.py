@@ -158,7 +158,7 @@ def test_same_bits_in_chunks_and_pages(family: str, dtype: torch.dtype) -> None:
         assert_as_alone(bits_of(engine, map(request, WATCHED)), family, dtype)
 
 
-@families("phi3-longrope", "gpt2")
+@families("gpt2", "phi3-longrope")
 @pytest.mark.parametrize("prefix_cache", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torch.dtype) -> None:
     """Pages for a few of 32: K/V is dropped, and computed again in other pages or found in the prefix cache."""

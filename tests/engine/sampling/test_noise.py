@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from torch import Tensor
 
 from engine.sampling import noise
 from engine.sampling.noise import Stream
@@ -65,23 +65,30 @@ def test_our_c_makes_the_bits_of_torch(seeds: list[int], position: int, vocab: i
     assert all(map(torch.equal, made, by_torch))
 
 
+def assert_drawn(numbers: Tensor, law: str) -> None:
+    """Kolmogorov's and Smirnov's test."""
+    from scipy import stats  # takes a second and a half, which only this process pays
+
+    assert stats.kstest(numbers.double().numpy(), law).pvalue > 1e-3
+
+
 def test_standard_gumbel() -> None:
     drawn = noise.gumbel(*_rows(list(range(100)), [7] * 100), 1000).flatten()
     assert torch.isfinite(drawn).all()
-    assert stats.kstest(drawn.double().numpy(), "gumbel_r").pvalue > 1e-3
+    assert_drawn(drawn, "gumbel_r")
 
 
 def test_the_tail_is_fine() -> None:
     """The winner of an argmax lives where u is near 1: the largest of a million must be Gumbel too."""
     largest = noise.gumbel(*_rows(list(range(2000)), [0] * 2000), 1000).amax(1) - torch.log(torch.tensor(1000.0))
-    assert stats.kstest(largest.double().numpy(), "gumbel_r").pvalue > 1e-3
+    assert_drawn(largest, "gumbel_r")
 
 
 def test_uniform() -> None:
     seed, position = torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64)
     drawn = noise.uniform(seed, position, Stream.ACCEPT)
     assert ((drawn > 0) & (drawn < 1)).all()
-    assert stats.kstest(drawn.numpy(), "uniform").pvalue > 1e-3
+    assert_drawn(drawn, "uniform")
 
 
 @pytest.mark.parametrize(
