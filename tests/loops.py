@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -13,9 +15,12 @@ from engine.control.controller import FixedK
 from engine.device_loop import draws
 from engine.device_loop.loop import RoundLoop
 from engine.device_loop.round import DeviceModel, RoundOps
+from engine.device_loop.shapes import RoundShape, covering
 from engine.engine import Engine
 from engine.kernels import reference
 from engine.kv.arena import KVArena
+from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.fusion.kernel_layers import LayerOps
 from engine.model.runner import kv_layout
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
@@ -55,9 +60,35 @@ def engine_of(family: str = "llama", pages: int = 40, pair=None, **options) -> E
     return assemble(bare_options(**usual | options), *pair)
 
 
-def steered(control, **options) -> Engine:
-    """The same with somebody else to choose K, of the rounds and of the plain steps beside them."""
-    engine = engine_of(**options)
+@lru_cache
+def _fused(family: str):
+    pair = copy.deepcopy(models(family))
+    for model in pair:
+        fuse_for_cuda(model, reference)
+    return pair
+
+
+def on_the_card(family: str = "llama"):
+    """Copies of both models on the card of `tests.card.here`, with its kernels wherever they fit."""
+    from engine.kernels import experts, rows  # import Triton
+
+    ops, pair = LayerOps.of(rows, experts), copy.deepcopy(_fused(family))
+    for module in (module for model in pair for module in model.modules() if hasattr(module, "ops")):
+        module.ops = ops
+    return tuple(model.cuda() for model in pair)
+
+
+def recorded(family: str = "llama", shapes: Iterable[RoundShape] | None = None, **options) -> Engine:
+    """An engine on the card, with rounds that are recorded: by default those that can stand in for all others."""
+    usual = {"device": "cuda", "attention": "auto", "pair": options.pop("pair", None) or on_the_card(family)}
+    engine = engine_of(family, **usual | options)
+    engine.rounds.repertoire.record(covering(6, 4) if shapes is None else shapes)
+    return engine
+
+
+def steered(control, make=engine_of, **options) -> Engine:
+    """An engine with somebody else to choose K, of the rounds and of the plain steps beside them."""
+    engine = make(**options)
     engine.scheduler.round_control = engine.scheduler.control = engine.control = control
     return engine
 

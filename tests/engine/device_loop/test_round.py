@@ -65,10 +65,10 @@ def mixed(i: int) -> Request:
 
 
 @pytest.mark.parametrize(("seed", "pages", "page_size"), [(0, 5, 16), (1, 17, 4)])
-def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int) -> None:
+def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int, card: Card) -> None:
     """Random admissions, ends, Ks and companies, chunks of prompts, few pages and many."""
     rng = random.Random(seed)
-    engine, said, cut = steered(AnyK(seed), pages=pages, page_size=page_size), fakes.Outputs(), set()
+    engine, said, cut = steered(AnyK(seed), recorded, pages=pages, page_size=page_size), fakes.Outputs(), set()
     waiting = [mixed(100 * seed + i) for i in range(14)]
     asked = list(waiting)
     while waiting or engine.has_work:
@@ -83,6 +83,7 @@ def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int) -> 
     check(said, asked, cut=cut)
     assert engine.loop == "rounds"
     assert not engine.rounds.on_device
+    assert not engine.rounds.repertoire.num_unrecorded
 
 
 def test_some_ride_and_some_do_not() -> None:
@@ -96,9 +97,9 @@ def test_some_ride_and_some_do_not() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "gpt-oss", "deepseek-v3"])
-def test_other_families(family: str) -> None:
+def test_other_families(family: str, card: Card) -> None:
     """Learned positions; windows and softcaps; sinks and experts; latents."""
-    run_and_check(engine_of(family), [request(i, max_tokens=12) for i in (1, 2, 3)], family)
+    run_and_check(recorded(family), [request(i, max_tokens=12) for i in (1, 2, 3)], family)
 
 
 class Scripted(FixedK):
@@ -116,10 +117,11 @@ class Scripted(FixedK):
 
 
 @pytest.mark.parametrize("ks", [[4, 4, 4, 4], [0, 0, 4, 4, 0, 4], [2, 0, 1, 0, 0, 3]])
-def test_drafts_are_kept(ks: list[int]) -> None:
+def test_drafts_are_kept(ks: list[int], card: Card) -> None:
     """A draft that is the target is right each time, from the first round on, and after rounds without drafts."""
-    target = models()[0]
-    engine = steered(Scripted([*ks, *[0] * 30]), pair=(target, target))
+    target = on_the_card()[0]
+    shapes = [RoundShape(1, k, True) for k in {*ks, 0}]
+    engine = steered(Scripted([*ks, *[0] * 30]), recorded, pair=(target, target), shapes=shapes)
     engine.add(request(1, max_tokens=30))
     brought = [event for _ in range(len(ks) + 3) for event in engine.step().events]
     # The prompt's pass brings the first token; its round is launched with the next step and read with the one after.
@@ -127,11 +129,11 @@ def test_drafts_are_kept(ks: list[int]) -> None:
     assert [len(event.token_ids) for event in brought][: len(ks) + 1] == [1, *(k + 1 for k in ks)]
 
 
-def test_a_prompt_is_fed_between_rounds() -> None:
+def test_a_prompt_is_fed_between_rounds(card: Card) -> None:
     """One decodes while another's long prompt comes in chunks: each step brings the first one a round."""
     first = request(2, max_tokens=30)
     long = fakes.request(range(3, 53), name="long", max_tokens=5)
-    engine = engine_of(max_batch_tokens=8)
+    engine = recorded(max_batch_tokens=8, draft=None, proposer="none", shapes=[RoundShape(2, 0, True)])
     engine.add(first)
     while not engine.rounds.on_device:
         engine.step()
