@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import cycle
+
+import torch
 
 from benchmarks.harness.bare import options as bare_options
 from engine.attention import paged
@@ -24,7 +28,7 @@ from engine.model.fusion.kernel_layers import LayerOps
 from engine.model.runner import kv_layout
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
-from engine.types import Request, Sequence
+from engine.types import FinishReason, Request, Sequence
 from tests import fakes, zoo
 
 PLAIN = RoundOps(paged.attend_plainly, draws.choose, reference.commit)
@@ -145,3 +149,61 @@ class AnyK(FixedK):
         if self._random.random() < 0.3:
             return [0] * len(sequences)
         return [self._random.choice([0, self._random.randint(0, limit)]) for limit in limits]
+
+
+class Scripted(FixedK):
+    """These Ks, one after another."""
+
+    def __init__(self, ks: Iterable[int]) -> None:
+        super().__init__()
+        self._ks = iter(ks)
+
+    def choose(self, sequences, limits, budget, prompt_rows):
+        if not sequences:
+            return []
+        k = next(self._ks)
+        return [min(k, limit) for limit in limits]
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def steps_without_waiting(engine, ks):
+    """An admission is a prompt's pass, which the host waits for: the steps around it are not."""
+    engine.scheduler.round_control = engine.round_control = Scripted(cycle(ks))
+    for i in (2, 5, 9):
+        engine.add(request(i, max_tokens=30))
+    settle(engine)
+    steady(engine, 2)
+    engine.finish("2", FinishReason.ABORTED)  # a slot is free, and the batch is laid out anew
+    steady(engine, 2)
+    engine.add(request(11, max_tokens=30))
+    settle(engine)
+    ended = []
+    while engine.has_work:  # one after the other, until nobody is left
+        ended += steady(engine, 1)
+    assert "11" in ended
+    assert not engine.rounds.repertoire.num_unrecorded
+
+
+def settle(engine):
+    """Until all ride, and the newest one's first round is on its way."""
+    engine.step()
+    while len(engine.rounds.on_device) < engine.num_running or engine.num_waiting:
+        engine.step()
+    engine.step()
+
+
+def steady(engine, steps):
+    """Steps in which the host may not wait; who ended in them."""
+    events = []
+    with no_wait():
+        for _ in range(steps):
+            events += engine.step().events
+    return [event.request_id for event in events if event.finished is not None]

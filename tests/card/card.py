@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.card.graph import Capture, mapped, tensors_of
+from tests.card.graph import ONLY_ALLOCATES, Capture, mapped, tensors_of
 from tests.card.memory import poison
 
 DEVICE = torch.device("cuda", 0)
@@ -116,7 +116,8 @@ class Card:
         """Launch a kernel, or record it."""
         if self.capture is not None:
             return self.capture.call(name, function, args, kwargs)
-        self.launched.append(name)
+        if name not in ONLY_ALLOCATES:
+            self.launched.append(name)
         return function(*args, **kwargs)
 
     def upload(self, tensor: Tensor, *, is_async: bool) -> Tensor:
@@ -172,9 +173,10 @@ class Launches(TorchDispatchMode):
 
 @cache
 def _is_of_others(function: OpOverload) -> bool:
-    """Whether it is made of other operations, on every device."""
+    """Whether it is made of other operations, on every device; a matmul is looked at as one."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key)
+    is_one = function.overloadpacket.__name__ in ("linear", "matmul")
+    return not is_one and torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key)
 
 
 class Host(TorchFunctionMode):
@@ -198,7 +200,8 @@ class Host(TorchFunctionMode):
     def _call(self, name: str, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         asked = kwargs.get("device")
         goes_there = asked is not None and torch.device(asked).type == "cuda"
-        if not goes_there and not any(map(is_here, tensors_of((args, kwargs)))):
+        given = [is_here(tensor) for tensor in tensors_of((args, kwargs))]
+        if not goes_there and not any(given):
             is_wanted_pinned = kwargs.pop("pin_memory", False)
             made = function(*args, **kwargs)
             return _pin(self._card, made) if is_wanted_pinned else made
@@ -208,7 +211,8 @@ class Host(TorchFunctionMode):
                 self._card.wait(f"torch.{name} on the card")
         if name == "__setitem__" and not isinstance(args[2], Tensor) and not args[0][args[1]].ndim:
             self._card.wait("a number is written to the card by itself")
-        args, kwargs = mapped(lambda leaf: self._brought(name, leaf), (args, kwargs))
+        if not all(given):
+            args, kwargs = mapped(lambda leaf: self._brought(name, leaf), (args, kwargs))
         with Launches(self._card):
             made = function(*args, **kwargs)
         return made if asked is not None and not goes_there else on_card(made)
@@ -281,7 +285,9 @@ def _frames() -> Iterator[FrameType]:
 def _nearest() -> str:
     """The nearest function of the engine: verification.py:_decide."""
     places = ((frame.f_code.co_filename.rpartition("/"), frame.f_code.co_name) for frame in _frames())
-    return next((f"{file}:{name}" for (path, _, file), name in places if "/engine" in path and "/tests" not in path), "a test")
+    return next(
+        (f"{file}:{name}" for (path, _, file), name in places if "/engine" in path and "/tests" not in path), "a test"
+    )
 
 
 def _depth() -> int:

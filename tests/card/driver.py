@@ -88,6 +88,7 @@ def here(clock: Callable[[], float] = time.perf_counter, *, interprets: bool = F
         "graph_pool_handle": Pool,
         "is_available": lambda: True,
         "device_count": lambda: 1,
+        "get_device_capability": lambda *_: (9, 0),
         "mem_get_info": lambda *_: (MEMORY, MEMORY),
         "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0,

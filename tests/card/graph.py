@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tests.card.memory import Named, Pool
 
-_ONLY_ALLOCATES = "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"
+ONLY_ALLOCATES = "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"
 
 _NUMBERS = {int, float, bool, type(None), str, torch.dtype, torch.device}
 
@@ -22,17 +23,34 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
         return function(tree)
     if isinstance(tree, dict):
         return {name: mapped(function, value) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):  # noqa: UP038 - it is asked for every leaf
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         return type(tree)([mapped(function, value) for value in tree])
-    if is_dataclass(tree) and type(tree).__module__.startswith("engine."):
+    if _is_ours(type(tree)):
         return type(tree)(**{each.name: mapped(function, getattr(tree, each.name)) for each in fields(tree)})
     return function(tree)
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    found = list[Tensor]()
-    mapped(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
+def tensors_of(tree: Any, found: list[Tensor] | None = None) -> list[Tensor]:
+    """The tensors among the leaves."""
+    found = [] if found is None else found
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif type(tree) not in _NUMBERS:
+        if isinstance(tree, (list, tuple)):
+            parts: Any = tree
+        elif isinstance(tree, dict):
+            parts = tree.values()
+        else:
+            parts = [getattr(tree, each.name) for each in fields(tree)] if _is_ours(type(tree)) else ()
+        for part in parts:
+            tensors_of(part, found)
     return found
+
+
+@cache
+def _is_ours(kind: type) -> bool:
+    """Whether it is a dataclass of the engine's: what kernels are given and give back."""
+    return is_dataclass(kind) and kind.__module__.startswith("engine.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +117,7 @@ class Capture:
 
         standing, made = list[Tensor](), list[Named | None]()
         out = mapped(allocated, function(*mapped(stand_in, args), **mapped(stand_in, kwargs)))
-        if name not in _ONLY_ALLOCATES:
+        if name not in ONLY_ALLOCATES:
             self.launch(name, function, args, kwargs, made)
         return out
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from itertools import cycle
 
 import pytest
 import torch
@@ -13,11 +10,10 @@ import torch
 from benchmarks.harness.bare import options as bare_options
 from engine.attention.registry import choose
 from engine.startup.memory import kv_gib
-from engine.types import FinishReason
 from tests import fakes, zoo
-from tests.engine.device_loop.test_round import Scripted, run_and_check
+from tests.engine.device_loop.test_round import run_and_check
 from tests.interpreting import DEVICE
-from tests.loops import AnyK, asking, engine_of, request
+from tests.loops import AnyK, asking, engine_of, request, steps_without_waiting
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -103,15 +99,6 @@ def test_the_tokens_of_the_plain_loop(seed):
     run_and_check(engine, [request(10 * seed + i, **({"logprobs": 1} if i % 4 == 3 else {})) for i in range(12)])
 
 
-@contextmanager
-def no_wait() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("ks", [[0], [1], [4], [4, 2, 3]])
 def test_the_steady_loop_does_not_wait(ks):
     """Whole steps of the engine: plan, launch, and reading what the round before brought.
@@ -120,41 +107,6 @@ def test_the_steady_loop_does_not_wait(ks):
     one after the other, and the steps after each of these are laid out anew.
     """
     steps_without_waiting(on_cuda(num_draft_tokens=4, page_size=4), ks)
-
-
-def steps_without_waiting(engine, ks, guard=no_wait):
-    """An admission is a prompt's pass, which the host waits for: the steps around it are not."""
-    engine.scheduler.round_control = engine.round_control = Scripted(cycle(ks))
-    for i in (2, 5, 9):
-        engine.add(request(i, max_tokens=30))
-    settle(engine)
-    steady(engine, 2, guard)
-    engine.finish("2", FinishReason.ABORTED)  # a slot is free, and the batch is laid out anew
-    steady(engine, 2, guard)
-    engine.add(request(11, max_tokens=30))
-    settle(engine)
-    ended = []
-    while engine.has_work:  # one after the other, until nobody is left
-        ended += steady(engine, 1, guard)
-    assert "11" in ended
-    assert not engine.rounds.repertoire.num_unrecorded
-
-
-def settle(engine):
-    """Until all ride, and the newest one's first round is on its way."""
-    engine.step()
-    while len(engine.rounds.on_device) < engine.num_running or engine.num_waiting:
-        engine.step()
-    engine.step()
-
-
-def steady(engine, steps, guard):
-    """Steps within the guard; who ended in them."""
-    events = []
-    with guard():
-        for _ in range(steps):
-            events += engine.step().events
-    return [event.request_id for event in events if event.finished is not None]
 
 
 def test_rounds_are_what_cuda_gets_by_itself_and_time_is_the_devices_own():

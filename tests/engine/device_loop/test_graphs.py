@@ -139,7 +139,9 @@ def decide_on_the_host(patch: Patch) -> None:
 
 def send_a_constant(patch: Patch) -> None:
     of = Layout.of
-    patch.setattr(Layout, "of", lambda self, slots: of(self, slots + torch.zeros(1, dtype=torch.int64).to(slots.device)))
+    patch.setattr(
+        Layout, "of", lambda self, slots: of(self, slots + torch.zeros(1, dtype=torch.int64).to(slots.device))
+    )
 
 
 SOON = forget_the_round, read_after_the_next_play, decide_on_the_host
@@ -155,7 +157,7 @@ def problem(make: Callable[..., Engine]) -> str:
     try:
         engine = make(num_draft_tokens=1)
         got = {asked: fakes.run(engine, [asked]).tokens[asked.request_id] for asked in want}
-    except Exception as error:  # a number that is poison may lead anywhere
+    except Exception as error:  # noqa: BLE001 - a number that is poison may lead anywhere
         return repr(error)
     return "" if (got, engine.loop) == (want, "rounds") else f"other tokens, {engine.loop}"
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine.attention import registry
 from engine.config import EngineConfig
-from engine.device_loop.graphs import MemoryBudget
-from engine.device_loop.repertoire import Repertoire, as_it_is
+from engine.device_loop.graphs import Graphs, MemoryBudget
+from engine.device_loop.repertoire import Repertoire
 from engine.device_loop.round import Round, RoundOps
 from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth, sizes_for
 from engine.engine import Engine
@@ -21,16 +21,18 @@ from engine.model.runner import ModelRunner
 from engine.startup.calibrate import calibrate
 from engine.startup.memory import GIB, graph_bytes
 from engine.startup.warm import make_ready
+from tests.card import Card, here
 from tests.engine.device_loop.test_round import run_and_check
 from tests.engine.startup.test_memory import LLAMA_8B
-from tests.loops import PLAIN, AnyK, engine_of, request, steered
+from tests.loops import PLAIN, AnyK, engine_of, recorded, request, steered
 
 
 class Recorder:
-    """Notes what it records, as long as it may; `fault` may raise for a shape."""
+    """Records graphs and notes it, as long as it may; `fault` may raise for a shape."""
 
     def __init__(self, room: int = 999, fault: Callable[[Round], None] = lambda _: None) -> None:
         self.room, self.fault, self.made, self.ran, self.is_open = room, fault, list[Round](), list[Round](), True
+        self._graphs = Graphs(MemoryBudget(1, lambda: 0))
 
     @property
     def has_room(self) -> bool:
@@ -40,14 +42,19 @@ class Recorder:
         assert self.is_open, "a round is recorded in a request"
         self.fault(round_)
         self.made.append(round_)
-        run = as_it_is(round_)
-        return lambda slots, between: (self.ran.append(round_), run(slots, between))[1]
+        play = self._graphs(round_)
+        return lambda slots, between: (self.ran.append(round_), play(slots, between))[1]
 
 
-def recorded_by(recorder: Recorder, engine: Engine, **options) -> Engine:
+def recorded_by(recorder: Recorder, engine: Engine, places: int = 6, drafts: int = 4, **options) -> Engine:
     rounds = engine.rounds
-    rounds.repertoire = Repertoire(rounds.round_of, recorder, covering(6, 4), **options)
+    rounds.repertoire = Repertoire(rounds.round_of, recorder, covering(places, drafts), **options)
     return engine
+
+
+def small(**options) -> Engine:
+    """An engine on the card with few shapes: 1, 2 and 4 places, up to 2 drafts, with cuts and without."""
+    return recorded(shapes=(), max_batch_size=4, num_draft_tokens=2, **options)
 
 
 def test_shapes_in_order_of_worth() -> None:
@@ -61,76 +68,77 @@ def test_shapes_in_order_of_worth() -> None:
     assert sizes_for(200)[-3:] == [128, 192, 256]
 
 
-def test_a_kernel_that_does_not_fit_leaves_its_shapes_to_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_does_not_fit_leaves_its_shapes_to_others(card: Card, caplog: pytest.LogCaptureFixture) -> None:
     def fault(round_: Round) -> None:
-        if round_.k == 3:
+        if round_.k == 1:
             raise faults()[0]("out of resource: shared memory")
 
     recorder = Recorder(fault=fault)
-    engine = recorded_by(recorder, steered(AnyK(1)))
-    engine.record()
-    assert len(recorder.made) == 32
-    assert "rounds of 8 places and 3 drafts are not recorded: out of resource" in caplog.text
+    engine = recorded_by(recorder, steered(AnyK(1), small), 4, 2)
+    engine.record(sizes=[4])
+    assert len(recorder.made) == 4
+    assert "rounds of 4 places and 1 drafts are not recorded: out of resource" in caplog.text
     recorder.is_open = False
     run_and_check(engine, [request(i, max_tokens=12) for i in range(6)])
 
 
-def test_a_capture_that_breaks_off_ends_recording(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_that_breaks_off_ends_recording(card: Card, caplog: pytest.LogCaptureFixture) -> None:
     def fault(round_: Round) -> None:
         if round_.size == 2:
             raise RuntimeError("out of memory")
 
     recorder, told = Recorder(fault=fault), list[str]()
-    engine = recorded_by(recorder, engine_of())
+    engine = recorded_by(recorder, small(), 4, 2)
     engine.record(told.append)
-    assert {round_.size for round_ in recorder.made} == {8, 1}
+    assert {round_.size for round_ in recorder.made} == {4, 1}
     assert caplog.text.count("not recorded") == 1
-    assert told[0] == "recording rounds: 1 of 40"
+    assert told[0] == "recording rounds: 1 of 18"
     recorder.is_open = False
     run_and_check(engine, [request(i, max_tokens=4) for i in (1, 2, 5)])
-    assert {round_.size for round_ in recorder.ran} <= {8, 1}
+    assert {round_.size for round_ in recorder.ran} <= {4, 1}
 
 
-def test_recording_keeps_to_its_time() -> None:
+def test_recording_keeps_to_its_time(card: Card) -> None:
     recorder, ticks = Recorder(), iter(range(0, 10_000, 25))
-    recorded_by(recorder, engine_of(), clock=lambda: next(ticks)).record()
+    recorded_by(recorder, small(), clock=lambda: next(ticks)).record()
     assert len(recorder.made) == 3  # 25, 50 and 75 seconds
 
 
-def test_an_idle_engine_records_what_was_missed_often() -> None:
+def test_an_idle_engine_records_what_was_missed_often(card: Card) -> None:
     """In the place of the shape whose last use is longest ago, but of none that stands in for all."""
-    recorder = Recorder(room=7)
-    engine = recorded_by(recorder, engine_of(num_draft_tokens=4))
+    recorder = Recorder(room=5)
+    engine = recorded_by(recorder, small(), 4, 2)
     engine.record()
     repertoire = engine.rounds.repertoire
-    used, unused = RoundShape(1, 4, False), RoundShape(1, 0, False)
-    assert set(repertoire._recorded) == {*covering(6, 4), used, unused}
+    used, unused = RoundShape(1, 2, False), RoundShape(1, 0, False)
+    assert set(repertoire._recorded) == {*covering(4, 2), used, unused}
     for _ in range(64):
-        assert repertoire.of(1, 4, truncated=False, rejects=False)[0] == 1
-        assert repertoire.of(2, 1, truncated=False, rejects=False)[0] == 8
-        engine_made = len(recorder.made)
-    assert engine_made == 7
+        assert repertoire.of(1, 2, truncated=False, rejects=False)[0] == 1
+        assert repertoire.of(2, 1, truncated=False, rejects=False)[0] == 4
+    assert len(recorder.made) == 5
     engine.rest()
-    assert set(repertoire._recorded) == {*covering(6, 4), used, RoundShape(2, 1, False)}
+    assert set(repertoire._recorded) == {*covering(4, 2), used, RoundShape(2, 1, False)}
     engine.rest()
-    assert len(recorder.made) == 8
+    assert len(recorder.made) == 6
+    # The new one has the memory of the one that was given up, and the others go on as before.
+    engine.scheduler.round_control = AnyK(2)
+    run_and_check(engine, [request(i, max_tokens=12) for i in range(6)])
+    assert {round_.size for round_ in recorder.ran} == {2, 4}
 
 
 @pytest.mark.slow
 def test_no_timing_holds_a_capture() -> None:
-    """Recording takes an age on this clock, and a round a second: what control learns first is a round's price."""
+    """Recording takes an age on this clock, and a round no time: what control learns is a round's price."""
     now, learned = [0.0], list[float]()
-    recorder = Recorder()
-    recorder.fault = lambda _: now.__setitem__(0, now[0] + 1.4)
-    engine = recorded_by(recorder, engine_of(speculation="auto"), clock=lambda: now[0])
-    engine.rounds._clock = lambda: now[0]
-    learn = engine.round_control.learn
-    engine.round_control.learn = lambda done: (learned.append(done.seconds), learn(done))
-    recorder.fault, fault = lambda r: fault(r), recorder.fault
-    make_ready(engine, is_compiled=True)
-    recorder.is_open = False
-    calibrate(engine, 1e9)
-    assert len(recorder.made) == 40
+    with here(clock=lambda: now[0]):
+        recorder = Recorder(fault=lambda _: now.__setitem__(0, now[0] + 1.4))
+        engine = recorded_by(recorder, small(speculation="auto"), 4, 2, clock=lambda: now[0])
+        learn = engine.round_control.learn
+        engine.round_control.learn = lambda done: (learned.append(done.seconds), learn(done))
+        make_ready(engine, is_compiled=True)
+        recorder.is_open = False
+        calibrate(engine, 1e9)
+    assert len(recorder.made) == 18
     assert learned
     assert max(learned) == 0
 

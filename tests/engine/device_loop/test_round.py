@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
-import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from engine.attention import paged
-from engine.control.controller import FixedK
-from engine.device_loop import draws
+from engine.device_loop import draws, slate
+from engine.device_loop.graphs import RecordedRound
 from engine.device_loop.round import Round, RoundOps
-from engine.device_loop.shapes import RoundShape
+from engine.device_loop.shapes import RoundShape, covering
 from engine.device_loop.slots import REJECTS, SlotState
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.kernels import reference as plain_kernels
+from engine.kernels.paging import send
 from engine.kv.batch import Feed
-from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.runner import ModelRunner
 from engine.params import SamplingParams, SpeculationMode, Verification
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
 from engine.scheduler import Work
-from engine.stats import Stopwatch
+from engine.startup.loop import ops_on
 from engine.types import FinishReason, KVCursor, Request
 from tests import fakes, zoo
+from tests.card import Card, here
 from tests.engine.sampling.test_distribution import row
-from tests.hostless import Counting, hostless, looking_away, sent_in_pieces
 from tests.interpreting import WHY_NOT
-from tests.loops import LAWS, LONGEST, PLAIN, AnyK, asking, engine_of, loop_of, models, plainly, request, steered
+from tests.loops import (
+    LAWS,
+    LONGEST,
+    PLAIN,
+    AnyK,
+    Scripted,
+    asking,
+    engine_of,
+    loop_of,
+    models,
+    no_wait,
+    on_the_card,
+    plainly,
+    recorded,
+    request,
+    steered,
+    steps_without_waiting,
+)
+
+READS = {"verification.py:_decide"}  # what the host waits for: what a plain step has decided
 
 
 def check(said: fakes.Outputs, asked: list[Request], family: str = "llama", cut: Collection[str] = ()) -> None:
@@ -102,20 +118,6 @@ def test_other_families(family: str, card: Card) -> None:
     run_and_check(recorded(family), [request(i, max_tokens=12) for i in (1, 2, 3)], family)
 
 
-class Scripted(FixedK):
-    """These Ks, one after another."""
-
-    def __init__(self, ks: Iterable[int]) -> None:
-        super().__init__()
-        self._ks = iter(ks)
-
-    def choose(self, sequences, limits, budget, prompt_rows):
-        if not sequences:
-            return []
-        k = next(self._ks)
-        return [min(k, limit) for limit in limits]
-
-
 @pytest.mark.parametrize("ks", [[4, 4, 4, 4], [0, 0, 4, 4, 0, 4], [2, 0, 1, 0, 0, 3]])
 def test_drafts_are_kept(ks: list[int], card: Card) -> None:
     """A draft that is the target is right each time, from the first round on, and after rounds without drafts."""
@@ -145,9 +147,9 @@ def test_a_prompt_is_fed_between_rounds(card: Card) -> None:
         assert step.stats.prompt_tokens == 8
 
 
-def test_a_prefix_is_found_and_shared_by_riders() -> None:
+def test_a_prefix_is_found_and_shared_by_riders(card: Card) -> None:
     """A second request with the prompt and output of a first finds its pages, the draft's too."""
-    engine = engine_of(page_size=4, proposer="model")
+    engine = recorded(page_size=4, proposer="model", num_draft_tokens=1, shapes=())
     first = fakes.request(range(5, 25), name="a", max_tokens=20, seed=1)
     tokens = fakes.run(engine, [first]).tokens["a"]
     again = fakes.request((*first.token_ids, *tokens[:-3]), name="b", max_tokens=20, seed=1)
@@ -161,14 +163,17 @@ def test_a_prefix_is_found_and_shared_by_riders() -> None:
     assert fakes.run(engine, [again]).tokens["b"] == plainly(again)[0]
 
 
-def test_rounds_that_fail_are_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    engine, asked = engine_of(), [request(i, max_tokens=12) for i in range(5)]
+def test_rounds_that_fail_are_given_up(
+    card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = recorded(num_draft_tokens=2, shapes=[RoundShape(8, 2, True)])
+    asked = [request(i, max_tokens=12) for i in range(5)]
     said = fakes.Outputs()
     for one in asked:
         engine.add(one)
     for _ in range(4):
         said.take(engine.step().events)
-    monkeypatch.setattr(Round, "verify", lambda *_: 1 / 0)
+    monkeypatch.setattr(RecordedRound, "__call__", lambda *_: 1 / 0)
     while engine.has_work:
         said.take(engine.step().events)
         engine.check_invariants()
@@ -177,19 +182,19 @@ def test_rounds_that_fail_are_given_up(monkeypatch: pytest.MonkeyPatch, caplog: 
     check(said, asked)
 
 
-def test_no_number_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_number_ends_one_request(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is no number ends the sequence whose it is, and nobody else's."""
-    engine, asked, verify = engine_of(), [request(i, max_tokens=16) for i in (1, 2, 5)], Round.verify
-    said = fakes.Outputs()
+    engine = recorded(num_draft_tokens=2, shapes=[RoundShape(4, 2, True)])
+    asked, play, said = [request(i, max_tokens=16) for i in (1, 2, 5)], RecordedRound.__call__, fakes.Outputs()
     for one in asked:
         engine.add(one)
     while len(engine.rounds.on_device) < 3:
         said.take(engine.step().events)
     (victim, *_) = engine.rounds.on_device.values()
 
-    def broken(self, slots, drafts):
-        state = self._state
-        brought = verify(self, slots, drafts)
+    def broken(self, slots, between):
+        state = engine.rounds.state
+        brought = play(self, slots, between)
         mine = slots == victim.slot
         state.tracks.running[slots] = state.tracks.running[slots] * ~mine
         ended = torch.where(mine, 3, brought.committed.ended)
@@ -197,7 +202,7 @@ def test_no_number_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(brought, committed=replace(brought.committed, ended=ended, num_fresh=fresh))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Round, "verify", broken)
+        patch.setattr(RecordedRound, "__call__", broken)
         said.take(engine.step().events)
     while engine.has_work:
         said.take(engine.step().events)
@@ -249,55 +254,45 @@ def round_of(
     ("family", "k", "rejects"),
     [("llama", 0, False), ("llama", 3, False), ("llama", 3, True), ("gpt2", 1, False), ("gpt-oss", 2, False)],
 )
-def test_a_round_without_the_host(family: str, k: int, rejects: bool) -> None:
-    """Sorting places by expert reads nothing either: transformers' own code would."""
-    pair = [copy.deepcopy(model) for model in models(family)]
-    if family == "gpt-oss":
-        assert all(fuse_for_cuda(model, plain_kernels)["mixtures"] for model in pair)
-    run, slots = round_of(pair, PLAIN, k, rejects=rejects)
+def test_a_round_without_the_host(family: str, k: int, rejects: bool, card: Card) -> None:
+    """In plain torch too; sorting places by expert reads nothing either: transformers' own code would."""
+    run, slots = round_of(on_the_card(family), PLAIN, k, rejects=rejects)
     if rejects:
         run._state.whole[REJECTS, slots[:2]] = 1
-    with hostless():
+    uploads = card.uploads
+    with no_wait():
         brought = run.verify(slots, run.propose(slots))
-    assert (brought.committed.num_fresh[:3] > 0).all()
-    assert brought.committed.num_fresh[3] == 0
+    assert card.uploads == uploads
+    num_fresh = brought.committed.num_fresh.tolist()
+    assert min(num_fresh[:3]) > 0 == num_fresh[3]
 
 
-def test_a_steady_launch_without_the_host() -> None:
-    """The host's part of it as well, as long as nobody comes or goes: it sends nothing up and reads nothing."""
-    engine = engine_of()
-    for i in (2, 5):
-        engine.add(request(i, max_tokens=30))
-    while len(engine.rounds.on_device) < 2 or not engine.rounds._pending:
-        engine.step()
-    for _ in range(3):
-        plan = engine.scheduler.plan()
-        assert len(plan.on_device) == 2
-        with hostless():
-            engine.rounds.launch(plan.on_device)
-        watch = Stopwatch(time.perf_counter)
-        verified = engine._verify(plan, engine._propose(plan, watch), watch)
-        engine._emit(plan, verified, engine._commit(verified, watch), watch)
+@pytest.mark.parametrize("ks", [[0], [4], pytest.param([4, 2, 3], marks=pytest.mark.slow)])
+def test_the_steady_loop_does_not_wait(ks: list[int], card: Card) -> None:
+    """As `tests/cuda` has it on a GPU."""
+    steps_without_waiting(recorded(num_draft_tokens=max(ks), page_size=4, pages=160, shapes=covering(4, max(ks))), ks)
 
 
-def test_what_has_changed_is_one_copy_and_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_changed_is_one_copy_and_nothing_is_none(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """With new pages every few tokens, other Ks, an end and an admission; no number is written by itself."""
-    sent, per_step, send = [], [], "engine.device_loop.slate.send"
-    monkeypatch.setattr(send, lambda numbers, device: sent.append(numbers) or numbers.to(device))
-    engine = steered(Scripted([0, 0, 0, 4, 2, *[0] * 20]), page_size=4, pages=160)
+    sent, per_step, ks = [], [], [0, 0, 0, 4, 2, *[0] * 20]
+    monkeypatch.setattr(slate, "send", lambda *what: sent.append(what) or send(*what))
+    shapes = [RoundShape(4, k, True) for k in (0, 2, 4)]
+    engine = steered(Scripted(ks), recorded, page_size=4, pages=160, shapes=shapes)
     for i in (2, 5, 9):
         engine.add(request(i, max_tokens=20))
-    with sent_in_pieces():
-        while len(engine.rounds.on_device) < 3:
-            engine.step()
-        for _ in range(6):
-            before = len(sent)
-            engine.step()
-            per_step.append(len(sent) - before)
-        engine.finish("5", FinishReason.ABORTED)
-        engine.add(request(7, max_tokens=3))
-        while engine.has_work:
-            engine.step()
+    card.waits.clear()
+    while len(engine.rounds.on_device) < 3:
+        engine.step()
+    for _ in range(6):
+        before = len(sent)
+        engine.step()
+        per_step.append(len(sent) - before)
+    engine.finish("5", FinishReason.ABORTED)
+    engine.add(request(7, max_tokens=3))
+    while engine.has_work:
+        engine.step()
+    assert card.waits.keys() == READS
     assert max(per_step) == 1
     assert min(per_step) == 0
 
@@ -321,28 +316,29 @@ def test_a_slot_keeps_nothing_of_the_sequence_before() -> None:
 
 
 @pytest.mark.parametrize(("truncated", "most"), [(False, (13, 23)), (True, (15, 25))])
-def test_a_round_is_few_launches(truncated: bool, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_few_launches(truncated: bool, most: tuple[int, int], card: Card, monkeypatch) -> None:
     """At K = 4, besides the models and the kernels of `RoundOps`: samplers and rows of all passes come at once."""
+    pair = on_the_card()
 
-    def unseen(function):
+    def unseen(forward):
         def run(*args, **kwargs):
-            with looking_away():
-                return function(*args, **kwargs)
+            before, out = len(card.launched), forward(*args, **kwargs)
+            del card.launched[before:]
+            return out
 
         return run
 
-    pair = [copy.deepcopy(model) for model in models()]
     for model in pair:
         monkeypatch.setattr(model, "forward", unseen(model.forward))
-    run, slots = round_of(
-        pair, RoundOps(*map(unseen, (PLAIN.attend, PLAIN.choose, PLAIN.commit))), 4, truncated=truncated
-    )
-    with Counting() as proposing:
-        drafts = run.propose(slots)
-    with Counting() as verifying:
-        run.verify(slots, drafts)
-    assert (len(proposing.names), len(verifying.names)) <= most, (proposing.names, verifying.names)
-    assert len(verifying.names) <= most[1], verifying.names
+    run, slots = round_of(pair, ops_on(torch.device("cuda")), 4, truncated=truncated)
+    card.launched.clear()
+    drafts = run.propose(slots)
+    proposing = [name for name in card.launched if name != "choose"]
+    card.launched.clear()
+    run.verify(slots, drafts)
+    verifying = [name for name in card.launched if name not in ("choose", "commit")]
+    assert 0 < len(proposing) <= most[0], proposing
+    assert 0 < len(verifying) <= most[1], verifying
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -365,17 +361,20 @@ def test_what_kernels_are_given_is_aligned(size: int, k: int) -> None:
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @pytest.mark.slow(lowest=True)
-def test_rounds_on_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.kernels import commit, sampling
+def test_rounds_on_interpreted_kernels() -> None:
+    """What the host does around our kernels waits for nothing, within a capture or not."""
+    with here(interprets=True) as card:
+        engine = recorded(draft=None, proposer="none", shapes=())
+        card.waits.clear()
+        run_and_check(engine, [request(1, max_tokens=3)])
+        assert card.waits.keys() == READS
+        assert "play" in card.told
 
-    monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: RoundOps(paged.attend, sampling.choose, commit.commit))
-    run_and_check(engine_of(num_draft_tokens=2), [request(i, max_tokens=4) for i in (1, 2)])
 
-
-def test_few_pages_preempt() -> None:
+def test_few_pages_preempt(card: Card) -> None:
     """Two that fit at first and not at their longest: the newer one makes room, comes back, and says the same."""
     two = [fakes.request(range(i, i + 17), name=str(i), max_tokens=18) for i in (3, 9)]
-    said = fakes.run(engine_of(pages=5), two)
+    said = fakes.run(recorded(pages=5, num_draft_tokens=2, shapes=covering(2, 2)), two)
     assert said.preempted
     check(said, two)
 
@@ -391,15 +390,19 @@ def test_draws_are_the_plain_loops() -> None:
 
 
 @pytest.mark.parametrize(("num_draft", "company"), [(3, False), (1, True)])
-def test_rejection_in_rounds(num_draft: int, company: bool) -> None:
-    """For the same drafts the same tokens as in plain steps; coupled sequences beside it stay what they are."""
+def test_rejection_in_rounds(num_draft: int, company: bool, card: Card) -> None:
+    """For the same drafts the same tokens as in plain steps; coupled sequences beside it stay what they are.
+
+    A round with any of them is run as it is; what follows once they have ended is played.
+    """
     wishes = {"verification": Verification.REJECTION, "proposer": "model", "num_draft_tokens": num_draft}
     plain = [request(i, max_tokens=12) for i in range(6)]
     asked = [one if company and i % 2 == 0 else asking(one, **wishes) for i, one in enumerate(plain)]
     said = {}
     for loop in ("plain", "rounds"):
-        engine = engine_of(loop=loop, max_batch_tokens=400, max_batch_size=8)
-        said[loop] = fakes.run(engine, asked)
+        options = {"loop": loop, "max_batch_tokens": 400, "max_batch_size": 8, "num_draft_tokens": num_draft}
+        make = engine_of if loop == "plain" else partial(recorded, shapes=[RoundShape(8, num_draft, True)])
+        said[loop] = fakes.run(make(**options), asked)
     assert said["rounds"].tokens == said["plain"].tokens
     stats = [{name: ended.stats for name, ended in one.finished.items()} for one in said.values()]
     if not company:

@@ -10,12 +10,15 @@ from torch import Tensor
 from engine.control.controller import DelayedFeedback, FixedK, levelled
 from engine.control.controller import StepFeedback as Done
 from engine.control.cost_model import KNOTS
+from engine.device_loop.graphs import Graphs, MemoryBudget
 from engine.device_loop.repertoire import Repertoire
 from engine.device_loop.round import Round, RoundOutput
+from engine.device_loop.shapes import covering
 from engine.params import SpeculationMode
 from engine.types import KVCursor, Sequence
 from tests import fakes
-from tests.loops import engine_of, models
+from tests.card import here
+from tests.loops import on_the_card, recorded
 
 AUTO, FIXED = SpeculationMode.AUTO, SpeculationMode.FIXED
 
@@ -99,45 +102,48 @@ class Costs:
         return 4 / (self.a_verification + 4 * self.a_row)
 
 
-@dataclass
 class Costly:
     """Records rounds that take as long as they cost; recording itself takes longer than any round."""
 
-    costs: Costs
     has_room = True
 
+    def __init__(self, costs: Costs) -> None:
+        self._costs, self._graphs = costs, Graphs(MemoryBudget(1, lambda: 0))
+
     def __call__(self, round_: Round):
-        self.costs.now += 1.5
+        play, costs = self._graphs(round_), self._costs
+        costs.now += 1.5
 
         def run(slots: Tensor, between) -> RoundOutput:
-            drafts = round_.propose(slots)
-            self.costs.now += self.costs.a_draft * round_.k
-            between()
-            self.costs.now += self.costs.a_verification + self.costs.a_row * round_.size * (round_.k + 1)
-            return round_.verify(slots, drafts)
+            def drafted() -> None:
+                costs.now += costs.a_draft * round_.k
+                between()
+                costs.now += costs.a_verification + costs.a_row * round_.size * (round_.k + 1)
+
+            return play(slots, drafted)
 
         return run
 
 
 def rate(costs: Costs, rounds: int) -> tuple[float, float]:
     """Tokens per second with four sequences at a time, and drafts per round and sequence; the last third counts."""
-    target, seed = models()[0], 0
-    engine = engine_of(
-        pair=(target, target), speculation=AUTO, max_model_len=128, max_batch_size=4, num_draft_tokens=4, pages=40
-    )
-    engine.rounds._clock = costs
-    engine.rounds.repertoire = Repertoire(engine.rounds.round_of, Costly(costs), clock=costs)
-    engine.record()
-    made = drafted = 0
-    for i in range(rounds):
-        while engine.num_running + engine.num_waiting < 4:
-            seed += 1
-            asked = {"temperature": 1.0, "max_tokens": 100, "ignore_eos": True, "seed": seed}
-            engine.add(fakes.request((5, 6, 7), name=f"{i}-{engine.num_waiting}", **asked))
-        stats = engine.step().stats
-        if i == 2 * rounds // 3:
-            began, made, drafted = costs.now, 0, 0
-        made, drafted = made + stats.generated_tokens, drafted + stats.drafted
+    with here(clock=costs):
+        target, seed = on_the_card()[0], 0
+        engine = recorded(
+            shapes=(), pair=(target, target), speculation=AUTO, max_model_len=128, max_batch_size=4, num_draft_tokens=4
+        )
+        engine.rounds.repertoire = Repertoire(engine.rounds.round_of, Costly(costs), clock=costs)
+        engine.rounds.repertoire.record(covering(4, 4))
+        made = drafted = 0
+        for i in range(rounds):
+            while engine.num_running + engine.num_waiting < 4:
+                seed += 1
+                asked = {"temperature": 1.0, "max_tokens": 100, "ignore_eos": True, "seed": seed}
+                engine.add(fakes.request((5, 6, 7), name=f"{i}-{engine.num_waiting}", **asked))
+            stats = engine.step().stats
+            if i == 2 * rounds // 3:
+                began, made, drafted = costs.now, 0, 0
+            made, drafted = made + stats.generated_tokens, drafted + stats.drafted
     return made / (costs.now - began), drafted / (4 * rounds / 3)
 
 

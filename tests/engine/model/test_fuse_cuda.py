@@ -18,9 +18,9 @@ from engine.model.linear.experts import StackedExperts
 from engine.model.tap import FINAL, Tap
 from engine.proposers.early_exit import first_layers
 from tests import zoo
+from tests.card import here
 from tests.engine.model.test_experts import plain_model
 from tests.engine.model.test_fuse import ROTARY, logits
-from tests.hostless import hostless, sent_in_pieces
 from tests.interpreting import WHY_NOT
 
 IN_LAYERS = set(ROTARY) - {"gemma", "mixtral", "phi3-longrope"}  # whose norms and gates are all ours
@@ -141,11 +141,12 @@ def test_experts_are_taken_together_without_the_host(kind: str) -> None:
     assert done["mixtures"] > 0
     assert close(logits(fused), logits(plain))
     name = next(name for name, module in fused.named_modules() if isinstance(module, StackedExperts))
-    block, x = fused.get_submodule(name.rpartition(".")[0]), torch.randn(1, 7, 64)
-    with torch.inference_mode():
-        for watched in (hostless, sent_in_pieces):
-            with watched():
-                block(x)
+    with here() as card, torch.inference_mode():
+        block, x = fused.get_submodule(name.rpartition(".")[0]).cuda(), torch.randn(1, 7, 64).cuda()
+        card.waits.clear()
+        block(x)
+        assert card.launched
+        assert not card.waits
 
 
 def test_a_layer_is_asked_as_before() -> None:
