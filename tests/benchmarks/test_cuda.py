@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +13,19 @@ from transformers.generation.continuous_batching import cache
 from benchmarks.cuda import engines
 from benchmarks.cuda.arenas import PAGE, Arenas
 from benchmarks.cuda.card import Card
-from benchmarks.cuda.parts import checks, decoding, peers
+from benchmarks.cuda.catalogue import COMMANDS
+from benchmarks.cuda.parts import checks, decoding, peers, tokens
 from benchmarks.cuda.report import Folder, PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import Heads
+from engine.device_loop import repertoire
 from engine.device_loop.repertoire import Repertoire
+from engine.engine import Engine
+from tests.card import here
 
 CPU = Card(torch.device("cpu"), "", 1.0, 1.0, 2**14)
 H100_CACHE = 50 << 20  # bytes
+FAMILIES = tokens.families()
 TINY = Setting.of("cpu", "tiny", "tiny")
 
 
@@ -63,6 +69,37 @@ def test_no_timed_step_is_the_first_of_its_size_and_number_of_drafts(monkeypatch
     decoding.auto(replace(TINY, strange=1, steps=12, context=8), PartReport(folder, "auto"))
     assert fresh == []
     assert len({k for _, _, k in known}) == decoding.MOST_AUTO + 1
+
+
+PLAYS = {"tokens": 30, "waits": 200, "plain": 40, "rounds": 200}  # of graphs, at least
+
+
+def run_on_the_card(name: str, folder: Path, patch: pytest.MonkeyPatch) -> int:
+    """Run a part on tiny models, of one family, in float32 and with few drafts; how often a graph was played."""
+    (part,) = (part for part in COMMANDS["first-light"] if part.name == name)
+    run, report = part.load(), Folder(folder, "x")
+    report.begin()
+    patch.setattr(Card, "measured", classmethod(lambda cls, device: cls(torch.device(device), "", 1.0, 1.0, 2**14)))
+    patch.setattr(tokens, "families", lambda: {"llama": FAMILIES["llama"]})
+    patch.setattr(tokens, "_reproducible", lambda *_: [])
+    patch.setattr(tokens, "NUM_DRAFT", 1)
+    with here() as card:
+        run(Setting.of("cuda", "tiny", "tiny"), PartReport(report, name))
+    return card.told.count("play")
+
+
+@pytest.mark.parametrize("name", ["tokens", *(pytest.param(name, marks=pytest.mark.slow) for name in list(PLAYS)[1:])])
+def test_a_part_plays_what_it_has_recorded(name, monkeypatch, tmp_path):
+    """All its rounds are graphs."""
+    monkeypatch.setattr(repertoire, "as_it_is", lambda round_: pytest.fail(f"{round_.size} places are not recorded"))
+    assert run_on_the_card(name, tmp_path, monkeypatch) >= PLAYS[name]
+
+
+def test_tokens_of_rounds_that_nobody_recorded_are_refused(monkeypatch, tmp_path):
+    """Graphs of one place, which every engine tries out, would say little."""
+    monkeypatch.setattr(Engine, "record", lambda *_, **__: None)
+    with pytest.raises(AssertionError, match="not every round was a graph"):
+        run_on_the_card("tokens", tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("size", "most"), [(1, 12), (8, 2), (32, 1)])

@@ -32,7 +32,7 @@ _READ = {
 _FREE = {
     "size", "dim", "numel", "stride", "is_contiguous", "storage_offset", "element_size", "is_floating_point", "__len__",
     "data_ptr", "untyped_storage", "_has_compatible_shallow_copy_type", "is_complex", "is_inference", "__hash__",
-    "__deepcopy__",
+    "__deepcopy__", "_parse_to",
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -55,6 +55,11 @@ class Event:
         return (later.time - self.time) * 1e3
 
 
+def _of(first: object, kind: type) -> type:
+    """The class, whose first argument is given: type hints of others name it."""
+    return type(kind.__name__, (kind,), {"__init__": partialmethod(kind.__init__, first)})
+
+
 @contextmanager
 def here(clock: Callable[[], float] = time.perf_counter, *, interprets: bool = False) -> Iterator[Card]:
     """Within it there is a card. Our kernels are what they mean in plain torch, or are interpreted: that takes long."""
@@ -79,11 +84,11 @@ def here(clock: Callable[[], float] = time.perf_counter, *, interprets: bool = F
         yield
 
     stands_in: dict[str, Any] = {
-        "Stream": lambda: Stream(card),
+        "Stream": _of(card, Stream),
+        "Event": _of(card, Event),
+        "CUDAGraph": _of(card.told, Graph),
         "current_stream": lambda: Stream(card),
         "stream": on_stream,
-        "Event": lambda **how: Event(card, **how),
-        "CUDAGraph": lambda: Graph(card.told),
         "graph": capturing,
         "graph_pool_handle": Pool,
         "is_available": lambda: True,
