@@ -7,6 +7,7 @@ stay pass through it as stand-ins, which take no memory; afterwards each module 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -142,6 +143,7 @@ def fill(
     transformers_logging.disable_progress_bar()  # it would write into the log of a server
     prepare(config)
     bare = _on_meta(config, dtype)
+    check_size(name, bare, weights)
     forms = dict(recognised(bare))
     places = _places(bare, weights, forms)
     kept = _kept(places) if keeps_codes else {}
@@ -167,6 +169,20 @@ def fill(
         make_row_wise(model)  # rounding to int8 would enlarge a difference in the last bit
     _tell(name, places, kept, dtype)
     return cast("PreTrainedModel", model.eval())
+
+
+def check_size(name: str, model: PreTrainedModel, weights: Mapping[str, Tensor | Codes]) -> None:
+    """Refuse a model that is larger than its weights before it is made: transformers would draw the rest at random.
+
+    `model` is on the meta device.
+
+    Raises:
+        ModelError: the model has more numbers.
+    """
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    found = sum(math.prod(weight.shape) for weight in weights.values())
+    if wanted > found:
+        raise ModelError(f"model {name!r} has {found} weights; its config describes {wanted}")
 
 
 def num_bytes(model: PreTrainedModel, weights: Mapping[str, Tensor | Codes], *, keeps_codes: bool) -> int:
