@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -149,9 +149,11 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**"])
 
     def __init__(self) -> None:
-        # Not optimised: jinja would compute constants of any size while it compiles.
+        # Neither of the last two: jinja would compute constants of any size while it compiles.
         extensions = [_Generation, loopcontrols]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=_finalized
+        )
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
         self._turns = threading.local()
@@ -202,6 +204,11 @@ class _Generation(Extension):
         """Return the body of the block without the marks."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+@pass_context
+def _finalized(_context: Context, value: object) -> object:
+    return value
 
 
 def _record(index: int, turn: Message) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def _common(keys: Keys) -> dict[str, Any]:
         "num_key_value_heads": keys.kv_heads,
         "head_dim": keys.head_dim,
         "rms_norm_eps": keys.epsilon(EPSILON if keys.full(EPSILON) in container.metadata else _RMS_EPSILON),
-        "max_position_embeddings": keys.need("context_length"),
+        "max_position_embeddings": keys.need("context_length", least=2),
         "tie_word_embeddings": "output.weight" not in container.tensors,
         "bos_token_id": container.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,

@@ -83,8 +83,11 @@ class Container:
         self.path, self.paths, self.size = path, [path], path.stat().st_size
         if not self.size:
             raise ModelError(f"{path} is no GGUF file: it is empty")
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror}") from error
         self._cursor = cursor = Cursor(mapped, path)
         num_tensors, num_values = _counts(cursor)
         self.metadata: dict[str, Any] = {}

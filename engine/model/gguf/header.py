@@ -22,7 +22,7 @@ from engine.errors import ModelError
 
 MOST_BYTES = 1 << 26  # of a header: 64 MiB, four times the largest vocabularies with all of their merges
 MOST_ENTRIES = 1 << 16  # metadata values, and tensors
-_MOST_STRINGS = 1 << 22  # in all arrays together
+_MOST_STRINGS = 1 << 21  # in all arrays together
 _MOST_DIMENSIONS = 4
 # Types of metadata values with a fixed size, by their numbers: u8, i8, u16, i16, u32, i32, f32, bool, u64, i64, f64.
 _FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

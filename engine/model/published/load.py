@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError
-from engine.model.checkpoint import check_complete, read_config, read_generation_config, told_as_model_error
+from engine.model.checkpoint import check_complete, check_size, read_config, read_generation_config, told_as_model_error
 from engine.model.gguf.files import open_gguf
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.packed import MATMULS
@@ -143,7 +143,7 @@ def fill(
     transformers_logging.disable_progress_bar()  # it would write into the log of a server
     prepare(config)
     bare = _on_meta(config, dtype)
-    check_size(name, bare, weights)
+    check_size(name, bare, sum(math.prod(weight.shape) for weight in weights.values()))
     forms = dict(recognised(bare))
     places = _places(bare, weights, forms)
     kept = _kept(places) if keeps_codes else {}
@@ -169,20 +169,6 @@ def fill(
         make_row_wise(model)  # rounding to int8 would enlarge a difference in the last bit
     _tell(name, places, kept, dtype)
     return cast("PreTrainedModel", model.eval())
-
-
-def check_size(name: str, model: PreTrainedModel, weights: Mapping[str, Tensor | Codes]) -> None:
-    """Refuse a model that is larger than its weights before it is made: transformers would draw the rest at random.
-
-    `model` is on the meta device.
-
-    Raises:
-        ModelError: the model has more numbers.
-    """
-    wanted = sum(parameter.numel() for parameter in model.parameters())
-    found = sum(math.prod(weight.shape) for weight in weights.values())
-    if wanted > found:
-        raise ModelError(f"model {name!r} has {found} weights; its config describes {wanted}")
 
 
 def num_bytes(model: PreTrainedModel, weights: Mapping[str, Tensor | Codes], *, keeps_codes: bool) -> int:
