@@ -30,6 +30,16 @@ def shown(value: object, most: int = 80) -> str:
     return written if len(written) <= most else f"{written[:half]}…{written[-half:]}"
 
 
+def one_line(text: str, most: int = 300) -> str:
+    """`text` as one line of at most `most` characters: controls escaped, and its middle left out where it is longer."""
+    head = 2 * most // 3
+    # A character may become ten, so only the ends of a long text are escaped.
+    ends = text if len(text) <= 2 * most else f"{text[:most]} {text[-most:]}"
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(ends.split()))
+    is_whole = ends is text and len(line) <= most
+    return line if is_whole else f"{line[:head]}…{line[head + 1 - most :]}"
+
+
 class InvalidRequest(PilotfishError):
     """Expected: the caller's mistake. Carries every violation at once; nothing was queued."""
 
@@ -53,7 +63,13 @@ class DuplicateRequest(PilotfishError):
 
 
 class ModelError(PilotfishError):
-    """Expected: a checkpoint, or a pair of them, that cannot be served; raised at load, never later."""
+    """Expected: a checkpoint, or a pair of them, that cannot be served; raised at load, never later.
+
+    Its message is one short line, whatever names and values of a stranger's file it quotes.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(one_line(problem))
 
 
 class GrammarFault(PilotfishError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -30,6 +30,7 @@ from server.formats.base import Tool
 MAX_TURNS = 200_000  # iterations of all loops plus calls of all macros
 MAX_TEXT = 4 << 20  # characters of a rendered conversation; also items of the result of one `*`
 MAX_MESSAGES = 4096
+MAX_SOURCE = 1 << 17  # characters of a template; published ones have a third of it at most
 
 
 # Stands after the last message while it is rendered to be continued; what follows it is cut off.
@@ -84,14 +85,18 @@ class ChatTemplate:
         """Compile `source`. The template can use `special_tokens` by name, for instance `bos_token`.
 
         Raises:
-            ModelError: `source` is not a valid template.
+            ModelError: `source` is not a valid template, or too long to be compiled in time.
         """
+        if len(source) > MAX_SOURCE:
+            raise ModelError(f"the chat template has {len(source)} characters; expected at most {MAX_SOURCE}")
         self.source, self._special_tokens = source, dict(special_tokens)
         self._environment = _Environment()
         try:
             self._template = self._environment.from_string(self._environment.counted(source))
         except TemplateSyntaxError as error:
             raise ModelError(f"the chat template is no template: line {error.lineno}: {error.message}") from error
+        except (SyntaxError, RecursionError, MemoryError, ValueError) as error:  # of Python, whose code it becomes
+            raise ModelError(f"the chat template is too deep to be compiled: {error!r}") from error
 
     @classmethod
     def load(cls, source: str, revision: str | None = None) -> ChatTemplate | None:
@@ -144,7 +149,11 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**"])
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        # Neither of the last two: jinja would compute constants of any size while it compiles.
+        extensions = [_Generation, loopcontrols]
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=_finalized
+        )
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
         self._turns = threading.local()
@@ -195,6 +204,11 @@ class _Generation(Extension):
         """Return the body of the block without the marks."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+@pass_context
+def _finalized(_context: Context, value: object) -> object:
+    return value
 
 
 def _record(index: int, turn: Message) -> dict[str, Any]:

@@ -13,43 +13,35 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_safetensors_metadata
-from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError, StrictDataclassError
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from safetensors import safe_open
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
 from engine.attention.registry import ATTENTION_NAME
-from engine.errors import ModelError
+from engine.errors import ModelError, PilotfishError
 from engine.model.gguf.architectures import config_of
 from engine.model.gguf.files import gguf_file, open_gguf
 from engine.model.gguf.tokenizer import chat_template_in
 from engine.model.rope import longrope_border
 from engine.model.text_part import text_part
 
-# The errors of transformers and safetensors for a checkpoint that they cannot load.
-_FAULTS = (
-    ImportError,
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-    NotASafetensorsRepoError,
-    SafetensorsParsingError,
-)
 # Types by their names in safetensors headers.
 _STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LENGTH, _ABOUT = (
     8,
     "__metadata__",
 )  # bytes of a safetensors file that contain the length of its header; the one header entry that is no tensor
+_MOST_HEADER = 1 << 24  # bytes of the header of a safetensors file: 100,000 tensors
+_MOST_LAYERS, _LARGEST = 512, (1 << 31) - 1
+# Numbers of configs: whole ones from 1 on, and positive ones. Families lack some of them.
+_WHOLE = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+)  # fmt: skip
+_POSITIVE = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "rope_theta", "factor")
 _LIMITS = ("max_position_embeddings", "max_seq_len")  # fields of configs, MPT's among them
 _UNBOUNDED = 1 << 17  # positions of a model whose config names no limit, as of one without attention
-_LONGEST_COMPLAINT = 300  # characters; some messages of transformers list every class it knows
 
 
 def read_config(name: str, revision: str | None) -> PreTrainedConfig:
@@ -62,7 +54,8 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     """
     gguf = open_gguf(name, revision)
     if gguf is not None:
-        return config_of(gguf)
+        with told_as_model_error(name):
+            return config_of(gguf)
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelError(f"cannot load model {name!r}: there is no such folder")
     with told_as_model_error(name):
@@ -76,7 +69,24 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
         raise ModelError(
             f"{name!r} is a {config.model_type} model with cross-attention: it waits for an encoder's output"
         )
+    _check_numbers(name, config.get_text_config())
     return config
+
+
+def _check_numbers(name: str, config: PreTrainedConfig) -> None:
+    """Refuse a config with numbers that no model can have, where they are there."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    tables = [vars(config), rope, *(table for table in rope.values() if isinstance(table, dict))]
+    least, most = dict.fromkeys(_LIMITS, 2), {"num_hidden_layers": _MOST_LAYERS}
+    for table in tables:
+        for key in (*_WHOLE, *_LIMITS, "num_hidden_layers"):
+            value, low, high = table.get(key), least.get(key, 1), most.get(key, _LARGEST)
+            if isinstance(value, int) and not low <= value <= high:
+                raise ModelError(f"{name!r}: {key} of its config is {value}; expected {low} to {high}")
+        for key in _POSITIVE:
+            value = table.get(key)
+            if isinstance(value, int | float) and not 0 < value < math.inf:
+                raise ModelError(f"{name!r}: {key} of its config is {value}; expected a positive number")
 
 
 def read_generation_config(name: str, revision: str | None) -> GenerationConfig | None:
@@ -187,21 +197,36 @@ def check_weights(name: str) -> None:
         raise ModelError(f"model {name!r} has {found}; expected *.safetensors")
 
 
-def check_whole(path: Path) -> None:
-    """Refuse a file that ends before its tensors end, for example after an interrupted copy."""
+def check_size(name: str, model: PreTrainedModel, stored: int) -> None:
+    """Refuse a model that is much larger than its files before it is made: transformers would draw the rest at random.
+
+    `model` is on the meta device; `stored` numbers are in the files. `check_complete` names what is missing of others.
+    """
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    if wanted > 2 * stored:
+        raise ModelError(f"model {name!r} has {stored} weights; its config describes {wanted}")
+
+
+def check_whole(path: Path) -> int:
+    """Refuse a file that ends before its tensors end, for example after an interrupted copy; return its numbers."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = _LENGTH + int.from_bytes(file.read(_LENGTH), "little")
         if start > size:
             raise ModelError(f"{path} is cut short: its header ends at byte {start}, the file at {size}")
+        if start > _MOST_HEADER:
+            raise ModelError(f"{path}: its header has {start} bytes; expected at most {_MOST_HEADER}")
         try:
             tensors: dict[str, Any] = json.loads(file.read(start - _LENGTH))
-            ends = sorted((start + entry["data_offsets"][1], key) for key, entry in tensors.items() if key != _ABOUT)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            tensors.pop(_ABOUT, None)
+            ends = sorted((start + entry["data_offsets"][1], key) for key, entry in tensors.items())
+            numbers = sum(math.prod(entry["shape"]) for entry in tensors.values())
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
     for end, key in ends:
         if end > size:
             raise ModelError(f"{path} is cut short: {key} ends at byte {end}, the file at {size}")
+    return numbers
 
 
 def weights_size(name: str, revision: str | None) -> int:
@@ -228,15 +253,20 @@ def check_complete(name: str, report: Mapping[str, Collection[Any]]) -> None:
 
 @contextmanager
 def told_as_model_error(name: str) -> Iterator[None]:
-    """Turn any error while `name` is read into a ModelError of one short line."""
+    """Turn any error while `name` is read into a ModelError.
+
+    Any, because transformers checks few numbers of a config: a strange one is a division by 0 or a missing index there.
+    """
     try:
         yield
-    except _FAULTS as error:
+    except PilotfishError:
+        raise
+    except Exception as error:
         raise ModelError(f"cannot load model {name!r}: {_in_short(error)}") from error
 
 
 def _in_short(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
         return "its class attends in code of its own, which knows nothing of ragged batches"
-    text = " ".join((str(error) or repr(error)).split())
-    return text if len(text) <= _LONGEST_COMPLAINT else text[:_LONGEST_COMPLAINT] + "…"
+    is_of_python = isinstance(error, ArithmeticError | AssertionError | IndexError)  # whose text says little
+    return repr(error) if is_of_python else str(error) or repr(error)

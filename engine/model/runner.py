@@ -26,6 +26,7 @@ from engine.kv.latent import latent_of
 from engine.machine.mapped import reading
 from engine.model.checkpoint import (
     check_complete,
+    check_size,
     check_weights,
     check_whole,
     end_tokens_of,
@@ -115,8 +116,10 @@ def load_model(
     logging.disable_progress_bar()  # it would write into the log of a server
     config = read_config(name, revision)
     check_weights(name)
-    for path in sorted(Path(name).glob("*.safetensors")):
-        check_whole(path)
+    stored = sum(check_whole(path) for path in sorted(Path(name).glob("*.safetensors")))
+    if stored:  # the files are on this machine
+        with told_as_model_error(name), torch.device("meta"):
+            check_size(name, AutoModelForCausalLM.from_config(copy.deepcopy(config)), stored)
     stays_mapped = device.type == "cpu" and dtype in ("auto", named_type(config))
     with told_as_model_error(name), rest_untold(config), nullcontext() if stays_mapped else _tensors_told():
         read = partial(

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from engine.choices import HEADS, Weights
 from engine.config import EngineConfig
-from engine.errors import ModelError
+from engine.errors import PilotfishError, one_line
 from engine.kv.arena import KVLayout
 from engine.machine.threads import cores, quota
 from engine.model import checkpoint
@@ -44,6 +44,8 @@ from engine.startup.drafters import read_vocabulary
 from engine.startup.memory import GIB, free_on, kv_gib
 from engine.startup.precision import HeldPrecision, held_as, on_meta
 from engine.text.codec import Codec
+
+_TOLD = (PilotfishError, ValueError, RuntimeError, OSError, MemoryError)  # whose texts are for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Facts:
     def ends(self) -> str:
         """The end tokens, with their names where there is a tokenizer: `2 </s>`."""
         names = None if self.codec is None else self.codec.tokenizer.id_to_token
-        return ", ".join(f"{i} {names(i)}" if names else str(i) for i in sorted(self.end_tokens))
+        return one_line(", ".join(f"{i} {names(i)}" if names else str(i) for i in sorted(self.end_tokens)))
 
 
 def _bytes_of_codes(name: str, revision: str | None, held: HeldPrecision, model: PreTrainedModel) -> int:
@@ -161,7 +163,7 @@ def check(config: EngineConfig, *, load: bool = True) -> DoctorReport:
     """Check the machine, each checkpoint and how they fit together, and then, with `load`, whether they run."""
     logging.set_verbosity_error()  # the report contains what transformers would warn of
     report = DoctorReport()
-    with _problems_told(report):
+    with problems_told(report):
         for name, value in environment(config):
             report.findings.append(Finding("environment", name, value))
     target = _read(report, "target", config.target, config.revision, config.weights, config)
@@ -213,12 +215,12 @@ def _free_memory() -> int:
 
 
 @contextmanager
-def _problems_told(report: DoctorReport) -> Iterator[None]:
-    """Turn an error inside the block into a problem of the report."""
+def problems_told(report: DoctorReport) -> Iterator[None]:
+    """Turn any error inside the block into a problem of the report."""
     try:
         yield
-    except (ModelError, ValueError, RuntimeError, OSError, MemoryError) as error:
-        problem = str(error) or repr(error)
+    except Exception as error:  # noqa: BLE001  # whatever a stranger's checkpoint makes a library raise
+        problem = one_line(str(error) if isinstance(error, _TOLD) and str(error) else repr(error))
         if problem not in report.problems:  # one cause may make several lines fail
             report.problems.append(problem)
 
@@ -228,7 +230,7 @@ def _read(
 ) -> Facts | None:
     report.findings.append(Finding(section, "name", name + (f" at {revision}" if revision else "")))
     facts: Facts | None = None
-    with _problems_told(report):
+    with problems_told(report):
         facts = Facts.read(name, revision, weights, config)
         report.findings += [Finding(section, *line) for line in facts.lines()]
     return facts
@@ -238,7 +240,7 @@ def _check_pair(report: DoctorReport, config: EngineConfig, target: Facts, draft
     models = [target] if draft is None else [target, draft]
 
     def tell(name: str, say: Callable[[], str]) -> None:
-        with _problems_told(report):
+        with problems_told(report):
             report.findings.append(Finding("pair", name, say()))
 
     if draft is not None:
@@ -322,7 +324,7 @@ def _weights(models: list[Facts]) -> str:
 
 
 def _check_load(report: DoctorReport, config: EngineConfig) -> None:
-    with _problems_told(report):
+    with problems_told(report):
         start = perf_counter()
         warm.load(config, calibrates=False)
         report.findings.append(Finding("load", "probe", f"passed; loaded and ran in {perf_counter() - start:.1f} s"))

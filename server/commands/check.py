@@ -45,9 +45,12 @@ class CheckCommand:
 
     def run(self) -> tuple[str, bool]:
         """Return the report as text, and whether the pair works."""
-        from engine.startup.doctor import check
+        from engine.startup.doctor import check, problems_told
+        from server.chat import ChatTemplate
 
         report = check(self.config.engine(), load=self.load)
+        with problems_told(report):
+            ChatTemplate.load(self.config.target, self.config.revision)
         return json.dumps(report.as_dict(), indent=2) if self.as_json else as_text(report), report.works
 
 

@@ -20,11 +20,13 @@ from engine.errors import ModelError
 from engine.model.gguf.blocks import float_type
 from engine.model.gguf.container import Container
 from engine.model.gguf.families import architecture_of
-from engine.model.gguf.keys import Keys
+from engine.model.gguf.keys import EPSILON, Keys
 from engine.model.gguf.names import GATE_UP, Architecture, part_of
 from engine.model.gguf.ropes import TABLES, rope_of
-from engine.model.gguf.tokenizer import end_tokens_in
+from engine.model.gguf.sizes import check_sizes
+from engine.model.gguf.tokenizer import check_tokens, end_tokens_in
 
+_RMS_EPSILON = "attention.layer_norm_rms_epsilon"
 METHOD, HAS_CODES = "gguf", "has_codes"  # in `quantization_config`, with which configs of GGUF files are marked
 
 
@@ -36,8 +38,10 @@ def config_of(container: Container) -> PreTrainedConfig:
     """
     keys = Keys(container)
     family = architecture_of(keys)
+    check_sizes(keys)
     has_codes = any(not tensor.kind.is_float for tensor in container.tensors.values())
     fields = _common(keys) | family.describe(keys)
+    _check_heads(keys, fields["rope_parameters"])
     fields["quantization_config"] = {"quant_method": METHOD, HAS_CODES: has_codes}
     config: PreTrainedConfig = AutoConfig.for_model(family.model_type, **fields)
     return config
@@ -48,17 +52,18 @@ def _common(keys: Keys) -> dict[str, Any]:
     embedding = container.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{container.path} has no tensor token_embd.weight")
+    check_tokens(container)
     ends = end_tokens_in(container)
     return {
         "vocab_size": embedding.shape[0],
-        "hidden_size": keys.need("embedding_length"),
-        "intermediate_size": keys.need("feed_forward_length"),
+        "hidden_size": keys.size("embedding_length"),
+        "intermediate_size": keys.need("feed_forward_length"),  # of no tensor where all layers have experts
         "num_hidden_layers": keys.layers,
         "num_attention_heads": keys.heads,
         "num_key_value_heads": keys.kv_heads,
         "head_dim": keys.head_dim,
-        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon", 1e-5),
-        "max_position_embeddings": keys.need("context_length"),
+        "rms_norm_eps": keys.epsilon(EPSILON if keys.full(EPSILON) in container.metadata else _RMS_EPSILON),
+        "max_position_embeddings": keys.need("context_length", least=2),
         "tie_word_embeddings": "output.weight" not in container.tensors,
         "bos_token_id": container.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -66,6 +71,14 @@ def _common(keys: Keys) -> dict[str, Any]:
         "rope_parameters": rope_of(keys),
         "dtype": _float_type(container),
     }
+
+
+def _check_heads(keys: Keys, rope: dict[str, Any]) -> None:
+    """Refuse heads whose values have another size than keys, or of which only a part is rotated in such a family."""
+    if keys.integer("attention.value_length", keys.head_dim) != keys.head_dim:
+        raise keys.fault("attention.value_length", keys.need("attention.value_length"), f"{keys.head_dim}, as of keys")
+    if "partial_rotary_factor" not in rope and keys.rotated != keys.head_dim:
+        raise keys.fault("rope.dimension_count", keys.rotated, f"the size of a head, {keys.head_dim}")
 
 
 def _float_type(container: Container) -> torch.dtype:
@@ -106,7 +119,7 @@ def weights_of(container: Container) -> dict[str, Weight]:
     keys = Keys(container)
     family = architecture_of(keys)
     found = dict[str, Weight]()
-    drafting = tuple(f"blk.{layer}." for layer in range(keys.layers, keys.need("block_count")))
+    drafting = tuple(f"blk.{layer}." for layer in range(keys.layers, keys.blocks))
     for name in container.tensors:
         if name in TABLES or name.startswith(drafting):
             continue

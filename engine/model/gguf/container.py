@@ -9,33 +9,32 @@ from __future__ import annotations
 import math
 import mmap
 import re
-import struct
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import ModelError
+import numpy as np
+
+from engine.errors import ModelError, shown
+from engine.model.gguf.header import MOST_ENTRIES, Cursor, Numbers, Strings, Text
 from engine.model.gguf.kinds import KINDS, BlockKind, unreadable
 
 T = TypeVar("T")
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _ALIGNMENT = 32  # bytes, where the file says nothing else
-_MOST_DIMENSIONS = 4
-# Types of metadata values with a fixed size, by their numbers: u8, i8, u16, i16, u32, i32, f32, bool, u64, i64, f64.
-_FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_FLOAT, _STRING, _ARRAY = 6, 8, 9
+_WORDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Strings: "an array of texts",
+    Numbers: "an array of numbers",
+}
 _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-
-
-@dataclass(frozen=True, slots=True)
-class Strings:
-    """An array of strings that is still in the file: where it starts, and how many there are."""
-
-    start: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class StoredTensor:
 class Container:
     """An open file, or the first of several with the tensors of all.
 
-    `metadata` holds numbers, texts, lists of numbers, and `Strings`; `paths` the files.
+    `metadata` holds numbers, and what says where texts and arrays lie; `paths` the files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,12 +83,20 @@ class Container:
         self.path, self.paths, self.size = path, [path], path.stat().st_size
         if not self.size:
             raise ModelError(f"{path} is no GGUF file: it is empty")
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        cursor = _Cursor(self._map, path)
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror}") from error
+        self._cursor = cursor = Cursor(mapped, path)
         num_tensors, num_values = _counts(cursor)
-        self.metadata: dict[str, Any] = dict(_entry(cursor) for _ in range(num_values))
-        table = [_described(cursor) for _ in range(num_tensors)]
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            key, value = cursor.entry()
+            if key in self.metadata:
+                raise ModelError(f"{path} has the key {key} twice")
+            self.metadata[key] = value
+        table = [cursor.tensor() for _ in range(num_tensors)]
         self.header_bytes = cursor.at
         self.tensors = self._placed(table)
 
@@ -134,10 +141,14 @@ class Container:
         found = self.metadata.get(key)
         if found is None:
             return None
-        if kind is float and isinstance(found, int) and not isinstance(found, bool):
-            found = float(found)
-        if not isinstance(found, kind):
-            raise ModelError(f"{self.path}: {key} is {found!r}; expected {kind.__name__}")
+        is_number = isinstance(found, int) and not isinstance(found, bool)
+        if kind is float and is_number:
+            return kind(found)
+        if isinstance(found, Text):
+            found = self._cursor.text(key, found.start, found.stop)
+        if not isinstance(found, kind) or (kind is int and not is_number):
+            value = f"an array of {len(found)}" if isinstance(found, Strings | Numbers) else shown(found)
+            raise ModelError(f"{self.path}: {key} is {value}; expected {_WORDS[kind]}")
         return found
 
     def need(self, key: str, kind: type[T]) -> T:
@@ -147,27 +158,33 @@ class Container:
             raise ModelError(f"{self.path} has no {key}")
         return found
 
-    def strings(self, key: str) -> list[str]:
-        """The strings of an array; none where the file has no such array."""
-        found = self.get(key, Strings)
-        if found is None:
-            return []
-        cursor = _Cursor(self._map, self.path, found.start)
-        return [cursor.string() for _ in range(found.count)]
+    def strings(self, key: str) -> Seq[str]:
+        """The strings of an array, which are read when they are wanted; none where the file has no such array."""
+        return self.get(key, Strings) or ()
+
+    def numbers(self, key: str) -> np.ndarray[Any, Any] | None:
+        """The numbers of an array, in the file; None where the file has no such array."""
+        found = self.get(key, Numbers)
+        return None if found is None else self._cursor.array(found)
 
     def _placed(self, table: list[tuple[str, tuple[int, ...], int, int]]) -> dict[str, StoredTensor]:
-        alignment = self.get("general.alignment", int) or _ALIGNMENT
-        if alignment % 8:
+        found = self.get("general.alignment", int)
+        alignment = _ALIGNMENT if found is None else found
+        if alignment < 1 or alignment % 8:
             raise ModelError(f"{self.path}: general.alignment is {alignment}; expected a multiple of 8")
         data = -(-self.header_bytes // alignment) * alignment
-        found = dict[str, StoredTensor]()
+        placed = dict[str, StoredTensor]()
         for name, shape, number, offset in table:
-            if name in found:
+            if name in placed:
                 raise ModelError(f"{self.path} holds two tensors of the name {name}")
             if offset % alignment:
                 raise ModelError(f"{self.path}: {name} is at byte {offset} of the data; expected whole {alignment}s")
-            found[name] = self._checked(StoredTensor(name, shape, self._kind(name, number), data + offset, self.path))
-        return found
+            placed[name] = self._checked(StoredTensor(name, shape, self._kind(name, number), data + offset, self.path))
+        # One part of a file in many tensors would be a model that is larger than its file.
+        for before, after in pairwise(sorted(placed.values(), key=lambda tensor: tensor.start)):
+            if before.start + before.num_bytes > after.start:
+                raise ModelError(f"{self.path}: {before.name} ends after {after.name} starts, at byte {after.start}")
+        return placed
 
     def _kind(self, name: str, number: int) -> BlockKind:
         if number not in KINDS:
@@ -200,42 +217,7 @@ def _opened(paths: tuple[Path, ...], _states: tuple[tuple[int, int], ...]) -> Co
     return first
 
 
-class _Cursor:
-    """A place in the file from which values are read one after another."""
-
-    def __init__(self, mapped: mmap.mmap, path: Path, at: int = 0) -> None:
-        self.path, self.at, self._map = path, at, mapped
-
-    def numbers(self, form: str) -> tuple[Any, ...]:
-        """Read numbers in a form of `struct`, little-endian."""
-        try:
-            found = struct.unpack_from("<" + form, self._map, self.at)
-        except struct.error as error:
-            raise self._cut_short() from error
-        self.at += struct.calcsize("<" + form)
-        return found
-
-    def string(self) -> str:
-        """Read a length and as many bytes of UTF-8."""
-        start = self.skip_string()
-        try:
-            return self._map[start : self.at].decode()
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{self.path}: the text at byte {start} is no UTF-8") from error
-
-    def skip_string(self) -> int:
-        """Go behind a string, and return where its text starts."""
-        (length,) = self.numbers("Q")
-        start, self.at = self.at, self.at + length
-        if self.at > len(self._map):
-            raise self._cut_short()
-        return start
-
-    def _cut_short(self) -> ModelError:
-        return ModelError(f"{self.path} is cut short or damaged: its header goes on after {len(self._map)} bytes")
-
-
-def _counts(cursor: _Cursor) -> tuple[int, int]:
+def _counts(cursor: Cursor) -> tuple[int, int]:
     """Numbers of tensors and of metadata values."""
     (magic,) = cursor.numbers("4s")
     if magic != _MAGIC:
@@ -244,47 +226,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
     if version not in _VERSIONS:
         how = "big-endian" if not version & 0xFFFF else f"GGUF of version {version}"
         raise ModelError(f"{cursor.path} is {how}; expected little-endian GGUF of version 2 or 3")
+    for count, what in ((num_tensors, "tensors"), (num_values, "metadata values")):
+        if count > MOST_ENTRIES:
+            raise ModelError(f"{cursor.path} says that it has {count} {what}; expected at most {MOST_ENTRIES}")
     return num_tensors, num_values
-
-
-def _entry(cursor: _Cursor) -> tuple[str, Any]:
-    key = cursor.string()
-    (kind,) = cursor.numbers("I")
-    return key, _value(cursor, key, kind)
-
-
-def _value(cursor: _Cursor, key: str, kind: int) -> Any:
-    if kind == _FLOAT:
-        return meant(*cursor.numbers("f"))
-    if kind in _FIXED:
-        return cursor.numbers(_FIXED[kind])[0]
-    if kind == _STRING:
-        return cursor.string()
-    if kind != _ARRAY:
-        raise ModelError(f"{cursor.path}: {key} is of the unknown type {kind}")
-    inner, count = cursor.numbers("IQ")
-    if inner in _FIXED:
-        return list(cursor.numbers(f"{count}{_FIXED[inner]}"))
-    if inner != _STRING:
-        raise ModelError(f"{cursor.path}: {key} is an array of the unknown type {inner}")
-    found = Strings(cursor.at, count)
-    for _ in range(count):
-        cursor.skip_string()
-    return found
-
-
-def meant(number: float) -> float:
-    """The shortest decimal of a float32, as it was before it was rounded: 1e-06, not 9.999999974752427e-07."""
-    as_stored, shorter = struct.pack("f", number), (float(f"{number:.{digits}g}") for digits in range(6, 10))
-    return next((found for found in shorter if struct.pack("f", found) == as_stored), number)
-
-
-def _described(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type and offset of the next tensor of the table."""
-    name = cursor.string()
-    (dimensions,) = cursor.numbers("I")
-    if not 1 <= dimensions <= _MOST_DIMENSIONS:
-        raise ModelError(f"{cursor.path}: {name} has {dimensions} dimensions; expected 1 to {_MOST_DIMENSIONS}")
-    sizes = cursor.numbers(f"{dimensions}Q")
-    number, offset = cursor.numbers("IQ")
-    return name, tuple(reversed(sizes)), number, offset

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.model.gguf.hybrids import HYBRIDS
-from engine.model.gguf.keys import Keys
+from engine.model.gguf.keys import EPSILON, Keys
 from engine.model.gguf.mixtures import MIXTURES
 from engine.model.gguf.names import NORMS_OF_HEADS, Architecture, scales_of
 from engine.model.gguf.ropes import llama3, longrope, partly, rope_of
@@ -32,11 +32,11 @@ def architecture_of(keys: Keys) -> Architecture:
     name = container.need("general.architecture", str)
     if name == "mistral3" and keys.real(_GROWTH) is None:  # the text part of an older model that sees
         name = "llama"
-    mixture = bool(keys.integer("expert_count"))
+    mixture = bool(keys.integer("expert_count", least=0))
     found = HYBRIDS.get(name) or (MIXTURES if mixture else ARCHITECTURES).get(name)
     if found is None:
         known, kind = ", ".join(sorted({*ARCHITECTURES, *HYBRIDS, *MIXTURES})), " with experts" if mixture else ""
-        raise ModelError(f"{container.path} is a {name} model{kind}; GGUF files are read of {known}")
+        raise ModelError(f"{container.path} is a {shown(name)} model{kind}; GGUF files are read of {known}")
     return found
 
 
@@ -70,12 +70,12 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
 
 def _scaled_by(keys: Keys, largest: int) -> int:
     """The number whose root divides Gemma's attention: the largest model, known by its layers, has one of its own."""
-    return keys.need("embedding_length") // keys.heads if keys.need("block_count") == largest else keys.head_dim
+    return keys.size("embedding_length") // keys.heads if keys.blocks == largest else keys.head_dim
 
 
 def _phi3(keys: Keys) -> dict[str, Any]:
     rope = longrope(keys)
-    fields: dict[str, Any] = {"sliding_window": keys.integer("attention.sliding_window") or None}
+    fields: dict[str, Any] = {"sliding_window": keys.integer("attention.sliding_window", least=0) or None}
     if rope is not None:
         fields["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     return fields | {"rope_parameters": partly(keys, rope or rope_of(keys))}
@@ -106,12 +106,12 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
 
 def _starcoder2(keys: Keys) -> dict[str, Any]:
     """The window is not in the file, and the same in all published models."""
-    return {"norm_epsilon": keys.needs_real("attention.layer_norm_epsilon"), "use_bias": True, "sliding_window": 4096}
+    return {"norm_epsilon": keys.epsilon(EPSILON), "use_bias": True, "sliding_window": 4096}
 
 
 def _stablelm(keys: Keys) -> dict[str, Any]:
     return {
-        "layer_norm_eps": keys.needs_real("attention.layer_norm_epsilon"),
+        "layer_norm_eps": keys.epsilon(EPSILON),
         "use_qkv_bias": keys.has("blk.0.attn_q.bias"),
         "use_parallel_residual": keys.flag("use_parallel_residual", default=False),
         "rope_parameters": partly(keys, rope_of(keys)),
@@ -120,7 +120,7 @@ def _stablelm(keys: Keys) -> dict[str, Any]:
 
 def _cohere2(keys: Keys) -> dict[str, Any]:
     return {
-        "layer_norm_eps": keys.needs_real("attention.layer_norm_epsilon"),
+        "layer_norm_eps": keys.epsilon(EPSILON),
         "logit_scale": keys.needs_real("logit_scale"),
         "sliding_window": keys.need("attention.sliding_window"),
     }

@@ -41,7 +41,7 @@ _QWEN3_NEXT = {
 
 def _lfm2(keys: Keys) -> dict[str, Any]:
     kinds = ["full_attention" if heads else "conv" for heads in keys.of_layers("attention.head_count_kv")]
-    eps, width = keys.needs_real("attention.layer_norm_rms_epsilon"), keys.need("shortconv.l_cache")
+    eps, width = keys.epsilon("attention.layer_norm_rms_epsilon"), keys.size("shortconv.l_cache")
     return {"layer_types": kinds, "norm_eps": eps, "conv_L_cache": width, "block_auto_adjust_ff_dim": False}
 
 
@@ -51,14 +51,16 @@ def _channels(stored: Tensor) -> Tensor:
 
 
 def _qwen3_next(keys: Keys) -> dict[str, Any]:
-    values = keys.need("ssm.time_step_rank")
+    values, key_heads, inner = (keys.size(f"ssm.{key}") for key in ("time_step_rank", "group_count", "inner_size"))
+    if values % key_heads or inner % values:
+        raise keys.fault("ssm.time_step_rank", values, f"a multiple of {key_heads} groups that divides {inner}")
     return qwen2_moe(keys) | {
         "norm_topk_prob": True,
-        "linear_conv_kernel_dim": keys.need("ssm.conv_kernel"),
-        "linear_key_head_dim": keys.need("ssm.state_size"),
-        "linear_num_key_heads": keys.need("ssm.group_count"),
+        "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.size("ssm.state_size"),
+        "linear_num_key_heads": key_heads,
         "linear_num_value_heads": values,
-        "linear_value_head_dim": keys.need("ssm.inner_size") // values,
+        "linear_value_head_dim": inner // values,
         "full_attention_interval": keys.integer("full_attention_interval", 4),
         "rope_parameters": partly(keys, rope_of(keys)),
     }

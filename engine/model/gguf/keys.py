@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.model.gguf.blocks import dequantised, raw_of
 from engine.model.gguf.container import Container
+from engine.model.gguf.header import Numbers
+
+MOST_LAYERS = 512  # four times those of the deepest published models; each is built before weights are read
+EPSILON = "attention.layer_norm_epsilon"  # of norms that also subtract the mean, which have no other
+_LARGEST = (1 << 31) - 1  # of whole numbers: kernels count in 32 bits
 
 
 class Keys:
@@ -14,76 +21,160 @@ class Keys:
 
     def __init__(self, container: Container) -> None:
         self.container, self._prefix = container, container.need("general.architecture", str)
+        self._largest = max((size for tensor in container.tensors.values() for size in tensor.shape), default=1)
 
-    def need(self, key: str) -> int:
-        """A number that the family always has."""
-        return self.container.need(f"{self._prefix}.{key}", int)
+    def full(self, key: str) -> str:
+        """A key as it stands in the file."""
+        return f"{self._prefix}.{key}"
+
+    def need(self, key: str, least: int = 1, most: int = _LARGEST) -> int:
+        """A whole number that the family always has.
+
+        Raises:
+            ModelError: it is missing, or not from `least` to `most`.
+        """
+        self.container.need(self.full(key), int)
+        found = self.integer(key, least=least, most=most)
+        assert found is not None, "it is there"
+        return found
+
+    def size(self, key: str) -> int:
+        """As `need`, of inputs or outputs: no tensor of the model can be larger than those of the file."""
+        return self.need(key, most=self._largest)
 
     def needs_real(self, key: str) -> float:
         """As `need`, of a number that is no integer."""
-        return self.container.need(f"{self._prefix}.{key}", float)
+        self.container.need(self.full(key), float)
+        found = self.real(key)
+        assert found is not None, "it is there"
+        return found
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """A number; `default` where the file has none."""
-        return default if (found := self.container.get(f"{self._prefix}.{key}", float)) is None else found
+        """A positive number; `default` where the file has none.
 
-    def integer(self, key: str, default: int | None = None) -> int | None:
-        """A whole number; `default` where the file has none."""
-        return default if (found := self.container.get(f"{self._prefix}.{key}", int)) is None else found
+        Raises:
+            ModelError: it is not positive, or not finite.
+        """
+        found = self.container.get(self.full(key), float)
+        if found is not None and not 0 < found < math.inf:
+            raise self.fault(key, found, "a positive number")
+        return default if found is None else found
+
+    def epsilon(self, key: str) -> float:
+        """What a norm adds to a mean of squares; ModelError where it is missing, or not between 0 and 1."""
+        found = self.needs_real(key)
+        if found >= 1:
+            raise self.fault(key, found, "a number between 0 and 1")
+        return found
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = _LARGEST) -> int | None:
+        """A whole number from `least` to `most`; `default` where the file has none."""
+        found = self.container.get(self.full(key), int)
+        if found is not None and not least <= found <= most:
+            raise self.fault(key, found, f"{least} to {most}")
+        return default if found is None else found
 
     def flag(self, key: str, *, default: bool) -> bool:
         """A truth value; `default` where the file has none."""
-        return default if (found := self.container.get(f"{self._prefix}.{key}", bool)) is None else found
+        return default if (found := self.container.get(self.full(key), bool)) is None else found
 
     def text(self, key: str) -> str | None:
         """A text; None where the file has none."""
-        return self.container.get(f"{self._prefix}.{key}", str)
+        return self.container.get(self.full(key), str)
 
     def of_layers(self, key: str) -> list[int]:
-        """A number for each layer, where a file may also have one for all of them."""
-        found = self.container.metadata.get(f"{self._prefix}.{key}")
-        return found if isinstance(found, list) else [self.need(key)] * self.need("block_count")
+        """A number for each layer, where a file may also have one for all of them.
+
+        Raises:
+            ModelError: there are more or fewer numbers than layers, or others than 0 and one positive number.
+        """
+        blocks = self.blocks
+        if not isinstance(self.container.metadata.get(self.full(key)), Numbers):
+            return [self.size(key)] * blocks
+        several = self.container.numbers(self.full(key))
+        assert several is not None, "it is there"
+        found = several.tolist() if len(several) == blocks else []
+        if not all(type(number) is int for number in found) or len({number for number in found if number}) != 1:
+            raise self.fault(key, several[:16].tolist(), f"one number and 0, for {blocks} layers")
+        return found
 
     def refuse(self, key: str, why: str) -> None:
         """Raise ModelError where a number of the metadata is there and not 0."""
-        if self.container.metadata.get(f"{self._prefix}.{key}"):
-            raise ModelError(f"{self.container.path}: {self._prefix}.{key} is set: {why}")
+        if self.container.metadata.get(self.full(key)):
+            raise ModelError(f"{self.container.path}: {self.full(key)} is set: {why}")
+
+    def fault(self, key: str, found: object, expected: str) -> ModelError:
+        """The error for a value that cannot be."""
+        return ModelError(f"{self.container.path}: {self.full(key)} is {shown(found)}; expected {expected}")
 
     def has(self, name: str) -> bool:
         """Whether the file holds a tensor."""
         return name in self.container.tensors
 
     @property
+    def blocks(self) -> int:
+        """Layers, with those that only draft."""
+        return self.need("block_count", most=MOST_LAYERS)
+
+    @property
     def layers(self) -> int:
         """Layers, without those behind them that only draft."""
-        return self.need("block_count") - (self.integer("nextn_predict_layers") or 0)
+        return self.blocks - (self.integer("nextn_predict_layers", least=0, most=self.blocks - 1) or 0)
 
     @property
     def heads(self) -> int:
         """Heads of the queries."""
-        return self.need("attention.head_count")
+        return self.size("attention.head_count")
 
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values, of the layers that have any.
 
         Raises:
-            ModelError: they have different numbers.
+            ModelError: they have different numbers, or queries cannot share them.
         """
-        several = self.container.metadata.get(f"{self._prefix}.attention.head_count_kv")
-        if not isinstance(several, list):
-            return self.integer("attention.head_count_kv", self.heads) or self.heads
-        found = {number for number in several if number}
-        if len(found) != 1:
-            raise ModelError(f"{self.container.path}: attention.head_count_kv is {several}; expected one number, and 0")
-        return int(found.pop())
+        key = "attention.head_count_kv"
+        if self.full(key) not in self.container.metadata:
+            return self.heads
+        found = max(self.of_layers(key))
+        if not 1 <= found <= self.heads or self.heads % found:
+            raise self.fault(key, found, f"a divisor of {self.heads} heads")
+        return found
 
     @property
     def head_dim(self) -> int:
         """Numbers of a head."""
-        return self.integer("attention.key_length") or self.need("embedding_length") // self.heads
+        key = "attention.key_length"
+        if self.full(key) in self.container.metadata:
+            found = self.size(key)
+        else:
+            key, found = "attention.head_count", self.size("embedding_length") // self.heads
+        if not found or found % 2:
+            raise self.fault(key, self.need(key), "what gives heads of an even size")
+        return found
+
+    @property
+    def rotated(self) -> int:
+        """Numbers of a head that the rotary embedding rotates."""
+        key = "rope.dimension_count"
+        found = self.integer(key, self.head_dim, most=self.head_dim)
+        assert found is not None, "a default"
+        if found % 2:
+            raise self.fault(key, found, "an even number")
+        return found
 
     def table(self, name: str) -> Tensor | None:
-        """A small table of floats; None where the file has none."""
+        """A positive float for each pair of rotated numbers; None where the file has no such table.
+
+        Raises:
+            ModelError: the table is of another length, or it has another number.
+        """
         tensor = self.container.tensors.get(name)
-        return None if tensor is None else dequantised(tensor.kind, raw_of(tensor)).float()
+        if tensor is None:
+            return None
+        wanted = (self.rotated // 2,)
+        found = dequantised(tensor.kind, raw_of(tensor)).float() if tensor.shape == wanted else None
+        if found is None or not (found.isfinite() & (found > 0)).all():
+            has = f"is of shape {list(tensor.shape)}" if found is None else "has a number that is not"
+            raise ModelError(f"{self.container.path}: {name} {has}; expected {wanted[0]} positive numbers")
+        return found

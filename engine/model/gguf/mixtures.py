@@ -44,36 +44,37 @@ _GRANITE = {name: place.replace("mlp.", "block_sparse_moe.") for name, place in 
 
 def _mixture(keys: Keys) -> dict[str, Any]:
     """Numbers of experts; Mixtral and gpt-oss call them `num_local_experts`."""
-    experts = {"num_experts": keys.need("expert_count"), "num_local_experts": keys.need("expert_count")}
-    return experts | {"num_experts_per_tok": keys.need("expert_used_count")}
+    count = keys.size("expert_count")
+    used = keys.need("expert_used_count", most=count)
+    return {"num_experts": count, "num_local_experts": count, "num_experts_per_tok": used}
 
 
 def qwen2_moe(keys: Keys) -> dict[str, Any]:
     """Experts, one of which all tokens share."""
-    width, shared = keys.need("expert_feed_forward_length"), keys.integer("expert_shared_feed_forward_length")
+    width, shared = keys.size("expert_feed_forward_length"), keys.integer("expert_shared_feed_forward_length")
     sizes = {"moe_intermediate_size": width, "shared_expert_intermediate_size": shared}
     return _mixture(keys) | sizes | {"norm_topk_prob": False}
 
 
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
-    return _mixture(keys) | {"moe_intermediate_size": keys.need("expert_feed_forward_length"), "norm_topk_prob": True}
+    return _mixture(keys) | {"moe_intermediate_size": keys.size("expert_feed_forward_length"), "norm_topk_prob": True}
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
     rope = rope_of(keys)
     exact = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False} if rope["rope_type"] == "yarn" else {}
-    width, window = keys.need("expert_feed_forward_length"), keys.need("attention.sliding_window")
+    width, window = keys.size("expert_feed_forward_length"), keys.need("attention.sliding_window")
     fields = {"intermediate_size": width, "sliding_window": window, "rope_parameters": rope | exact}
     return _mixture(keys) | fields
 
 
 def _glm4_moe(keys: Keys) -> dict[str, Any]:
     return {
-        "n_routed_experts": keys.need("expert_count"),
-        "num_experts_per_tok": keys.need("expert_used_count"),
-        "n_shared_experts": keys.need("expert_shared_count"),
-        "moe_intermediate_size": keys.need("expert_feed_forward_length"),
-        "first_k_dense_replace": keys.need("leading_dense_block_count"),
+        "n_routed_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count", most=keys.size("expert_count")),
+        "n_shared_experts": keys.size("expert_shared_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.need("leading_dense_block_count", least=0, most=keys.layers),
         "routed_scaling_factor": keys.real("expert_weights_scale", 1.0),
         "norm_topk_prob": keys.flag("expert_weights_norm", default=True),
         "attention_bias": keys.has("blk.0.attn_q.bias"),

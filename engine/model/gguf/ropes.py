@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.gguf.container import meant
+from engine.model.gguf.header import meant
 from engine.model.gguf.keys import Keys
 
 _LONG, _SHORT, _FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
@@ -24,9 +24,13 @@ def rope_of(keys: Keys) -> dict[str, Any]:
         ModelError: the scaling is of an unknown type.
     """
     plain = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 10_000.0)}
-    kind, factor = keys.text("rope.scaling.type"), keys.real("rope.scaling.factor") or keys.real("rope.scale_linear")
-    if kind in (None, "none") and factor in (None, 0.0, 1.0):
+    kind, key = keys.text("rope.scaling.type"), "rope.scaling.factor"
+    found = keys.container.get(keys.full(key), float)
+    factor = keys.real("rope.scale_linear") if found == 0 else keys.real(key) or keys.real("rope.scale_linear")
+    if kind in (None, "none") and factor in (None, 1.0):
         return plain
+    if kind in ("linear", "yarn") and factor is None:
+        raise keys.fault(key, found, f"a positive number, because rope.scaling.type is {kind}")
     if kind in (None, "linear"):
         return plain | {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -34,7 +38,7 @@ def rope_of(keys: Keys) -> dict[str, Any]:
         return plain | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     if kind in ("longrope", "su"):  # its tables are tensors: `with_tables`
         return plain
-    raise ModelError(f"{keys.container.path}: rope.scaling.type is {kind!r}; expected none, linear, yarn or longrope")
+    raise keys.fault("rope.scaling.type", kind, "none, linear, yarn or longrope")
 
 
 def llama3(keys: Keys) -> dict[str, Any] | None:
@@ -78,7 +82,8 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
 
 def partly(keys: Keys, rope: dict[str, Any]) -> dict[str, Any]:
     """A rotary embedding of the first numbers of each head."""
-    return rope | {"partial_rotary_factor": keys.need("rope.dimension_count") / keys.head_dim}
+    keys.need("rope.dimension_count")
+    return rope | {"partial_rotary_factor": keys.rotated / keys.head_dim}
 
 
 def _decimals(table: Tensor) -> list[float]:

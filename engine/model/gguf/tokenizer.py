@@ -6,17 +6,25 @@ tokenizer needs belongs to its kind, and llama.cpp knows it by the names (`llama
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.model.gguf.container import Container
+from engine.model.gguf.header import Strings
 
 _NONE = (None, "none", "no_vocab")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
+# Published tokens have at most 256 bytes, and vocabularies 2 MB; merges are looked for at each place of each token.
+_LONGEST_TOKEN, _MOST_TEXT = 1 << 10, 1 << 23
+_IDS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
 _SPACE = "▁"  # stands for the space in vocabularies of SentencePiece
 # Texts of control tokens that end a turn; few files name them beside the end of a text.
 _ENDS = frozenset(
@@ -70,13 +78,42 @@ _RULES = (
 )
 
 
+def check_tokens(container: Container) -> None:
+    """Compare the tokens of a file with its embedding, and bound their texts.
+
+    Raises:
+        ModelError: there are more or fewer than rows, one is too long, or a special token is none of them.
+    """
+    key, path = "tokenizer.ggml.tokens", container.path
+    tokens, embedding = container.get(key, Strings), container.tensors.get("token_embd.weight")
+    count = len(tokens or ()) if embedding is None else embedding.shape[0]
+    if tokens is not None:
+        if len(tokens) != count:
+            raise ModelError(f"{path}: {key} has {len(tokens)} texts; token_embd.weight has {count} rows")
+        sizes = tokens.sizes()
+        longest = int(sizes.argmax()) if len(sizes) else 0
+        if len(sizes) and sizes[longest] > _LONGEST_TOKEN:
+            raise ModelError(
+                f"{path}: {key} has {sizes[longest]} bytes at {longest}; expected at most {_LONGEST_TOKEN}"
+            )
+        if sizes.sum() > _MOST_TEXT:
+            raise ModelError(f"{path}: {key} has {sizes.sum()} bytes; expected at most {_MOST_TEXT}")
+    for key in _IDS.values():
+        found = container.get(key, int)
+        if found is not None and not 0 <= found < count:
+            raise ModelError(f"{path}: {key} is {found}; expected one of {count} tokens")
+
+
+@lru_cache(maxsize=2)  # a target's and a draft's: whoever makes a model ready asks several times
 def tokenizer_in(container: Container) -> Tokenizer | None:
     """The tokenizer of a file; None if it has none.
 
     Raises:
-        ModelError: its kind, or its rule of splitting, is not known.
+        ModelError: its kind, or its rule of splitting, is not known, or it contradicts itself.
     """
     kind, whole = container.get("tokenizer.ggml.model", str), container.get("tokenizer.huggingface.json", str)
+    if kind is None and whole is None and container.strings("tokenizer.ggml.tokens"):
+        raise ModelError(f"{container.path} has tokenizer.ggml.tokens and no tokenizer.ggml.model")
     if whole is None and kind in _NONE:
         return None
     try:
@@ -91,7 +128,7 @@ def tokenizer_in(container: Container) -> Tokenizer | None:
         raise
     except Exception as error:  # the tokenizers library raises bare Exception
         raise ModelError(f"cannot read the tokenizer of {container.path}: {error}") from error
-    raise ModelError(f"{container.path}: tokenizer.ggml.model is {kind!r}; expected gpt2 or llama")
+    raise ModelError(f"{container.path}: tokenizer.ggml.model is {shown(kind)}; expected gpt2 or llama")
 
 
 def chat_template_in(container: Container) -> str | None:
@@ -102,19 +139,17 @@ def chat_template_in(container: Container) -> str | None:
 def special_tokens_in(container: Container) -> dict[str, str]:
     """Texts of the special tokens that a chat template may use: `bos_token`, `eos_token`."""
     tokens = container.strings("tokenizer.ggml.tokens")
-    ids = {f"{name}_token": container.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("bos", "eos")}
+    ids = {f"{name}_token": container.get(_IDS[name], int) for name in ("bos", "eos")}
     return {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
 
 
 def end_tokens_in(container: Container) -> list[int]:
     """Tokens at which the model was trained to stop: those that the metadata names, and known ends of turns."""
-    ids = (container.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom"))
-    found = {i for i in ids if i is not None}
-    if container.get("tokenizer.ggml.model", str) in _NONE:
+    ids = (container.get(_IDS[name], int) for name in ("eos", "eot", "eom"))
+    found, tokens = {i for i in ids if i is not None}, container.strings("tokenizer.ggml.tokens")
+    if container.get("tokenizer.ggml.model", str) in _NONE or not tokens:
         return sorted(found)
-    kinds = container.get("tokenizer.ggml.token_type", list) or []
-    typed = enumerate(zip(kinds, container.strings("tokenizer.ggml.tokens"), strict=False))
-    control = {text: i for i, (kind, text) in typed if kind == _CONTROL}
+    control = {tokens[i]: int(i) for i in np.flatnonzero(_types(container, tokens) == _CONTROL)}
     ends = _ENDS - {"<|end|>"} | _HARMONY if control.keys() >= _HARMONY else _ENDS
     return sorted(found | {i for text, i in control.items() if text in ends})
 
@@ -125,18 +160,20 @@ class _Vocabulary:
 
     tokens: list[str]
     kinds: list[int]
+    ids: dict[str, int]
 
     @classmethod
     def of(cls, container: Container) -> _Vocabulary:
-        tokens = container.strings("tokenizer.ggml.tokens")
-        kinds = container.get("tokenizer.ggml.token_type", list) or [1] * len(tokens)
-        if not tokens or len(tokens) != len(kinds):
-            raise ModelError(f"{container.path} has {len(tokens)} tokens and types of {len(kinds)}")
-        return cls(tokens, kinds)
-
-    @property
-    def ids(self) -> dict[str, int]:
-        return {token: i for i, token in enumerate(self.tokens)}
+        check_tokens(container)
+        tokens = list(container.strings("tokenizer.ggml.tokens"))
+        kinds, ids = _types(container, tokens).tolist(), {token: i for i, token in enumerate(tokens)}
+        if not tokens:
+            raise ModelError(f"{container.path} has no tokenizer.ggml.tokens")
+        if len(ids) < len(tokens):
+            first, text = next((i, text) for i, text in enumerate(tokens) if ids[text] != i)
+            twice = f"{first} and {ids[text]} are both {shown(text)}"
+            raise ModelError(f"{container.path}: tokenizer.ggml.tokens {twice}; expected {len(tokens)} different texts")
+        return cls(tokens, kinds, ids)
 
     def add_to(self, made: Tokenizer) -> None:
         """Have tokens that are no text, and those that are never cut, found before anything else is done."""
@@ -145,14 +182,27 @@ class _Vocabulary:
         made.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED])
 
 
+def _types(container: Container, tokens: Seq[str]) -> np.ndarray[Any, Any]:
+    """The types of tokens; all are normal where the file does not say."""
+    found = container.numbers("tokenizer.ggml.token_type")
+    found = np.ones(len(tokens), np.int32) if found is None else found
+    if len(found) != len(tokens) or found.dtype.kind not in "iu":
+        raise ModelError(f"{container.path} has {len(tokens)} tokens and types of {len(found)}, {found.dtype}")
+    return found
+
+
 def _byte_level(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     """A tokenizer whose tokens are bytes, spelt with printable characters as in GPT-2."""
     name = container.get("tokenizer.ggml.pre", str)
     if name not in _RULES:
-        raise ModelError(f"{container.path}: tokenizer.ggml.pre is {name!r}; expected one of {', '.join(_RULES)}")
-    rule = _RULES[name]
-    pairs = (merge.partition(" ") for merge in container.strings("tokenizer.ggml.merges"))
-    merges = [(first, second) for first, _, second in pairs]
+        raise ModelError(f"{container.path}: tokenizer.ggml.pre is {shown(name)}; expected one of {', '.join(_RULES)}")
+    rule, stored = _RULES[name], container.strings("tokenizer.ggml.merges")
+    places = sum(map(len, vocabulary.tokens))
+    if len(stored) > places:
+        raise ModelError(f"{container.path} has {len(stored)} merges, and tokens that can be cut at {places} places")
+    if not stored and not rule.whole_words and places > len(vocabulary.tokens):
+        raise ModelError(f"{container.path} has no tokenizer.ggml.merges, and tokens of several bytes")
+    merges = [(first, second) for first, _, second in (merge.partition(" ") for merge in stored)]
     made = Tokenizer(BPE(vocabulary.ids, merges, ignore_merges=rule.whole_words))
     made.pre_tokenizer, made.decoder = rule.pre_tokenizer(), decoders.ByteLevel()
     vocabulary.add_to(made)
@@ -164,14 +214,22 @@ def _of_pieces(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     """A tokenizer of SentencePiece, whose spaces are a character of their own and whose other bytes are tokens."""
     family = container.get("general.architecture", str) or ""
     unknown = next((t for t, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind == _UNKNOWN), None)
-    scores = container.get("tokenizer.ggml.scores", list)
+    scores = container.numbers("tokenizer.ggml.scores")
     if family.startswith("gemma"):  # blank tokens are written with real spaces, and ids are in the order of merges
         blank = [_SPACE * len(t) if not t.strip(" ") else t for t in vocabulary.tokens]
-        vocabulary, scores = _Vocabulary(blank, vocabulary.kinds), [-float(i) for i in range(len(blank))]
-    if not scores or len(scores) != len(vocabulary.tokens):
-        raise ModelError(f"{container.path} has {len(vocabulary.tokens)} tokens and scores of {len(scores or [])}")
+        vocabulary = _Vocabulary(blank, vocabulary.kinds, {token: i for i, token in enumerate(blank)})
+        scores = -np.arange(len(blank))
+    if scores is None or len(scores) != len(vocabulary.tokens) or not np.isfinite(scores).all():
+        found = "none" if scores is None else f"{len(scores)}, of which {int(np.isfinite(scores).sum())} are finite"
+        raise ModelError(f"{container.path} has {len(vocabulary.tokens)} tokens; tokenizer.ggml.scores are {found}")
     made = Tokenizer(
-        BPE(vocabulary.ids, _merges(vocabulary.ids, scores), fuse_unk=True, byte_fallback=True, unk_token=unknown)
+        BPE(
+            vocabulary.ids,
+            _merges(vocabulary.ids, scores.tolist()),
+            fuse_unk=True,
+            byte_fallback=True,
+            unk_token=unknown,
+        )
     )
     leading = not family.startswith("gemma") and container.get("tokenizer.ggml.add_space_prefix", bool) is not False
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -207,12 +265,10 @@ def _begin(container: Container, vocabulary: _Vocabulary, made: Tokenizer, *, ot
     """Have each text begin with the first token where the file says so, or `otherwise` where it does not say."""
     asked, first = (
         container.get("tokenizer.ggml.add_bos_token", bool),
-        container.get("tokenizer.ggml.bos_token_id", int),
+        container.get(_IDS["bos"], int),
     )
     if first is None or not (otherwise if asked is None else asked):
         return
-    if not 0 <= first < len(vocabulary.tokens):
-        raise ModelError(f"{container.path}: tokenizer.ggml.bos_token_id is {first} of {len(vocabulary.tokens)} tokens")
     text = vocabulary.tokens[first]
     made.post_processor = TemplateProcessing(
         single=[text, "$A"], pair=[text, "$A", text, "$B:1"], special_tokens=[(text, first)]

@@ -7,6 +7,7 @@ stay pass through it as stand-ins, which take no memory; afterwards each module 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError
-from engine.model.checkpoint import check_complete, read_config, read_generation_config, told_as_model_error
+from engine.model.checkpoint import check_complete, check_size, read_config, read_generation_config, told_as_model_error
 from engine.model.gguf.files import open_gguf
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.packed import MATMULS
@@ -142,6 +143,7 @@ def fill(
     transformers_logging.disable_progress_bar()  # it would write into the log of a server
     prepare(config)
     bare = _on_meta(config, dtype)
+    check_size(name, bare, sum(math.prod(weight.shape) for weight in weights.values()))
     forms = dict(recognised(bare))
     places = _places(bare, weights, forms)
     kept = _kept(places) if keeps_codes else {}

@@ -1,0 +1,183 @@
+"""Reads the bytes of a header one value after another. Arrays and texts stay in the file until somebody wants them.
+
+Knows the format's encoding and no key. What a header may hold is bounded, because a file of a few bytes can claim any
+count, and a sparse one of a few kilobytes can have any size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from engine.errors import ModelError
+
+MOST_BYTES = 1 << 26  # of a header: 64 MiB, four times the largest vocabularies with all of their merges
+MOST_ENTRIES = 1 << 16  # metadata values, and tensors
+_MOST_STRINGS = 1 << 21  # in all arrays together
+_MOST_DIMENSIONS = 4
+# Types of metadata values with a fixed size, by their numbers: u8, i8, u16, i16, u32, i32, f32, bool, u64, i64, f64.
+_FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
+_LENGTH = struct.Struct("<Q")  # before each string
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A string that is still in the file: bytes `start` to `stop`."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """An array of numbers that is still in the file."""
+
+    start: int
+    count: int
+    form: str  # of `struct`
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Strings(Sequence[str]):
+    """An array of strings that is still in the file; each is decoded when it is read."""
+
+    def __init__(self, cursor: Cursor, key: str, starts: array[int]) -> None:
+        self._text, self._starts, self.stop = partial(cursor.text, key), starts, cursor.at
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        starts = self._starts
+        return self._text(starts[index], starts[index + 1] - _LENGTH.size if index + 1 < len(self) else self.stop)
+
+    def __iter__(self) -> Iterator[str]:
+        afters = chain(self._starts[1:], (self.stop + _LENGTH.size,))
+        return (self._text(start, after - _LENGTH.size) for start, after in zip(self._starts, afters, strict=False))
+
+    def sizes(self) -> np.ndarray[Any, Any]:
+        """Bytes of each string."""
+        starts = np.frombuffer(self._starts, np.int64)
+        return np.append(starts[1:], self.stop + _LENGTH.size)[: len(self)] - starts - _LENGTH.size
+
+
+class Cursor:
+    """A place in the file from which values are read one after another."""
+
+    def __init__(self, mapped: mmap.mmap, path: Path) -> None:
+        self.path, self.at, self._map, self._about = path, 0, mapped, "its header"
+        self._strings_left = _MOST_STRINGS
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        """Read numbers in a form of `struct`, little-endian."""
+        start = self._skip(struct.calcsize("<" + form))
+        return struct.unpack_from("<" + form, self._map, start)
+
+    def string(self) -> str:
+        """Read a length and as many bytes of UTF-8."""
+        found = self._text()
+        return self.text("a name", found.start, found.stop)
+
+    def text(self, key: str, start: int, stop: int) -> str:
+        """Decode bytes of the file, which are of the value of `key`.
+
+        Raises:
+            ModelError: they are no UTF-8.
+        """
+        try:
+            return self._map[start:stop].decode()
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.path}: {key} has a text that is no UTF-8, at byte {start}") from error
+
+    def array(self, found: Numbers) -> np.ndarray[Any, Any]:
+        """The numbers of an array: a view of the file."""
+        return np.frombuffer(self._map, np.dtype(found.form).newbyteorder("<"), found.count, found.start)
+
+    def entry(self) -> tuple[str, Any]:
+        """Read a key and its value: a number, `Text`, `Numbers` or `Strings`."""
+        self._about = key = self.string()
+        (kind,) = self.numbers("I")
+        if kind == _FLOAT:
+            return key, meant(*self.numbers("f"))
+        if kind in _FIXED:
+            return key, self.numbers(_FIXED[kind])[0]
+        if kind == _STRING:
+            return key, self._text()
+        if kind != _ARRAY:
+            raise ModelError(f"{self.path}: {key} is of the unknown type {kind}")
+        inner, count = self.numbers("IQ")
+        if inner in _FIXED:
+            size = struct.calcsize("<" + _FIXED[inner])
+            return key, Numbers(self._skip(count * size), count, _FIXED[inner])
+        if inner != _STRING:
+            raise ModelError(f"{self.path}: {key} is an array of the unknown type {inner}")
+        return key, self._strings(key, count)
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Read name, shape, type and offset of the next tensor of the table."""
+        self._about = name = self.string()
+        (dimensions,) = self.numbers("I")
+        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+            raise ModelError(f"{self.path}: {name} has {dimensions} dimensions; expected 1 to {_MOST_DIMENSIONS}")
+        shape = tuple(reversed(self.numbers(f"{dimensions}Q")))
+        if not all(shape):
+            raise ModelError(f"{self.path}: {name} is of shape {list(shape)}; expected sizes of 1 or more")
+        number, offset = self.numbers("IQ")
+        return name, shape, number, offset
+
+    def _strings(self, key: str, count: int) -> Strings:
+        self._strings_left -= count
+        if self._strings_left < 0:
+            raise ModelError(f"{self.path}: {key} has {count} strings; expected at most {_MOST_STRINGS} in all arrays")
+        starts, at, unpack, mapped = array("q"), self.at, _LENGTH.unpack_from, self._map
+        try:
+            for _ in range(count):
+                starts.append(at + _LENGTH.size)
+                at += _LENGTH.size + unpack(mapped, at)[0]
+        except (struct.error, OverflowError) as error:
+            raise self._cut_short() from error
+        self._skip(at - self.at)
+        return Strings(self, key, starts)
+
+    def _text(self) -> Text:
+        (length,) = self.numbers("Q")
+        start = self._skip(length)
+        return Text(start, self.at)
+
+    def _skip(self, count: int) -> int:
+        """Go on by `count` bytes, and return where they start."""
+        start, self.at = self.at, self.at + count
+        if self.at > len(self._map):
+            raise self._cut_short()
+        if self.at > MOST_BYTES:
+            raise ModelError(
+                f"{self.path}: with {self._about} its header has {self.at} bytes; expected at most {MOST_BYTES}"
+            )
+        return start
+
+    def _cut_short(self) -> ModelError:
+        return ModelError(f"{self.path} is cut short or damaged: {self._about} goes on after {len(self._map)} bytes")
+
+
+def meant(number: float) -> float:
+    """The shortest decimal of a float32, as it was before it was rounded: 1e-06, not 9.999999974752427e-07."""
+    as_stored, shorter = struct.pack("f", number), (float(f"{number:.{digits}g}") for digits in range(6, 10))
+    return next((found for found in shorter if struct.pack("f", found) == as_stored), number)
