@@ -38,7 +38,7 @@ class Level(NamedTuple):
     needs: frozenset[str]  # what /proc/cpuinfo lists where it runs
 
 
-class Library(NamedTuple):
+class BuiltLibrary(NamedTuple):
     """A file that was built."""
 
     file: str
@@ -52,7 +52,7 @@ class Manifest(NamedTuple):
     sources: str  # their fingerprint
     compiler: str
     levels: list[str]  # that were asked for and have not failed; the compiler may not know some
-    libraries: dict[str, Library]  # by level
+    libraries: dict[str, BuiltLibrary]  # by level
 
 
 def _levels(*rows: tuple[str, str, str]) -> tuple[Level, ...]:
@@ -101,7 +101,7 @@ def read_manifest(folder: Path = HERE) -> Manifest:
     try:
         read = json.loads(text)
         libraries = {
-            str(level): Library(str(found["file"]), int(found["size"]), str(found["sha256"]))
+            str(level): BuiltLibrary(str(found["file"]), int(found["size"]), str(found["sha256"]))
             for level, found in read["libraries"].items()
         }
         return Manifest(str(read["sources"]), str(read["compiler"]), list(read["levels"]), libraries)
@@ -109,7 +109,7 @@ def read_manifest(folder: Path = HERE) -> Manifest:
         raise OSError(f"{MANIFEST} is damaged: {error!r}") from error
 
 
-def read_library(built: Library, folder: Path = HERE) -> bytes:
+def read_library(built: BuiltLibrary, folder: Path = HERE) -> bytes:
     """Read a library. Raises OSError: it cannot be read, or it is not what was built."""
     with (folder / built.file).open("rb") as file:
         content = file.read(built.size + 1)
@@ -184,7 +184,7 @@ def _compile_all(command: list[str], names: Sequence[str], to: Path, say: Callab
             continue
         content = (to / level.name).read_bytes()
         digest = hashlib.sha256(content).hexdigest()
-        built = Library(f"native-{level.name}-{digest[:12]}.so", len(content), digest)
+        built = BuiltLibrary(f"native-{level.name}-{digest[:12]}.so", len(content), digest)
         (to / level.name).rename(to / built.file)
         manifest.libraries[level.name] = built
     told = manifest._asdict() | {"libraries": {level: built._asdict() for level, built in manifest.libraries.items()}}

@@ -86,7 +86,7 @@ def told(found: Loaded) -> str:
     return found.problems[0] + (f" (and {len(found.problems) - 1} more)" if found.problems[1:] else "")
 
 
-def load(built: build.Library) -> ctypes.CDLL:
+def load(built: build.BuiltLibrary) -> ctypes.CDLL:
     """Load a library: the very bytes that were checked, whatever becomes of the file.
 
     Raises:

@@ -163,7 +163,7 @@ def test_no_manifest_however_damaged_makes_a_start_fail(fresh: Path) -> None:
 def test_what_was_checked_is_what_runs(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = build.read_library
 
-    def then_swapped(built: build.Library, folder: Path) -> bytes:
+    def then_swapped(built: build.BuiltLibrary, folder: Path) -> bytes:
         content = read(built, folder)
         (folder / built.file).write_bytes(b"swapped")  # in place: who maps the file has this now
         return content
