@@ -13,19 +13,23 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NATIVE := engine/native/native.json
 PROTOS := $(patsubst proto/%,%,$(wildcard proto/pilotfish/v1/*.proto))
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## Create .venv with everything for use, tests and checks
+install: $(NATIVE) $(STAMP) ## Create .venv with everything for use, tests and checks, and compile C that has changed
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml hatch_build.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	$(BIN)/python -m compileall -q engine server client models proto loadtest benchmarks deploy examples
-	$(BIN)/python -c 'from engine.native.compiled import library; library()' # C, which else the first engine compiles
 	@touch $@
+
+# pip compiles, too, but says nothing of it, and knows no change of C.
+$(NATIVE): engine/native/build.py $(wildcard engine/native/*.[ch])
+	$(PYTHON) $<
 
 demo: install ## Serve the embedded pair, complete unseen code through gRPC, compare with plain decoding
 	$(BIN)/python examples/demo.py
@@ -63,7 +67,7 @@ $(LOWEST_VENV)/.installed: tests/lowest.txt
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --no-compile --requirement tests/lowest.txt
 	@touch $@
 
-test-lowest: $(LOWEST_INSTALLED) ## Test kernels and rounds with the lowest torch, transformers and Triton
+test-lowest: $(NATIVE) $(LOWEST_INSTALLED) ## Test kernels and rounds with the lowest torch, transformers and Triton
 	PYTHONPATH=.:proto $(LOWEST_PYTHON) -m pytest -c tests/cuda/gpu.ini --rootdir . --confcutdir . -n $(WORKERS) --dist loadfile \
 		-m "not slow or slow(lowest=True)" $(LOWEST_TESTS)
 
@@ -72,13 +76,13 @@ CUDA_PYTHON ?= python3
 ON_CUDA := PYTHONPATH=.:proto $(CUDA_PYTHON)
 OUT ?= build/light
 
-test-cuda: ## Run the tests of kernels and graphs on this machine's GPU with CUDA_PYTHON (python3), in nine minutes
+test-cuda: $(NATIVE) ## Run the tests of kernels and graphs on this machine's GPU with CUDA_PYTHON (python3), in nine minutes
 	$(ON_CUDA) -m tests.cuda $(ARGS)
 
-first-light: ## Check and measure all that matters on this machine's GPU in nine minutes; writes to OUT (build/light)
+first-light: $(NATIVE) ## Check and measure all that matters on this machine's GPU in nine minutes; writes to OUT (build/light)
 	$(ON_CUDA) -m benchmarks.cuda first-light --out $(OUT) $(ARGS)
 
-first-light-2: ## Measure what takes longer: AUTO, transformers beside, prompts, draws; nine minutes, writes to OUT
+first-light-2: $(NATIVE) ## Measure what takes longer: AUTO, transformers beside, prompts, draws; nine minutes, writes to OUT
 	$(ON_CUDA) -m benchmarks.cuda first-light-2 --out $(OUT) $(ARGS)
 
 check: install ## Format, lint, types, layers, fresh stubs
@@ -205,5 +209,5 @@ survive: install ## Streams of every option while engines die, and while replica
 	$(BIN)/python -m loadtest largest --out build/loadtest/largest
 
 clean: ## Remove .venv, caches and build outputs; never the models' training state
-	rm -rf $(VENV) $(LOWEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(LOWEST_VENV) engine/native/native[.-]* build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
 	find engine server client loadtest models proto examples deploy tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -128,7 +128,7 @@ TOKENIZERS = tuple(item.name for item in _TOKENIZERS)
 
 
 def cache_folder() -> Path:
-    """Return the folder of all that is fetched, beside what our C is compiled to."""
+    """Return the folder of all that is fetched."""
     home = os.environ.get("PILOTFISH_CACHE") or os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "pilotfish" / "published"
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import os
+import runpy
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
@@ -29,8 +30,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "feature: a cell of docs/features.md, with parameters (row, column)")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         prepare()
+    if not hasattr(config, "workerinput"):
+        refuse_stale_c()
     if config.getoption("--features"):
         config.pluginmanager.register(FeatureTable(config.getoption("--features")))
+
+
+def refuse_stale_c() -> None:
+    """Test no C that is older than its sources. `build.py` is run as a script, because the package imports torch."""
+    build = runpy.run_path(str(Path(__file__).parents[1] / "engine" / "native" / "build.py"))
+    is_built = (build["HERE"] / build["MANIFEST"]).exists()
+    if (
+        os.environ.get("PILOTFISH_NATIVE") != "0"
+        and (is_built or build["compiler"]())
+        and not build["is_current"](names=())
+    ):
+        raise pytest.UsageError("engine/native has no libraries of its present sources: run `make install`")
 
 
 def prepare() -> None:

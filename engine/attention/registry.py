@@ -124,7 +124,9 @@ def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False)
     has_native = device.type == "cpu" and library() is not None
     has_kernel = device.type == "cuda" and has_triton()
     if name == "native" and not has_native:
-        raise ModelError("attention is native; it needs a CPU and a C compiler (the log says what is missing)")
+        raise ModelError(
+            "attention is native; it needs a CPU and our C kernels (`pilotfish check` says what is missing)"
+        )
     if name == "triton" and not has_kernel and not is_interpreted():
         raise ModelError(f"attention is triton; it needs a CUDA device and Triton, and this is {device.type}")
     others: AttentionName = "rows" if row_wise else "sdpa"

@@ -1,6 +1,6 @@
 """What control has learned, kept from one start to the next: costs and acceptance of a pair, on a machine, as set up.
 
-A file for each pair, machine and set of options, in the cache folder that compiled code lies in. It holds numbers
+A file for each pair, machine and set of options, in the cache folder. It holds numbers
 alone; one that is damaged, of another version or of anybody else is as good as none.
 """
 
@@ -10,7 +10,9 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
+import secrets
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,9 @@ import torch
 
 from engine.choices import HEADS
 from engine.control.controller import Control
+from engine.machine.cache import cache_folders
 from engine.machine.threads import most_threads
-from engine.native.compiled import cache_folders, fingerprint
+from engine.native.compiled import fingerprint
 
 if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
     from engine.config import EngineConfig
@@ -36,15 +39,14 @@ def recall(config: EngineConfig, controls: dict[str, Control]) -> bool:
     name = _name(config)
     for folder in cache_folders():
         try:
-            state = _read(folder / name)
+            state = _read(name, folder)
             for key, control in controls.items():
                 control.restore(state[key])
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("what was learned at an earlier start cannot be used: %s: %r", folder / name, error)
+            log.warning("what was learned at an earlier start cannot be used: %s: %r", name, error)
             continue
-        os.utime(folder / name)
         return True
     return False
 
@@ -52,20 +54,25 @@ def recall(config: EngineConfig, controls: dict[str, Control]) -> bool:
 def keep(config: EngineConfig, controls: dict[str, Control]) -> None:
     """Write what the controls know, whole or not at all. That there is nowhere to write costs the next start alone."""
     state = {"version": VERSION} | {key: control.state() for key, control in controls.items()}
+    made = f"learned-{secrets.token_hex(8)}"
     try:
-        folder = next(cache_folders(writable=True))
-        with tempfile.NamedTemporaryFile("w", dir=folder, prefix="learned-", delete=False) as file:
-            json.dump(state, file, allow_nan=False)
-        Path(file.name).replace(folder / _name(config))
-        for old in sorted(folder.glob("learned-*"), key=lambda path: path.stat().st_mtime)[:-MOST_FILES]:
-            old.unlink(missing_ok=True)
+        with closing(cache_folders(writable=True)) as folders:
+            folder = next(folders)
+            with open(made, "x", opener=partial(os.open, mode=0o600, dir_fd=folder)) as file:
+                json.dump(state, file, allow_nan=False)
+            os.replace(made, _name(config), src_dir_fd=folder, dst_dir_fd=folder)
+            found = [name for name in os.listdir(folder) if name.startswith("learned-")]
+            for old in sorted(found, key=lambda name: os.stat(name, dir_fd=folder).st_mtime)[:-MOST_FILES]:
+                os.unlink(old, dir_fd=folder)
     except (OSError, ValueError) as error:
         log.info("what was learned is not kept: %s", error)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
+def _read(name: str, folder: int) -> dict[str, Any]:
+    """Read a file, and mark it as used."""
+    with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder), "rb") as file:
         content = file.read(MOST_BYTES + 1)
+        os.utime(file.fileno())
     if len(content) > MOST_BYTES:
         raise ValueError(f"longer than {MOST_BYTES} bytes")
     state = json.loads(content)

@@ -1,4 +1,4 @@
-"""C code for operations that are slow in torch on a CPU: compiled at first use; torch runs where that fails."""
+"""C code for operations that are slow in torch on a CPU: compiled when Pilotfish is built; torch runs without it."""
 
 from engine.native.compiled import instructions, library, threads_in_use
 from engine.native.groups import GroupScales

@@ -1,6 +1,6 @@
-"""The C sources of this folder as a shared library, compiled by the machine's own compiler and kept in a cache.
+"""The library that `build.py` has made of this folder's C, loaded for what this processor can do. Compiles nothing.
 
-No code requires the library: where there is no compiler, `library` returns None and callers use torch's operations.
+No code requires the library: where there is none, `library` returns None and callers use torch's operations.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
+
+from engine.native import build
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-std=gnu11", "-Wno-psabi")
 _FASTER = {
     "AVX-512": "AVX-512 VNNI",
     "AVX2": "AVX-VNNI or AVX-512 VNNI",
@@ -27,30 +26,100 @@ _FASTER = {
     "NEON": "dot products (ARMv8.2)",
     "plain C": "vectors (AVX2, NEON)",
 }
-COMPILERS = ("cc", "gcc", "clang")
-PATIENCE = 120  # seconds
-SOURCES = sorted(Path(__file__).parent.glob("*.c"))
-HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+REMEDY = "reinstall Pilotfish; in a checkout, `make install`"
+CPUINFO = Path("/proc/cpuinfo")
+FOLDER = build.HERE
+
+
+class Loaded(NamedTuple):
+    """The library, the file that it is, and why it is none or not the best one."""
+
+    library: ctypes.CDLL | None
+    file: str = ""
+    problems: tuple[str, ...] = ()
 
 
 def library() -> ctypes.CDLL | None:
     """The compiled sources; or None, and the log says why."""
-    found = loaded()
-    return found if isinstance(found, ctypes.CDLL) else None
+    return loaded().library
 
 
 @cache
-def loaded() -> ctypes.CDLL | str:
-    """The compiled sources, or the reason why there are none."""
+def loaded() -> Loaded:
+    """Load the best library that this processor runs and that is as it was built. What is wrong is logged."""
     if os.environ.get("PILOTFISH_NATIVE") == "0":
-        why = "PILOTFISH_NATIVE is 0"
-    else:
+        log.info("C kernels are off: PILOTFISH_NATIVE is 0; torch's operations serve, several times slower")
+        return Loaded(None, problems=("PILOTFISH_NATIVE is 0",))
+    found = _best()
+    if found.library is None:
+        log.warning("C kernels: %s; torch's operations serve, several times slower; to mend: %s", told(found), REMEDY)
+    elif found.problems:
+        log.warning("C kernels: %s; %s serves, which is slower; to mend: %s", told(found), found.file, REMEDY)
+    elif is_stale():
+        log.warning(
+            "C kernels: the sources have changed since %s was built, which serves; `make install` builds it anew",
+            found.file,
+        )
+    return found
+
+
+def _best() -> Loaded:
+    problems: list[str] = []
+    try:
+        libraries = build.read_manifest(FOLDER).libraries
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        return Loaded(None, problems=(f"none were built into {FOLDER}" if is_missing else str(error),))
+    for level in runnable():
         try:
-            return ctypes.CDLL(str(_compiled()))
-        except (OSError, subprocess.SubprocessError) as error:
-            why = f"not available ({str(getattr(error, 'stderr', None) or error).strip()[-400:]})"
-    log.info("native code: %s; torch's operations serve instead", why)
-    return why
+            built = libraries[level.name]
+            return Loaded(load(built), built.file, tuple(problems))
+        except KeyError:
+            problems.append(f"none was built for {level.name}")
+        except OSError as error:
+            problems.append(str(error))
+    return Loaded(None, problems=tuple(problems))
+
+
+def told(found: Loaded) -> str:
+    """The first problem, and how many more there are."""
+    return found.problems[0] + (f" (and {len(found.problems) - 1} more)" if found.problems[1:] else "")
+
+
+def load(built: build.BuiltLibrary) -> ctypes.CDLL:
+    """Load a library: the very bytes that were checked, whatever becomes of the file.
+
+    Raises:
+        OSError: it is not as it was built, or cannot be loaded.
+    """
+    content = build.read_library(built, FOLDER)
+    try:
+        # It stays open: the loader knows libraries by their paths, and would take another of this number for this one.
+        descriptor = os.memfd_create(built.file)
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    except OSError:  # some systems run no code that has no file
+        return ctypes.CDLL(str(FOLDER / built.file))
+
+
+def runnable() -> list[build.Level]:
+    """The levels that all processors of this machine run, the best first."""
+    lists = [set(line.split(":", 1)[1].split()) for line in _cpuinfo() if line.startswith(("flags", "Features"))]
+    flags = set.intersection(*lists) if lists else set()
+    return [level for level in build.LEVELS if level.needs <= flags]
+
+
+def _cpuinfo() -> list[str]:
+    return CPUINFO.read_text("utf-8").splitlines() if CPUINFO.exists() else []
+
+
+def is_stale() -> bool:
+    """Whether the sources are there, and are not those of the libraries."""
+    try:
+        return bool(build.sources(FOLDER)) and build.read_manifest(FOLDER).sources != build.fingerprint(FOLDER)
+    except OSError:
+        return False
 
 
 @cache
@@ -68,67 +137,30 @@ def threads_in_use() -> int:
 
 
 def instructions() -> str:
-    """Describe the instructions that our C multiplies with here, and faster ones; or the reason why it does not run."""
+    """Describe the library and the instructions that it multiplies with, and faster ones; or why there is none."""
     found = loaded()
-    if isinstance(found, str):
-        return f"torch's, several times slower: our C is {found}; it takes a C compiler (gcc or clang)"
-    for function in (found.pilotfish_integer_path, found.pilotfish_bfloat16_path):
+    if found.library is None:
+        return f"torch's, several times slower: our C is not loaded ({told(found)}); to mend: {REMEDY}"
+    told_by = (found.library.pilotfish_integer_path, found.library.pilotfish_bfloat16_path)
+    for function in told_by:
         function.restype = ctypes.c_char_p
-    integers, bfloat16 = (path().decode() for path in (found.pilotfish_integer_path, found.pilotfish_bfloat16_path))
-    told = f"our C: int8 and int4 by {integers}, bfloat16 by {bfloat16}"
-    return f"{told}; a processor with {_FASTER[integers]} would be faster" if integers in _FASTER else told
-
-
-def _compiled() -> Path:
-    """Return the library's path; compile it first if the cache has none for these sources and this kind of processor.
-
-    Raises:
-        OSError: there is no compiler, or no folder to write to.
-        subprocess.SubprocessError: the compiler reports an error or exceeds the time limit.
-    """
-    name = f"native-{fingerprint()}.so"
-    for folder in cache_folders():
-        if (folder / name).exists():
-            return folder / name
-    folder = next(cache_folders(writable=True))
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), *COMPILERS))), None)
-    if compiler is None:
-        raise FileNotFoundError("no C compiler")
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / name
-        _compile(compiler, made)
-        return made.replace(folder / name)  # atomic, even if several processes start at the same time
-
-
-def _compile(compiler: str, made: Path) -> None:
-    command = [compiler, *FLAGS, "-o", str(made), *map(str, SOURCES), "-lm"]
-    subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)  # noqa: S603  # our own words
+    integers, bfloat16 = (path().decode() for path in told_by)
+    parts = [f"our C ({found.file}, intact): int8 and int4 by {integers}, bfloat16 by {bfloat16}"]
+    if found.problems:
+        parts.append(f"a faster one is not loaded ({told(found)}); to mend: {REMEDY}")
+    elif integers in _FASTER:
+        parts.append(f"a processor with {_FASTER[integers]} would be faster")
+    if is_stale():
+        parts.append("the C sources have changed since: `make install` builds it anew")
+    return "; ".join(parts)
 
 
 def fingerprint() -> str:
-    """A hash of everything that the result depends on, because different machines may share a home folder."""
-    info = Path("/proc/cpuinfo")
-    flags = next((line for line in _lines(info) if line.startswith(("flags", "Features"))), "")
-    parts = [platform.machine(), platform.processor(), flags, *FLAGS]
-    parts += [path.read_text("utf-8") for path in (*SOURCES, *HEADERS)]
+    """A hash of what the time of our operations depends on: the processor and the libraries."""
+    flags = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "")
+    try:
+        libraries = str(build.read_manifest(FOLDER).libraries)
+    except OSError:
+        libraries = ""
+    parts = [platform.machine(), platform.processor(), flags, libraries, os.environ.get("PILOTFISH_NATIVE", "")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text("utf-8").splitlines() if path.exists() else []
-
-
-def cache_folders(*, writable: bool = False) -> Iterator[Path]:
-    """The folders for the library, the preferred one first. Never a folder into which another user can write."""
-    home = os.environ.get("PILOTFISH_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    own = Path(home) if home else Path.home() / ".cache"
-    for folder in (own / "pilotfish", Path(tempfile.gettempdir()) / f"pilotfish-{os.getuid()}"):
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        found = folder.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and (not writable or os.access(folder, os.W_OK)):
-            yield folder
-    if writable:
-        raise FileNotFoundError("no folder to keep the compiled code in")

@@ -57,7 +57,7 @@ class _Heads(ctypes.Structure):
 
 @cache
 def rows() -> Rows | None:
-    """The operations, or None where there is no compiler."""
+    """The operations, or None where there is no library."""
     found = library()
     return None if found is None else Rows(found)
 

@@ -184,7 +184,7 @@ def _against_bfloat16(
         (config.loop == "rounds", "loop is rounds"),
         (config.tensor_parallel_size > 1, "the target is in shares"),
         (config.attention not in _ROW_WISE, f"attention is {config.attention}"),
-        (not multiplies(torch.bfloat16), "our C multiplies no bfloat16 here (it needs a C compiler)"),
+        (not multiplies(torch.bfloat16), "our C multiplies no bfloat16 here (`pilotfish check` says why)"),
     )
     found = next((reason for stands, reason in reasons if stands), None)
     if found is None and not packs_whole(on_meta(name, described)):

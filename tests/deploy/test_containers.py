@@ -29,7 +29,7 @@ def services():
 def options_of(variables):
     """Of a server in this environment; an unknown name or a bad value raises."""
     ours = {name: value for name, value in variables.items() if name.startswith("PILOTFISH_") and value}
-    ours.pop("PILOTFISH_CACHE", None)  # of engine/native
+    ours.pop("PILOTFISH_CACHE", None)  # of engine/machine
     return ServerConfig(**{name.removeprefix("PILOTFISH_").lower(): value for name, value in ours.items()})
 
 
@@ -63,10 +63,28 @@ def test_what_is_copied_is_there_and_is_what_the_wheel_needs():
     assert [name for name in copied if not (ROOT / name).exists()] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    needed = {package.split("/")[0] for package in packages} | {"pyproject.toml", project["project"]["readme"]}
+    needed = {package.split("/")[0] for package in packages}
+    needed |= {"pyproject.toml", "hatch_build.py", project["project"]["readme"]}
     assert needed | set(project["project"]["license-files"]) <= copied
     allowed = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in allowed if line.startswith("!")} == copied
+
+
+def test_a_compiler_is_where_something_compiles():
+    """C when the image is built; on CUDA, Triton, whose launchers lie in the cache. Elsewhere nothing in it is run."""
+    installs = {
+        name: any("gcc" in rest for _, rest in stages()[name].instructions) for name in ("installed-cpu", *TARGETS)
+    }
+    assert installs == {"installed-cpu": True, "cpu": False, "cuda": True}
+    caches = {
+        name: [volume for volume in services()[name]["tmpfs"] if "/cache" in volume]
+        for name in services()
+        if "pilot" in name
+    }
+    assert {name: "exec" in volume for name, [volume] in caches.items()} == {
+        "pilotfish-cpu": False,
+        "pilotfish-gpu": True,
+    }
 
 
 @pytest.mark.parametrize("target", TARGETS)

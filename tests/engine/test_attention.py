@@ -131,5 +131,5 @@ def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("triton", cpu)
     monkeypatch.setattr(registry, "has_triton", lambda: False)
     assert choose("auto", torch.device("cuda")) is sdpa.attend
-    with pytest.raises(ModelError, match="attention is native; it needs a CPU and a C compiler"):
+    with pytest.raises(ModelError, match="attention is native; it needs a CPU and our C kernels"):
         choose("native", cpu)

@@ -1,7 +1,7 @@
 """Plants faults in a copy of the repository, one at a time, and tells which tests find them.
 
 The copy has an environment of its own, so that every process of a test imports the copy, whatever its variables are. C
-is compiled anew where a fault changes it.
+is compiled anew where a fault changes it, for this processor alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.native import compiled
 from tests.mutants.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,8 +39,16 @@ class Copy:
             if (ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.root / name)
+        self._compile()
         warm = [self._environment(folder / "venv"), "-m", "tests.mutants.warm"]
-        self._warm = subprocess.Popen(warm, cwd=self.root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | {"PILOTFISH_CACHE": str(folder / "cache")}
+        self._warm = subprocess.Popen(
+            warm, cwd=self.root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def _compile(self) -> None:
+        command = [sys.executable, self.root / "engine" / "native" / "build.py", compiled.runnable()[0].name]
+        subprocess.run(command, check=True)
 
     def _environment(self, folder: Path) -> Path:
         """Make an environment with the copy and with the packages of this one, but not with the repository itself."""
@@ -56,24 +65,26 @@ class Copy:
         """Within it the copy has the fault."""
         path = self.root / fault.file
         text = path.read_text("utf-8")
-        self._write(path, text.replace(fault.old, fault.new))
+        self._write(path, text.replace(fault.old, fault.new), is_c=fault.is_c)
         try:
             yield
         finally:
-            self._write(path, text)
+            self._write(path, text, is_c=fault.is_c)
 
-    def _write(self, path: Path, text: str) -> None:
-        """Write a file, with a time of its own: Python knows compiled code by time and length."""
+    def _write(self, path: Path, text: str, *, is_c: bool) -> None:
+        """Write a file, with a time of its own: Python knows compiled code by time and length. Compile C."""
         path.write_text(text, "utf-8")
         self._time += 10
         os.utime(path, (self._time, self._time))
+        if is_c:
+            self._compile()
 
-    def failures(self, tests: Sequence[str], marked: str, cache: str, *options: str) -> list[str]:
-        """Run tests; return those that fail, or how pytest ended if it names none. `cache`: for compiled C."""
+    def failures(self, tests: Sequence[str], marked: str, *options: str) -> list[str]:
+        """Run tests; return those that fail, or how pytest ended if it names none."""
         shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # examples that other faults have left
         arguments = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-m", marked, *options, *tests]
         output = self._folder / "output"
-        asked = {"arguments": arguments, "cache": str(self._folder / cache), "output": str(output)}
+        asked = {"arguments": arguments, "output": str(output)}
         print(json.dumps(asked), file=self._warm.stdin, flush=True)
         code, lines = int(self._warm.stdout.readline()), output.read_text("utf-8", "replace").splitlines()
         assert code != 4, f"no such tests: {tests}"
@@ -84,15 +95,14 @@ class Copy:
 
     def find(self, fault: Fault, *, only_slow: bool) -> tuple[str, str]:
         """Plant a fault and run its tests, then slow ones; return the first that fails, or nothing, and a row."""
-        cells, found, cache = ["", ""], "", f"cache-{fault.number}" if fault.is_c else "cache"
+        cells, found = ["", ""], ""
         for cell, marked in enumerate(("not slow", "slow")):
             if not found and (cell or not only_slow):
                 began = time.monotonic()
                 with self.planted(fault):
-                    found = next(iter(self.failures(fault.tests, marked, cache, "-x")), "")
+                    found = next(iter(self.failures(fault.tests, marked, "-x")), "")
                 told = f"`{found}`".replace("|", "\\|") if found else "**nothing**"
                 cells[cell] = f"{told}, {time.monotonic() - began:.0f} s"
-        assert not fault.is_c or any((self._folder / cache).rglob("native-*.so")), "the fault was not compiled"
         return found, f"| {fault.number} | {fault.area} | {fault.what} | {' | '.join(cells)} |"
 
 
@@ -116,7 +126,7 @@ def main() -> int:
             if asked.out:
                 asked.out.write_text("\n".join(table) + "\n", "utf-8")
         named = sorted({test for test in finders.values() if "::" in test})
-        sick = copy.failures(named, "slow or not slow", "cache") if named else []
+        sick = copy.failures(named, "slow or not slow") if named else []
     missed = [number for number, test in finders.items() if not test]
     print(f"{len(chosen) - len(missed)} of {len(chosen)} found; not found: {missed or 'none'}")
     print(f"failing without any fault: {', '.join(sick) or 'none'}")

@@ -1,6 +1,6 @@
 """Runs pytest in forks of a process that has imported what takes long, and nothing that could have a fault.
 
-Each line of its input is JSON: arguments, an output file, a folder for compiled C. Each answer is an exit code.
+Each line of its input is JSON: arguments and an output file. Each answer is an exit code.
 """
 
 from __future__ import annotations
@@ -46,5 +46,4 @@ if __name__ == "__main__":
         __import__(name)
     for line in sys.stdin:
         asked = json.loads(line)
-        os.environ["PILOTFISH_CACHE"] = asked["cache"]
         print(run(asked["arguments"], asked["output"]), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from functools import cache
 from itertools import count
 from types import SimpleNamespace
@@ -85,6 +86,46 @@ def test_a_file_that_is_too_long_and_a_folder_that_others_may_write_are_not_read
         patch.setattr(learned, "MOST_BYTES", 100)
         assert recalled() is None
     folder.chmod(0o777)
+    assert recalled() is None
+
+
+def test_a_link_in_place_of_the_folder_or_of_the_file_is_not_followed(folder, tmp_path):
+    learned.keep(CONFIG, controls())
+    (file,) = folder.iterdir()
+    elsewhere = folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(elsewhere)
+    assert recalled() is None
+    learned.keep(CONFIG, controls())
+    assert [path.name for path in elsewhere.iterdir()] == [file.name]
+    assert (tmp_path / "tmp" / f"pilotfish-{os.getuid()}" / file.name).exists(), "the other folder serves"
+    folder.unlink()
+    (folder.mkdir(mode=0o700), file.symlink_to(elsewhere / file.name))
+    shutil.rmtree(tmp_path / "tmp")
+    assert recalled() is None
+    learned.keep(CONFIG, controls())
+    assert not file.is_symlink()
+    assert recalled() is not None
+
+
+def test_a_folder_that_is_swapped_after_the_check_is_not_used(folder, tmp_path, monkeypatch):
+    dump, theirs = json.dump, tmp_path / "theirs"
+    theirs.mkdir()
+
+    def swap(*arguments, **options):
+        folder.rename(tmp_path / "checked")
+        folder.symlink_to(theirs)
+        dump(*arguments, **options)
+
+    monkeypatch.setattr(learned.json, "dump", swap)
+    learned.keep(CONFIG, controls())
+    assert list(theirs.iterdir()) == []
+    assert len(list((tmp_path / "checked").iterdir())) == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives a folder to others")
+def test_another_users_folder_is_not_used(folder):
+    learned.keep(CONFIG, controls())
+    os.chown(folder, 12345, 12345)
     assert recalled() is None
 
 

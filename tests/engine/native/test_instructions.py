@@ -1,6 +1,6 @@
 """Our C for other processors than this one: the products are right, and a row's bits its own, by every instruction set.
 
-An x86 processor runs what was compiled for its ancestors; SIMDe emulates its descendants. ARM programs are made by
+An x86 processor runs the libraries for its ancestors; SIMDe emulates its descendants. ARM programs are made by
 a cross compiler and run by qemu. Where one of these is not installed, or this processor is of another family, the tests
 say so and are skipped.
 """
@@ -8,7 +8,6 @@ say so and are skipped.
 from __future__ import annotations
 
 import ctypes
-import platform
 import shutil
 import struct
 import subprocess
@@ -21,29 +20,28 @@ from torch import Tensor
 
 from engine.attention import native, reference
 from engine.model.linear.grouped import PortableGrouped
-from engine.native import PackedMatrix, library, matmul
+from engine.native import PackedMatrix, build, compiled, library, matmul
 from tests.drawn import int16s, numbers
 from tests.drawn_codes import codes
 from tests.engine.native.test_native import LATENT, Problem
 from tests.engine.native.test_weights import parts_are_the_whole
 
-NATIVE = Path(matmul.__file__).parent
-SOURCES = sorted(NATIVE.glob("*.c"))
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
-FLAGS = Path("/proc/cpuinfo").read_text("utf-8").split() if Path("/proc/cpuinfo").exists() else []
-# One processor for each way that our C takes.
-X86 = {  # what to compile for, what it must say of itself, and what a processor needs to run it
-    "x86-64": ("SSE", "sse2"),
-    "nehalem": ("SSE", "ssse3"),
-    "haswell": ("AVX2", "avx2"),
-    "alderlake": ("AVX-VNNI", "avx_vnni"),
-    "skylake-avx512": ("AVX-512", "avx512bw"),
-    "sapphirerapids": ("AVX-512 VNNI", "avx512_bf16"),
+NATIVE = build.HERE
+SOURCES = build.sources()
+X86 = {  # by level: what it must say of itself
+    "sse2": ("SSE", "float32 products"),
+    "sse4.2": ("SSE", "float32 products"),
+    "avx2": ("AVX2", "float32 products"),
+    "avx-vnni": ("AVX-VNNI", "float32 products"),
+    "avx512": ("AVX-512", "float32 products"),
+    "avx512-vnni": ("AVX-512 VNNI", "float32 products"),
+    "avx512-bf16": ("AVX-512 VNNI", "AVX512-BF16"),
 }
 EMULATED = {  # by SIMDe on a processor with AVX2: what the sources are told that there is
-    "alderlake": ("AVXVNNI",),
-    "skylake-avx512": ("AVX512F", "AVX512BW"),
-    "sapphirerapids": ("AVX512F", "AVX512BW", "AVX512VNNI", "AVX512BF16"),
+    "avx-vnni": ("AVXVNNI",),
+    "avx512": ("AVX512F", "AVX512BW"),
+    "avx512-vnni": ("AVX512F", "AVX512BW", "AVX512VNNI"),
+    "avx512-bf16": ("AVX512F", "AVX512BW", "AVX512VNNI", "AVX512BF16"),
 }
 ARM = {  # and qemu's name of a processor that has no more
     "armv8-a": ("NEON", "cortex-a53"),
@@ -56,31 +54,37 @@ SIZES = (2, 3, 5, 8)  # of batches
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[name if name == "haswell" else pytest.param(name, marks=SLOW) for name in X86])
+@pytest.fixture(scope="module", params=[name if name == "avx2" else pytest.param(name, marks=SLOW) for name in X86])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Our C for another x86 processor multiplies and attends: one before this one, or one that is emulated."""
-    says, needs = X86[request.param]
-    if not IS_X86 or library() is None:
-        pytest.skip("needs an x86 processor and a C compiler")
-    made = tmp_path_factory.mktemp("x86") / "native.so"
-    if needs in FLAGS:
-        command = ["gcc", "-O0", f"-march={request.param}"]
-    elif request.param in EMULATED and "avx2" in FLAGS and SIMDE.exists():
-        told = [f"-D__{name}__" for name in EMULATED[request.param]]
-        command = ["gcc", "-O0", "-march=haswell", f"-I{Path(__file__).parent / 'emulated'}", *told]
+    runnable = {level.name for level in compiled.runnable()}
+    if library() is None:
+        pytest.skip("no C kernels here")
+    if request.param in runnable:
+        other = compiled.load(build.read_manifest().libraries[request.param])
+    elif request.param in EMULATED and "avx2" in runnable and SIMDE.exists():
+        other = emulated(EMULATED[request.param], tmp_path_factory.mktemp("x86") / "native.so")
     else:
-        pytest.skip(f"needs a processor with {needs}, or one with AVX2 and SIMDe (tests/apt.txt)")
-    flags = ["-std=gnu11", "-Wno-psabi", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([*command, *flags, "-o", made, *SOURCES, "-lm"], check=True)
-    other = ctypes.CDLL(str(made))
-    other.pilotfish_integer_path.restype = ctypes.c_char_p
-    assert other.pilotfish_integer_path().decode() == says
+        pytest.skip(f"needs a processor with {request.param}, or one with AVX2 and SIMDe (tests/apt.txt)")
+    for asked, says in zip(
+        (other.pilotfish_integer_path, other.pilotfish_bfloat16_path), X86[request.param], strict=True
+    ):
+        asked.restype = ctypes.c_char_p
+        assert asked().decode() == says
     with pytest.MonkeyPatch.context() as patch:
         for module in (matmul, native):
             patch.setattr(module, "library", lambda: other)
         forget()
         yield
     forget()
+
+
+def emulated(instructions: tuple[str, ...], made: Path) -> ctypes.CDLL:
+    """Compile our C for instructions that SIMDe has."""
+    told = [f"-D__{name}__" for name in instructions]
+    words = ["gcc", "-O0", "-march=haswell", f"-I{Path(__file__).parent / 'emulated'}", *told, *build.FLAGS[1:]]
+    subprocess.run([*words, "-o", made, *SOURCES, "-lm"], check=True)
+    return ctypes.CDLL(str(made))
 
 
 def forget() -> None:

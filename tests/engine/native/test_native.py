@@ -1,11 +1,9 @@
-"""The C kernel against the formula, a row against itself in other company, and life without a compiler."""
+"""The C kernel against the formula, and a row against itself in other company."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +18,9 @@ from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.rounded import floats_of, round_heads
 from engine.machine.threads import exactly
 from engine.native import library, rows
-from engine.native.compiled import cache_folders, loaded
 from engine.native.rows import GELU_TANH, SILU
 
-needs_kernel = pytest.mark.skipif(library() is None, reason="no C compiler here")
+needs_kernel = pytest.mark.skipif(library() is None, reason="no C kernels here")
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 # (fed now, fed before): prompts longer than a block and than a tile, verification, decoding
@@ -147,46 +144,6 @@ def test_what_it_cannot_do_goes_to_sdpa() -> None:
     for shape, dtype in (((2, 2, 20), torch.float32), ((2, 2, 64), torch.float16)):
         p = Problem([(4, 9)], 16, shape, dtype)
         assert torch.equal(p.solve(), sdpa.attend(p.query, p.k, p.v, p.batch, AttentionSpec(0.2)))
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache, and an empty temporary folder, the second choice; what was loaded is forgotten for the test."""
-    monkeypatch.setenv("PILOTFISH_CACHE", str(tmp_path))
-    monkeypatch.delenv("PILOTFISH_NATIVE", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    loaded.cache_clear()
-    yield tmp_path
-    loaded.cache_clear()
-
-
-@needs_kernel
-@pytest.mark.slow  # it compiles
-def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert library() is not None
-    [_] = (fresh / "pilotfish").iterdir()
-    for name in ("PATH", "CC"):
-        monkeypatch.setenv(name, "")
-    loaded.cache_clear()
-    assert library() is not None, "found where there is no compiler"
-
-
-@pytest.mark.parametrize("broken", [{"PATH": "", "CC": ""}, {"CC": "false"}, {"PILOTFISH_NATIVE": "0"}])
-def test_without_a_compiler_torch_serves(fresh, broken, monkeypatch, caplog) -> None:
-    caplog.set_level("INFO")
-    for name, value in broken.items():
-        monkeypatch.setenv(name, value)
-    assert library() is None
-    assert "torch's operations serve instead" in caplog.text
-    p = Problem([(4, 9)], 16, (2, 2, 64), torch.float32)
-    assert torch.equal(p.solve(), sdpa.attend(p.query, p.k, p.v, p.batch, AttentionSpec(0.2)))
-
-
-def test_nothing_is_loaded_from_where_others_can_write(fresh: Path) -> None:
-    ours = fresh / "pilotfish"
-    assert next(cache_folders()) == ours
-    ours.chmod(0o777)
-    assert ours not in list(cache_folders())
 
 
 # What lies between matmuls

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.model.linear.grouped import kernel_name
 from engine.model.quantize import save_quantised
 from engine.native import instructions, multiplies
+from engine.native.compiled import Loaded
 from engine.startup.doctor import DoctorReport, check
 from models import embedded_draft, embedded_target
 from tests import zoo
@@ -171,7 +172,6 @@ def test_it_tells_of_int8(tmp_path: Path) -> None:
 def test_it_says_by_which_instructions_our_c_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     told = line(doctor(embedded_target()), "environment", "kernels")
     assert told == instructions()
-    monkeypatch.setattr("engine.native.compiled.loaded", lambda: "not available (no C compiler)")
+    monkeypatch.setattr("engine.native.compiled.loaded", lambda: Loaded(None, problems=("none were built",)))
     told = line(doctor(embedded_target()), "environment", "kernels")
-    why = "our C is not available (no C compiler); it takes a C compiler (gcc or clang)"
-    assert told == f"torch's, several times slower: {why}"
+    assert told.startswith("torch's, several times slower: our C is not loaded (none were built); to mend: reinstall")

@@ -1,0 +1,232 @@
+"""Compiles the C of this folder: one library for each set of instructions of the processor's family, and a manifest.
+
+The build of the package (`hatch_build.py`) and `make install` run this file; a server never does. It imports nothing of
+ours and nothing that is not in Python, because it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+MANIFEST = "native.json"
+FLAGS = ("-O3", "-shared", "-fPIC", "-pthread", "-std=gnu11", "-Wno-psabi")
+# For an order of instructions that is nowhere slower than -march=native's on Zen, as GCC's generic one is in float32.
+TUNING = ("-mtune=skylake",) if platform.machine() == "x86_64" else ()
+COMPILERS = ("cc", "gcc", "clang")
+ZIG = "ziglang>=0.13,<1"  # a package of PyPI that has a C compiler
+PATIENCE = 600  # seconds for a library
+
+
+class Level(NamedTuple):
+    """A set of instructions."""
+
+    name: str
+    flags: tuple[str, ...]  # for the compiler
+    needs: frozenset[str]  # what /proc/cpuinfo lists where it runs
+
+
+class BuiltLibrary(NamedTuple):
+    """A file that was built."""
+
+    file: str
+    size: int  # bytes
+    sha256: str
+
+
+class Manifest(NamedTuple):
+    """What was built."""
+
+    sources: str  # their fingerprint
+    compiler: str
+    levels: list[str]  # that were asked for and have not failed; the compiler may not know some
+    libraries: dict[str, BuiltLibrary]  # by level
+
+
+def _levels(*rows: tuple[str, str, str]) -> tuple[Level, ...]:
+    """A family's levels, the best first, from rows of (name, processor to compile for, needs), the least first."""
+    return tuple(Level(name, (f"-march={to}",), frozenset(needs.split())) for name, to, needs in reversed(rows))
+
+
+_AVX2 = "ssse3 sse4_1 sse4_2 popcnt avx avx2 fma f16c bmi1 bmi2 abm movbe"
+_AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
+# A row for each way that the sources take (`registers.h`). `needs` also has what compilers make use of by themselves.
+LEVELS = {
+    "x86_64": _levels(
+        ("sse2", "x86-64", ""),
+        ("sse4.2", "nehalem", "ssse3 sse4_1 sse4_2 popcnt"),
+        ("avx2", "haswell", _AVX2),
+        ("avx-vnni", "alderlake", f"{_AVX2} avx_vnni gfni vaes vpclmulqdq"),
+        ("avx512", "skylake-avx512", _AVX512),
+        ("avx512-vnni", "cascadelake", f"{_AVX512} avx512_vnni"),
+        ("avx512-bf16", "cooperlake", f"{_AVX512} avx512_vnni avx512_bf16"),
+    ),
+    "aarch64": _levels(
+        ("neon", "armv8-a", ""),
+        ("dotprod", "armv8.2-a+dotprod", "asimddp asimdrdm atomics crc32"),
+    ),
+}.get(platform.machine(), (Level("baseline", (), frozenset()),))
+
+
+ALL = tuple(level.name for level in LEVELS)
+
+
+def sources(folder: Path = HERE) -> list[Path]:
+    """The files to compile; an installed package has none."""
+    return sorted(folder.glob("*.c"))
+
+
+def fingerprint(folder: Path = HERE) -> str:
+    """A hash of the sources, the headers and the flags."""
+    parts = [repr((FLAGS, TUNING, [(level.name, level.flags) for level in LEVELS]))]
+    parts += [f"{path.name}\n{path.read_text('utf-8')}" for path in (*sources(folder), *sorted(folder.glob("*.h")))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def read_manifest(folder: Path = HERE) -> Manifest:
+    """Read what was built. Raises OSError: nothing was, or the manifest is damaged."""
+    text = (folder / MANIFEST).read_bytes()
+    try:
+        read = json.loads(text)
+        libraries = {
+            str(level): BuiltLibrary(str(found["file"]), int(found["size"]), str(found["sha256"]))
+            for level, found in read["libraries"].items()
+        }
+        return Manifest(str(read["sources"]), str(read["compiler"]), list(read["levels"]), libraries)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise OSError(f"{MANIFEST} is damaged: {error!r}") from error
+
+
+def read_library(built: BuiltLibrary, folder: Path = HERE) -> bytes:
+    """Read a library. Raises OSError: it cannot be read, or it is not what was built."""
+    with (folder / built.file).open("rb") as file:
+        content = file.read(built.size + 1)
+    if len(content) != built.size:
+        found = len(content) if len(content) < built.size else "more"
+        raise OSError(f"{built.file} is damaged: it has {found} bytes; {built.size} were built")
+    if hashlib.sha256(content).hexdigest() != built.sha256:
+        raise OSError(f"{built.file} is damaged: it has another SHA-256 than what was built")
+    return content
+
+
+def is_current(folder: Path = HERE, names: Iterable[str] = ALL) -> bool:
+    """Whether libraries of these sources are there, those of `names` among them, and as they were built."""
+    try:
+        manifest = read_manifest(folder)
+        for built in manifest.libraries.values():
+            read_library(built, folder)
+    except OSError:
+        return False
+    return manifest.sources == fingerprint() and set(names) <= set(manifest.levels)
+
+
+def compiler() -> list[str] | None:
+    """The command that compiles C: $CC, cc, gcc, clang, or that of the package ziglang; None if there is none."""
+    for command in (os.environ.get("CC", ""), *COMPILERS):
+        words = shlex.split(command)
+        if words and shutil.which(words[0]):
+            return [*words, *TUNING]
+    if importlib.util.find_spec("ziglang") is None:
+        return None
+    target = f"{platform.machine()}-linux-{'gnu' if platform.libc_ver()[0] else 'musl'}"
+    return [sys.executable, "-m", "ziglang", "cc", "-s", "-target", target]  # without a target: this very processor
+
+
+def build(folder: Path = HERE, names: Sequence[str] = ALL, say: Callable[[str], None] = print) -> bool:
+    """Compile the levels of `names` into a folder, unless they are there. False if a source has an error.
+
+    Whoever loads meanwhile finds all of the old libraries or all of the new ones.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # one build at a time
+        if is_current(folder, names):
+            os.utime(folder / MANIFEST)  # make compares times
+            return True
+        command = compiler()
+        if command is None:
+            say("C kernels are not built: there is no C compiler ($CC, cc, gcc, clang, ziglang); torch serves, slower")
+            return True
+        with tempfile.TemporaryDirectory(dir=folder, prefix="native-") as scratch:
+            made = Path(scratch) / "made"
+            made.mkdir()
+            failures = _compile_all(command, names, made, say)
+            _publish(made, folder)
+        os.fsync(descriptor)
+        return not failures
+    finally:
+        os.close(descriptor)
+
+
+def _compile_all(command: list[str], names: Sequence[str], to: Path, say: Callable[[str], None]) -> int:
+    """Compile levels and write their manifest; return how many have failed."""
+    levels = [level for level in LEVELS if level.name in names and _is_known(command, level, to, say)]
+    words = [*command, *FLAGS, *map(str, sources()), "-lm"]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        errors = threads.map(lambda level: _run([*words, *level.flags, "-o", str(to / level.name)], to), levels)
+    manifest = Manifest(fingerprint(), shlex.join(command), list(names), {})
+    for level, error in zip(levels, errors, strict=True):
+        if error:
+            say(f"C kernels for {level.name} are not built: {error}")
+            manifest.levels.remove(level.name)
+            continue
+        content = (to / level.name).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        built = BuiltLibrary(f"native-{level.name}-{digest[:12]}.so", len(content), digest)
+        (to / level.name).rename(to / built.file)
+        manifest.libraries[level.name] = built
+    told = manifest._asdict() | {"libraries": {level: built._asdict() for level, built in manifest.libraries.items()}}
+    (to / MANIFEST).write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+    return len(names) - len(manifest.levels)
+
+
+def _is_known(command: list[str], level: Level, to: Path, say: Callable[[str], None]) -> bool:
+    known = not _run([*command, *level.flags, "-E", "-x", "c", os.devnull], to)
+    if not known:
+        say(f"C kernels for {level.name} are not built: {command[0]} does not know {' '.join(level.flags)}")
+    return known
+
+
+def _run(command: list[str], to: Path) -> str:
+    """Run a compiler; return its errors, or nothing if it has succeeded."""
+    caches = {f"ZIG_{kind}_CACHE_DIR": str(to.parent) for kind in ("GLOBAL", "LOCAL")}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE, "env": os.environ | caches}
+    try:
+        done = subprocess.run(command, check=False, **options)  # noqa: S603  # our own words
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return (done.stderr.strip()[-2000:] or f"its status is {done.returncode}") if done.returncode else ""
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    """Move what was made into the folder, the manifest last, and remove what no reader needs any more."""
+    try:
+        needed = {built.file for built in read_manifest(folder).libraries.values()}
+    except OSError:
+        needed = set()
+    for path in sorted(scratch.iterdir(), key=lambda path: path.name == MANIFEST):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        path.replace(folder / path.name)
+        needed.add(path.name)
+    for path in folder.glob("native-*.so"):
+        if path.name not in needed:
+            path.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(0 if build(names=sys.argv[1:] or ALL) else 1)
