@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tokenizers.models import BPE
 from engine.errors import InvalidRequest, ModelError
 from engine.model.gguf.files import gguf_file, open_gguf
 from engine.model.gguf.tokenizer import tokenizer_in
+from engine.text.spelling import Spelling, steps_of
 
 TOKENIZER_FILE = "tokenizer.json"
 _SHORT = 2000  # characters or tokens: converting more takes longer than a millisecond
@@ -32,6 +32,7 @@ class Codec:
         tokenizer.no_truncation()
         self.tokenizer = tokenizer
         self._longest = _longest_token(tokenizer)
+        self.spelling = Spelling(tokenizer)
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None) -> Codec | None:
@@ -53,6 +54,11 @@ class Codec:
         """Ids of the tokens that were added to the vocabulary, special or not, by their texts."""
         return {token.content: i for i, token in self.tokenizer.get_added_tokens_decoder().items()}
 
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Ids of the special tokens, which have no text where they are skipped."""
+        return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
+
     def encode(self, text: str, *, bare: bool = False) -> tuple[int, ...]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds, or without them if `bare`."""
         if len(text) <= _SHORT:
@@ -69,10 +75,14 @@ class Codec:
         """
         if self._longest is None or 4 * len(text) <= most * self._longest:  # a character has at most 4 bytes
             return
-        size, limit = len(text.encode(errors="surrogatepass")), most * self._longest
+        size, limit = _size(text), most * self._longest
         if size > limit:
             problem = f"has {size} bytes, which are more than {most} tokens; the limit is {limit} bytes"
             raise InvalidRequest.of(field, problem)
+
+    def least_tokens(self, text: str) -> int:
+        """How many tokens a text certainly has, without encoding it; 0 where that is not known."""
+        return 0 if self._longest is None else -(-_size(text) // self._longest)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of all of these tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -81,6 +91,10 @@ class Codec:
             return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         (text,) = self.tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
         return text
+
+
+def _size(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
 
 
 def _longest_token(tokenizer: Tokenizer) -> int | None:
@@ -92,7 +106,7 @@ def _longest_token(tokenizer: Tokenizer) -> int | None:
     model, vocabulary = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder().values()
     try:
-        steps = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
+        steps = [*steps_of(tokenizer.normalizer), *steps_of(tokenizer.pre_tokenizer)]
     except Exception:  # noqa: BLE001  # a part that is written in Python; the library raises bare Exception
         return None
     is_of_bytes = any(step["type"] == "ByteLevel" for step in steps)
@@ -104,17 +118,6 @@ def _longest_token(tokenizer: Tokenizer) -> int | None:
     normal = (lambda text: text) if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
     spelt = max(map(len, vocabulary)) if is_of_bytes else max(len(token.encode()) for token in vocabulary)
     return max([spelt, *(len(normal(token.content).encode()) for token in added)])
-
-
-def _steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, in the words of tokenizer.json."""
-    waiting, found = [] if part is None else [json.loads(part.__getstate__())], []
-    while waiting:
-        step = waiting.pop()
-        inner = step.get("normalizers", step.get("pretokenizers"))
-        waiting += inner or []
-        found += [step] if inner is None else []
-    return found
 
 
 def _keeps_length(step: Mapping[str, Any]) -> bool:
