@@ -15,6 +15,7 @@ from engine.config import Bounds
 from engine.errors import ContextExcess, InvalidRequest, Unsupported, Violation, shown
 from engine.params import MAX_SEED, Guided, SamplingParams, SpeculationParams, Verification
 from engine.request.validation import most_prompt_tokens, prompt_too_long
+from engine.text.stops import NO_ASIDES
 from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import answer_of, text_of_conversation
@@ -201,15 +202,20 @@ def wanted(
         model=adapter or model.name,
         fingerprint=fingerprint,
         answer=answer,
-        sending=_sending(message, model, received),
+        sending=_sending(message, model, received, answer),
         priority=message.priority,
     )
 
 
-def _sending(message: pb.GenerateRequest, model: ServedModel, received: tuple[ReceivedOutput, ...]) -> SendOptions:
+def _sending(
+    message: pb.GenerateRequest, model: ServedModel, received: tuple[ReceivedOutput, ...], answer: Answer | None
+) -> SendOptions:
     """Return how the outputs are sent."""
-    output = message.output
+    output, asides = message.output, NO_ASIDES
+    if answer is not None and message.stopping.stop_in_answer:
+        asides = model.format.asides(answer.tools, starts_in_reasoning=answer.starts_in_reasoning)
     return SendOptions(
+        asides=asides,
         skip_special_tokens=_skips_special_tokens(message, model),
         interval=output.stream_interval if output.HasField("stream_interval") else 1,
         digests=output.digests,
