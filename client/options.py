@@ -48,7 +48,7 @@ class GenerateOptions(TypedDict, total=False):
 
     An omitted option takes the server's default. `speculation` is `speculation.mode` in the protocol. At most one of
     `json_schema` (its text, or the schema as Python values), `regex`, `grammar` and `choice` may be given; they are the
-    kinds of `guided`. `prediction` is an expected output: its text, or token ids. The options from `tools` to
+    kinds of `guided`. A negative `seed` is the unsigned number with the same 64 bits. `prediction` is an expected output: its text, or token ids. The options from `tools` to
     `thinking_budget` are for conversations; `tool_choice` is auto, none, required, or the name of a tool.
     """
 
@@ -180,7 +180,7 @@ def _prediction(options: GenerateOptions) -> pb.Prediction | None:
 
 
 def _sampling(options: GenerateOptions) -> pb.SamplingParams:
-    allowed = options.get("allowed_token_ids")
+    allowed, seed = options.get("allowed_token_ids"), options.get("seed")
     return pb.SamplingParams(
         temperature=options.get("temperature"),
         top_p=options.get("top_p"),
@@ -189,7 +189,7 @@ def _sampling(options: GenerateOptions) -> pb.SamplingParams:
         repetition_penalty=options.get("repetition_penalty"),
         presence_penalty=options.get("presence_penalty"),
         frequency_penalty=options.get("frequency_penalty"),
-        seed=options.get("seed"),
+        seed=None if seed is None else seed % 2**64 if -(2**63) <= seed < 0 else seed,
         n=options.get("n"),
         logit_bias=options.get("logit_bias", {}),
         allowed_token_ids=None if allowed is None else pb.TokenIds(ids=allowed),

@@ -11,11 +11,33 @@ class PilotfishError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class ContextExcess:
+    """A request for more tokens than the context has.
+
+    Args:
+        max_model_len: tokens of the context.
+        prompt_tokens: tokens of the prompt; with `is_bound` at least so many, because it was not encoded.
+        max_prompt_tokens: most tokens that a prompt may have.
+        output_tokens: tokens asked for after it; 0 where the prompt alone is too long.
+    """
+
+    max_model_len: int
+    prompt_tokens: int
+    max_prompt_tokens: int
+    output_tokens: int = 0
+    is_bound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing wrong with a request: `field` as the caller wrote it, `problem` with the offending value."""
+    """One thing wrong with a request: `field` as the caller wrote it, `problem` with the offending value.
+
+    `excess`: more tokens than the context has are what is wrong, which callers handle by sending a shorter prompt.
+    """
 
     field: str
     problem: str
+    excess: ContextExcess | None = None
 
     def __str__(self) -> str:
         return f"{self.field} {self.problem}"

@@ -21,8 +21,9 @@ from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.params import Guided, SamplingParams, SpeculationParams, SpeculationSettings
 from engine.startup import warm
-from engine.text.codec import Codec, OutputText, StopStrings
+from engine.text.codec import Codec, OutputText
 from engine.text.guided import GrammarCompiler
+from engine.text.stops import StopStrings
 from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Logprob, Request, TokenEvent
 
 Prompt = str | Seq[int]

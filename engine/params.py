@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-MAX_SEED = 2**64 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or unsigned
 DEFAULT_MAX_TOKENS = 128
 MAX_NUM_DRAFT = 16
 MAX_PREDICTED_DRAFTS = 64  # of a request's prediction, for one sequence in one step
@@ -73,7 +74,8 @@ class SamplingParams:
 
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it. At most 100.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches this; in (0, 1], 1 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this; 0 keeps one token, 1
+            keeps all.
         top_k: keep this many likeliest tokens; 0 keeps all.
         min_p: drop tokens less likely than this fraction of the likeliest one; in [0, 1].
         repetition_penalty: divides the logit of each token of prompt or output if it is positive, else multiplies it;
@@ -84,7 +86,8 @@ class SamplingParams:
         allowed_token_ids: only these tokens can be generated; None allows all.
         banned_token_ids: these tokens cannot be generated.
         guided: the structure that the output must have.
-        seed: the seed of the request's randomness; with None a seed is drawn, and the result reports it.
+        seed: the seed of the request's randomness; a negative one is the unsigned number with the same 64 bits; with
+            None a seed is drawn, and the result reports it.
         n: how many outputs; output 0 uses `seed`, the others use seeds derived from it.
         max_tokens: the most tokens to generate; None is 128, or less if the context or the server's limit is smaller.
         min_tokens: the output has at least so many tokens, unless its structure is complete earlier.
@@ -116,6 +119,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+    @property
+    def least_mass(self) -> float:
+        """`top_p` above 0: a search for the end of a mass of 0 would find no token."""
+        return max(self.top_p, sys.float_info.min)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

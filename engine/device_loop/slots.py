@@ -114,7 +114,7 @@ class DeviceSlots:
         }  # fmt: skip
         for row, value in whole.items():
             self._slate.write("whole", row * self._columns + slot, value)
-        for name, real in (("temperature", wanted.temperature), ("top_p", wanted.top_p), ("min_p", wanted.min_p)):
+        for name, real in (("temperature", wanted.temperature), ("top_p", wanted.least_mass), ("min_p", wanted.min_p)):
             self._slate.write(name, slot, real)
 
     def set_num_draft(self, slot: int, num_draft: int) -> None:

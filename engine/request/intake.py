@@ -76,7 +76,7 @@ class Intake:
 
     def open(self, request: Request) -> list[Sequence]:
         """Make one sequence for each output, except those that have ended, of a request that has passed `check`."""
-        seed = secrets.randbelow(MAX_SEED + 1) if request.sampling.seed is None else request.sampling.seed
+        seed = secrets.randbelow(MAX_SEED + 1) if request.sampling.seed is None else request.sampling.seed & MAX_SEED
         emitted = request.emitted or (EmittedOutput(),) * request.sampling.n
         prediction = Prediction(request.prediction) if request.prediction else None
         outputs = [

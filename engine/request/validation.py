@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from engine.errors import Violation, shown
-from engine.params import MAX_NUM_DRAFT, MAX_SEED, Guided, SamplingParams
+from engine.errors import ContextExcess, Violation, shown
+from engine.params import MAX_NUM_DRAFT, MAX_SEED, MIN_SEED, Guided, SamplingParams
 from engine.types import Request
 
 if TYPE_CHECKING:  # for types only: without pydantic there is another class
@@ -45,26 +45,24 @@ def unknown_adapter(name: str | None, loaded: Iterable[str]) -> Iterator[Violati
 
 
 def _number_violations(sampling: SamplingParams) -> Iterator[Violation]:
-    limits = {  # field: least, most, whether the value must be above the least
-        "temperature": (0.0, 100.0, False),
-        "top_p": (0.0, 1.0, True),
-        "min_p": (0.0, 1.0, False),
-        "repetition_penalty": (0.01, 10.0, False),  # a smaller one makes logits infinite
-        "presence_penalty": (-2.0, 2.0, False),
-        "frequency_penalty": (-2.0, 2.0, False),
+    limits = {  # field: least, most
+        "temperature": (0.0, 100.0),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (0.01, 10.0),  # a smaller one makes logits infinite
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
     }
-    for name, (least, most, is_open) in limits.items():
+    for name, (least, most) in limits.items():
         value = getattr(sampling, name)
-        # The condition states what must be true, because every comparison with a NaN is false.
-        if not (least <= value <= most and not (is_open and value == least)):
-            expected = f"above {least:g}, up to {most:g}" if is_open else f"{least:g} to {most:g}"
-            yield Violation(f"sampling.{name}", f"is {value}; expected {expected}")
+        if not least <= value <= most:  # every comparison with a NaN is false
+            yield Violation(f"sampling.{name}", f"is {value}; expected {least:g} to {most:g}")
 
 
 def _count_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Violation]:
     counts = {  # field: value, least, most
         "sampling.top_k": (sampling.top_k, 0, None),
-        "sampling.seed": (sampling.seed, 0, MAX_SEED),
+        "sampling.seed": (sampling.seed, MIN_SEED, MAX_SEED),
         "sampling.n": (sampling.n, 1, bounds.max_n),
         "stopping.max_tokens": (sampling.max_tokens, 1, bounds.max_output_tokens),
         "stopping.min_tokens": (sampling.min_tokens, 0, bounds.max_output_tokens),
@@ -91,16 +89,27 @@ def _stop_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Viola
 
 def _prompt_violations(request: Request, bounds: Bounds, max_model_len: int) -> Iterator[Violation]:
     length, sampling = len(request.token_ids), request.sampling
-    room = max_model_len - length
-    most = min(max_model_len - 1, bounds.max_prompt_tokens or max_model_len)
+    room, most = max_model_len - length, most_prompt_tokens(bounds, max_model_len)
     if not length:
         yield Violation("prompt", "is empty: there is nothing to continue")
-    if length > most:
-        yield Violation("prompt", f"has {length} tokens; the limit is {most}")
+    yield from prompt_too_long(length, bounds, max_model_len)
     for name, wanted in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
         if room >= 1 and wanted is not None and wanted > room:
             problem = f"is {wanted}; after {length} prompt tokens the context has room for {room}"
-            yield Violation(f"stopping.{name}", problem)
+            yield Violation(f"stopping.{name}", problem, ContextExcess(max_model_len, length, most, wanted))
+
+
+def most_prompt_tokens(bounds: Bounds, max_model_len: int) -> int:
+    """The most tokens that a prompt may have."""
+    return min(max_model_len - 1, bounds.max_prompt_tokens or max_model_len)
+
+
+def prompt_too_long(length: int, bounds: Bounds, max_model_len: int) -> Iterator[Violation]:
+    """Report a prompt of too many tokens."""
+    most = most_prompt_tokens(bounds, max_model_len)
+    if length > most:
+        excess = ContextExcess(max_model_len, length, most)
+        yield Violation("prompt", f"has {length} tokens; the limit is {most}", excess)
 
 
 def _token_violations(sampling: SamplingParams, bounds: Bounds, vocab_size: int) -> Iterator[Violation]:

@@ -52,7 +52,7 @@ class RowParams:
         """Gather the parameters of `rows`."""
         rows = list(rows)
         wanted = [row.sequence.request.sampling for row in rows]
-        reals = [(max(p.temperature, TINY) if p.temperature else 0.0, p.top_p, p.min_p) for p in wanted]
+        reals = [(max(p.temperature, TINY) if p.temperature else 0.0, p.least_mass, p.min_p) for p in wanted]
         whole = [
             (min(p.top_k or vocab_size, vocab_size), _signed(row.sequence.seed), row.position, int(row.stream))
             for p, row in zip(wanted, rows, strict=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,8 @@ from tokenizers.models import BPE
 from engine.errors import InvalidRequest, ModelError
 from engine.model.gguf.files import gguf_file, open_gguf
 from engine.model.gguf.tokenizer import tokenizer_in
+from engine.text.spelling import Spelling, steps_of
+from engine.text.stops import NO_ASIDES, NO_STOPS, Asides, Stop, StopSearch, StopStrings
 
 TOKENIZER_FILE = "tokenizer.json"
 _SHORT = 2000  # characters or tokens: converting more takes longer than a millisecond
@@ -32,6 +32,7 @@ class Codec:
         tokenizer.no_truncation()
         self.tokenizer = tokenizer
         self._longest = _longest_token(tokenizer)
+        self.spelling = Spelling(tokenizer)
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None) -> Codec | None:
@@ -53,6 +54,11 @@ class Codec:
         """Ids of the tokens that were added to the vocabulary, special or not, by their texts."""
         return {token.content: i for i, token in self.tokenizer.get_added_tokens_decoder().items()}
 
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Ids of the special tokens, which have no text where they are skipped."""
+        return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
+
     def encode(self, text: str, *, bare: bool = False) -> tuple[int, ...]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds, or without them if `bare`."""
         if len(text) <= _SHORT:
@@ -69,10 +75,14 @@ class Codec:
         """
         if self._longest is None or 4 * len(text) <= most * self._longest:  # a character has at most 4 bytes
             return
-        size, limit = len(text.encode(errors="surrogatepass")), most * self._longest
+        size, limit = _size(text), most * self._longest
         if size > limit:
             problem = f"has {size} bytes, which are more than {most} tokens; the limit is {limit} bytes"
             raise InvalidRequest.of(field, problem)
+
+    def least_tokens(self, text: str) -> int:
+        """How many tokens a text certainly has, without encoding it; 0 where that is not known."""
+        return 0 if self._longest is None else -(-_size(text) // self._longest)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of all of these tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -81,6 +91,10 @@ class Codec:
             return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         (text,) = self.tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
         return text
+
+
+def _size(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
 
 
 def _longest_token(tokenizer: Tokenizer) -> int | None:
@@ -92,7 +106,7 @@ def _longest_token(tokenizer: Tokenizer) -> int | None:
     model, vocabulary = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder().values()
     try:
-        steps = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
+        steps = [*steps_of(tokenizer.normalizer), *steps_of(tokenizer.pre_tokenizer)]
     except Exception:  # noqa: BLE001  # a part that is written in Python; the library raises bare Exception
         return None
     is_of_bytes = any(step["type"] == "ByteLevel" for step in steps)
@@ -104,17 +118,6 @@ def _longest_token(tokenizer: Tokenizer) -> int | None:
     normal = (lambda text: text) if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
     spelt = max(map(len, vocabulary)) if is_of_bytes else max(len(token.encode()) for token in vocabulary)
     return max([spelt, *(len(normal(token.content).encode()) for token in added)])
-
-
-def _steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, in the words of tokenizer.json."""
-    waiting, found = [] if part is None else [json.loads(part.__getstate__())], []
-    while waiting:
-        step = waiting.pop()
-        inner = step.get("normalizers", step.get("pretokenizers"))
-        waiting += inner or []
-        found += [step] if inner is None else []
-    return found
 
 
 def _keeps_length(step: Mapping[str, Any]) -> bool:
@@ -188,79 +191,6 @@ class Decoder:
         return self._codec.decode(tokens, skip_special_tokens=self._skips)
 
 
-class StopStrings:
-    """Finds strings in text that comes in parts, with one step per character, however many strings there are.
-
-    Source: Aho and Corasick 1975, "Efficient string matching: an aid to bibliographic search".
-
-    A state is a number, 0 at first. It stands for the longest beginning of a stop string that the text ends with. For
-    the stop strings "abab" and "ba", and the text "xaba", this is "aba", and "ba" is complete. All outputs of a request
-    share one object, because each keeps its own state.
-    """
-
-    def __init__(self, stops: Iterable[str] = ()) -> None:
-        self._stops = tuple(stops)
-        self._next: list[dict[str, int]] = [{}]  # of each state: the state after one more character of a stop string
-        self._fallback = [0]  # of each state: the one of its longest proper suffix that begins a stop string, too
-        self._length = [0]  # of each state, in characters
-        self._complete = [
-            len(self._stops)
-        ]  # of each state: the first stop string that is its suffix; else their number
-        for number, stop in enumerate(self._stops):
-            self._insert(stop, number)
-        self._link()
-
-    def __bool__(self) -> bool:
-        """Whether there is any stop string."""
-        return bool(self._stops)
-
-    def _insert(self, stop: str, number: int) -> None:
-        assert stop, "an empty stop string matches everywhere"
-        state = 0
-        for char in stop:
-            if char not in self._next[state]:
-                self._next[state][char] = len(self._next)
-                self._next.append({})
-                self._fallback.append(0)
-                self._length.append(self._length[state] + 1)
-                self._complete.append(len(self._stops))
-            state = self._next[state][char]
-        self._complete[state] = min(self._complete[state], number)
-
-    def _link(self) -> None:
-        """Find the fallbacks, of shorter beginnings first."""
-        states = deque(self._next[0].values())
-        while states:
-            state = states.popleft()
-            for char, longer in self._next[state].items():
-                fallback = self._fallback[longer] = self.step(self._fallback[state], char)
-                self._complete[longer] = min(self._complete[longer], self._complete[fallback])
-                states.append(longer)
-
-    def step(self, state: int, char: str) -> int:
-        """Return the state after `char`."""
-        while state and char not in self._next[state]:
-            state = self._fallback[state]
-        return self._next[state].get(char, 0)
-
-    def completed(self, state: int) -> str | None:
-        """Return the stop string that the text ends with now, the first one listed if there are several."""
-        number = self._complete[state]
-        return self._stops[number] if number < len(self._stops) else None
-
-    def num_held(self, state: int) -> int:
-        """Return how many characters at the end of the text may begin a stop string that goes on.
-
-        A whole stop string counts as ordinary text; its end may begin another one.
-        """
-        while state and not self._next[state]:
-            state = self._fallback[state]
-        return self._length[state]
-
-
-NO_STOPS = StopStrings()
-
-
 @dataclass(frozen=True, slots=True)
 class TextPiece:
     """The result of pushing tokens: the text that can be returned after each kept token, and the stop string if any."""
@@ -285,54 +215,61 @@ class OutputText:
     The joined pieces and the final `flush` are the decoded tokens up to the stop string. Only text that may still
     change is held back: bytes of an unfinished character, and the longest end of the text that begins a stop string.
     A token that ends the output by its id has no text and is not pushed. A stop string that completes within the first
-    `min_tokens` tokens is ordinary text.
+    `min_tokens` tokens is ordinary text, and so is one in `asides`.
     """
 
     def __init__(
-        self, codec: Codec, stops: StopStrings = NO_STOPS, min_tokens: int = 0, *, skip_special_tokens: bool = True
-    ) -> None:
+        self, codec: Codec, stops: StopStrings = NO_STOPS, min_tokens: int = 0, *, skip_special_tokens: bool = True,
+        asides: Asides = NO_ASIDES,
+    ) -> None:  # fmt: skip
         self._decoder = Decoder(codec, skip_special_tokens=skip_special_tokens)
         self._tokens_too_early = min_tokens
-        self._stops, self._state = stops, 0
+        self._search = StopSearch(stops, asides) if stops else None
         self._held = ""
-        self._stopped = False
+        self.stop: str | None = None  # the stop string that has cut the text
 
     def push(self, token_ids: Iterable[int]) -> TextPiece:
         """Take tokens, up to the one that completes a stop string, if any."""
-        assert not self._stopped, "nothing follows a stop string"
+        assert self.stop is None, "nothing follows a stop string"
         texts = []
         for token in token_ids:
-            self._held += self._decoder.push(token)
+            text = self._decoder.push(token)
             self._tokens_too_early -= 1
-            stop = self._match()
+            self._read(text)
             texts.append(self._release())
-            if stop is not None:
-                return TextPiece(tuple(texts), stop)
-        return TextPiece(tuple(texts))
+            if self.stop is not None:
+                break
+        return TextPiece(tuple(texts), self.stop)
 
     def flush(self) -> str:
-        """Return the text that was held back, after the last token. A truncated character completes no stop string."""
-        text = "" if self._stopped else self._held + self._decoder.flush()
+        """Return the text that was held back, after the last token. A truncated character completes no stop string.
+
+        Where it had to be known first whether the reasoning begins, `stop` may be set now.
+        """
+        found = None if self._search is None or self.stop is not None else self._search.end()
+        if found is not None:
+            self._cut(found)
+        text = self._held if self.stop is not None else self._held + self._decoder.flush()
         self._held = ""
         return text
 
-    def _match(self) -> str | None:
+    def _read(self, text: str) -> None:
         """Read the new characters; the stop string that completes first (ties: list order) cuts the text."""
-        if not self._stops:
-            return None
-        unread = self._num_held()
-        for end, char in enumerate(self._held[unread:], unread + 1):
-            self._state = self._stops.step(self._state, char)
-            completed = self._stops.completed(self._state)
-            if completed is not None and self._tokens_too_early < 0:
-                self._held, self._stopped = self._held[: end - len(completed)], True
-                return completed
-        return None
+        if self._search is None:
+            self._held += text
+            return
+        for char in text:
+            self._held += char
+            found = self._search.read(char, counts=self._tokens_too_early < 0)
+            if found is not None:
+                self._cut(found)
+                return
+
+    def _cut(self, found: Stop) -> None:
+        self._held, self.stop = self._held[: len(self._held) - found.num_since], found.text
 
     def _release(self) -> str:
-        shown = len(self._held) - (0 if self._stopped else self._num_held())
+        num_held = 0 if self._search is None or self.stop is not None else self._search.num_held
+        shown = len(self._held) - num_held
         text, self._held = self._held[:shown], self._held[shown:]
         return text
-
-    def _num_held(self) -> int:
-        return self._stops.num_held(self._state)

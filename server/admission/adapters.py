@@ -58,8 +58,10 @@ def _below(root: Path, path: str) -> Path:
     """Return the folder that a path leads to, relative ones from `root`; links count as where they lead."""
     try:
         found = (root / path).resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # a loop of links, or no character of a path
-        raise InvalidRequest.of("path", f"is {shown(path)}: {error}") from error
-    if not found.is_relative_to(root.resolve()) or not found.is_dir():
+        is_folder = found.is_relative_to(root.resolve()) and found.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a loop of links, or no character of a path
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise InvalidRequest.of("path", f"is {shown(path)}, which cannot be opened: {problem}") from error
+    if not is_folder:
         raise InvalidRequest.of("path", f"is {shown(path)}; expected a folder below adapter_root")
     return found

@@ -205,7 +205,7 @@ class Admission:
                 grammar = await compiled(guided, remaining())
             except InvalidRequest as invalid:  # what is wrong is of all parts together, which no field has
                 whole = "messages.tools" if answer.tools else "guided"
-                raise InvalidRequest([Violation(whole, v.problem) for v in invalid.violations]) from None
+                raise InvalidRequest([replace(v, field=whole) for v in invalid.violations]) from None
         await self._in_parts(require_fit(wanted.sending.received, grammar))
         return replace(wanted, request=replace(with_structure(wanted.request, guided), grammar=grammar))
 
@@ -225,7 +225,7 @@ class Admission:
                 if i is not None and not answer.tools[i].strict:
                     answer = answer.relaxed(i)
                 elif i is not None:
-                    raise InvalidRequest([Violation(name, v.problem) for v in invalid.violations]) from None
+                    raise InvalidRequest([replace(v, field=name) for v in invalid.violations]) from None
                 else:
                     raise
         return answer

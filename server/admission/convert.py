@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from engine.config import Bounds
-from engine.errors import InvalidRequest, Unsupported, Violation, shown
+from engine.errors import ContextExcess, InvalidRequest, Unsupported, Violation, shown
 from engine.params import MAX_SEED, Guided, SamplingParams, SpeculationParams, Verification
+from engine.request.validation import most_prompt_tokens, prompt_too_long
+from engine.text.stops import NO_ASIDES
 from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import answer_of, text_of_conversation
@@ -107,9 +109,15 @@ def text_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
     try:
         is_chat = field == "messages"
         text = text_of_conversation(message.messages, model) if is_chat else message.prompt
-        model.codec.require_room(field, text, _most_prompt_tokens(model))
     except InvalidRequest as invalid:
         found += invalid.violations
+        return None
+    try:
+        model.codec.require_room(field, text, _most_prompt_tokens(model))
+    except InvalidRequest as invalid:
+        least, most = model.codec.least_tokens(text), _most_prompt_tokens(model)
+        excess = ContextExcess(model.engine.max_model_len, least, most, is_bound=True)
+        found += (replace(violation, excess=excess) for violation in invalid.violations)
         return None
     return text
 
@@ -127,8 +135,7 @@ def prediction_of(message: pb.GenerateRequest, model: ServedModel, found: list[V
 
 
 def _most_prompt_tokens(model: ServedModel) -> int:
-    engine = model.engine
-    return min(engine.max_model_len - 1, engine.config.max_prompt_tokens or engine.max_model_len)
+    return most_prompt_tokens(model.engine.config, model.engine.max_model_len)
 
 
 def wanted(
@@ -195,15 +202,20 @@ def wanted(
         model=adapter or model.name,
         fingerprint=fingerprint,
         answer=answer,
-        sending=_sending(message, model, received),
+        sending=_sending(message, model, received, answer),
         priority=message.priority,
     )
 
 
-def _sending(message: pb.GenerateRequest, model: ServedModel, received: tuple[ReceivedOutput, ...]) -> SendOptions:
+def _sending(
+    message: pb.GenerateRequest, model: ServedModel, received: tuple[ReceivedOutput, ...], answer: Answer | None
+) -> SendOptions:
     """Return how the outputs are sent."""
-    output = message.output
+    output, asides = message.output, NO_ASIDES
+    if answer is not None and message.stopping.stop_in_answer:
+        asides = model.format.asides(answer.tools, starts_in_reasoning=answer.starts_in_reasoning)
     return SendOptions(
+        asides=asides,
         skip_special_tokens=_skips_special_tokens(message, model),
         interval=output.stream_interval if output.HasField("stream_interval") else 1,
         digests=output.digests,
@@ -262,7 +274,7 @@ def _unsupported(message: pb.GenerateRequest, model: ServedModel) -> Iterator[st
 def _as_in_the_protocol(violation: Violation) -> Violation:
     """Rename a field: the engine has two counts of likeliest tokens, for output and prompt; the protocol has one."""
     if violation.field == "output.prompt_logprobs":
-        return Violation("output.top_logprobs", violation.problem)
+        return replace(violation, field="output.top_logprobs")
     return violation
 
 
@@ -271,10 +283,12 @@ def _prompt(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
 
     With a placeholder the rest of the request is checked, and then it is refused.
     """
-    nothing, ids, most = (0,), message.token_ids.ids, _most_prompt_tokens(model)
+    nothing, ids = (0,), message.token_ids.ids
     if not message.HasField("token_ids"):
         return nothing
-    return nothing if len(ids) > most and not _bounded(ids, "prompt", "tokens", most, found) else tuple(ids)
+    too_long = list(prompt_too_long(len(ids), model.engine.config, model.engine.max_model_len))
+    found += too_long
+    return nothing if too_long else tuple(ids)
 
 
 def _predicted(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[int, ...]:

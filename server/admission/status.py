@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -26,6 +26,9 @@ from server.errors import (
 )
 
 DOMAIN = "pilotfish"
+CONTEXT_EXCEEDED = (
+    "CONTEXT_LENGTH_EXCEEDED"  # reason of INVALID_ARGUMENT: with a shorter prompt the request can be served
+)
 # An error is sent in HTTP/2 headers. A gRPC client accepts 8 KiB of headers by default; if they are larger, it reports
 # another error.
 MAX_MESSAGE = 800  # bytes of UTF-8; percent-encoding can triple them
@@ -63,7 +66,9 @@ def refusal(error: PilotfishError) -> Refusal:
     """Convert `error`; an error of an unknown type is an internal fault."""
     match error:
         case InvalidRequest():
-            return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid", (_bad_request(error),))
+            too_long = any(violation.excess for violation in error.violations)
+            why = (details_pb.ErrorInfo(reason=CONTEXT_EXCEEDED, domain=DOMAIN),) if too_long else ()
+            return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid", (_bad_request(error), *why))
         case QueueFull():
             metric = "quota" if isinstance(error, QuotaExceeded) else "queue_full"
             why = _retry(error.retry_seconds), _quota(error)
@@ -82,7 +87,8 @@ def told(violations: Sequence[Violation]) -> list[Violation]:
     found: list[Violation] = []
     room = MAX_VIOLATIONS
     for violation in violations:
-        short = Violation(clipped(violation.field, MAX_VIOLATION), clipped(violation.problem, MAX_VIOLATION))
+        field, problem = (clipped(text, MAX_VIOLATION) for text in (violation.field, violation.problem))
+        short = replace(violation, field=field, problem=problem)
         room -= len(str(short).encode())
         if found and room < 0:
             return [*found, Violation("request", f"has {len(violations) - len(found)} more violations")]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from engine.text.guided import json_rule
+from engine.text.stops import Asides, StopStrings
 
 ANY_OBJECT = '{"type": "object"}'
 
@@ -336,6 +337,16 @@ class ChatFormat(ABC):
     def prefix(self, *, has_reasoned: bool) -> str:
         """Lark of what stands before an answer that is no call; empty in most formats."""
         return ""
+
+    def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
+        """The parts of an output that are no answer: the reasoning at its beginning, and calls of tools to its end."""
+        marks = self.reasoning
+        return Asides(
+            leading=() if marks is None or starts_in_reasoning else (marks.begin,),
+            closes=StopStrings(() if marks is None else (marks.end,)),
+            opens=StopStrings((self.trigger,) if tools and self.trigger else ()),
+            is_open=marks is not None and starts_in_reasoning,
+        )
 
     def literal(self, marker: str) -> str:
         """A marker in Lark, and text around it; tokens are named by their ids."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from engine.text.stops import Asides, StopStrings
 from server.formats.base import ChatFormat, Parser, Reasoning, ReasoningMarks, Tool, Trimmed, arguments_rule, without
 from server.formats.steps import CallParser, Steps
 
@@ -18,6 +19,7 @@ _END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
 _MARKERS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, _END, _RETURN, _CALL)
 _ANALYSIS, _NAMESPACE, _RECIPIENT = "analysis", "functions.", "to="
 _HEADER_WORDS = ("assistant", _ANALYSIS, "commentary", "final", "json")
+_ANSWERS = ("final", f"final {_CONSTRAIN}json")
 _ANYTHING = "/(?s:.*)/"
 
 
@@ -33,6 +35,12 @@ class HarmonyFormat(ChatFormat):
     def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
         """Make a parser of one output."""
         return _HarmonyParser(self, tools, starts_in_reasoning=starts_in_reasoning)
+
+    def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
+        """All but the bodies of messages to the user: headers, reasoning and calls. With tools, commentary may call."""
+        headers = _ANSWERS if tools else (*_ANSWERS, "commentary")
+        bodies = StopStrings(f"{header}{_MESSAGE}" for header in headers)
+        return Asides((_RECIPIENT,), bodies, StopStrings(_MARKERS), bodies, is_open=starts_in_reasoning)
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """As the chat template writes calls, after what may begin the message."""

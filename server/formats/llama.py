@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from engine.text.guided import json_rule
+from engine.text.stops import Asides, StopStrings
 from server.formats.base import ChatFormat, Parser, Tool, arguments_rule, pattern, quoted
 from server.formats.steps import CallParser, Steps
 
@@ -25,6 +27,12 @@ class LlamaFormat(ChatFormat):
     def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
         """Make a parser of one output."""
         return _LlamaParser(self, tools, (_TAG,), starts_in_reasoning=starts_in_reasoning)
+
+    def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
+        """As other formats have them; a call without the tag is known by its name, as the template writes it."""
+        found = super().asides(tools, starts_in_reasoning=starts_in_reasoning)
+        names = (f'{{"name": {json.dumps(tool.name)}' for tool in tools)
+        return replace(found, opens=StopStrings((_TAG, *names))) if tools else found
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """Calls as JSON, so that content of a JSON Schema may stand in their place: the lexer finds the same parts."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict
 
-from engine.errors import InvalidRequest, Violation
+from engine.errors import InvalidRequest
 from server.admission.adapters import AdapterCalls
 from server.driver import Driver
 from server.http.agents.routes import fields_of
@@ -46,7 +47,7 @@ def add_adapters(app: FastAPI, driver: Callable[[], Driver], root: Path | None) 
         try:
             await calls.load(body.lora_name, body.lora_path, request.scope["caller"])
         except InvalidRequest as invalid:
-            wrong = (Violation(_FIELDS.get(v.field, v.field), v.problem) for v in invalid.violations)
+            wrong = (replace(v, field=_FIELDS.get(v.field, v.field)) for v in invalid.violations)
             raise InvalidRequest(wrong) from None
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -149,8 +150,8 @@ async def _admitted(
 def _violation_of(wrong: Violation, name: str) -> Violation:
     field = re.fullmatch(r"(?:prompt|token_ids)(\[\d+\])?", wrong.field)
     if field is not None:
-        return Violation(f"{name}{field[1] or ''}", wrong.problem)
-    return Violation(wrong.field, f"{wrong.problem} (in the request of {name})")
+        return replace(wrong, field=f"{name}{field[1] or ''}")
+    return replace(wrong, problem=f"{wrong.problem} (in the request of {name})")
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 from fastapi.responses import JSONResponse
 
-from engine.errors import InvalidRequest, PilotfishError, Violation, shown
+from engine.errors import ContextExcess, InvalidRequest, PilotfishError, Violation, shown
 from server.admission.status import MAX_VIOLATION, clipped, refusal, told
 
 _STATUSES = {
@@ -59,16 +59,33 @@ class HttpError:
         return JSONResponse(self.body(), self.status, headers)
 
 
-def http_error(error: PilotfishError) -> HttpError:
-    """Convert `error` to its status, code and message."""
+def context_words(field: str, excess: ContextExcess) -> str:
+    """Say that the context is too short, in the words by which OpenAI's clients know it."""
+    what, more = "messages" if field in ("messages", "input") else "prompt", " or more" * excess.is_bound
+    limit = f"This model's maximum context length is {excess.max_model_len} tokens. However, "
+    if not excess.output_tokens:
+        found = f"your {what} resulted in {excess.prompt_tokens} tokens{more}"
+        return f"{limit}{found}; the limit is {excess.max_prompt_tokens} for a prompt. Shorten the {what}."
+    total = excess.prompt_tokens + excess.output_tokens
+    parts = f"{excess.prompt_tokens} in the messages, {excess.output_tokens} in the completion"
+    return f"{limit}you requested {total} tokens ({parts}). Shorten the messages, or lower {field}."
+
+
+def http_error(error: PilotfishError, context: Callable[[str, ContextExcess], str] = context_words) -> HttpError:
+    """Convert `error` to its status, code and message; `context` says in which field the context is exceeded."""
     refused = refusal(error)
     status, kind = _STATUSES.get(refused.code, (500, "server_error"))
     retry = UNAVAILABLE_SECONDS if status == 503 else refused.retry_seconds
     if not isinstance(error, InvalidRequest):
         code = "model_not_found" if status == 404 else refused.metric
         return HttpError(status, kind, code, clipped(str(error), MAX_MESSAGE), retry_seconds=retry)
-    found = [(_GROUP.sub("", violation.field), violation.problem) for violation in told(error.violations)]
-    return HttpError(status, kind, refused.metric, _joined(found), found[0][0])
+    found = [replace(violation, field=_GROUP.sub("", violation.field)) for violation in told(error.violations)]
+    parts = [str(v) if v.excess is None else context(v.field, v.excess) for v in found]
+    message = "; ".join(dict.fromkeys(parts))
+    over = next((violation for violation in found if violation.excess is not None), None)
+    if over is not None:  # clients shorten the conversation then, and send it again
+        return HttpError(status, kind, "context_length_exceeded", message, over.field)
+    return HttpError(status, kind, refused.metric, message, found[0].field)
 
 
 def violations(errors: Sequence[Any]) -> tuple[Violation, ...]:
@@ -77,10 +94,6 @@ def violations(errors: Sequence[Any]) -> tuple[Violation, ...]:
 
 
 INTERNAL = HttpError(500, "server_error", "internal", "internal error")
-
-
-def _joined(found: Sequence[tuple[str, str]]) -> str:
-    return "; ".join(dict.fromkeys(f"{field} {problem}" for field, problem in found))
 
 
 def _path(error: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from engine.errors import shown
+from engine.params import MAX_SEED, MIN_SEED
 
 
 def _is_text(value: str) -> str:
@@ -25,7 +26,8 @@ def _is_text(value: str) -> str:
 # Strict types: "3" and true are not accepted as numbers, and 1 is not accepted as a boolean.
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)]
-UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1, strict=True)]
+# 64 bits, of which the protocol has an unsigned number: -1 and 2**64 - 1 are one seed.
+Seed = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED, strict=True), AfterValidator(lambda seed: seed & MAX_SEED)]
 TokenKey = Annotated[int, Field(ge=0, le=2**32 - 1)]  # a key of a JSON object, where keys are strings; so not strict
 Real = Annotated[float, Field(strict=True)]
 Seconds = Annotated[float, Field(gt=0, strict=True)]

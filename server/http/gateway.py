@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import shown
 from server.admission.security import Callers
@@ -40,6 +41,7 @@ def gateway(
     # Without the pages of documentation, which load scripts of others.
     app, started = FastAPI(title="Pilotfish", version=version(), docs_url=None, redoc_url=None), time.monotonic()
     created = int(time.time())  # of the server: when the model was made is not known
+    app.add_middleware(HeadAsGet)
     app.add_middleware(HttpGuard, callers=callers)
     if config.host in LOOPBACK and not callers.are_known:
         app.add_middleware(HostGuard, host=config.host)
@@ -119,6 +121,17 @@ def _vitals(driver: Driver) -> dict[str, Any]:
         "running": engine.num_running,
         "waiting": engine.num_waiting + len(driver.queue),
     }
+
+
+class HeadAsGet:
+    """Middleware that lets the route of GET answer HEAD; uvicorn leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        await self._app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)
 
 
 class HttpServer(uvicorn.Server):

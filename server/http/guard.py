@@ -10,8 +10,8 @@ from engine.errors import shown
 from server.admission.security import Callers
 from server.errors import Unauthenticated
 from server.http import playground
-from server.http.errors import HttpError, http_error
-from server.http.messages.errors import MessagesError
+from server.http.errors import HttpError
+from server.http.messages.errors import error_at
 
 OPEN_PATHS = frozenset({"/health"}) | playground.PATHS
 
@@ -56,10 +56,7 @@ class HttpGuard:
             try:
                 scope["caller"] = self._callers.of_metadata(_credentials(scope))
             except Unauthenticated as error:
-                told = http_error(error)
-                if scope["path"].startswith("/v1/messages"):
-                    told = MessagesError.of(told)
-                await told.response()(scope, receive, send)
+                await error_at(scope["path"], error).response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

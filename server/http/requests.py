@@ -123,6 +123,7 @@ def _(body: ChatBody) -> list[pb.GenerateRequest]:
     request = common(body, limit)
     _ask_as_openai(request, body)
     request.messages.CopyFrom(conversation(body))
+    request.stopping.stop_in_answer = True
     request.output.logprobs = bool(body.logprobs)
     request.output.top_logprobs = body.top_logprobs or 0
     return [request]

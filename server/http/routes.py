@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -22,7 +24,8 @@ from server.driver import Driver
 from server.http import native_answers
 from server.http.bodies import WrongBody, read_body
 from server.http.calls import CallerGone, Calls, EventStream, WholeAnswer, unless_gone
-from server.http.errors import INTERNAL, HttpError, http_error
+from server.http.errors import INTERNAL, HttpError
+from server.http.messages.errors import error_at
 from server.http.openai.chat import ChatAnswers, fitted
 from server.http.openai.conversation import as_in_the_body
 from server.http.openai.text import TextAnswers
@@ -88,7 +91,9 @@ class _Routes:
             async with self._slow.turn(len(data)):
                 return await self._respond(await self._read(kind, data, request), answers_to, request)
         except InvalidRequest as invalid:
-            raise InvalidRequest(map(as_in_the_body, invalid.violations)) from None
+            own = kind.no_input[0]  # the engine knows of a prompt alone
+            named = (replace(v, field=own) if v.field == "prompt" else as_in_the_body(v) for v in invalid.violations)
+            raise InvalidRequest(named) from None
 
     async def _respond(
         self, parsed: tuple[BodyT, ParsedBody], answers_to: AnswersTo[BodyT], request: Request
@@ -137,12 +142,17 @@ def _origin(request: Request, timeout: float | None) -> Origin:
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(PilotfishError)
-    async def refused(_: Request, error: PilotfishError) -> JSONResponse:
-        return http_error(error).response()
+    async def refused(request: Request, error: PilotfishError) -> JSONResponse:
+        return error_at(request.url.path, error).response()
 
     @app.exception_handler(HTTPException)
-    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
-        return HttpError(error.status_code, "invalid_request_error", "http", str(error.detail)).response()
+    async def unknown(request: Request, error: HTTPException) -> JSONResponse:
+        told = HttpError(error.status_code, "invalid_request_error", "http", str(error.detail))
+        response = error_at(request.url.path, told).response()
+        allowed = (error.headers or {}).get("Allow")
+        if allowed is not None:
+            response.headers["Allow"] = re.sub(r"\bGET\b", "GET, HEAD", allowed)
+        return response
 
     @app.exception_handler(CallerGone)
     @app.exception_handler(ClientDisconnect)
@@ -150,5 +160,5 @@ def _add_errors(app: FastAPI) -> None:
         return Response(status_code=499)  # the caller has disconnected
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, __: Exception) -> JSONResponse:
-        return INTERNAL.response()  # uvicorn logs the exception with its traceback
+    async def failed(request: Request, _: Exception) -> JSONResponse:
+        return error_at(request.url.path, INTERNAL).response()  # uvicorn logs the exception with its traceback

@@ -23,11 +23,11 @@ from server.http.fields import (
     Real,
     Schema,
     Seconds,
+    Seed,
     Text,
     Texts,
     TokenKey,
     UInt32,
-    UInt64,
     at_most,
     not_served,
 )
@@ -153,7 +153,7 @@ class GenerationFields(Body):
     logit_bias: Annotated[dict[TokenKey, Real], at_most(MAX_BIASES)] | None = None
     allowed_token_ids: Ids | None = None
     banned_token_ids: Ids | None = None
-    seed: UInt64 | None = None
+    seed: Seed | None = None
     min_tokens: UInt32 | None = None
     stop: Annotated[Texts, BeforeValidator(_one_or_many)] | None = None
     stop_token_ids: Ids | None = None

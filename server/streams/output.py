@@ -59,6 +59,7 @@ class ReceivedOutput:
 
 NOTHING_RECEIVED = ReceivedOutput()
 _REPLAYED = 256  # tokens of a part
+_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +193,7 @@ class OutputBuffer:
         stop = is_late or self._keep(event)
         if event.finished is None:
             return stop and not is_late
-        is_own_end = event.finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if is_own_end and self.num_tokens < self._received.num_tokens:
+        if event.finished.reason in _OWN_ENDS and self.num_tokens < self._received.num_tokens:
             raise ResumeRefused(f"output {self.index} ends after {self.num_tokens} tokens here; more were received")
         # The engine ended the output, but its text has a stop string earlier: plain decoding would have ended there.
         is_cut = stop and (self._stop_string is not None or self.num_tokens < event.finished.completion_tokens)
@@ -203,7 +203,11 @@ class OutputBuffer:
     def close(self, finished: FinishedOutput) -> None:
         """Add the end of the output."""
         assert not self.has_ended, f"a second end of output {self.index}"
-        tail = "" if self._text is None or self._received.tail else self._text.flush()
+        tail = "" if self._text is None else self._text.flush()
+        if self._stop_string is None and self._text is not None and self._text.stop is not None:  # only the end told
+            self._stop_string = self._text.stop
+            finished = self._stopped(finished) if finished.reason in _OWN_ENDS else finished
+        tail = "" if self._received.tail else tail
         self.timeline.ended = self._clock()
         self.end = End(finished, self._stop_string, self.timeline, self.interruptions)
         self._unread.append(Chunk(index=self.index, tail=tail, end=self.end, text_offset=self._text_length))

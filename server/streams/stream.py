@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from engine.errors import PilotfishError
 from engine.stats import Clock
-from engine.text.codec import Codec, OutputText, StopStrings
+from engine.text.codec import Codec, OutputText
+from engine.text.stops import NO_ASIDES, Asides, StopStrings
 from engine.types import Request, TokenEvent
 from server.streams.output import NOTHING_RECEIVED, Chunk, OutputBuffer, ReceivedOutput, Timeline
 
@@ -26,6 +27,7 @@ class SendOptions:
         interval: tokens to collect before a message is sent; the first message is sent at once.
         digests: send a digest of the tokens with each chunk.
         skip_special_tokens: special tokens have no text.
+        asides: where stop strings are not looked for.
         received: what the caller has received of each output, if the request continues an interrupted stream.
         interruptions: how often the stream was interrupted before.
     """
@@ -33,6 +35,7 @@ class SendOptions:
     interval: int = 1
     digests: bool = False
     skip_special_tokens: bool = True
+    asides: Asides = NO_ASIDES
     received: tuple[ReceivedOutput, ...] = ()
     interruptions: int = 0
 
@@ -53,12 +56,12 @@ class OutputStream:
         self.request, self.deadline = request, deadline  # in seconds of the clock
         self.timeline = Timeline(arrived=clock())
         sampling = request.sampling
-        stops = StopStrings(sampling.stop)
+        stops, how = (
+            StopStrings(sampling.stop),
+            {"asides": options.asides, "skip_special_tokens": options.skip_special_tokens},
+        )
         texts = (
-            None
-            if codec is None
-            else OutputText(codec, stops, sampling.min_tokens, skip_special_tokens=options.skip_special_tokens)
-            for _ in range(sampling.n)
+            None if codec is None else OutputText(codec, stops, sampling.min_tokens, **how) for _ in range(sampling.n)
         )
         received = options.received or (NOTHING_RECEIVED,) * request.sampling.n
         self.outputs = tuple(

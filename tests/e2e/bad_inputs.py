@@ -39,7 +39,7 @@ def numbers() -> Iterator[Bad]:
     nowhere = [math.nan, math.inf, -math.inf]
     wrong = {
         "temperature": [*nowhere, -1.0, -1e-9, 100.5, 1e308],
-        "top_p": [*nowhere, 0.0, -0.0, -1.0, 1.5],
+        "top_p": [*nowhere, -1.0, 1.5],
         "min_p": [*nowhere, -0.5, 1.5],
         "repetition_penalty": [*nowhere, 0.0, -1.0, 10.5],
         "presence_penalty": [*nowhere, 2.5, -2.5],
@@ -222,7 +222,7 @@ def json_types() -> Iterator[Bad]:
         "top_k": [-1, 1.5, "3", True, 2**32, 2**64, 10**400],
         "n": [-1, 1.5, "3", True, 2**32],
         "max_tokens": [-1, 1e3, "9"],
-        "seed": [-1, 2**64, 1.5, "7"],
+        "seed": [-(2**63) - 1, 2**64, 1.5, "7"],
         "stop": [5, {}],
         "stop_token_ids": ["x", 5],
         "logit_bias": [[], 5],

@@ -95,6 +95,9 @@ def test_text_is_that_of_the_libraries_token_by_token_too(name: str, text: str) 
     assert name in REBUILT or whole == built(name).decode(ids, skip_special_tokens=True)
     output = OutputText(ours(name))
     assert "".join(output.push([token]).text for token in ids) + output.flush() == whole
+    told = [token for token in ids if token not in ours(name).special_tokens]
+    spelt = [ours(name).spelling.bytes_of(token, leads=i == 0) for i, token in enumerate(told)]
+    assert b"".join(data or b"" for data in spelt).decode() == whole
 
 
 @pytest.mark.parametrize("name", published.TOKENIZERS)

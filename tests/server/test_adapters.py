@@ -32,6 +32,7 @@ def root(tmp_path: Path) -> Path:
         (tmp_path / name / "fingerprint").write_text(f"of {name}")
     (tmp_path / "root" / "link").symlink_to(tmp_path / "beside")
     (tmp_path / "root" / "empty").mkdir()
+    (tmp_path / "root" / "loop").symlink_to("loop")
     return tmp_path / "root"
 
 
@@ -99,6 +100,11 @@ WRONG = [
     ("a", "link", "path", "expected a folder below adapter_root"),
     ("a", "/etc", "path", "expected a folder below adapter_root"),
     ("a", "one\0", "path", "null"),
+    ("a", "x" * 5000, "path", "xxx', which cannot be opened: File name too long"),
+    ("a", "x/" * 2500, "path", "x/', which cannot be opened: File name too long"),
+    ("a", "loop", "path", "is 'loop', which cannot be opened: Symlink loop"),
+    ("a", "one\n", "path", "is 'one\\n'; expected a folder below adapter_root"),
+    ("a", "one/fingerprint", "path", "expected a folder below adapter_root"),
     ("a", "empty", "path", "is 'empty': adapter 'a': "),
 ]
 

@@ -205,7 +205,7 @@ async def test_a_stream_that_was_interrupted_four_billion_times_goes_on(server):
 LEAST, MOST = 5e-324, 2**32 - 1  # of the positive doubles, and of 32 bits
 REALS = {  # field: values that are served, and that are barely not; `tests/e2e/bad_inputs.py` has the rest
     "temperature": ([LEAST, 1e-300, 1e-46, 1e-40, 1e-38, 100.0, -0.0], [-LEAST, 100.1]),
-    "top_p": ([LEAST, 1e-300, 1e-40, 1 - 2**-53], [0.0, -LEAST, 1.1]),
+    "top_p": ([0.0, -0.0, LEAST, 1e-300, 1e-40, 1 - 2**-53], [-LEAST, 1.1]),
     "min_p": ([LEAST, 1e-300, 1 - 2**-53, 1.0], [-LEAST, 1.1]),
     "repetition_penalty": ([0.01, 10.0], [LEAST, 1e-38, 0.0099, 10.1]),
     "presence_penalty": ([-2.0, 2.0, LEAST], [-2.1, 2.1]),

@@ -831,7 +831,9 @@ class SamplingParams(_message.Message):
     temperature: _builtins.float
     """Logits are divided by it; 0 is greedy. 0 to 100. Default: 0."""
     top_p: _builtins.float
-    """Keep the smallest set of likeliest tokens whose probability reaches this. Above 0, up to 1. Default: 1, all."""
+    """Keep the smallest set of likeliest tokens whose probability reaches this. 0, the likeliest alone, to 1. Default: 1,
+    all.
+    """
     top_k: _builtins.int
     """Keep this many likeliest tokens; 0 keeps all. Default: 0."""
     min_p: _builtins.float
@@ -846,7 +848,8 @@ class SamplingParams(_message.Message):
     """Subtracted from the logit of a token once per time it was generated. -2 to 2. Default: 0, off."""
     seed: _builtins.int
     """All of the request's randomness: the same seed gives the same output. Output 0 uses it, the others one derived
-    from it each. Default: drawn, and told in Finished.
+    from it each. Where callers have signed numbers, a negative one is the unsigned number with the same bits: -1 is
+    2^64 - 1. Default: drawn, and told in Finished.
     """
     n: _builtins.int
     """Number of continuations, each with an index from 0. 1 to 64. Default: 1. A fault of one of them ends the call."""
@@ -937,6 +940,7 @@ class StoppingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     FIT_CONTEXT_FIELD_NUMBER: _builtins.int
+    STOP_IN_ANSWER_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate, at least 1. Default: 128, or what the context has room for if that is less."""
     min_tokens: _builtins.int
@@ -946,6 +950,10 @@ class StoppingParams(_message.Message):
     fit_context: _builtins.bool
     """Where max_tokens is more than the context and the server's limit have room for, or is not sent, generate as many as
     they have room for. Default: false, too many are refused.
+    """
+    stop_in_answer: _builtins.bool
+    """Look for `stop` in the answer alone: not in the reasoning of a conversation's answer, nor in its calls of functions.
+    Default: false, in the whole text.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -966,10 +974,11 @@ class StoppingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool | None = ...,
         fit_context: _builtins.bool | None = ...,
+        stop_in_answer: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fit_context", b"_fit_context", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "fit_context", b"fit_context", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fit_context", b"_fit_context", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_stop_in_answer", b"_stop_in_answer", "fit_context", b"fit_context", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_in_answer", b"stop_in_answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fit_context", b"_fit_context", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "fit_context", b"fit_context", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fit_context", b"_fit_context", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_stop_in_answer", b"_stop_in_answer", "fit_context", b"fit_context", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop", b"stop", "stop_in_answer", b"stop_in_answer", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fit_context: _TypeAlias = _typing.Literal["fit_context"]  # noqa: Y015
     _WhichOneofArgType__fit_context: _TypeAlias = _typing.Literal["_fit_context", b"_fit_context"]  # noqa: Y015
@@ -979,6 +988,8 @@ class StoppingParams(_message.Message):
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__stop_in_answer: _TypeAlias = _typing.Literal["stop_in_answer"]  # noqa: Y015
+    _WhichOneofArgType__stop_in_answer: _TypeAlias = _typing.Literal["_stop_in_answer", b"_stop_in_answer"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fit_context) -> _WhichOneofReturnType__fit_context | None: ...
     @_typing.overload
@@ -987,6 +998,8 @@ class StoppingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_in_answer) -> _WhichOneofReturnType__stop_in_answer | None: ...
 
 Global___StoppingParams: _TypeAlias = StoppingParams  # noqa: Y015
 

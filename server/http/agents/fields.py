@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Tag
@@ -88,5 +89,5 @@ def renamed(violation: Violation, names: Mapping[str, str]) -> Violation:
         field = field.removeprefix(group)
     for name, theirs in names.items():
         if field == name or field.startswith((f"{name}.", f"{name}[")):
-            return Violation(theirs + field.removeprefix(name), violation.problem)
-    return Violation(field, violation.problem)
+            return replace(violation, field=theirs + field.removeprefix(name))
+    return replace(violation, field=field)

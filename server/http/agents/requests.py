@@ -14,7 +14,7 @@ def without_conversation(body: AgentBody, max_tokens: int | None) -> pb.Generate
     too.
     """
     request = common(body, max_tokens)
-    request.stopping.fit_context = True
+    request.stopping.fit_context = request.stopping.stop_in_answer = True
     if body.temperature is None:
         request.sampling.temperature = OPENAI_TEMPERATURE
     return request

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from server.http.errors import HttpError
+from engine.errors import ContextExcess, PilotfishError
+from server.http.errors import HttpError, http_error
 
 _TYPES = {  # by status
     401: "authentication_error",
@@ -32,3 +33,18 @@ class MessagesError(HttpError):
         """Return the body in Anthropic's format. A stream has it as an event."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def error_at(path: str, error: HttpError | PilotfishError) -> HttpError:
+    """Return an error in the format of the routes at this path: Anthropic's or OpenAI's."""
+    if not path.startswith("/v1/messages"):
+        return http_error(error) if isinstance(error, PilotfishError) else error
+    return MessagesError.of(http_error(error, _context) if isinstance(error, PilotfishError) else error)
+
+
+def _context(field: str, excess: ContextExcess) -> str:
+    """Say that the context is too short, in the words by which Anthropic's clients know it."""
+    if excess.output_tokens:
+        told = f"input length and `{field}` exceed context limit: {excess.prompt_tokens} + {excess.output_tokens}"
+        return f"{told} > {excess.max_model_len}"
+    return f"prompt is too long: {excess.prompt_tokens} tokens > {excess.max_prompt_tokens} maximum"

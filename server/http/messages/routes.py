@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
 
-from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation
+from engine.errors import InvalidRequest, Unsupported, Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission import convert
 from server.admission.admission import Admission, Call
@@ -18,15 +17,13 @@ from server.driver import Driver
 from server.http.agents.answers import AgentAnswer
 from server.http.agents.routes import AgentProtocol, AgentRoutes, fields_of
 from server.http.calls import unless_gone
-from server.http.errors import HttpError, http_error
 from server.http.messages.answers import MessagesAnswer
-from server.http.messages.errors import MessagesError
 from server.http.messages.requests import conversation, messages_request
 from server.http.messages.types import ConversationBody, MessagesBody
 from server.model import ServedModel
 
 _NAMES = {
-    "prompt": "prompt is too long:",  # agents look for these words, and then make the conversation shorter
+    "prompt": "messages",
     "stop": "stop_sequences",
     "guided.json_schema": "output_config.format.schema",
     "thinking_budget": "thinking.budget_tokens",
@@ -45,12 +42,12 @@ def add_messages(
     @router.post("/v1/messages", response_model=None)
     async def messages(request: Request) -> Response:
         """Continue a conversation, in the format of Anthropic's messages."""
-        return await _told(routes.respond(request))
+        return await routes.respond(request)
 
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(request: Request) -> Response:
         """Return how many tokens the prompt of the same conversation has."""
-        return await _told(unless_gone(counter.count(request), request.receive))
+        return await unless_gone(counter.count(request), request.receive)
 
     app.include_router(router)
 
@@ -83,17 +80,6 @@ class _Counter:
 def _read(data: bytes, content_type: str) -> pb.GenerateRequest:
     body = fields_of(ConversationBody, data, content_type)
     return pb.GenerateRequest(model=body.model, messages=conversation(body))
-
-
-async def _told(responding: Awaitable[Response]) -> Response:
-    """Return the response, or the error in the format of these routes."""
-    try:
-        return await responding
-    except PilotfishError as error:
-        return MessagesError.of(http_error(error)).response()
-    except HTTPException as error:
-        refused = HttpError(error.status_code, "invalid_request_error", "http", str(error.detail))
-        return MessagesError.of(refused).response()
 
 
 def _converted(body: MessagesBody, model: ServedModel) -> pb.GenerateRequest:

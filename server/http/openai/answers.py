@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from server.admission.answers import MAX_AT_ONCE
 from server.http.long_json import MIN_PIECE, LongList, list_of
 from server.http.openai.usage import Json, metrics_of, speculation_of, usage_of, usage_so_far
 from server.http.types import OpenAiBody
+from server.model import ServedModel
 
 ReadT = TypeVar("ReadT")  # what is read of an output before its choice is made
 Messages = AsyncIterator[pb.GenerateStreamResponse]
@@ -23,20 +24,42 @@ MAX_NAMES = 4096  # of tokens, kept for an answer
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # all other reasons: "abort"
 
 
-class TokenNames(dict[int, str]):
-    """Tokens as text, or by their ids if they are no text by themselves; so different tokens have different names."""
+class TokenNames:
+    """Tokens as text, or by their ids if they are no text by themselves; and as the bytes of the text.
 
-    def __init__(self, codec: Codec | None) -> None:
-        super().__init__()
-        self._codec = codec
+    Args:
+        codec: the tokenizer.
+        silent: tokens that have no text in these answers.
+    """
 
-    def __missing__(self, token: int) -> str:
-        """Decode a token that this answer did not have before."""
-        if len(self) >= MAX_NAMES:
-            self.clear()
-        text = "" if self._codec is None else self._codec.tokenizer.decode([token], skip_special_tokens=False)
-        self[token] = name = text if text and "\ufffd" not in text else f"token_id:{token}"
-        return name
+    def __init__(self, codec: Codec | None, silent: Collection[int] = ()) -> None:
+        self._codec, self._silent = codec, silent
+        self._known: dict[tuple[int, bool], tuple[str, list[int] | None]] = {}
+
+    def __getitem__(self, token: int) -> str:
+        return self.spelt(token)[0]
+
+    def spelt(self, token: int, *, leads: bool = False) -> tuple[str, list[int] | None]:
+        """Return a token's text and its bytes; `leads`: the text of an output begins with it."""
+        if (token, leads) not in self._known:
+            if len(self._known) >= MAX_NAMES:
+                self._known.clear()
+            self._known[token, leads] = self._spelt(token, leads=leads)
+        return self._known[token, leads]
+
+    def leading(self, tokens: Iterable[int]) -> int:
+        """Return which of the first tokens of an output its text begins with; -1 if none has a text."""
+        return next((i for i, token in enumerate(tokens) if token not in self._silent), -1)
+
+    def _spelt(self, token: int, *, leads: bool) -> tuple[str, list[int] | None]:
+        data = None if self._codec is None else self._codec.spelling.bytes_of(token, leads=leads)
+        if data is None:
+            return f"token_id:{token}", None
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = ""
+        return text or f"token_id:{token}", None if token in self._silent else list(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +109,9 @@ class AnswerFormat(ABC, Generic[ReadT]):
     chunk: ClassVar[str]  # `object` of an event
     outputs_per_prompt = 1 << 32  # of a format with one prompt
 
-    def __init__(self, model: str, codec: Codec | None, options: AnswerOptions) -> None:
-        self._model, self._names, self._options = model, TokenNames(codec), options
+    def __init__(self, model: str, codec: Codec | None, options: AnswerOptions, silent: Collection[int] = ()) -> None:
+        self._model, self._names, self._options = model, TokenNames(codec, silent), options
+        self._begun: set[int] = set()  # outputs whose text has begun
         self._created = int(time.time())
         self._request_id = ""
 
@@ -172,6 +196,15 @@ class AnswerFormat(ABC, Generic[ReadT]):
     def _reasoning_tokens(self) -> int:
         return 0
 
+    def _leading(self, output: pb.Output | pb.TokenDelta) -> int:
+        """Return which of these tokens the text of an output begins with; -1: it began before, or has not begun."""
+        if isinstance(output, pb.TokenDelta) and (output.index in self._begun or output.text_offset):
+            return -1
+        leading = self._names.leading(output.token_ids)
+        if leading >= 0:
+            self._begun.add(output.index)
+        return leading
+
     @abstractmethod
     async def _read(self, responses: Sequence[pb.GenerateResponse]) -> Sequence[ReadT]:
         """Return what is read of each output."""
@@ -187,6 +220,12 @@ class AnswerFormat(ABC, Generic[ReadT]):
 
     @abstractmethod
     def _closing(self) -> Json: ...
+
+
+def silent_tokens(model: ServedModel, *, skips_special: bool, ignores_end: bool | None) -> frozenset[int]:
+    """Return the tokens that have no text in the answers to a request."""
+    special = model.codec.special_tokens if skips_special and model.codec is not None else frozenset()
+    return special if ignores_end else special | model.engine.eos_token_ids
 
 
 def per_token(length: int, make: Callable[[int, int], list[Any]]) -> list[Any] | LongList:

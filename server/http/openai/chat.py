@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from engine.errors import Violation
@@ -10,7 +10,13 @@ from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
 from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
 from server.http.long_json import LongList
-from server.http.openai.answers import IMPOSSIBLE, AnswerFormat, AnswerOptions, per_token
+from server.http.openai.answers import (
+    IMPOSSIBLE,
+    AnswerFormat,
+    AnswerOptions,
+    per_token,
+    silent_tokens,
+)
 from server.http.openai.conversation import callable_tools
 from server.http.openai.usage import Json
 from server.http.pieces import CallReader, ReadOutput, call_id
@@ -29,6 +35,7 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
         codec: its tokenizer.
         reader: reads the outputs.
         options: what the answer tells besides the outputs.
+        silent: tokens that have no text.
         is_parsed: what is read of a text may differ from the text.
         is_forced: the caller named the function to call. Then a call is what was asked for, and no reason to stop.
     """
@@ -37,9 +44,9 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
 
     def __init__(
         self, model: str, codec: Codec | None, reader: CallReader, options: AnswerOptions = PLAIN,
-        *, is_parsed: bool = False, is_forced: bool = False,
+        *, silent: Collection[int] = (), is_parsed: bool = False, is_forced: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(model, codec, options)
+        super().__init__(model, codec, options, silent)
         self._reader, self._is_parsed, self._is_forced = reader, is_parsed, is_forced
         self._num_calls: dict[int, int] = {}  # of each output
 
@@ -49,7 +56,10 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
         is_read = is_parsed(body, model)
         reader = CallReader(model.format if is_read else None, callable_tools(body.tools, body.tool_choice))
         is_forced = body.tool_choice is not None and body.tool_choice.type == "function"
-        return cls(model.name, model.codec, reader, AnswerOptions.of(body, 1), is_parsed=is_read, is_forced=is_forced)
+        skips = not (is_read and model.format.special) if body.skip_special_tokens is None else body.skip_special_tokens
+        silent = silent_tokens(model, skips_special=skips, ignores_end=body.ignore_eos)
+        how = {"is_parsed": is_read, "is_forced": is_forced}
+        return cls(model.name, model.codec, reader, AnswerOptions.of(body, 1), silent=silent, **how)
 
     async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[ReadOutput]:
         (response,) = responses
@@ -113,20 +123,22 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
         if not output.logprobs:
             return None
 
+        leading = self._leading(output)
+
         def made(start: int, stop: int) -> list[Json]:
             entries = []
-            for token, of in zip(output.token_ids[start:stop], output.logprobs[start:stop], strict=True):
-                top = [self._entry(candidate.token_id, candidate.logprob) for candidate in of.top]
-                entries.append(self._entry(token, of.logprob) | {"top_logprobs": top})
+            for i in range(start, stop):
+                token, of = output.token_ids[i], output.logprobs[i]
+                top = [self._entry(rival.token_id, rival.logprob, leads=i == leading) for rival in of.top]
+                entries.append(self._entry(token, of.logprob, leads=i == leading) | {"top_logprobs": top})
             return entries
 
         content: list[Json] | LongList = per_token(len(output.logprobs), made)
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> Json:
-        name = self._names[token]
-        known = not name.startswith("token_id:")
-        return {"token": name, "logprob": max(logprob, IMPOSSIBLE), "bytes": list(name.encode()) if known else None}
+    def _entry(self, token: int, logprob: float, *, leads: bool) -> Json:
+        name, data = self._names.spelt(token, leads=leads)
+        return {"token": name, "logprob": max(logprob, IMPOSSIBLE), "bytes": data}
 
 
 def is_parsed(body: ChatBody, model: ServedModel) -> bool:

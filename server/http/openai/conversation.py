@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import Violation
@@ -34,7 +35,7 @@ def as_in_the_body(violation: Violation) -> Violation:
     for pattern, name in _NAMES:
         field, is_renamed = pattern.subn(name, violation.field)
         if is_renamed:
-            return Violation(field, violation.problem)
+            return replace(violation, field=field)
     return violation
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from engine.text.codec import Codec, OutputText
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.openai.answers import IMPOSSIBLE, AnswerFormat, AnswerOptions, Messages, per_token
+from server.http.openai.answers import IMPOSSIBLE, AnswerFormat, AnswerOptions, Messages, per_token, silent_tokens
 from server.http.openai.usage import Json, usage_so_far
 from server.http.types import CompletionBody
 from server.model import ServedModel
@@ -50,15 +50,16 @@ class TextAnswers(AnswerFormat[Echo]):
         options: what the answer tells besides the outputs.
         n: outputs of each prompt.
         echoing: how prompts are repeated; None: they are not.
+        silent: tokens that have no text.
     """
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(
         self, model: str, codec: Codec | None, options: AnswerOptions = PLAIN,
-        *, n: int = 1, echoing: Echoing | None = None,
+        *, n: int = 1, echoing: Echoing | None = None, silent: Collection[int] = (),
     ) -> None:  # fmt: skip
-        super().__init__(model, codec, options)
+        super().__init__(model, codec, options, silent)
         self._codec, self._echoing = codec, echoing
         self.outputs_per_prompt = n
         self._echoes: dict[int, Echo] = {}  # by prompt
@@ -67,7 +68,9 @@ class TextAnswers(AnswerFormat[Echo]):
     def of(cls, body: CompletionBody, model: ServedModel) -> TextAnswers:
         """Return the format of the answers to a body."""
         echoing = Echoing(body.prompts, body.logprobs is not None, body.is_only_scored) if body.echo else None
-        return cls(model.name, model.codec, AnswerOptions.of(body, len(body.prompts)), n=body.n or 1, echoing=echoing)
+        silent = silent_tokens(model, skips_special=body.skip_special_tokens is not False, ignores_end=body.ignore_eos)
+        options = AnswerOptions.of(body, len(body.prompts))
+        return cls(model.name, model.codec, options, n=body.n or 1, echoing=echoing, silent=silent)
 
     async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[Echo]:
         found = []
@@ -161,6 +164,12 @@ class TextAnswers(AnswerFormat[Echo]):
             *list(accumulate(output.text_lengths, initial=start + len(echo.text)))[:-1],
         ]
 
+        begins = self._leading(output)
+        leading = {names.leading(echo.token_ids), len(echo.token_ids) + begins if begins >= 0 else -1}
+
+        def tokens(i: int, j: int) -> list[str]:
+            return [names.spelt(token, leads=k in leading)[0] for k, token in enumerate(_cut(ids, i, j), i)]
+
         def token_logprobs(i: int, j: int) -> list[float | None]:
             return [None if of is None else max(of.logprob, IMPOSSIBLE) for of in _cut(found, i, j)]
 
@@ -171,7 +180,7 @@ class TextAnswers(AnswerFormat[Echo]):
             ]
 
         return {
-            "tokens": per_token(num_tokens, lambda i, j: [names[token] for token in _cut(ids, i, j)]),
+            "tokens": per_token(num_tokens, tokens),
             "token_logprobs": per_token(num_found, token_logprobs),
             "top_logprobs": per_token(num_found, top_logprobs),
             "text_offset": per_token(len(offsets), lambda i, j: offsets[i:j]),

@@ -32,7 +32,7 @@ _HEADERS = {
 def add_playground(app: FastAPI) -> None:
     """Add routes that serve the files; each file is read once, now."""
     for path, (name, media_type) in _FILES.items():
-        app.add_api_route(path, _file(name, media_type), methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(path, _file(name, media_type), methods=["GET"], include_in_schema=False)
 
 
 def _file(name: str, media_type: str) -> Callable[[], Response]:

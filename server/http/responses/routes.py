@@ -20,7 +20,12 @@ from server.http.responses.requests import functions, responses_request
 from server.http.responses.types import ResponsesBody
 from server.model import ServedModel
 
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "guided.json_schema": "text.format.schema"}
+_NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "guided.json_schema": "text.format.schema",
+}
 
 
 def add_responses(
@@ -36,8 +41,7 @@ def add_responses(
         """Continue a conversation, in the format of OpenAI's responses."""
         return await routes.respond(request)
 
-    @router.get("/v1/responses/{response_id}", response_model=None)
-    @router.delete("/v1/responses/{response_id}", response_model=None)
+    @router.api_route("/v1/responses/{response_id}", methods=["GET", "DELETE"], include_in_schema=False)
     async def stored(response_id: str) -> Response:
         """Answer 404: nothing is stored."""
         raise HTTPException(404, f"no response has the id {shown(response_id)}: this server stores none")

@@ -31,7 +31,7 @@ def definition(logits: list[float], params: SamplingParams) -> list[float]:
     order = order[: params.top_k or len(order)]
     total, running, kept = sum(weight[i] for i in order), 0.0, []
     for i in order:
-        if running >= params.top_p * total and params.top_p < 1:
+        if kept and running >= params.top_p * total and params.top_p < 1:
             break
         kept.append(i)
         running += weight[i]
@@ -44,7 +44,7 @@ PARAMS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
     top_k=st.integers(0, 14),
-    top_p=st.sampled_from([1.0, 0.93, 0.61, 0.2, 0.01]),
+    top_p=st.sampled_from([1.0, 0.93, 0.61, 0.2, 0.01, 0.0]),
     min_p=st.sampled_from([0.0, 0.03, 0.31, 1.0]),
 )
 LOGITS = st.lists(st.sampled_from([-3.0, -1.5, -0.4, 0.0, 0.7, 1.1, 2.9]), min_size=12, max_size=12)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.errors import InvalidRequest, ModelError
-from engine.text.codec import Codec, OutputText, StopStrings
+from engine.text.codec import Codec, OutputText
+from engine.text.stops import StopStrings
 from tests.pauses import while_counting
 
 END = "<|end|>"

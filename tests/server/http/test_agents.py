@@ -16,6 +16,7 @@ from tests.server.http.agents import (
     PARTS,
     PLAN,
     REASONING,
+    SAID,
     WEATHER,
     prompt_of,
     say,
@@ -51,6 +52,31 @@ async def test_a_stream_tells_how_the_same_answer_grows(saying, about, burst):
         events = await about.events(saying, tools=[about.tool])
         assert without_ids(about.assembled(events)) == without_ids(whole)
         assert burst == 1 or len(events) < 30, "one of each kind in a round"
+
+
+STOPS = [  # of `PLAN`: a stop string, and the parts of the answer with it; only what is in the text cuts it
+    *((stop, PARTS) for stop in ("see", "ü", "?\n</th", "think>\n", "\n\nI", "\n\n", "<", "tool_call", "Oslo", "}")),
+    ("look", [PARTS[0], ("text", "I ")]),
+    (".", [PARTS[0], ("text", SAID[:-1])]),
+]
+
+
+@pytest.mark.parametrize("burst", [1, 5, 300])
+@each
+async def test_stop_strings_are_looked_for_in_the_text_alone(saying, about, burst):
+    say(saying, PLAN, burst)
+    for stop, parts in STOPS:
+        whole = await about.answer(saying, tools=[about.tool], stop=[stop])
+        assert about.parts(whole) == parts, stop
+        events = await about.events(saying, tools=[about.tool], stop=[stop])
+        assert without_ids(about.assembled(events)) == without_ids(whole), stop
+
+
+async def test_stop_strings_of_other_doors_are_looked_for_in_the_whole_text(planning):
+    for stop, text in {"see": "<think>\nLet me ", "Oslo": PLAN[: PLAN.index("Oslo")]}.items():
+        asked = {"prompt": "a", "max_tokens": 300, "stop": stop}
+        answer = await planning.http.post("/v1/completions", json=asked)
+        assert answer.json()["choices"][0]["text"] == text
 
 
 # One token less than these beginnings of `PLAN` have: half a mark, half a letter, and half of each kind of part.

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from engine.types import Logprob
-from tests.engine.text.test_codec import CODEC
+from tests.engine.text.test_codec import CODEC, END
 from tests.server import fake_engine
 from tests.server.fake_engine import SHIFT, TEXT, FakeEngine, logprob_of, served
 from tests.server.http.interfaces import CHAT, events_in, on_the_shared_server, talking, text_of
@@ -123,6 +123,25 @@ async def test_log_probabilities_of_a_chat_of_two_outputs(server):
         assert bytes(found[0].bytes) == text[:1].encode()
         mine = [event.choices[0] for event in events if event.choices[0].index == choice.index]
         assert [entry for part in mine if part.logprobs for entry in part.logprobs.content] == found
+
+
+SPLIT = "a €5 ü🎉"  # most of its characters are several tokens
+ENDED = CHAT | {"logprobs": True, "top_logprobs": 3, "max_tokens": 100}
+
+
+async def test_the_bytes_of_an_answers_tokens_join_to_its_text():
+    async with talking(FakeEngine(text=SPLIT + END)) as server:
+        asked = ENDED | {"extra_body": {"stop_token_ids": list(server.engine.script[-1:])}}
+        whole = await server.client.chat.completions.create(**asked)
+        events = [event.choices[0] async for event in await server.client.chat.completions.create(**asked, stream=True)]
+        [choice], found = whole.choices, whole.choices[0].logprobs.content
+        assert [entry for event in events if event.logprobs for entry in event.logprobs.content] == found
+        assert b"".join(bytes(entry.bytes or ()) for entry in found).decode() == choice.message.content == SPLIT
+        assert [entry.token for entry in found if entry.bytes is None] == [END]
+        parts = [entry for entry in found if entry.token.startswith("token_id:")]
+        assert len(parts) > 4
+        assert all(entry.bytes for entry in parts)
+        assert all(rival.bytes for entry in found for rival in entry.top_logprobs[1:])
 
 
 # ----------------------------------------------------------------------------------------------------------- errors

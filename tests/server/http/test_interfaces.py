@@ -55,6 +55,64 @@ async def test_a_stream_joins_to_the_whole(server, name):
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
+# Of a context of 100 tokens: a prompt of too many, and where too long an answer is refused, prompt and answer together.
+_PROMPT = "This model's maximum context length is 100 tokens. However, your {0} resulted in {1} tokens; the limit is 99"
+_BOTH = "However, you requested {0} tokens ({1} in the messages, 103 in the completion)"
+EXCESS = {
+    "generate": ("prompt", _PROMPT.format("prompt", 120), _BOTH.format(104, 1)),
+    "completions": ("prompt", _PROMPT.format("prompt", 120), _BOTH.format(104, 1)),
+    "chat": ("messages", _PROMPT.format("messages", 121), _BOTH.format(105, 2)),
+    "responses": ("input", _PROMPT.format("messages", 121), None),
+    "messages": (None, "prompt is too long: 121 tokens > 99 maximum", None),
+}
+LONG = {"prompt": "x" * 120, "messages": [{"role": "user", "content": "x" * 120}], "input": "x" * 120}
+
+
+@on_the_shared_server
+@each_interface
+async def test_a_context_that_is_too_short_is_told_in_the_words_of_the_api(server, name, monkeypatch):
+    monkeypatch.setattr(server.engine, "max_model_len", 100)
+    about, (param, said_of_prompt, said_of_both) = INTERFACES[name], EXCESS[name]
+    asked = {field: LONG[field] for field in about.body.keys() & LONG.keys()}
+    for fields, field, said in ((asked, param, said_of_prompt), ({about.limit: 103}, "max_tokens", said_of_both)):
+        answer = await server.http.post(about.path, json=about.asking(5) | fields)
+        if said is None:
+            assert answer.status_code == 200
+            continue
+        refused(name, answer, 400, said)
+        code = None if name == "messages" else "context_length_exceeded"
+        assert (answer.json()["error"].get("param"), answer.json()["error"].get("code")) == (param and field, code)
+
+
+@on_the_shared_server
+@each_interface
+async def test_seeds_have_64_bits_and_a_top_p_of_0_is_taken(server, name):
+    about, seeds = INTERFACES[name], {-1: 2**64 - 1, -(2**63): 2**63, 2**64 - 1: 2**64 - 1, 0: 0}
+    for asked in seeds:
+        assert (await server.http.post(about.path, json=about.asking(2, seed=asked, top_p=0))).status_code == 200
+    for asked in (-(2**63) - 1, 2**64):
+        refused(name, await server.http.post(about.path, json=about.asking(2, seed=asked)), 400, "seed is")
+    found = [request.sampling for request in server.engine.requests]
+    assert [(sampling.seed, sampling.top_p) for sampling in found] == [(seed, 0.0) for seed in seeds.values()]
+
+
+async def test_every_path_answers_head_as_get_and_names_its_methods():
+    async with talking() as server:
+        described = (await server.http.get("/openapi.json")).json()["paths"]
+        paths = {path: set(map(str.upper, methods)) for path, methods in described.items()}
+        paths |= {"/": {"GET"}, "/openapi.json": {"GET"}, "/v1/responses/x": {"GET", "DELETE"}}
+        for path, methods in paths.items():
+            path = path.replace("{name}", "fake")
+            if "GET" in methods:
+                whole, head = await server.http.get(path), await server.http.head(path)
+                assert (head.status_code, head.content) == (whole.status_code, b""), path
+                assert head.headers["content-type"] == whole.headers["content-type"], path
+            wrong = await server.http.patch(path)
+            assert wrong.status_code == 405, path
+            assert set(wrong.headers["allow"].split(", ")) == methods | ({"HEAD"} if "GET" in methods else set()), path
+            assert (wrong.json().get("type") == "error") == path.startswith("/v1/messages")
+
+
 @each_interface
 async def test_refusals_have_the_form_of_the_interface(name):
     about = INTERFACES[name]

@@ -167,7 +167,7 @@ async def test_what_is_not_served_is_refused_by_name(saying):
 async def test_a_prompt_that_is_too_long_is_called_so(saying):
     saying.engine.max_model_len = 100
     told = await MESSAGES.refusal(saying, messages=[{"role": "user", "content": "x" * 200}])
-    assert told.startswith("prompt is too long: has 210 tokens; the limit is 99")
+    assert told == "prompt is too long: 210 tokens > 99 maximum"
 
 
 async def test_a_key_is_a_token(tokens):
