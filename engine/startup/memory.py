@@ -80,9 +80,9 @@ def kv_gib(
     if engines > 1 and found - needed < (asked or _LEAST):
         given = "not given" if asked is None else f"{asked:g} GiB"
         raise ModelError(
-            f"kv_memory is {given}, and engines_per_device {engines}, with a standby counted: one engine's part of {device} "
-            f"leaves {found - needed:.1f} GiB for keys and values; give less kv_memory, a smaller model, fewer engines or "
-            "no standby"
+            f"kv_memory is {given}, and engines_per_device {engines}, with a standby counted: one engine's part of "
+            f"{device} leaves {found - needed:.1f} GiB for keys and values; give less kv_memory, a smaller model, "
+            "fewer engines or no standby"
         )
     if asked is not None:
         return asked
