@@ -125,6 +125,13 @@ class EngineConfig(Bounds):
         description="Memory for keys and values of target and drafts, in GiB; default 2 on cpu, and on cuda what is "
         "free after loading the weights, less what passes need.",
     )
+    engines_per_device: int = Field(
+        1,
+        ge=1,
+        description="Number of engines that share a CUDA device which nothing else uses, such as servers of one "
+        "machine: each takes its part of the memory, and is refused where kv_memory asks for more. A standby makes it "
+        "twice as many.",
+    )
     kv_cache_dtype: KVType = Field(
         "auto",
         description="Type of keys and values; auto is dtype. int8 rounds each key and value to 8 bits with a scale of "

@@ -327,12 +327,13 @@ class Engine:
         """Record rounds of every size and K, or of `sizes` and `ks`, at load, so that no request waits for it."""
         self.rounds.record(progress, sizes, ks)
 
-    def rest(self) -> None:
-        """Called now and then while the engine is idle: record missing rounds, and save what was learned."""
+    def rest(self) -> bool:
+        """Called while the engine is idle: record a missing round, save what was learned; whether more is left."""
         assert not self._live, "rest is for an idle engine"
-        self.rounds.rest()
+        has_more = self.rounds.rest()
         if self._has_learned and self._keeps_at is not None and self._clock() >= self._keeps_at:
             self.keep_learned()
+        return has_more
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

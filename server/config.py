@@ -76,7 +76,8 @@ class ServerConfig(BaseSettings, EngineConfig):
     standby: bool = Field(
         False,
         description="Keep a second engine loaded, which takes over at once when the first one fails. It needs memory "
-        "for weights that are not mapped from files, and for keys and values once it serves; on a GPU all of it twice.",
+        "for weights that are not mapped from files, and for keys and values once it serves; on a GPU each of the two "
+        "takes half.",
     )
     max_engine_crashes: int = Field(
         5,
@@ -155,6 +156,14 @@ class ServerConfig(BaseSettings, EngineConfig):
         return self
 
     @model_validator(mode="after")
+    def _standby_can_be_kept(self) -> Self:
+        if self.standby and not self.engine_process:
+            raise ValueError("standby is a second process; it needs engine_process")
+        if self.standby and self.tensor_parallel_size > 1:
+            raise ValueError(f"standby is not supported with tensor_parallel_size {self.tensor_parallel_size}")
+        return self
+
+    @model_validator(mode="after")
     def _events_can_be_published(self) -> Self:
         for name in ("kv_events_replay_endpoint", "kv_events_topic"):
             if getattr(self, name) is not None and self.kv_events_endpoint is None:
@@ -184,7 +193,8 @@ class ServerConfig(BaseSettings, EngineConfig):
 
     def engine(self) -> EngineConfig:
         """Return the options of the engine."""
-        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+        options = {name: getattr(self, name) for name in EngineConfig.model_fields}
+        return EngineConfig(**options | {"engines_per_device": self.engines_per_device * (1 + self.standby)})
 
 
 def _with_file(base: type[Config], path: Path) -> type[Config]:

@@ -94,16 +94,18 @@ class ServedModel:
         *,
         is_successor: bool = False,
         compile_seconds: float | None = None,
+        rests: bool = False,
     ) -> ServedModel:
         """Load the models and warm up. This takes seconds to minutes, so call it on the compute thread.
 
         `is_successor`: an engine of this configuration ran here before; practise and measure nothing.
         `compile_seconds`: the longest time that a structure may take to compile; default: the limit for callers.
+        `rests`: as in `engine.startup.warm.load`.
         """
         from engine.startup.build import pick_device
         from engine.startup.warm import load
 
-        engine = load(config, progress, is_successor=is_successor)
+        engine = load(config, progress, is_successor=is_successor, rests=rests)
         return cls.around(engine, config, str(pick_device(config.device)), compile_seconds)
 
     @classmethod

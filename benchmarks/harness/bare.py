@@ -21,6 +21,7 @@ DEFAULTS: dict[str, Any] = {
     "medusa_revision": None, "eagle": None, "eagle_revision": None, "self_layers": None, "proposer": None,
     "num_draft_tokens": 8, "speculation": SpeculationMode.AUTO, "verification": Verification.COUPLED,
     "max_model_len": None, "max_batch_size": 64, "max_batch_tokens": 512, "max_step_ms": 250.0, "kv_memory": None,
+    "engines_per_device": 1,
     "page_size": None, "prefix_cache": True, "attention": "auto", "loop": "auto", "reproducible": False,
     "warm_up_seconds": 4.0, "threads": None, "tensor_parallel_size": 1, "adapter": {}, "kv_cache_dtype": "auto",
     "mtp": False, "dflash": None, "dflash_revision": None, "uno": None, "uno_revision": None,

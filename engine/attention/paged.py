@@ -16,7 +16,7 @@ from engine.attention.spec import AttentionSpec
 from engine.kernels import reference
 from engine.kernels.paging import Paging
 from engine.kv.batch import RaggedBatch
-from engine.kv.rounded import is_rounded
+from engine.kv.rounded import SCALE_BYTES, floats_of, is_rounded, width_of
 
 WIDEST_IN_PROMPTS = 256  # numbers of a value
 
@@ -34,24 +34,31 @@ def attend(
 
     With `fixed` they do not depend on how its batch was put together.
     """
-    if is_rounded(k):  # our kernel reads floats alone
+    if not reads(k, v):
         plain = fixed_order.attend if fixed else sdpa.attend
         return plain(query, k, v, batch, spec)
     from engine.kernels import attention, plan  # both bring Triton, which not every machine has
 
-    shape = (*query.shape[1:], *v.shape[1:])
+    value_dim = width_of(v)
+    shape = (*query.shape[1:], v.shape[1], value_dim)
     # Tiles of prompts are for tensor cores, which float32 has none of, and for values that registers hold that many of.
-    fixed = fixed or query.dtype == torch.float32 or v.shape[2] > WIDEST_IN_PROMPTS
+    fixed = fixed or query.dtype == torch.float32 or value_dim > WIDEST_IN_PROMPTS
     paging = paging_of(batch, query.shape[1] // k.shape[1], fixed=fixed)
-    make = partial(plan.plans_of, query, k, paging, spec.window, chunk=spec.chunk, value_dim=v.shape[2])
+    make = partial(plan.plans_of, query, k, paging, spec.window, chunk=spec.chunk, value_dim=value_dim)
     plans = batch.once(("plans", shape, spec.reach, fixed), make)
     attended: Tensor = attention.attend(
-        query, k, v, paging, spec.scale, spec.window, spec.softcap, chunk=spec.chunk, sinks=spec.sinks, plans=plans
-    )
+        query, k, v, paging, spec.scale, spec.window, spec.softcap, chunk=spec.chunk, sinks=spec.sinks,
+        scaled=SCALE_BYTES if is_rounded(k) else 0, plans=plans,
+    )  # fmt: skip
     return attended
 
 
 attend_fixed = partial(attend, fixed=True)
+
+
+def reads(*heads: Tensor) -> bool:
+    """Whether our kernel reads keys and values of these types and widths: a scale is a whole word of memory."""
+    return not any(is_rounded(x) and x.shape[-1] % SCALE_BYTES for x in heads)
 
 
 def attend_plainly(
@@ -62,9 +69,9 @@ def attend_plainly(
     spec: AttentionSpec,
 ) -> Tensor:
     """As `attend`, without Triton and without a value read on the host: slow, and for small sizes."""
-    paging = paging_of(batch, query.shape[1] // k.shape[1])
+    paging, floats = paging_of(batch, query.shape[1] // k.shape[1]), partial(floats_of, dtype=torch.float32)
     return reference.attend(
-        query, k, v, paging, spec.scale, spec.window, spec.softcap, chunk=spec.chunk, sinks=spec.sinks
+        query, floats(k), floats(v), paging, spec.scale, spec.window, spec.softcap, chunk=spec.chunk, sinks=spec.sinks
     )
 
 

@@ -99,15 +99,21 @@ class RoundLoop:
             for k in (0, min(1, self._most_drafts)):
                 self.repertoire.try_out(RoundShape(1, k, truncated))(nobody, lambda: None)
 
-    def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
-        """Record rounds of every shape that can occur, or of `sizes` and `ks`, within the memory budget."""
+    def record(
+        self, progress: Progress, sizes: Seq[int] | None = None, ks: Seq[int] | None = None, *, later: bool = False
+    ) -> None:
+        """Record rounds of every shape that can occur, or of `sizes` and `ks`, within the memory budget.
+
+        With `later` only those that can stand in for all others; the others are left for `rest`.
+        """
         shapes = in_order_of_worth(self._num_slots, self._most_drafts)
         wanted = [s for s in shapes if (sizes is None or s.size in sizes) and (ks is None or s.k in ks)]
-        self.repertoire.record(wanted, progress)
+        self.repertoire.record(covering(self._num_slots, self._most_drafts) if later else wanted, progress)
+        self.repertoire.leave(wanted if later else ())
 
-    def rest(self) -> None:
-        """While the engine is idle: record rounds that were missing."""
-        self.repertoire.rest()
+    def rest(self) -> bool:
+        """While the engine is idle: record a round that was left, or missing; whether another one was left."""
+        return self.repertoire.rest()
 
     # ------------------------------------------------------------------------------------------------- launching
 

@@ -74,6 +74,7 @@ class Repertoire:
         self._plain: OrderedDict[tuple[RoundShape, bool], Run] = OrderedDict()
         self._missed: Counter[RoundShape] = Counter()
         self._refused: set[RoundShape] = set()  # that cannot be recorded
+        self._later: list[RoundShape] = []  # left for an idle engine, in order of worth
 
     def __len__(self) -> int:
         """How many are recorded."""
@@ -112,7 +113,7 @@ class Repertoire:
         start, seconds = self._clock(), 0.0
         missing = [shape for shape in shapes if shape not in self._recorded and shape not in self._refused]
         for i, shape in enumerate(missing, 1):
-            if len(self) >= self._most or not self._recorder.has_room or seconds >= SECONDS:
+            if self._is_full or seconds >= SECONDS:
                 break
             progress(f"recording rounds: {i} of {len(missing)}")
             if not self._add(shape):
@@ -121,23 +122,48 @@ class Repertoire:
         done = sum(shape in self._recorded for shape in missing)
         log.info("recorded %d of %d rounds in %.1f s, %d in all", done, len(missing), seconds, len(self))
 
-    def rest(self) -> None:
-        """While the engine is idle: record the shape that was missing most often, if that was often.
+    def leave(self, shapes: Iterable[RoundShape]) -> None:
+        """Leave those that are not recorded to an idle engine."""
+        self._later = [shape for shape in shapes if shape not in self._recorded] if self._recorder is not None else []
 
-        Where there is no room it takes that of the one whose last use is longest ago.
+    def rest(self) -> bool:
+        """While the engine is idle: record one shape, and return whether another one was left for later.
+
+        First come those that were left, the most missed before others, while there is room; then the shape that was
+        missing most often, if that was often, where there is no room in that of the one whose last use is longest ago.
         """
-        if self._recorder is None or not self._missed:
+        if self._later:
+            self._record_one_left()
+        else:
+            self._record_missed()
+        return bool(self._later)
+
+    def _record_one_left(self) -> None:
+        shape = max(self._later, key=self._missed.__getitem__)  # of several the first
+        self._later.remove(shape)
+        self._missed.pop(shape, None)
+        if self._is_full or not self._add(shape):
+            self._later.clear()
+        if not self._later:
+            log.info("%d rounds are recorded, in all", len(self))
+
+    def _record_missed(self) -> None:
+        if not self._missed:
             return
         [(shape, times)] = self._missed.most_common(1)
         if times < _OFTEN:
             return
         del self._missed[shape]
-        if len(self) >= self._most or not self._recorder.has_room:
+        if self._is_full:
             oldest = next((known for known in self._recorded if known not in self._covering), None)
             if oldest is None:
                 return
             del self._recorded[oldest]
         self._add(shape)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._recorder is None or len(self) >= self._most or not self._recorder.has_room
 
     def _nearest(self, wanted: RoundShape) -> RoundShape | None:
         """The smallest that does the same."""

@@ -102,12 +102,14 @@ class Rounds(Protocol):
         """Free the sequence's slot, if it has one."""
         ...
 
-    def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
-        """Record rounds of every size and K, or of these, so that no request waits for a recording."""
+    def record(
+        self, progress: Progress, sizes: Seq[int] | None = None, ks: Seq[int] | None = None, *, later: bool = False
+    ) -> None:
+        """Record rounds of every size and K, or of these; with `later` only what the others can run in meanwhile."""
         ...
 
-    def rest(self) -> None:
-        """While the engine is idle: record rounds that were missing."""
+    def rest(self) -> bool:
+        """While the engine is idle: record a round that is missing; whether to rest again at once."""
         ...
 
 
@@ -129,11 +131,14 @@ class NoRounds:
     def leave(self, sequence: Sequence) -> None:
         """Do nothing."""
 
-    def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
+    def record(
+        self, progress: Progress, sizes: Seq[int] | None = None, ks: Seq[int] | None = None, *, later: bool = False
+    ) -> None:
         """Do nothing."""
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         """Do nothing."""
+        return False
 
 
 class DeviceTimer:

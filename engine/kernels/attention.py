@@ -30,8 +30,8 @@ _WHOLE = 128  # columns up to which a head is padded, not cut
 
 def attend(
     query: Tensor,  # [T, heads, key_dim]; rows may be strided
-    k: Tensor,  # [rows, kv_heads, key_dim], the arena of one layer
-    v: Tensor,  # [rows, kv_heads, value_dim]; not dense where values are the beginning of their keys
+    k: Tensor,  # [rows, kv_heads, scaled + key_dim], the arena of one layer
+    v: Tensor,  # [rows, kv_heads, scaled + value_dim]; not dense where values are the beginning of their keys
     paging: Paging,
     scale: float,
     window: int | None = None,
@@ -39,30 +39,33 @@ def attend(
     *,
     chunk: int | None = None,
     sinks: Tensor | None = None,  # [heads]
+    scaled: int = 0,
     plans: tuple[Plan, ...] | None = None,
     **options: Any,
 ) -> Tensor:  # [T, heads, value_dim]
     """softmax(q k^T * scale + causal mask, with a sink in its denominator) v, each sequence over its own pages.
 
-    `plans` are what `plans_of` says of the same shapes, kept from another layer; else it is asked, with `options`.
-    Rows of no tile stay unwritten.
+    `scaled`: bytes of the float32 scale that each vector of int8 codes begins with (`kv.rounded`); 0 where K and V are
+    floats. `plans` are what `plans_of` says of the same shapes, kept from another layer; else it is asked, with
+    `options`. Rows of no tile stay unwritten.
     """
     if plans is None:
-        plans = plans_of(query, k, paging, window, chunk=chunk, value_dim=v.shape[2], **options)
+        plans = plans_of(query, k, paging, window, chunk=chunk, value_dim=v.shape[2] - scaled, **options)
     if query.stride()[1:] != (query.shape[2], 1):
         query = query.contiguous()
-    out = torch.empty((*query.shape[:2], v.shape[2]), dtype=query.dtype, device=query.device)
+    sinks = None if sinks is None else sinks.contiguous()
+    out = torch.empty((*query.shape[:2], v.shape[2] - scaled), dtype=query.dtype, device=query.device)
     reach = {"WINDOW": window or 0, "CHUNK": chunk or 0}
     for plan in plans:
-        _run(plan, query, k, v, out, paging, float(scale), softcap, sinks, reach)
+        _run(plan, query, k, v, out, paging, float(scale), softcap, sinks, reach, scaled)
     return out
 
 
 def _run(
     plan: Plan, query: Tensor, k: Tensor, v: Tensor, out: Tensor, paging: Paging, scale: float, softcap: float | None,
-    sinks: Tensor | None, reach: dict[str, int],
+    sinks: Tensor | None, reach: dict[str, int], scaled: int,
 ) -> None:  # fmt: skip
-    heads, kv_heads, value_dim = query.shape[1], k.shape[1], v.shape[2]
+    heads, kv_heads, value_dim = query.shape[1], k.shape[1], out.shape[2]
     group, tile, tuning = heads // kv_heads, plan.tile, plan.tuning
     value_padded = padded(value_dim)
     parts = query.new_empty((plan.num_cells, value_padded), dtype=torch.float32)
@@ -72,7 +75,7 @@ def _run(
     _attend_kernel[(len(plan.items), kv_heads * of_heads)](
         query, k, v, sums if sinks is None else sinks, out, parts, sums, plan.items, paging.tables, scale,
         softcap or 0.0, query.stride(0), paging.tables.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, OF_HEADS=of_heads, TILE_HEADS=tile.heads, **_sizes_of(k, v), **shared,
+        KV_HEADS=kv_heads, GROUP=group, OF_HEADS=of_heads, TILE_HEADS=tile.heads, **_sizes_of(k, v, scaled), **shared,
         BLOCK_M=tile.size, **plan.splits, PAGE=paging.page_size, BLOCK_N=min(plan.splits["SPLIT"], tuning.block_n),
         **reach, CAPPED=softcap is not None, RUNS=plan.is_prompt,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
@@ -85,19 +88,20 @@ def _run(
         )  # fmt: skip
 
 
-def _sizes_of(k: Tensor, v: Tensor) -> dict[str, int | bool]:
-    """How a head is cut into columns that are powers of two, and how far apart rows of the arena are.
+def _sizes_of(k: Tensor, v: Tensor, scaled: int) -> dict[str, int | bool]:
+    """How a head is cut into columns that are powers of two, and how far apart rows and heads of the arena are.
 
     Keys of 96 have 128 columns, of 192 they have 128 and 64, of 576 they have 512 and 64.
     """
-    key_dim, value_dim = k.shape[2], v.shape[2]
+    key_dim, value_dim = k.shape[2] - scaled, v.shape[2] - scaled
     columns = padded(key_dim)
     if columns > max(key_dim, _WHOLE):
         columns //= 2
-    is_within = v.stride(0) != v.shape[1] * value_dim
+    is_within = v.stride(0) != v.shape[1] * v.shape[2]
     return {
         "DIM": key_dim, "COLUMNS": columns, "REST": padded(key_dim - columns) if key_dim > columns else 0,
-        "K_STRIDE": k.stride(0), "V_STRIDE": v.stride(0), "WITHIN": is_within and value_dim == columns,
+        "K_STRIDE": k.stride(0), "V_STRIDE": v.stride(0), "SCALED": scaled,
+        "WITHIN": is_within and value_dim == columns,
     }  # fmt: skip
 
 
@@ -133,6 +137,15 @@ def _scores(products, scale, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _scaled(columns, ptr, row, ok, STRIDE: tl.constexpr, SCALED: tl.constexpr):
+    """Columns of codes times the scales of their rows of the arena; columns of floats as they are."""
+    if SCALED > 0:
+        scales_ptr = ptr.to(tl.pointer_type(tl.float32)) + row * (STRIDE // SCALED)
+        columns *= tl.load(scales_ptr, mask=ok, other=0.0)[None, :]
+    return columns
+
+
+@triton.jit
 def _piecewise(
     q_ptr, q_at, q_ok, k_ptr, k_at, k_ok,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -143,8 +156,8 @@ def _piecewise(
     for first in range(0, DIM, piece):
         d = first + tl.arange(0, piece)
         q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=q_ok[:, None] & (d < DIM)[None, :], other=0.0)
-        k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=k_ok[:, None] & (d < DIM)[None, :], other=0.0)
-        products = tl.dot(q, tl.trans(k), products, input_precision="ieee")
+        k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=k_ok[:, None] & (d < DIM)[None, :], other=0)
+        products = tl.dot(q, tl.trans(k.to(tl.float32)), products, input_precision="ieee")
     return products
 
 
@@ -152,11 +165,12 @@ def _piecewise(
 def _over_keys(
     q_ptr, q_at, row_ok, k_ptr, v_ptr, table_ptr, start, stop, position, scale, softcap,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, WITHIN: tl.constexpr, PAGE: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, SCALED: tl.constexpr, WITHIN: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """What keys start .. stop - 1 say to a tile: the largest score, the sum of weights, the sum of weighted values."""
-    exact: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    kind: tl.constexpr = q_ptr.dtype.element_ty
+    exact: tl.constexpr = kind == tl.float32
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V_PADDED], tl.float32)
@@ -181,18 +195,20 @@ def _over_keys(
         v = 0.0  # until one of the two below has them
         if exact or not WITHIN:
             v_ok = loadable & (of_value < V_DIM)[None, :]
-            v = tl.load(v_ptr + (row * V_STRIDE)[:, None] + of_value[None, :], mask=v_ok, other=0.0)
+            v = tl.load(v_ptr + (row * V_STRIDE + SCALED)[:, None] + of_value[None, :], mask=v_ok, other=0).to(kind)
         if exact:
-            products = _piecewise(q_ptr, q_at, row_ok, k_ptr, at, n < stop, DIM, COLUMNS, BLOCK_M, BLOCK_N)
+            products = _piecewise(q_ptr, q_at, row_ok, k_ptr, at + SCALED, n < stop, DIM, COLUMNS, BLOCK_M, BLOCK_N)
         else:
-            k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loadable & (d < DIM)[None, :], other=0.0)
+            k_at = at + SCALED
+            k = tl.load(k_ptr + k_at[:, None] + d[None, :], mask=loadable & (d < DIM)[None, :], other=0).to(kind)
             products = tl.dot(q, tl.trans(k))
             if WITHIN:
                 v = k
             if REST > 0:
                 rest_ok = loadable & (of_rest < DIM)[None, :]
-                k_rest = tl.load(k_ptr + at[:, None] + of_rest[None, :], mask=rest_ok, other=0.0)
+                k_rest = tl.load(k_ptr + k_at[:, None] + of_rest[None, :], mask=rest_ok, other=0).to(kind)
                 products = tl.dot(q_rest, tl.trans(k_rest), products)
+        products = _scaled(products, k_ptr, row, n < stop, K_STRIDE, SCALED)  # codes are whole numbers in any type
         visible = n[None, :] <= position[:, None]  # no key from `stop` on: it ends a block, or lies behind all rows
         if WINDOW > 0:
             visible = visible & (n[None, :] > position[:, None] - WINDOW)
@@ -204,7 +220,8 @@ def _over_keys(
         weights = tl.exp2(scores - ground[:, None])
         faded = tl.exp2(peak - ground)
         total = total * faded + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v_ptr.dtype.element_ty), v, acc * faded[:, None], input_precision="ieee")
+        weights = _scaled(weights, v_ptr, row, n < stop, V_STRIDE, SCALED)
+        acc = tl.dot(weights.to(kind), v, acc * faded[:, None], input_precision="ieee")
         peak = largest
     return peak, total, acc
 
@@ -222,7 +239,7 @@ def _over_splits(
     q_ptr, q_at, row_ok, k_ptr, v_ptr, table_ptr, oldest, newest, position, scale, softcap,
     parts_ptr, sums_ptr, at, turn, turns, parts,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, WITHIN: tl.constexpr, PAGE: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, SCALED: tl.constexpr, WITHIN: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     SPLIT: tl.constexpr, PER_LEVEL: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +253,7 @@ def _over_splits(
         stop = tl.minimum(split_start(begin + part + 1, SPLIT, PER_LEVEL), newest)
         new_peak, new_total, new_acc = _over_keys(
             q_ptr, q_at, row_ok, k_ptr, v_ptr, table_ptr, first, stop, position, scale, softcap,
-            DIM, COLUMNS, REST, V_DIM, V_PADDED, K_STRIDE, V_STRIDE, WITHIN, PAGE, BLOCK_M, BLOCK_N,
+            DIM, COLUMNS, REST, V_DIM, V_PADDED, K_STRIDE, V_STRIDE, SCALED, WITHIN, PAGE, BLOCK_M, BLOCK_N,
             WINDOW, CHUNK, CAPPED,
         )  # fmt: skip
         if turns > 1:
@@ -254,7 +271,7 @@ def _attend_kernel(
     width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, OF_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr,
-    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, WITHIN: tl.constexpr, BLOCK_M: tl.constexpr,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, SCALED: tl.constexpr, WITHIN: tl.constexpr, BLOCK_M: tl.constexpr,
     SPLIT: tl.constexpr, PER_LEVEL: tl.constexpr, LEVELS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
@@ -269,8 +286,8 @@ def _attend_kernel(
         table_ptr = tables_ptr + table.to(tl.int64) * width
         # What is as large as an arena or a batch goes into the pointers, so that the offsets of a tile are short.
         q_ptr += first_row.to(tl.int64) * q_stride + head * (GROUP * DIM)
-        k_ptr += head * DIM
-        v_ptr += head * V_DIM
+        k_ptr += head * (SCALED + DIM)
+        v_ptr += head * (SCALED + V_DIM)
         parts_ptr += cell.to(tl.int64) * V_PADDED
         sums_ptr += cell.to(tl.int64) * 2
         m = tl.arange(0, BLOCK_M)
@@ -287,7 +304,7 @@ def _attend_kernel(
             stop = tl.minimum(aligned + (blocks.to(tl.int64) * (turn + 1) // turns).to(tl.int32) * BLOCK_N, newest)
             peak, total, acc = _over_keys(
                 q_ptr, q_at, row_ok, k_ptr, v_ptr, table_ptr, first, stop, start + row, scale, softcap,
-                DIM, COLUMNS, REST, V_DIM, V_PADDED, K_STRIDE, V_STRIDE, WITHIN, PAGE, BLOCK_M, BLOCK_N,
+                DIM, COLUMNS, REST, V_DIM, V_PADDED, K_STRIDE, V_STRIDE, SCALED, WITHIN, PAGE, BLOCK_M, BLOCK_N,
                 WINDOW, CHUNK, CAPPED,
             )  # fmt: skip
             if turns > 1:
@@ -296,7 +313,7 @@ def _attend_kernel(
             peak, total, acc = _over_splits(
                 q_ptr, q_at, row_ok, k_ptr, v_ptr, table_ptr, oldest, newest, start + row, scale, softcap,
                 parts_ptr, sums_ptr, at, turn, turns, parts,
-                DIM, COLUMNS, REST, V_DIM, V_PADDED, K_STRIDE, V_STRIDE, WITHIN, PAGE, BLOCK_M, BLOCK_N,
+                DIM, COLUMNS, REST, V_DIM, V_PADDED, K_STRIDE, V_STRIDE, SCALED, WITHIN, PAGE, BLOCK_M, BLOCK_N,
                 WINDOW, CHUNK, CAPPED, SPLIT, PER_LEVEL, LEVELS,
             )  # fmt: skip
         if turns == 1:

@@ -65,6 +65,7 @@ def plans_of(
         tile = tile_of(group, prompt=is_prompt)
         tile = tile if is_prompt else tile.of_values(value_dim or dim)
         chosen = tuning or tuning_for(query.dtype, group, dim, is_prompt)
+        chosen = chosen.over_codes() if k.dtype == torch.int8 and not is_prompt else chosen
         programs = chosen.programs if spread is None else _ALL if spread else 0
         sizes = plan_sizes(len(tiles), tile, num_rows, heads, kv_heads, value_dim or dim, max_splits, programs)
         items = torch.empty((sizes.items, ITEM), dtype=torch.int32, device=query.device)

@@ -7,7 +7,7 @@ chosen by what the compiler says of registers and shared memory (docs/adr/0020-t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 
@@ -22,6 +22,10 @@ class Tuning:
     num_warps: int
     num_stages: int = 3  # 3 keeps two blocks of K and of V in shared memory: one is loaded while the other is worked on
     programs: int = 528  # wanted at least, if sequences are long: four for each multiprocessor of a large card
+
+    def over_codes(self) -> Tuning:
+        """The same for int8 K/V, whose codes become floats in registers: of larger blocks they would spill."""
+        return replace(self, block_n=min(self.block_n, 32))
 
 
 def tuning_for(dtype: torch.dtype, group: int, dim: int, prompt: bool) -> Tuning:

@@ -41,7 +41,7 @@ from engine.proposers.vocab import DraftVocabulary, VocabMap
 from engine.startup import warm
 from engine.startup.build import max_model_len, pages_within, pick_device
 from engine.startup.drafters import read_vocabulary
-from engine.startup.memory import GIB, free_on, kv_gib
+from engine.startup.memory import GIB, DeviceMemory, kv_gib
 from engine.startup.precision import HeldPrecision, held_as, on_meta
 from engine.text.codec import Codec
 
@@ -307,15 +307,15 @@ def _pages(config: EngineConfig, models: list[Facts]) -> str:
     size, layouts = min(config.page_size or limit, limit), [model.layout for model in models]
     if config.tensor_parallel_size > 1:
         layouts[0] = _share(config, models[0])
-    memory = kv_gib(config, pick_device(config.device), models[0].config, partial(_free_after, models))
+    memory = kv_gib(config, pick_device(config.device), models[0].config, partial(_memory_after, models))
     pages = pages_within(memory, config.max_batch_size, layouts, size, limit)
     taken = pages * size * sum(layout.bytes_per_token for layout in layouts)
     return f"{pages} of {size} tokens, {_size(taken)} (kv_memory is {memory:.3g} GiB)"
 
 
-def _free_after(models: list[Facts], device: torch.device) -> int:
-    """Bytes that a GPU will have free once the weights are loaded."""
-    return free_on(device) - sum(model.weight_bytes for model in models)
+def _memory_after(models: list[Facts], device: torch.device) -> DeviceMemory:
+    """A GPU's memory once the weights are loaded."""
+    return DeviceMemory.of(device).holding(sum(model.weight_bytes for model in models))
 
 
 def _weights(models: list[Facts]) -> str:

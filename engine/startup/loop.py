@@ -111,8 +111,8 @@ def _why_not(config: EngineConfig, target: ModelRunner, draft: ModelRunner | Non
         return "the model has two rotary tables"
     if is_batch_invariant(target.model):
         return "its weights are packed for a CPU"
-    if target.arena.layout.is_rounded:
-        return "keys and values are in int8, which our kernel does not read"
+    if not all(paged.reads(*runner.arena.k, *runner.arena.v) for runner in (target, draft) if runner is not None):
+        return "keys and values in int8 are of a width that is no multiple of 4"
     if any(runner.states is not None for runner in (target, draft) if runner is not None):
         return "layers keep a state"
     if any(runner.arena.layout.heads is None for runner in (target, draft) if runner is not None):

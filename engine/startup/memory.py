@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,15 +29,31 @@ _NUMBER = 8  # bytes; the noise of a draw is float64
 _COPIES = 4  # copies of the logits while tokens are drawn from them
 _LOGITS = 2  # float32 numbers for each logit, where kernels draw the tokens
 _LONGEST = 1 << 20  # tokens, for a model whose config gives no limit
+_LEAST = 0.001  # GiB for keys and values, where their part is not asked for
 _WIDTHS = 6  # rows, each as wide as a layer's widest, that a pass holds at once
 
-Free = Callable[[torch.device], int]
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a CUDA device."""
 
-def free_on(device: torch.device) -> int:
-    """Bytes that a CUDA device has free, including bytes that torch has reserved and does not use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free: int  # including those that torch has reserved here and does not use
+    total: int
+    held: int  # by tensors of this process
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceMemory:
+        """What the driver and torch say now."""
+        (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
+        return cls(free + torch.cuda.memory_reserved(device) - held, total, held)
+
+    def holding(self, more: int) -> DeviceMemory:
+        """The same once this process holds so many bytes more."""
+        return DeviceMemory(self.free - more, self.total, self.held + more)
+
+    def part(self, engines: int) -> int:
+        """What one of so many engines may still take: 80 GiB in all, two engines, 16 GiB of weights each: 24 GiB."""
+        return min(self.free, self.total // engines - self.held)
 
 
 def unreserved_on(device: torch.device) -> int:
@@ -46,18 +63,29 @@ def unreserved_on(device: torch.device) -> int:
     return free
 
 
-def kv_gib(config: EngineConfig, device: torch.device, target: PreTrainedConfig, free: Free = free_on) -> float:
-    """GiB for keys and values: as asked; else, on CUDA, the free memory minus what passes will need.
+def kv_gib(
+    config: EngineConfig, device: torch.device, target: PreTrainedConfig,
+    memory: Callable[[torch.device], DeviceMemory] = DeviceMemory.of,
+) -> float:  # fmt: skip
+    """GiB for keys and values: as asked; else, on CUDA, this engine's part of the memory minus what passes will need.
 
     Raises:
-        ModelError: no memory is left.
+        ModelError: no memory is left; or several engines share the device, and more than this one's part is asked for.
     """
-    if config.kv_memory is not None:
-        return config.kv_memory
-    if device.type != "cuda":
-        return ON_A_CPU
-    found = free(device) * _SHARE / GIB
+    engines, asked = config.engines_per_device, config.kv_memory
+    if device.type != "cuda" or (asked is not None and engines == 1):
+        return ON_A_CPU if asked is None else asked
+    found = memory(device).part(engines) * _SHARE / GIB
     needed = pass_bytes(config, target) / GIB + min(graph_bytes(config, target) / GIB, _GRAPHS * found)
+    if engines > 1 and found - needed < (asked or _LEAST):
+        given = "not given" if asked is None else f"{asked:g} GiB"
+        raise ModelError(
+            f"kv_memory is {given}, and engines_per_device {engines}, with a standby counted: one engine's part of "
+            f"{device} leaves {found - needed:.1f} GiB for keys and values; give less kv_memory, a smaller model, "
+            "fewer engines or no standby"
+        )
+    if asked is not None:
+        return asked
     if found <= needed:
         raise ModelError(
             f"{found:.1f} GiB are free on {device} and passes may need {needed:.1f}: nothing is left for keys and "
@@ -80,7 +108,7 @@ def graph_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:
 
 def graph_budget(config: EngineConfig, target: PreTrainedConfig, device: torch.device) -> MemoryBudget:
     """Memory for recorded rounds after K/V are allocated: as planned, or what passes leave free if that is less."""
-    left = free_on(device) - pass_bytes(config, target)
+    left = DeviceMemory.of(device).free - pass_bytes(config, target)
     return MemoryBudget(min(graph_bytes(config, target), left), lambda: unreserved_on(device))
 
 

@@ -64,12 +64,14 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
 
 
 def load(
-    config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True, is_successor: bool = False
-) -> Engine:
+    config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True, is_successor: bool = False,
+    rests: bool = False,
+) -> Engine:  # fmt: skip
     """Build an engine and make it ready; with `calibrates`, calibrate it for `warm_up_seconds`.
 
     A successor calibrates nothing: it takes what an earlier engine of this server learned. On CUDA it compiles its
-    passes all the same.
+    passes all the same. `rests`: the caller calls `Engine.rest` while the engine is idle, which then records the rounds
+    that it can serve without; an engine that calibrates measures them, and has them all recorded before.
 
     Raises:
         ModelError: for the reasons given at `build_engine`.
@@ -79,7 +81,10 @@ def load(
     uses_saved = config.warm_up_seconds > 0
     if is_compiled or not is_successor:
         seconds = config.warm_up_seconds if calibrates and not is_successor else 0.0
-        make_ready(engine, seconds, progress, is_compiled=is_compiled, uses_saved_calibration=uses_saved)
+        make_ready(
+            engine, seconds, progress, is_compiled=is_compiled, uses_saved_calibration=uses_saved,
+            records_later=rests and not seconds,
+        )  # fmt: skip
     elif uses_saved:
         engine.recall()
     return engine
@@ -87,7 +92,7 @@ def load(
 
 def make_ready(
     engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False,
-    uses_saved_calibration: bool = False,
+    uses_saved_calibration: bool = False, records_later: bool = False,
 ) -> None:  # fmt: skip
     """Compile, record, run one request, and calibrate for `seconds`, or for a part of them if it is a repetition.
 
@@ -97,10 +102,11 @@ def make_ready(
         progress: receives the name of each stage.
         is_compiled: passes are compiled for each kind of shape, as on CUDA.
         uses_saved_calibration: load what an earlier process learned, and save what this one learns for a later process.
+        records_later: record only rounds in which all others can run, and leave the others to `Engine.rest`.
     """
     if is_compiled:
         _rehearse(engine, progress)
-        engine.record(progress)
+        engine.rounds.record(progress, later=records_later)
     progress("warming up")
     with engine.rehearsing():  # a first run takes longer, so its time must not enter the cost model
         engine.warm_up()

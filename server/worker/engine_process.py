@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 # Most unread outputs: enough that a step does not wait for the front ends, few enough that cancellations act soon.
 MAX_LEAD = 2
 COMPILE_THREADS = 2
+_QUIET_SECONDS = 0.05  # without an order, after which an idle engine does what it has left for later
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -125,6 +126,7 @@ class EngineServer:
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
         self._compiling: dict[int, _Compiling] = {}
         self._events: list[wire.Event] = []  # not sent yet
+        self._has_chores = True  # for the engine, once nobody waits: until it says that nothing is left
 
     def run(self) -> NoReturn:
         """Read orders, step and report until the connection is closed, or a step raises."""
@@ -132,10 +134,14 @@ class EngineServer:
             self.turn()
 
     def turn(self) -> None:
-        """Execute the orders that have arrived, report their results, and take a step if there is work."""
-        told = self._order
-        for message in self._link.receive(0.0 if self._may_step else self._beat_seconds):
+        """Execute the orders that have arrived, report their results, and take a step if there is work.
+
+        An engine that is idle rests: one chore at a time, after a moment in which no order has come.
+        """
+        told, is_quiet = self._order, True
+        for message in self._link.receive(self._patience):
             self._obey(message)
+            is_quiet = False
         self._add_compiled()
         if self._events or (self._order != told and not self._may_step):
             self._tell(None)
@@ -143,10 +149,23 @@ class EngineServer:
             output = self._engine.step()
             self._note(output.events)
             self._tell(output.stats)
-        elif time.monotonic() - self._spoke >= self._beat_seconds:
+            return
+        is_due = time.monotonic() - self._spoke >= self._beat_seconds
+        if is_due:
             self._send(wire.Beat())
-            if not self._engine.has_work:
-                self._engine.rest()
+        if self._is_idle and (is_due or (is_quiet and self._has_chores)):
+            self._has_chores = self._engine.rest()
+
+    @property
+    def _patience(self) -> float:
+        """Most seconds to wait for an order."""
+        if self._may_step:
+            return 0.0
+        return min(_QUIET_SECONDS, self._beat_seconds) if self._is_idle and self._has_chores else self._beat_seconds
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._engine.has_work or self._compiling)
 
     @property
     def _may_step(self) -> bool:
@@ -330,7 +349,7 @@ class LoadEngine(Protocol):
 
 
 # The front ends have compiled each structure in time; that this process is busier must not end its request.
-LOAD = partial(ServedModel.load, compile_seconds=300.0)
+LOAD = partial(ServedModel.load, compile_seconds=300.0, rests=True)
 
 
 def main(load: LoadEngine = LOAD) -> None:

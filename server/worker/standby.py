@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from engine.errors import ModelError
 from server.worker import wire
 from server.worker.supervisor import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
 from server.worker.worker import Worker
@@ -16,7 +17,10 @@ Loaded = tuple[Worker, wire.Ready]
 
 
 class Standby:
-    """Loads an engine, and after longer and longer pauses another one when it is lost, until it is taken or closed."""
+    """Loads an engine, and after longer and longer pauses another one when it is lost, until it is taken or closed.
+
+    An engine that is refused is not loaded again.
+    """
 
     def __init__(
         self, load: Callable[[], Awaitable[Loaded]], pause: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -69,6 +73,10 @@ class Standby:
             self._loading = asyncio.ensure_future(self._load())
             try:
                 worker, _ = await asyncio.shield(self._loading)
+            except ModelError as error:  # it would be refused again, and on a GPU its weights take what passes need
+                logger.error("no standby is kept: %s", error)  # noqa: TRY400  # a traceback is of no use
+                self._loading = None
+                return
             except Exception:
                 logger.exception("the standby could not be loaded")
                 self._loading = None

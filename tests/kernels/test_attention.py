@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.attention import choose, paged
+from triton.runtime.interpreter import GridExecutor
+
+from engine.attention import choose, paged, sdpa
+from engine.attention import fixed as fixed_order
+from engine.attention import reference as by_formula
+from engine.attention.spec import AttentionSpec
 from engine.kernels import attention, paging, plan, reference
 from engine.kernels.paging import Paging, plan_sizes, scratch_bytes, split_of, tile_of
 from engine.kernels.tuning import Tuning, default_for, key_of
 from engine.kv.batch import Feed, RaggedBatch
+from engine.kv.rounded import SCALE_BYTES, round_heads
+from tests.hostless import Counting
 from tests.interpreting import DEVICE
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
@@ -103,6 +113,57 @@ def test_large_heads_large_groups_and_values_within_keys(group, dim, value_dim, 
     got = attention.attend(query, k, v, paging, dim**-0.5, spread=spread, **SPLITS)
     want = reference.attend(query, k, v, paging, dim**-0.5)
     assert torch.allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("lens", "group", "dim", "value_dim", "dtype", "spec"),
+    [
+        ([(1, 260), (1, 5)], 4, 64, None, torch.float16, AttentionSpec(0.1)),
+        ([(40, 25), (1, 9)], 2, 80, 64, torch.float16, AttentionSpec(0.1, window=30, softcap=5.0)),  # a prompt
+        ([(2, 20), (1, 5)], 3, 20, None, torch.float32, AttentionSpec(0.2, chunk=10)),
+        ([(2, 20), (1, 5)], 16, 576, 512, torch.float16, AttentionSpec(0.05)),  # latents: one scale for key and value
+        ([(2, 20), (1, 5)], 3, 18, None, torch.float32, AttentionSpec(0.2)),  # no whole words: torch attends
+    ],
+)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_codes_mean_what_they_mean_on_a_cpu(lens, group, dim, value_dim, dtype, spec, fixed, monkeypatch):
+    """In int8, each vector with its scale: products of codes and scales, and nobody's scale but its own."""
+    latent = value_dim == 512
+    kv_heads = 1 if latent else 2
+    query, k, v, paging = problem(dim, lens, 16, kv_heads, group, dim, dtype, value_dim=value_dim)
+    k, v = (round_heads(x * torch.linspace(0.1, 3, len(x), device=DEVICE)[:, None, None]) for x in (k, v))
+    v = k[..., : SCALE_BYTES + value_dim] if latent else v
+    feeds = [Feed([0] * now, before, paging.tables[i].tolist()) for i, (now, before) in enumerate(lens)]
+    batch, spec = RaggedBatch.of(feeds, 16, DEVICE), replace(spec, sinks=query[0, :, 0])  # not dense
+    want = by_formula.attend(query, k, v, batch, spec)
+    plain = Counter[str]()
+    for module in (sdpa, fixed_order):
+        monkeypatch.setattr(module, "attend", partial(seen, plain, module.attend))
+    got = paged.attend(query, k, v, batch, spec, fixed=fixed)
+    assert torch.allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert plain.total() == (dim % 4 > 0)
+
+
+def seen(calls: Counter[str], attend, *args):
+    calls[attend.__module__] += 1
+    return attend(*args)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it counts launches of the interpreter")
+@pytest.mark.parametrize("fixed", [False, True])
+def test_attention_over_codes_takes_as_many_launches_for_any_batch(fixed, monkeypatch):
+    """A sequence more is no launch more, of our kernels and of torch: it was six more for each layer."""
+    launches, counted = Counter[str](), list[tuple[Counter[str], list[str]]]()
+    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: launches.update([self.fn.__name__]))
+    for size in (1, 12):
+        launches.clear()
+        batch = RaggedBatch.of([Feed([0], 20, [2 * i, 2 * i + 1]) for i in range(size)], 16, DEVICE)
+        k, v = round_heads(torch.randn(2, 32 * size, 2, 64))
+        with Counting() as counting:
+            paged.attend(torch.randn(size, 4, 64), k, v, batch, AttentionSpec(0.1), fixed=fixed)
+        counted.append((Counter(launches), counting.names))
+    assert counted[0] == counted[1]
+    assert counted[0][0] == {"_plan_kernel": 1, "_attend_kernel": 1}
 
 
 def test_prompts_take_large_tiles_beside_decoding():

@@ -1,7 +1,8 @@
 """What the compiler makes of the attention kernel for a card that is not there.
 
 A shape is `bfloat16/4/128`: type, query heads to a K/V head, size of a key, and of a value where that is another one:
-with `within` behind it, the beginning of the key; with `windowed`, in a layer with a window and softcaps.
+with `within` behind it, the beginning of the key; with `windowed`, in a layer with a window and softcaps; with
+`int8`, both as codes with scales.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from engine.attention import paged
 from engine.kernels import attention
 from engine.kernels.paging import Paging
+from engine.kv.rounded import SCALE_BYTES
 from tests.no_gpu.stand_in import Specialised, StandIn
 
 KV_HEADS = 8
@@ -47,14 +49,16 @@ def attend(
     kind: str = "",
 ) -> None:  # fmt: skip
     """As a layer would, over pages of 32."""
-    kv_heads = 1 if kind == "within" else KV_HEADS
-    limits = {"window": 100, "softcap": 50.0} if kind == "windowed" else {}
+    kv_heads = 1 if "within" in kind else KV_HEADS
+    limits = {"window": 100, "softcap": 50.0} if "windowed" in kind else {}
+    scaled = SCALE_BYTES if "int8" in kind else 0
     tables = [list(range(-(-(n + start) // 32))) for n, start in zip(num_rows, starts, strict=True)]
     paging = Paging.of(num_rows, starts, tables, 32, group, torch.device("cpu"))
     query = torch.zeros(sum(num_rows), group * kv_heads, dim, dtype=dtype)
-    arena = torch.zeros(32, kv_heads, dim, dtype=dtype)
-    values = arena[..., : value_dim or dim]
-    attention.attend(query, arena, values if kind == "within" else values.contiguous(), paging, 0.1, **limits)
+    arena = torch.zeros(32, kv_heads, scaled + dim, dtype=torch.int8 if scaled else dtype)
+    values = arena[..., : scaled + (value_dim or dim)]
+    values = values if "within" in kind else values.clone(memory_format=torch.contiguous_format)
+    attention.attend(query, arena, values, paging, 0.1, scaled=scaled, **limits)
 
 
 def shapes(stand_in: StandIn, names: Sequence[str]) -> Iterator[dict[str, object]]:

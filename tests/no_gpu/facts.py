@@ -18,7 +18,7 @@ from tests.no_gpu.stand_in import Specialised, StandIn
 
 SHAPES = (
     "bfloat16/4/128", "bfloat16/48/64", "bfloat16/2/256/256/windowed", "float32/8/128", "bfloat16/4/192/128",
-    "bfloat16/8/512", "bfloat16/16/576/512/within",
+    "bfloat16/8/512", "bfloat16/4/128/128/int8", "bfloat16/16/576/512/within/int8", "bfloat16/16/576/512/within",
 )  # fmt: skip
 
 

@@ -87,6 +87,16 @@ def test_float32_and_wide_heads_do_not_spill(facts):
     assert wide[-1]["buffers"] == ["2x16x512", "2x16x64"], "values are not loaded again"
 
 
+def test_codes_come_while_others_are_worked_on(facts):
+    """In int8 K and V are multiplied by tensor cores, and nothing but a scale lies between a code and its product."""
+    found = [fact for fact in facts["shapes"] if fact["shape"].endswith("int8")]
+    assert [fact["kind"] for fact in found] == ["decode", "prompt", "decode"]
+    for fact in found:
+        assert fact["tensor_cores"], fact
+        assert fact["in_flight"] > 0, fact
+        assert fact["stack"] < SPILLED, fact
+
+
 # -------------------------------------------------------------------------------------------------------- row kernels
 
 

@@ -112,8 +112,9 @@ class FakeEngine:
 
     spare_pages = free_pages
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         assert not self._live
+        return False
 
     def recover(self) -> None:
         self._live.clear()

@@ -69,6 +69,8 @@ def test_an_unknown_key_and_a_bad_value_are_errors(tmp_path) -> None:
     [
         ({"tls_cert": "a"}, "tls_key"),
         ({"tls_key": "a"}, "tls_cert"),
+        ({"standby": True, "engine_process": False}, "standby .* needs engine_process"),
+        ({"standby": True, "tensor_parallel_size": 2}, "standby is not supported with tensor_parallel_size 2"),
         ({"tls_client_ca": "a"}, "tls_cert"),
         ({"max_requests_per_token": 1}, "token_file"),
         ({"kv_events_topic": "kv@a@b"}, "kv_events_topic is of K/V events; they need a kv_events_endpoint"),
@@ -84,6 +86,9 @@ def test_options_that_would_do_nothing_without_others_are_refused(options, probl
 def test_the_engine_gets_its_share() -> None:
     config = ServerConfig.load(["m", "--num-draft-tokens", "2", "--speculation", "off", "--grpc-port", "0"])
     assert config.engine() == EngineConfig(target="m", num_draft_tokens=2, speculation="off")
+    for standby, each, engines in ((True, 1, 2), (False, 3, 3), (True, 3, 6)):
+        config = ServerConfig(target="m", standby=standby, engines_per_device=each)
+        assert config.engine().engines_per_device == engines
 
 
 def test_every_engine_option_is_a_flag(capsys) -> None:

@@ -96,6 +96,8 @@ def test_eight_billion_weights_take_sixteen_gigabytes(tmp_path: Path, monkeypatc
     assert line(wide, "target", "weights") == "29.92 GiB in float32"
     left = [float(line(report, "pair", "K/V pages").split("kv_memory is ")[1].split()[0]) for report in (own, wide)]
     assert left[0] > left[1] + 14, "what the weights do not take is for K/V"
+    [problem] = doctor(tmp_path, dtype="float32", kv_memory=20, engines_per_device=2).problems
+    assert "kv_memory is 20 GiB, and engines_per_device 2, with a standby" in problem
 
 
 def test_without_a_draft_the_prompt_drafts_and_weights_are_not_read_unless_asked(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ from transformers import LlamaConfig
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.startup.memory import GIB, ON_A_CPU, kv_gib, pass_bytes
+from engine.startup.memory import GIB, ON_A_CPU, DeviceMemory, kv_gib, pass_bytes
 
 LLAMA_8B = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-def free(gib: float):
-    return lambda device: int(gib * GIB)
+def free(gib: float, held: float = 0, total: float = 200):
+    return lambda device: DeviceMemory(int(gib * GIB), int(total * GIB), int(held * GIB))
 
 
 def test_what_is_asked_for_and_what_a_cpu_has_is_given_without_a_look() -> None:
@@ -32,6 +32,24 @@ def test_a_card_gives_what_is_free_but_for_passes() -> None:
     assert kv_gib(large, CUDA, LLAMA_8B, free(120)) < at_120
     drawn = 128 * 9 * 128256 * 8  # the noise of one draw for 128 sequences and 8 drafts each
     assert pass_bytes(large, LLAMA_8B) > 3 * drawn
+
+
+@pytest.mark.parametrize("engines", [2, 3])
+@pytest.mark.parametrize("others", [0, 1])
+def test_engines_that_share_a_card_have_a_part_each(engines: int, others: int) -> None:
+    """Weights of 10 GiB on a card of 80: whether the others are loaded or not, and all of them fit together."""
+    config = EngineConfig(target="t", max_batch_size=8, engines_per_device=engines)
+    alone = EngineConfig(target="t", max_batch_size=8)
+    part = 80 / engines
+    got = kv_gib(config, CUDA, LLAMA_8B, free(70 - others * part, 10, 80))
+    assert got == pytest.approx(kv_gib(alone, CUDA, LLAMA_8B, free(part - 10)))
+    assert engines * (10 + got + pass_bytes(config, LLAMA_8B) / GIB) < 80
+    assert kv_gib(config.model_copy(update={"kv_memory": got - 1}), CUDA, LLAMA_8B, free(70, 10, 80)) == got - 1
+    for kv_memory, held in ((got + 1, 10), (None, part), (None, 79)):
+        asked = config.model_copy(update={"kv_memory": kv_memory})
+        with pytest.raises(ModelError, match=f"kv_memory is .*engines_per_device {engines}, with a standby"):
+            kv_gib(asked, CUDA, LLAMA_8B, free(80 - held, held, 80))
+    assert kv_gib(config, CPU, LLAMA_8B, lambda _: 1 // 0) == ON_A_CPU
 
 
 def test_what_long_contexts_share_out_is_counted() -> None:

@@ -15,6 +15,7 @@ from engine.startup.build import assemble
 from engine.types import Request, Sequence
 from tests import fakes, zoo
 from tests.covering import some
+from tests.loops import asking, engine_of, request
 
 FAMILIES = (
     "llama", "gpt2", "gemma2", "gpt-oss", "deepseek-v3", "llama-4", "gemma-3n", "qwen-3.5"
@@ -50,6 +51,18 @@ def test_each_family_in_chunks_with_drafts_cached_and_preempted(family: str, mon
     for proposer in PROPOSERS:  # the later ones find the prompts cached
         assert tokens_of(engine, prompts, proposer) == want, proposer
     assert lost or not few
+
+
+@pytest.mark.parametrize("family", some(("llama", "gemma2", "deepseek-v3"), ["gemma2"]))
+def test_rounds_on_the_device_say_what_one_token_after_another_says(family: str) -> None:
+    asked = [request(i) for i in range(6)]
+    options = {"kv_cache_dtype": "int8", "prefix_cache": False}
+    plain = engine_of(family, loop="plain", draft=None, proposer="none", **options)
+    off = [asking(one, mode=SpeculationMode.OFF) for one in asked]
+    want = {name: tokens for one in off for name, tokens in fakes.run(plain, [one]).tokens.items()}
+    engine = engine_of(family, **options)
+    assert engine.loop == "rounds"
+    assert fakes.run(engine, asked).tokens == want
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 64), ("bfloat16", 128), ("float32", 64)])

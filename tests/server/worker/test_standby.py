@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from engine.errors import ModelError
 from server.errors import EngineCrashed
 from server.worker.standby import Standby
 from tests.serving import until
@@ -29,8 +30,8 @@ class FakeWorker:
 class Loads:
     """Each load makes a worker, or fails, as soon as the gate is open."""
 
-    def __init__(self, *, is_open=True, fails=0):
-        self.workers, self.begun, self.fails = [], 0, fails
+    def __init__(self, *, is_open=True, fails=0, error=EngineCrashed):
+        self.workers, self.begun, self.fails, self.error = [], 0, fails, error
         self.gate = asyncio.Event()
         if is_open:
             self.gate.set()
@@ -40,7 +41,7 @@ class Loads:
         await self.gate.wait()
         if self.fails:
             self.fails -= 1
-            raise EngineCrashed("no memory")
+            raise self.error("no memory")
         self.workers.append(FakeWorker())
         return self.workers[-1], "facts"
 
@@ -88,6 +89,16 @@ async def test_one_that_cannot_be_loaded_is_tried_again():
     assert pauses == [0.5, 1.0]
     assert await standby.take() == (loads.workers[0], "facts")
     await standby.close()
+
+
+async def test_one_that_is_refused_is_not_loaded_again():
+    """Each time its weights would take memory that the engine beside it counts on."""
+    loads, pauses = Loads(fails=1, error=ModelError), Pauses()
+    standby = Standby(loads, pauses)
+    await asyncio.wait([standby._keeper], timeout=60)
+    assert (await standby.take(), standby.worker) == (None, None)
+    await standby.close()
+    assert (loads.begun, pauses) == (1, [])
 
 
 async def test_one_that_is_lost_at_the_moment_it_is_taken_is_closed_once():

@@ -234,6 +234,30 @@ def test_an_output_that_is_finished_while_a_structure_compiles_ends_when_it_is_a
     assert not front_ends.engine.has_work
 
 
+def test_an_idle_engine_does_one_chore_at_a_time_and_none_while_anybody_waits(front_ends):
+    """A chore is a recording: a request that comes meanwhile waits for one at most."""
+    chores = ["a", "b", "c"]
+    front_ends.engine.rest = lambda: chores.pop() and bool(chores)
+    front_ends.server._beat_seconds = 600.0
+    front_ends.turn()
+    assert chores == ["a", "b"]
+    front_ends.compiler.gate.clear()
+    guided = asked("g", guided=Guided(choice=("ab",)), max_tokens=1)
+    front_ends.say(wire.Add(1, 1, asked("a", max_tokens=2)), wire.Add(2, 2, guided))
+    front_ends.turn()
+    while front_ends.engine.has_work:
+        front_ends.say(wire.Taken())
+        front_ends.turn()
+    assert (front_ends.server._patience, chores) == (600.0, ["a", "b"])  # one whose structure is compiled waits, too
+    front_ends.compiler.gate.set()
+    while front_ends.engine.has_work or front_ends.server._compiling:
+        front_ends.say(wire.Taken())
+        front_ends.turn()
+    assert chores == ["a", "b"]
+    front_ends.turn(2)
+    assert (front_ends.server._patience, chores) == (600.0, [])
+
+
 def test_what_the_engine_refuses_fails_alone(front_ends):
     bad = Request(request_id="bad", token_ids=(10**6,), sampling=SamplingParams(n=2))
     front_ends.say(wire.Add(1, 1, bad), wire.Add(2, 2, asked("a", max_tokens=1)))
