@@ -26,11 +26,13 @@ from engine.model.gguf.files import open_gguf
 from engine.model.gguf.tokenizer import chat_template_in, special_tokens_in
 from engine.text.codec import find_file
 from server.formats.base import Tool
+from server.formats.json_text import is_object
 
 MAX_TURNS = 200_000  # iterations of all loops plus calls of all macros
 MAX_TEXT = 4 << 20  # characters of a rendered conversation; also items of the result of one `*`
 MAX_MESSAGES = 4096
 MAX_SOURCE = 1 << 17  # characters of a template; published ones have a third of it at most
+NO_JSON = "INVALID_JSON"  # holds the text of a call's arguments that are no JSON object, as agents do it
 
 
 # Stands after the last message while it is rendered to be continued; what follows it is cut off.
@@ -39,7 +41,7 @@ _CUT = "\ue000\ue001"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the assistant made; `arguments` is the text of a JSON object."""
+    """A call that the assistant made; `arguments` is the text of a JSON object, or what was to become one."""
 
     id: str
     name: str
@@ -124,7 +126,7 @@ class ChatTemplate:
             turns[-1] = replace(turns[-1], content=turns[-1].content + _CUT)
         values = self._special_tokens | {"documents": None} | dict(rendering.arguments)
         values |= {
-            "messages": [_record(i, turn) for i, turn in enumerate(turns)],
+            "messages": [*map(_record, turns)],
             "tools": [_declared(tool) for tool in rendering.tools] or None,
             "add_generation_prompt": rendering.opens_turn,
         }
@@ -211,13 +213,13 @@ def _finalized(_context: Context, value: object) -> object:
     return value
 
 
-def _record(index: int, turn: Message) -> dict[str, Any]:
+def _record(turn: Message) -> dict[str, Any]:
     """Convert a turn to the record that templates expect, without what it does not have."""
     record: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.name is not None:
         record["name"] = turn.name
     if turn.tool_calls:
-        record["tool_calls"] = [_called(f"messages[{index}].tool_calls[{i}]", c) for i, c in enumerate(turn.tool_calls)]
+        record["tool_calls"] = [*map(_called, turn.tool_calls)]
     if turn.tool_call_id is not None:
         record["tool_call_id"] = turn.tool_call_id
     if turn.reasoning is not None:  # families name it in different ways
@@ -225,8 +227,10 @@ def _record(index: int, turn: Message) -> dict[str, Any]:
     return record
 
 
-def _called(field_name: str, call: ToolCall) -> dict[str, Any]:
-    arguments = json_object(f"{field_name}.function.arguments", call.arguments or "{}")
+def _called(call: ToolCall) -> dict[str, Any]:
+    """Convert a call. Some templates take nothing but an object, so arguments that are none are the text in one."""
+    text = call.arguments.strip() or "{}"
+    arguments = json.loads(text) if is_object(text) else {NO_JSON: call.arguments}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 

@@ -69,7 +69,7 @@ def answer_of(message: pb.GenerateRequest, guided: Guided | None, model: ServedM
     answer = Answer(
         tools=callable_tools(asked),
         first_tool=next((i for i, tool in enumerate(asked.tools) if tool.name == asked.tool_choice.name), 0),
-        must_call=asked.tool_choice.HasField("name") or asked.tool_choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED,
+        must_call=must_call(asked),
         several=asked.parallel_tool_calls or not asked.HasField("parallel_tool_calls"),
         content=guided,
         starts_in_reasoning=text is not None and starts_in_reasoning(asked, text, model),
@@ -112,6 +112,11 @@ def _part_violations(field: str, part: Guided, bounds: Bounds) -> Iterator[Viola
         text = " | ".join(text for _, text in structure_texts(part))
         found = [Violation(structure_field(part), f"is {shown(text)}: {error}")]
     return (replace(violation, field=field or violation.field) for violation in found)
+
+
+def must_call(asked: pb.ChatMessages) -> bool:
+    """Whether the answer has to be a call."""
+    return asked.tool_choice.HasField("name") or asked.tool_choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED
 
 
 def callable_tools(asked: pb.ChatMessages) -> tuple[Tool, ...]:

@@ -16,6 +16,7 @@ from typing import ClassVar, TypeAlias
 
 from engine.text.guided import json_rule
 from engine.text.stops import Asides, StopStrings
+from server.formats.json_text import JsonText
 
 ANY_OBJECT = '{"type": "object"}'
 
@@ -82,6 +83,8 @@ class Scanner:
 
     def __init__(self) -> None:
         self._text, self._at, self._is_over = "", 0, False
+        self._mark: int | None = None
+        self._before: list[str] = []  # what was taken since the mark and is in `_text` no more
 
     @property
     def is_over(self) -> bool:
@@ -100,6 +103,9 @@ class Scanner:
 
     def push(self, text: str) -> None:
         """Add a piece of text."""
+        if self._mark is not None:
+            self._before.append(self._text[self._mark : self._at])
+            self._mark = 0
         self._text, self._at = self._text[self._at :] + text, 0
 
     def end(self) -> None:
@@ -112,6 +118,10 @@ class Scanner:
         self._at += len(text)
         return text
 
+    def take_all(self) -> None:
+        """Take all that has come."""
+        self._at = len(self._text)
+
     def until(self, *markers: str) -> tuple[str, str | None]:
         """Take the text before the first of `markers`, and take the marker; None if none is complete yet.
 
@@ -119,19 +129,25 @@ class Scanner:
         """
         found = _any_of(markers).search(self._text, self._at) if markers else None
         if found is None:
-            length = len(self._text) - self._at
-            return self.take(length - (0 if self._is_over else self._num_open(markers))), None
+            return self.take(
+                len(self._text) - self._at - (0 if self._is_over else num_open(self._text, markers, self._at))
+            ), None
         text = self.take(found.start() - self._at)
         return text, self.one_of(*markers)
 
     def one_of(self, *markers: str) -> str | None:
         """Take that of `markers` with which the text goes on: "" if with none, None if more text has to come first."""
+        marker = self.next_of(*markers)
+        self._at += len(marker or "")
+        return marker
+
+    def next_of(self, *markers: str) -> str | None:
+        """Return the same as `one_of`, and take nothing."""
         found = _any_of(markers).match(self._text, self._at)
-        marker = found.group() if found else ""
         rest = self._text[self._at : self._at + max(map(len, markers))]
         if not self._is_over and any(len(other) > len(rest) and other.startswith(rest) for other in markers):
             return None
-        return self.take(len(marker))
+        return found.group() if found else ""
 
     def is_cut(self, *markers: str) -> bool:
         """Whether the text has ended where one of `markers` could have gone on, or begun."""
@@ -139,30 +155,48 @@ class Scanner:
         is_end = self._is_over and self._at + len(rest) == len(self._text)
         return is_end and any(len(marker) > len(rest) and marker.startswith(rest) for marker in markers)
 
-    def starts_with(self, marker: str) -> bool | None:
-        """Whether the text goes on with `marker`; None if more text has to come first."""
-        if self._text.startswith(marker, self._at):
-            return True
-        rest = self._text[self._at : self._at + len(marker)]
-        return None if marker.startswith(rest) and not self._is_over else False
-
     def take_space(self) -> str:
         """Take leading white space."""
         found = _SPACE.match(self._text, self._at)
         return self.take(found.end() - self._at if found else 0)
 
-    def take_value(self, end: JsonEnd) -> str:
-        """Take what belongs to a JSON value."""
-        return self.take(end.length(self._text, self._at))
+    def take_json(self, value: JsonText, written: list[str]) -> None:
+        """Take what belongs to a JSON value, and append it to `written` as valid JSON."""
+        self._at = value.read(self._text, self._at, written, is_end=self._is_over)
 
-    def _num_open(self, markers: Sequence[str]) -> int:
-        """Length of the longest end of the text that begins a marker."""
-        longest = min(len(self._text) - self._at, max(map(len, markers), default=1) - 1)
-        ends = (length for length in range(longest, 0, -1))
-        return next((n for n in ends if any(marker.startswith(self._text[-n:]) for marker in markers)), 0)
+    def mark(self, back: int = 0) -> None:
+        """Remember this place, or one so many characters before it that were taken just now."""
+        self._before, self._mark = [], self._at - back
+
+    @property
+    def has_mark(self) -> bool:
+        """Whether there is a mark to go back to."""
+        return self._mark is not None
+
+    def forget(self) -> None:
+        """Forget the mark, and so the text since."""
+        self._before, self._mark = [], None
+
+    @property
+    def taken(self) -> str:
+        """The text that was taken since the mark. Each use copies it."""
+        return "".join([*self._before, self._text[self._mark : self._at]])
+
+    def rewind(self, length: int = 0) -> None:
+        """Go back to the mark, and so many characters on."""
+        if self._before:
+            self._text, self._before = "".join([*self._before, self._text]), []
+        assert self._mark is not None, "goes back to no mark"
+        self._at = self._mark + length
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def num_open(text: str, markers: Sequence[str], start: int = 0) -> int:
+    """Return the length of the longest end of the text from `start` that begins a marker."""
+    longest = min(len(text) - start, max(map(len, markers), default=1) - 1)
+    return next((n for n in range(longest, 0, -1) if any(marker.startswith(text[-n:]) for marker in markers)), 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -180,6 +214,7 @@ class Trimmed:
     def __init__(self, *, leading: bool) -> None:
         self._space: list[str] = []
         self._leading = leading  # as long as nothing but white space has come
+        self._is_empty, self._is_kept = True, True
 
     def add(self, text: str) -> str:
         """Add text; return what is certain to belong to it, without white space at the end."""
@@ -191,73 +226,35 @@ class Trimmed:
             return ""
         passed = "".join(self._space) + body
         self._leading, self._space = False, [text[len(body) :]]
+        self._is_empty, self._is_kept = False, True
         return passed
+
+    def pause(self) -> None:
+        """Something else stands here. White space around it is kept if there is text on both sides."""
+        self._is_kept = False
+        if self._is_empty:
+            self._leading, self._space = True, []
 
     def end(self, *, keep: bool) -> str:
         """End the text; return the white space held back if it is to be kept. What is added then begins anew."""
-        space, self._space, self._leading = "".join(self._space), [], True
-        return space if keep else ""
-
-
-class JsonEnd:
-    """Finds where a JSON value ends, in text that comes in pieces. Its first character is the value's own."""
-
-    def __init__(self) -> None:
-        self._depth, self._in_string, self._is_escaped, self._is_scalar = 0, False, False, False
-        self.is_over = False
-
-    def length(self, text: str, start: int = 0) -> int:
-        """How many characters of `text` from `start` belong to the value; `is_over` tells whether it ends there."""
-        at = start
-        while at < len(text) and not self.is_over:
-            at = self._read_string(text, at) if self._in_string else self._read(text, at)
-        return at - start
-
-    def _read(self, text: str, start: int) -> int:
-        pattern = _SCALAR_END if self._is_scalar else _STRUCTURE if self._depth else _BEGIN
-        found = pattern.search(text, start)
-        if found is None:
-            return len(text)
-        char = found.group()
-        if self._is_scalar:
-            self.is_over = True
-            return found.start()
-        if char == '"':
-            self._in_string = True
-        elif char in "[{":
-            self._depth += 1
-        elif self._depth:
-            self._depth -= 1
-            self.is_over = self._depth == 0
-        else:
-            self._is_scalar = True
-        return found.end()
-
-    def _read_string(self, text: str, start: int) -> int:
-        if self._is_escaped:
-            self._is_escaped = False
-            return start + 1
-        found = _STRING_END.search(text, start)
-        if found is None:
-            return len(text)
-        self._is_escaped = found.group() == "\\"
-        self._in_string = self._is_escaped
-        self.is_over = not self._in_string and self._depth == 0
-        return found.end()
-
-
-_BEGIN, _SCALAR_END = re.compile(r"\S"), re.compile(r"[,\]}\s]")
-_STRUCTURE, _STRING_END = re.compile(r'["\[\]{}]'), re.compile(r'["\\]')
+        space = "".join(self._space) if keep and self._is_kept else ""
+        self._space, self._leading, self._is_kept = [], True, True
+        return space
 
 
 class Parser(ABC):
     """Reads one output. The pieces of two readings of the same text join to the same, however the text was cut.
 
-    Text is never lost: what looks like a call and is none is content.
+    Text is never lost: what looks like a call and is none is content. The arguments of a call are a JSON object.
+
+    Attributes:
+        is_in_call: whether the pieces end inside of a call. Only a call that is passed on early can be cut so.
     """
 
+    is_in_call = False
+
     def __init__(self) -> None:
-        self._scanner = Scanner()
+        self._scanner, self._is_cut = Scanner(), False
 
     @property
     def held(self) -> str:
@@ -269,8 +266,13 @@ class Parser(ABC):
         self._scanner.push(text)
         return self._read()
 
-    def finish(self) -> list[Piece]:
-        """Read what was held back: the text has ended."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Read what was held back: the text has ended.
+
+        Args:
+            is_cut: the model would have gone on. Then what begins a call at the end is neither a call nor content.
+        """
+        self._is_cut = is_cut
         self._scanner.end()
         return self._read()
 
@@ -303,8 +305,16 @@ class ChatFormat(ABC):
         return tuple(turn for turn in self.turns if turn in self.special)
 
     @abstractmethod
-    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
-        """Make a parser of one output. Without `tools` it reads reasoning alone, and calls are content."""
+    def parser(
+        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
+    ) -> Parser:
+        """Make a parser of one output.
+
+        Args:
+            tools: the functions that may be called. Without any it reads reasoning alone, and calls are content.
+            starts_in_reasoning: whether the mark that begins the reasoning stands before the text.
+            has_structure: calls have the structure of these rules, so arguments can be passed on before their end.
+        """
 
     @abstractmethod
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:

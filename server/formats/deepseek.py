@@ -6,6 +6,7 @@ V3 and R1: `<|tool▁call▁begin|>function<|tool▁sep|>f`, a line "```json", t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -46,9 +47,13 @@ class DeepSeekFormat(ChatFormat):
         super().__init__(special, reasoning)
         self._is_fenced = variant == "v3"
 
-    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
+    def parser(
+        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
+    ) -> Parser:
         """Make a parser of one output."""
-        return _DeepSeekParser(self, tools, (_BEGIN, _CALL), starts_in_reasoning=starts_in_reasoning)
+        return _DeepSeekParser(
+            self, tools, (_BEGIN, _CALL), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure
+        )
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """As the chat templates write calls."""
@@ -68,20 +73,23 @@ class DeepSeekFormat(ChatFormat):
 
 
 class _DeepSeekParser(CallParser):
+    _end_of_broken = re.compile(_CALL_END)
+
     def _call(self, marker: str) -> Steps[bool]:
         if marker == _BEGIN:
             yield from self._space()
-            if not (yield from self._expect(_CALL)):
-                return False
-            marker = _CALL
+            marker = yield from self._expect(_CALL)
         while marker == _CALL:
             name = yield from self._head()
-            if not name or not (yield from self._sees("{")):
-                return self._call_without_arguments(name)
-            self._start_call(name)
-            yield from self._json_arguments()
-            marker = yield from self._after_arguments()
-        return True
+            if not name or not (yield from self._call_of(name, _FENCE_END, _CALL_END, has_end=True)):
+                return False
+            yield from self._space()
+            yield from self._expect(_FENCE_END)
+            if not (yield from self._ended(_CALL_END)):
+                return False
+            yield from self._space()
+            marker = yield from self._expect(_CALL, _END)
+        return marker == _END
 
     def _head(self) -> Steps[str]:
         """Take what stands before the arguments; return the name of the function, "" if it is none."""
@@ -89,21 +97,10 @@ class _DeepSeekParser(CallParser):
         if not name or not (yield from self._expect(_SEPARATOR)):
             return ""
         yield from self._space()
-        if name in self._names and (name != _TYPE or (yield from self._sees("{"))):
+        if name in self._names and (name != _TYPE or (yield from self._sees("{", _CALL_END))):
             return name
         name = yield from self._expect(*self._names)
         line_end = yield from self._expect("\n")
         fence = yield from self._expect(_FENCE)
-        yield from self._space()
-        return name if line_end and (fence or self._scanner.is_over) else ""
-
-    def _after_arguments(self) -> Steps[str]:
-        """Take what closes a call, and the mark that opens the next one or ends all of them; "" if there is none."""
-        yield from self._space()
-        yield from self._expect(_FENCE_END)
-        yield from self._space()
-        yield from self._expect(_CALL_END)
-        yield from self._space()
-        marker = yield from self._expect(_CALL, _END)
-        self._raw = [marker]
-        return marker
+        is_empty = yield from self._sees(_CALL_END)
+        return name if (line_end and fence) or is_empty else ""

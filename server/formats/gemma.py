@@ -7,6 +7,7 @@ Gemma 4: `<|tool_call>call:f{city:<|"|>Paris<|"|>,days:[1,2]}<tool_call|>`. Func
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -55,9 +56,13 @@ class GemmaFormat(ChatFormat):
         self._marks = _MARKS[variant]
         self.trigger = self._marks.begin
 
-    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
+    def parser(
+        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
+    ) -> Parser:
         """Make a parser of one output."""
-        return _GemmaParser(self, tools, tuple(_QUOTES), starts_in_reasoning=starts_in_reasoning)
+        return _GemmaParser(
+            self, tools, tuple(_QUOTES), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure
+        )
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """As the chat templates write calls, with the properties in the order of their names."""
@@ -71,11 +76,14 @@ class GemmaFormat(ChatFormat):
 
 
 _QUOTES = {marks.begin: marks.quote for marks in _MARKS.values()}
+_KEY_ENDS = (*":,{}[]", *(mark for marks in _MARKS.values() for mark in marks))  # of one without quotes
 _ENDS = {marks.begin: marks.end for marks in _MARKS.values()}
 
 
 class _GemmaParser(CallParser):
     """Writes arguments as JSON. It also reads JSON."""
+
+    _end_of_broken = re.compile("|".join(map(re.escape, _ENDS.values())))
 
     def _call(self, marker: str) -> Steps[bool]:
         yield from self._space()
@@ -84,11 +92,7 @@ class _GemmaParser(CallParser):
         if not (word and name and (yield from self._expect("{"))):
             return False
         self._start_call(name)
-        if not (yield from self._members(_QUOTES[marker])):
-            return False
-        yield from self._space()
-        yield from self._expect(_ENDS[marker])
-        return True
+        return (yield from self._members(_QUOTES[marker])) and (yield from self._ended(_ENDS[marker]))
 
     def _members(self, quote: str) -> Steps[bool]:
         """Write the arguments after their opening brace; return whether they were complete."""
@@ -97,7 +101,7 @@ class _GemmaParser(CallParser):
         while closing:
             yield from self._space()
             if (yield from self._expect(closing[-1])):
-                self._pass_on(closing.pop())
+                self._add_arguments(closing.pop())
                 separator = ", "
                 continue
             if separator and not (yield from self._expect(",")):
@@ -106,83 +110,54 @@ class _GemmaParser(CallParser):
             before = separator
             if closing[-1] == "}":
                 key = yield from self._key_of(quote)
-                if key is None:
+                if not key:
                     return False
                 before += f"{key}: "
             separator = ", "
             opening = yield from self._expect("{", "[", quote)
             if opening == quote:
-                self._pass_on(f'{before}"')
-                yield from self._string(quote)
+                self._add_arguments(f'{before}"')
+                if not (yield from self._string(quote)):
+                    return False
             elif opening:
-                self._pass_on(before + opening)
+                self._add_arguments(before + opening)
                 closing.append("}" if opening == "{" else "]")
                 separator = ""
-            elif (value := (yield from self._scalar())) is None:
+            elif not (value := (yield from self._scalar())):
                 return False
             else:
-                self._pass_on(before + value)
+                self._add_arguments(before + value)
         return True
 
-    def _pass_on(self, text: str) -> None:
-        self._raw = []
-        self._add_arguments(text)
-
-    def _key_of(self, quote: str) -> Steps[str | None]:
-        """Take the name of a member, and the colon; return the name as JSON, None if it is none."""
+    def _key_of(self, quote: str) -> Steps[str]:
+        """Take the name of a member, and the colon; return the name as JSON, "" if it is none."""
         if (yield from self._expect(quote)):
-            first = len(self._raw)
-            is_complete = yield from self._take_until(quote)
-            name = json.dumps("".join(self._raw[first:-1]), ensure_ascii=False)
+            text, end = yield from self._until(quote)
+            name = json.dumps(text, ensure_ascii=False) if end else ""
         elif (yield from self._sees('"')):
-            name = yield from self._kept_value()
-            is_complete = _is_json(name)
+            name = yield from self._value()
         else:
-            return (yield from self._bare_key())
+            text, end = yield from self._until(*_KEY_ENDS)
+            name = json.dumps(text.strip(), ensure_ascii=False) if text.strip() and end == ":" else ""
+            yield from self._space()
+            return name
         yield from self._space()
         colon = yield from self._expect(":")
         yield from self._space()
-        return name if is_complete and colon else None
+        return name if colon else ""
 
-    def _bare_key(self) -> Steps[str | None]:
-        first = len(self._raw)
-        is_complete = yield from self._take_until(":", ",", "{", "}", "[", "]")
-        name = "".join(self._raw[first:-1]).strip()
-        is_key = is_complete and self._raw[-1] == ":"
-        yield from self._space()
-        return json.dumps(name, ensure_ascii=False) if name and is_key else None
-
-    def _take_until(self, *markers: str) -> Steps[bool]:
-        while True:
-            text, marker = self._scanner.until(*markers)
-            self._raw += [text, marker or ""]
-            if marker or self._scanner.is_over:
-                return marker is not None
-            yield
-
-    def _string(self, quote: str) -> Steps[None]:
-        """Write a string after its opening mark."""
+    def _string(self, quote: str) -> Steps[bool]:
+        """Write a string after its opening mark; return whether it was complete."""
         while True:
             text, mark = self._scanner.until(quote)
             self._add_arguments(json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if mark else ""))
             if mark or self._scanner.is_over:
-                return
+                self._ran_out |= not mark
+                return mark is not None
             yield
 
-    def _scalar(self) -> Steps[str | None]:
-        """Take a number, a JSON string or one of the constants; return it as JSON, None if it is none."""
-        text = yield from self._kept_value()
-        text = _AS_JSON.get(text, text)
-        return text if _is_json(text) else None
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text, parse_constant=_refuse, parse_int=str)
-    except ValueError:
-        return False
-    return True
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    def _scalar(self) -> Steps[str]:
+        """Take a number, a JSON string or one of the constants; return it as JSON, "" if it is none."""
+        if constant := (yield from self._expect(*_AS_JSON)):
+            return _AS_JSON[constant]
+        return (yield from self._value())

@@ -8,6 +8,7 @@ with `<|start|>assistant`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from engine.text.stops import Asides, StopStrings
@@ -32,9 +33,11 @@ class HarmonyFormat(ChatFormat):
     def __init__(self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None) -> None:
         super().__init__(special, reasoning or ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END))
 
-    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
+    def parser(
+        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
+    ) -> Parser:
         """Make a parser of one output."""
-        return _HarmonyParser(self, tools, starts_in_reasoning=starts_in_reasoning)
+        return _HarmonyParser(self, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
 
     def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
         """All but the bodies of messages to the user: headers, reasoning and calls. With tools, commentary may call."""
@@ -85,8 +88,12 @@ def _head(tool: Tool) -> str:
 class _HarmonyParser(CallParser):
     """Reads message after message. Markers are never content; messages of one kind are lines of one text."""
 
-    def __init__(self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool) -> None:
-        super().__init__(chat_format, tools, (), starts_in_reasoning=starts_in_reasoning)
+    _end_of_broken = re.compile("|".join(map(re.escape, (_END, _RETURN, _CALL))))
+
+    def __init__(
+        self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
+    ) -> None:
+        super().__init__(chat_format, tools, (), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
         self._steps, self._step = self._messages(_ANALYSIS if starts_in_reasoning else ""), self._advance
         self._thoughts, self._answer = _Messages(leading=True), _Messages(leading=False)
         self._text = self._answer
@@ -111,38 +118,49 @@ class _HarmonyParser(CallParser):
 
     def _beginning(self) -> Steps[str | None]:
         """Read what stands before the first marker: the recipient, or content."""
-        yield from self._space()
+        space = yield from self._gap()
         if (yield from self._sees(_RECIPIENT)):
-            self._raw = []
             return _START
-        self._write("".join(self._raw))
-        self._raw = []
+        self._write(space)
         return (yield from self._pass_on(self._write))
 
     def _header(self) -> Steps[tuple[str, str | None]]:
-        """Read a header up to the marker after it. If no body follows, a text that is no header is content."""
+        """Read a header up to the marker after it. Without a body it is a call, or if it is no header, content."""
         parts: list[str] = []
         while (marker := (yield from self._pass_on(parts.append))) in (_CHANNEL, _CONSTRAIN):
             parts.append(" ")
         header = "".join(parts)
-        if marker != _MESSAGE and not all(map(_is_header_word, header.split())):
+        is_over = marker == _CALL or (marker is None and not self._is_cut)
+        if is_over and (name := self._called(header.split())):
+            self._start_call(name)
+            self._add_arguments("{}")
+            self._complete_call()
+            self._scanner.forget()
+        elif marker != _MESSAGE and not all(map(_is_header_word, header.split())):
             self._write(header)
         return header, marker
 
     def _body(self, header: Sequence[str]) -> Steps[str | None]:
         """Read a body up to the marker after it."""
-        is_reasoning = _ANALYSIS in header
-        if name := self._called(header):
+        is_reasoning, name = _ANALYSIS in header, self._called(header)
+        if name:
             is_reasoning = False
-            yield from self._space()
-            is_object = yield from self._sees("{")
-            if is_object or self._scanner.is_over:
-                self._start_call(name)
-            if is_object:
-                yield from self._json_arguments()
-            self._raw = []
+            self._scanner.mark()
+            self._ran_out = False
+            if not (yield from self._whole_call(name)) and not self._is_unfinished():
+                self._scanner.rewind()
+            self._scanner.forget()
         (self._thoughts if is_reasoning else self._answer).begin()
         return (yield from self._pass_on(self._write_reasoning if is_reasoning else self._write))
+
+    def _whole_call(self, name: str) -> Steps[bool]:
+        """Read a call that is the whole body."""
+        if not (yield from self._call_of(name, *_MARKERS, has_end=False)):
+            return False
+        yield from self._braces()
+        if (yield from self._sees(*_MARKERS)) or self._scanner.is_cut(*_MARKERS):
+            return self._complete_call()
+        return False
 
     def _called(self, header: Sequence[str]) -> str:
         """The function that is the recipient of a message; "" if none is."""
@@ -175,9 +193,7 @@ def _is_header_word(word: str) -> bool:
 class _Messages(Trimmed):
     """The text of all messages of one kind: each begins a line."""
 
-    def __init__(self, *, leading: bool) -> None:
-        super().__init__(leading=leading)
-        self._is_empty, self._break = True, ""
+    _break = ""
 
     def begin(self) -> None:
         """A message begins."""
@@ -187,5 +203,5 @@ class _Messages(Trimmed):
     def add(self, text: str) -> str:
         """Add text of the message."""
         if more := super().add(text):
-            more, self._is_empty, self._break = self._break + more, False, ""
+            more, self._break = self._break + more, ""
         return more

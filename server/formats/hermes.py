@@ -6,6 +6,7 @@ r"""Calls of Hermes 2 Pro, Qwen 2.5 and Qwen 3: a JSON object with name and argu
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 from server.formats.base import ChatFormat, Parser, Tool, arguments_rule, quoted
@@ -22,9 +23,13 @@ class HermesFormat(ChatFormat):
     trigger = _BEGIN
     turns = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
-    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
+    def parser(
+        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
+    ) -> Parser:
         """Make a parser of one output."""
-        return _HermesParser(self, tools, (_BEGIN,), starts_in_reasoning=starts_in_reasoning)
+        return _HermesParser(
+            self, tools, (_BEGIN,), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure
+        )
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """As the chat templates write calls, with the name first, so that arguments can be streamed."""
@@ -42,10 +47,8 @@ def _head(tool: Tool) -> str:
 
 
 class _HermesParser(CallParser):
+    _end_of_broken = re.compile(_END)
+
     def _call(self, marker: str) -> Steps[bool]:
         yield from self._space()
-        if not (yield from self._sees("{")) or not (yield from self._json_call()):
-            return False
-        yield from self._space()
-        yield from self._expect(_END)
-        return True
+        return (yield from self._json_call(_END))

@@ -7,6 +7,7 @@ Version 3: `[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -16,6 +17,7 @@ from server.formats.steps import CallParser, Steps
 MistralVariant: TypeAlias = Literal["v3", "v11", "v13"]
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NEXT = (", {", ",{")  # call in an array
 _CALL_ID = "/[a-zA-Z0-9]{9}/"
 
 
@@ -39,9 +41,13 @@ class MistralFormat(ChatFormat):
         super().__init__(special, reasoning)
         self._variant = variant
 
-    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
+    def parser(
+        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
+    ) -> Parser:
         """Make a parser of one output."""
-        return _MistralParser(self, tools, (_CALLS,), starts_in_reasoning=starts_in_reasoning)
+        return _MistralParser(
+            self, tools, (_CALLS,), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure
+        )
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """As the chat templates write calls."""
@@ -65,40 +71,46 @@ class MistralFormat(ChatFormat):
 
 
 class _MistralParser(CallParser):
+    """Reads calls of every variant. After a broken call of an array the next one may begin."""
+
+    _end_of_broken = re.compile(rf"[}}\]](?=\s*{re.escape(_CALLS)})|\}}(?=, ?\{{)")
+
     def _call(self, marker: str) -> Steps[bool]:
+        if marker != _CALLS:
+            self._scanner.rewind(len(marker) - 1)
+            return (yield from self._array())
+        self._openings = (_CALLS,)
         yield from self._space()
         if (yield from self._expect("[")):
             return (yield from self._array())
         return (yield from self._named_call())
 
     def _array(self) -> Steps[bool]:
+        self._openings = (_CALLS, *_NEXT)
         while True:
             yield from self._space()
             if not (yield from self._json_call()):
                 return False
-            yield from self._space()
+            yield from self._surplus(",", "]")
             mark = yield from self._expect(",", "]")
-            if mark != ",":
-                return bool(mark)
+            if mark == "]":
+                self._openings = (_CALLS,)
+                return True
+            if not mark and not (yield from self._sees("{")):
+                return False
 
     def _named_call(self) -> Steps[bool]:
         name = yield from self._expect(*self._names)
         mark = yield from self._expect(_ID, _ARGUMENTS)
         if not (name and mark):
             return False
-        has_arguments = mark == _ARGUMENTS or (yield from self._call_id())
-        yield from self._space()
-        if not has_arguments or not (yield from self._sees("{")):
-            return self._call_without_arguments(name)
-        self._start_call(name)
-        yield from self._json_arguments()
-        return True
-
-    def _call_id(self) -> Steps[bool]:
-        """Take the id of a call, and the mark that begins its arguments; return whether that was there."""
-        while True:
-            text, mark = self._scanner.until(_ARGUMENTS, " ", "\n", "{")
-            self._raw += [text, mark or ""]
-            if mark or self._scanner.is_over:
-                return mark == _ARGUMENTS
-            yield
+        if mark == _ID:
+            _, mark = yield from self._until(_ARGUMENTS, " ", "\n", "{", _CALLS)
+        if (
+            mark != _ARGUMENTS
+            or not (yield from self._call_of(name, _CALLS, has_end=False))
+            or not self._complete_call()
+        ):
+            return False
+        yield from self._surplus(_CALLS)
+        return False

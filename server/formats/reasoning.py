@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -16,7 +17,9 @@ from server.formats.base import (
     Reasoning,
     Tool,
     Trimmed,
+    num_open,
 )
+from server.formats.json_text import is_object
 
 Step: TypeAlias = Callable[[], bool]  # reads some text; returns False to wait for more
 
@@ -24,25 +27,31 @@ Step: TypeAlias = Callable[[], bool]  # reads some text; returns False to wait f
 class TextParser(Parser):
     """Reads reasoning at the beginning of the text, and then content. A subclass reads calls of functions.
 
-    A subclass reads a call in steps. It takes text with `_accept` and `_skip_space`, which remember what they took
-    so that `_no_call` can make it content. What begins a call is forgotten at `_start_call`.
+    A subclass reads a call in steps: `_start_call`, `_add_arguments`, `_complete_call`. A call is passed on when it is
+    complete. Until then all that was taken can still become content, with `_no_call`. Where calls have a structure,
+    they are passed on as they come.
 
     Args:
         chat_format: whose marks and tokens the text has.
         openings: the markers of which each may begin a call.
         starts_in_reasoning: whether the mark that begins the reasoning stands before the text.
+        has_structure: whether calls are passed on as they come.
     """
 
+    _end_of_broken = re.compile("(?!)")  # where text goes on after a call that is none
+
     def __init__(
-        self, chat_format: ChatFormat, openings: Sequence[str] = (), *, starts_in_reasoning: bool = False
-    ) -> None:
+        self, chat_format: ChatFormat, openings: Sequence[str] = (), *, starts_in_reasoning: bool = False,
+        has_structure: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._marks, self._starts_in_reasoning = chat_format.reasoning, starts_in_reasoning
-        self._dropped, self._openings = chat_format.dropped, tuple(openings)
+        self._dropped, self._openings, self._special = chat_format.dropped, tuple(openings), chat_format.special
         self._reasoning, self._text = Trimmed(leading=True), Trimmed(leading=False)
         self._pieces: list[Piece] = []
-        self._raw: list[str] = []  # what was taken of a call that is not certain yet
-        self._num_calls = 0
+        self._num_calls, self._is_early = 0, has_structure
+        self._name, self._arguments = "", list[str]()  # of the call that is read
+        self._ran_out = False  # a call could have gone on where the text has ended
         self._step: Step = self._begin if self._marks else self._content
 
     def _read(self) -> list[Piece]:
@@ -57,12 +66,14 @@ class TextParser(Parser):
 
     def _begin(self) -> bool:
         assert self._marks is not None, "reads reasoning without marks"
-        if not self._skip_space() or (mark := self._scanner.one_of(self._marks.begin)) is None:
+        if not self._scanner.has_mark:
+            self._scanner.mark()
+        if not self._skip_space() or (mark := self._accept(self._marks.begin)) is None:
             return False
-        if mark or self._starts_in_reasoning:
-            self._raw, self._step = [], self._reason
-        else:
-            self._no_call()
+        if not (mark or self._starts_in_reasoning):
+            self._scanner.rewind()
+        self._scanner.forget()
+        self._step = self._reason if mark or self._starts_in_reasoning else self._content
         return True
 
     def _reason(self) -> bool:
@@ -78,10 +89,11 @@ class TextParser(Parser):
 
     def _content(self) -> bool:
         text, marker = self._scanner.until(*self._openings, *self._dropped)
+        if marker is None and self._is_cut:  # a token is never half a marker
+            text = text[: len(text) - num_open(text, [mark for mark in self._openings if mark not in self._special])]
         self._add_content(self._text.add(text))
         if marker in self._openings:
-            self._raw = [marker]
-            self._open(marker)
+            self._begin_call(marker)
         return marker is not None
 
     def _add_content(self, text: str) -> None:
@@ -90,6 +102,12 @@ class TextParser(Parser):
 
     # Calls
 
+    def _begin_call(self, marker: str) -> None:
+        """Remember where a call may begin: at a marker that was just taken."""
+        self._scanner.mark(len(marker))
+        self._ran_out = False
+        self._open(marker)
+
     def _open(self, marker: str) -> None:
         """A call may begin: `_step` becomes what reads it."""
         raise NotImplementedError
@@ -97,33 +115,69 @@ class TextParser(Parser):
     def _accept(self, *markers: str) -> str | None:
         """Take that of `markers` with which the text goes on: "" if with none, None if more text has to come first."""
         marker = self._scanner.one_of(*markers)
-        self._raw.append(marker or "")
+        self._ran_out |= marker == "" and self._scanner.is_cut(*markers)
         return marker
 
     def _skip_space(self) -> bool:
         """Take white space; return whether something else has come, or no more will come."""
-        self._raw.append(self._scanner.take_space())
+        self._scanner.take_space()
         return not self._scanner.is_waiting
 
     def _start_call(self, name: str) -> None:
-        """A call is certain: white space before it is no content."""
-        self._text.end(keep=False)
-        self._raw = []
-        self._pieces.append(CallStart(self._num_calls, name))
-        self._num_calls += 1
+        self._name, self._arguments = name, []
+        if self._is_early:
+            self._text.pause()
+            self._pieces.append(CallStart(self._num_calls, name))
+            self._scanner.mark()
+            self.is_in_call = True
 
     def _add_arguments(self, text: str) -> None:
-        if text:
-            self._pieces.append(CallArguments(self._num_calls - 1, text))
+        if self._is_early and text:
+            self._pieces.append(CallArguments(self._num_calls, text))
+            self._scanner.mark()
+        self._arguments.append(text)
 
-    def _no_call(self) -> bool:
-        """What was taken is no call but content, and so is what follows."""
-        self._add_content(self._text.add("".join(self._raw)))
-        return self._end_call()
-
-    def _end_call(self) -> bool:
-        self._raw, self._step = [], self._content
+    def _complete_call(self) -> bool:
+        """Pass on the call that was read; return False if its arguments are no JSON object."""
+        if not self._is_early:
+            arguments = "".join(self._arguments)
+            if not is_object(arguments):
+                return False
+            self._text.pause()
+            self._pieces += [CallStart(self._num_calls, self._name), CallArguments(self._num_calls, arguments)]
+        self._num_calls += 1
+        self.is_in_call = False
+        self._scanner.mark()
         return True
+
+    def _is_unfinished(self) -> bool:
+        """Whether the end of the text has cut a call. Then what was taken of it is neither a call nor content.
+
+        A call that was passed on early can end in any way. Another one is broken if one may have ended inside of it.
+        """
+        if not self._scanner.is_over:
+            return False
+        is_open = self._is_cut and self._ran_out and self._length_of_broken(self._scanner.taken) is None
+        if self.is_in_call or is_open:
+            self._scanner.take_all()
+        return self.is_in_call or is_open
+
+    def _length_of_broken(self, taken: str) -> int | None:
+        """Where in the text that was taken a broken call may have ended; None if nowhere."""
+        found = self._end_of_broken.search(taken)
+        return found.end() if found else None
+
+    def _no_call(self) -> None:
+        """What was taken is no call: it is content up to where a call may have ended, and the rest is read again."""
+        if self._is_unfinished():
+            return
+        text = self._scanner.taken
+        length = self._length_of_broken(text)
+        if length is None:
+            length = len(text)
+        self._num_calls += self.is_in_call
+        self._scanner.rewind(length)
+        self._add_content(self._text.add(text[:length]))
 
 
 class PlainFormat(ChatFormat):
@@ -131,7 +185,9 @@ class PlainFormat(ChatFormat):
 
     name = "plain"
 
-    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
+    def parser(
+        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
+    ) -> Parser:
         """Make a parser that reads reasoning alone."""
         return TextParser(self, starts_in_reasoning=starts_in_reasoning)
 

@@ -5,15 +5,28 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from server.formats.base import ChatFormat, JsonEnd, Tool
+from server.formats.base import ChatFormat, Tool
+from server.formats.json_text import JsonText
 from server.formats.reasoning import TextParser
 
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[None, None, _T]
 
 _NAME, _ARGUMENTS, _IGNORED = '"name"', ('"arguments"', '"parameters"'), ('"id"', '"type"')
+_NOTHING = ('""', "null")  # in the place of arguments
+
+
+@dataclass(slots=True)
+class _JsonCall:
+    """What was read of an object. Arguments that stand before the name are kept."""
+
+    name: str = ""
+    early: str = ""
+    has_arguments: bool = False
+    is_broken: bool = False
 
 
 class CallParser(TextParser):
@@ -24,12 +37,19 @@ class CallParser(TextParser):
         tools: the functions of which the names are calls.
         openings: the markers of which each may begin a call; without tools none does.
         starts_in_reasoning: whether the mark that begins the reasoning stands before the text.
+        has_structure: whether calls are passed on as they come.
     """
 
     def __init__(
-        self, chat_format: ChatFormat, tools: Sequence[Tool], openings: Sequence[str], *, starts_in_reasoning: bool
-    ) -> None:
-        super().__init__(chat_format, openings if tools else (), starts_in_reasoning=starts_in_reasoning)
+        self, chat_format: ChatFormat, tools: Sequence[Tool], openings: Sequence[str], *, starts_in_reasoning: bool,
+        has_structure: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            chat_format,
+            openings if tools else (),
+            starts_in_reasoning=starts_in_reasoning,
+            has_structure=has_structure,
+        )
         self._names = tuple(tool.name for tool in tools)
         escapes = (True, False)
         self._written = {json.dumps(name, ensure_ascii=escape): name for name in self._names for escape in escapes}
@@ -42,19 +62,14 @@ class CallParser(TextParser):
         return next((False for _ in self._steps), True)
 
     def _run(self, marker: str) -> Steps[None]:
-        num_before = self._num_calls
-        is_read = yield from self._call(marker)
-        if self._scanner.is_over and self._num_calls > num_before:
-            self._scanner.take(len(self._scanner.held))  # the beginning of something that belongs to the call
-            is_read = True
-        if is_read:
-            self._end_call()
-        else:
+        if not (yield from self._call(marker)):
             self._no_call()
+        self._scanner.forget()
+        self._step = self._content
 
     @abstractmethod
     def _call(self, marker: str) -> Steps[bool]:
-        """Read calls after a marker; return whether all that was taken since the last `_start_call` belongs to them."""
+        """Read calls after a marker; return whether all that was taken since the last complete one belongs to them."""
 
     # Steps
 
@@ -69,85 +84,156 @@ class CallParser(TextParser):
         while not self._skip_space():
             yield
 
-    def _sees(self, marker: str) -> Steps[bool]:
-        """Whether the text goes on with `marker`, which stays."""
-        while (found := self._scanner.starts_with(marker)) is None:
+    def _gap(self) -> Steps[str]:
+        """Take white space, and return it."""
+        parts = [self._scanner.take_space()]
+        while self._scanner.is_waiting:
             yield
+            parts.append(self._scanner.take_space())
+        return "".join(parts)
+
+    def _sees(self, *markers: str) -> Steps[str]:
+        """Return that of `markers` with which the text goes on, which stays; "" if with none."""
+        while (found := self._scanner.next_of(*markers)) is None:
+            yield
+        self._ran_out |= found == "" and self._scanner.is_cut(*markers)
         return found
 
-    def _json_arguments(self) -> Steps[None]:
-        """Pass on a JSON value as the arguments of the call."""
-        end = JsonEnd()
-        while (text := (yield from self._value_part(end))) and not end.is_over:
-            self._add_arguments(text)
-        self._add_arguments(text)
-
-    def _value_part(self, end: JsonEnd) -> Steps[str]:
-        """Take more of a JSON value; "" if the text or the value is over."""
-        while self._scanner.is_waiting and not end.is_over:
+    def _until(self, *markers: str) -> Steps[tuple[str, str]]:
+        """Take the text before the first of `markers`, and the marker; "" if the text has ended before."""
+        parts: list[str] = []
+        while True:
+            text, marker = self._scanner.until(*markers)
+            parts.append(text)
+            if marker or self._scanner.is_over:
+                self._ran_out |= not marker
+                return "".join(parts), marker or ""
             yield
-        return self._scanner.take_value(end)
 
-    def _json_call(self) -> Steps[bool]:
-        """Read an object with the name and the arguments of a call; return whether all that was taken belongs to it."""
-        name = early = mark = ""
-        yield from self._expect("{")
-        while key := (yield from self._key()):
-            if key == _NAME and not name:
-                written = yield from self._expect(*self._written)
-                name = self._written.get(written, "")
-                if name and early:
-                    self._start_call(name)
-                    self._add_arguments(early)
-                    return (yield from self._rest_of_object())
-            elif key in _ARGUMENTS and not early and (yield from self._sees("{")):
-                if name:
-                    self._start_call(name)
-                    yield from self._json_arguments()
-                    return (yield from self._rest_of_object())
-                early = yield from self._kept_value()
-            elif key in _IGNORED:
-                yield from self._kept_value()
-            else:
-                break
+    def _object(self, name: str) -> Steps[bool]:
+        """Read the arguments of a call of this function; return whether they are a JSON object that is complete."""
+        if not (yield from self._sees("{")):
+            if found := (yield from self._expect(*_NOTHING)):
+                self._start_call(name)
+                self._add_arguments("{}")
+            return bool(found)
+        self._start_call(name)
+        value = JsonText()
+        while True:
+            written: list[str] = []
+            self._scanner.take_json(value, written)
+            self._add_arguments("".join(written))
+            if value.is_over or value.is_broken or self._scanner.is_over:
+                self._ran_out |= not (value.is_over or value.is_broken)
+                return value.is_over
+            yield
+
+    def _value(self) -> Steps[str]:
+        """Take a JSON value; "" if it is none, or not complete."""
+        value, written = JsonText(), list[str]()
+        while True:
+            self._scanner.take_json(value, written)
+            if value.is_over or value.is_broken or self._scanner.is_over:
+                self._ran_out |= not (value.is_over or value.is_broken)
+                return "".join(written) if value.is_over else ""
+            yield
+
+    def _call_of(self, name: str, *ends: str, has_end: bool) -> Steps[bool]:
+        """Read the arguments of a call of this function: an object, or nothing before what `ends` a call.
+
+        With `has_end` one of `ends` has to follow; else the model may also end the text.
+        """
+        yield from self._space()
+        if (yield from self._sees("{", *_NOTHING)):
+            return (yield from self._object(name))
+        is_over = self._scanner.is_cut("{", *_NOTHING, *ends)
+        is_empty = bool((yield from self._sees(*ends))) or (is_over and not has_end and not self._is_cut)
+        self._ran_out |= is_over
+        if is_empty:
+            self._start_call(name)
+            self._add_arguments("{}")
+        return is_empty
+
+    def _ended(self, *ends: str) -> Steps[bool]:
+        """Take what ends a call, and pass it on; return False if something else follows.
+
+        A brace too many may stand before, and the end may be missing before the next call and at the end of the text.
+        """
+        yield from self._braces()
+        if not (yield from self._expect(*ends)) and not (yield from self._sees(*self._openings)):
+            if not self._ran_out:
+                return False
+            self._scanner.take_all()  # the beginning of an end
+        return self._complete_call()
+
+    def _braces(self) -> Steps[bool]:
+        """Take white space and braces; return whether there were braces."""
+        yield from self._space()
+        found = False
+        while (yield from self._expect("}")):
+            found = True
             yield from self._space()
-            mark = yield from self._expect(",", "}")
-            if mark != ",":
+        return found
+
+    def _surplus(self, *followers: str) -> Steps[None]:
+        """Drop braces too many between a complete call and what may follow it."""
+        if (yield from self._braces()) and ((yield from self._sees(*followers)) or self._scanner.is_cut(*followers)):
+            self._scanner.mark()
+
+    def _json_call(self, *ends: str) -> Steps[bool]:
+        """Read an object with the name and the arguments of a call, and what ends the call; return whether it is one.
+
+        The last brace may be missing. Without `ends` a call is complete with its arguments, whatever follows.
+        """
+        if not (yield from self._expect("{")):
+            return False
+        call, is_complete = _JsonCall(), False
+        while key := (yield from self._key()):
+            if not (yield from self._member(key, call)):
                 break
-        return self._call_without_arguments(name, is_closed=mark == "}")
+            if call.name and call.has_arguments and not ends and not is_complete:
+                is_complete = self._complete_call()
+            yield from self._space()
+            if (yield from self._sees(", {", ",{")) or not (yield from self._expect(",")):
+                break
+        is_closed = yield from self._expect("}")
+        if is_complete:
+            if is_closed:
+                self._scanner.mark()
+            return not call.is_broken
+        if not call.name or not (call.has_arguments or (is_closed and not call.is_broken)):
+            return False
+        if not call.has_arguments:
+            self._start_call(call.name)
+            self._add_arguments("{}")
+        return (yield from self._ended(*ends)) if ends else self._complete_call()
+
+    def _member(self, key: str, call: _JsonCall) -> Steps[bool]:
+        """Read the value of a member; return whether it is one of a call's."""
+        call.is_broken = True
+        if key == _NAME and not call.name:
+            written = yield from self._expect(*self._written)
+            self._name = call.name = self._written.get(written, "")
+            call.is_broken = not written
+            if written and call.has_arguments:
+                self._start_call(call.name)
+                self._add_arguments(call.early)
+        elif key in _ARGUMENTS and not call.has_arguments:
+            if call.name:
+                call.has_arguments = yield from self._object(call.name)
+            else:
+                call.early = yield from self._value()
+                call.has_arguments = call.early.startswith("{")
+            call.is_broken = not call.has_arguments
+        elif key in _IGNORED or call.has_arguments:
+            call.is_broken = not (yield from self._value())
+        return not call.is_broken
 
     def _key(self) -> Steps[str]:
-        """Take the name of a member, and the colon; "" if it is none of a call's."""
+        """Take the name of a member, and the colon; "" if there is none."""
         yield from self._space()
-        key = yield from self._expect(_NAME, *_ARGUMENTS, *_IGNORED)
+        key = (yield from self._value()) if (yield from self._sees('"')) else ""
         yield from self._space()
         colon = yield from self._expect(":")
         yield from self._space()
         return key if colon else ""
-
-    def _kept_value(self) -> Steps[str]:
-        """Take a JSON value."""
-        first, end = len(self._raw), JsonEnd()
-        while text := (yield from self._value_part(end)):
-            self._raw.append(text)
-        return "".join(self._raw[first:])
-
-    def _call_without_arguments(self, name: str, *, is_closed: bool = False) -> bool:
-        """What could not be read on is a call if the text has ended after its name, or the call without arguments."""
-        if not name or not (is_closed or self._scanner.is_over):
-            return False
-        self._start_call(name)
-        self._add_arguments("{}" if is_closed else "")
-        return True
-
-    def _rest_of_object(self) -> Steps[bool]:
-        """Take what follows the arguments in the object of a call."""
-        while True:
-            yield from self._space()
-            mark = yield from self._expect("}", ",")
-            if mark == "}":
-                self._raw = []
-                return True
-            if not mark or (yield from self._key()) not in _IGNORED:
-                return False
-            yield from self._kept_value()

@@ -7,6 +7,7 @@ in which the value ends there. What comes of a value that is cut off is passed o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -46,6 +47,11 @@ class Tags:
     line: str
 
     @property
+    def after_key(self) -> tuple[str, ...]:
+        """What ends a key: the first one does, another one breaks it."""
+        return (self.key[1], "\n", *filter(None, (self.begin, self.value[0], *self.after_value)))
+
+    @property
     def after_value(self) -> tuple[str, ...]:
         """What can follow a value."""
         return tuple(filter(None, (self.key[0], *self.end)))
@@ -56,9 +62,11 @@ class TaggedFormat(ChatFormat):
 
     tags: ClassVar[Tags]
 
-    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
+    def parser(
+        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
+    ) -> Parser:
         """Make a parser of one output."""
-        return _TaggedParser(self, tools, starts_in_reasoning=starts_in_reasoning)
+        return _TaggedParser(self, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """As the chat templates write calls: parameters in the order of the schema."""
@@ -119,21 +127,31 @@ class TaggedFormat(ChatFormat):
 class _TaggedParser(CallParser):
     """Reads a call tag by tag. The value of a parameter that is always a string is passed on as it comes."""
 
-    def __init__(self, chat_format: TaggedFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool) -> None:
+    def __init__(
+        self, chat_format: TaggedFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
+    ) -> None:
         self._tags = tags = chat_format.tags
-        super().__init__(chat_format, tools, (tags.begin,), starts_in_reasoning=starts_in_reasoning)
+        super().__init__(
+            chat_format, tools, (tags.begin,), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure
+        )
         self._tools = {f"{tool.name}{tags.name[1]}": tool for tool in tools}
+        self._heads = (tags.name[0],) if tags.name[0] else tuple(self._tools)
+        self._next_call: int | None = None  # where in the text that was taken another call begins
+        self._end_of_broken = re.compile(tags.end[1])
+
+    def _length_of_broken(self, taken: str) -> int | None:
+        return super()._length_of_broken(taken) if self._next_call is None else self._next_call
 
     def _call(self, marker: str) -> Steps[bool]:
+        self._next_call = None
         before_name = self._tags.name[0]
         if before_name and not (yield from self._next(before_name)):
             return False
         name = yield from self._next(*self._tools)
-        may_go_on = self._scanner.is_over and any(other.startswith(name) for other in self._tools if other != name)
-        if not name or may_go_on:
+        if not name:
             return False
         tag = yield from self._next(*self._tags.after_value)
-        if not (tag or self._scanner.is_cut(*self._tags.after_value)):
+        if not tag:
             return False
         self._start_call(self._tools[name].name)
         return (yield from self._parameters(Parameters(self._tools[name]), tag))
@@ -142,51 +160,54 @@ class _TaggedParser(CallParser):
         """Read from the first tag to the end of the call."""
         separator = "{"
         while tag == self._tags.key[0]:
-            name = yield from self._key_text()
+            name, key_end = yield from self._until(*self._tags.after_key)
             before_value = self._tags.value[0]
-            if before_value and not (yield from self._next(before_value)):
+            if key_end != self._tags.key[1] or (before_value and not (yield from self._next(before_value))):
                 return False
-            tag = yield from self._value(_Value(parameters, name, separator, is_indented=self._tags.is_indented))
+            tag = yield from self._value_of(_Value(parameters, name, separator, is_indented=self._tags.is_indented))
             separator = ", "
-        if tag:
-            self._add_arguments("{}" if separator == "{" else "}")
-        if tag == self._tags.end[0]:
-            yield from self._next(self._tags.end[1])
-        return bool(tag)
+        if not tag:
+            return False
+        self._add_arguments("{}" if separator == "{" else "}")
+        end = self._tags.end[1]
+        if tag != end and not (yield from self._next(end)) and self._scanner.is_cut(end):
+            self._scanner.take_all()
+        return self._complete_call()
 
     def _next(self, *tags: str) -> Steps[str]:
         """Take that of `tags` which comes after white space; "" if there is none."""
         yield from self._space()
         return (yield from self._expect(*tags))
 
-    def _key_text(self) -> Steps[str]:
-        """Take the name of a parameter and the tag behind it."""
-        parts, mark = [], None
-        while mark is None:
-            text, mark = self._scanner.until(self._tags.key[1])
-            parts.append(text)
-            if mark is None:
-                yield
-        return "".join(parts)
+    def _value_of(self, value: _Value) -> Steps[str]:
+        """Take a value and the tag that follows its end, which is no end if no such tag follows; "" if there is no end.
 
-    def _value(self, value: _Value) -> Steps[str]:
-        """Take a value and the tag that follows its end, which is no end if no such tag follows."""
-        self._raw = []
+        Where the call has no structure, a value also has no end if an end, and after it another call begins in it.
+        """
+        begin, end = self._tags.begin, self._tags.end[1]
+        others = () if self._is_early else (begin, end)
+        has_ended = False
         self._add_arguments(value.begin())
         while True:
-            text, mark = self._scanner.until(self._tags.value[1])
-            if mark is None and self._scanner.is_over:
-                return ""  # nothing is left but what may begin the mark
+            text, mark = self._scanner.until(self._tags.value[1], *others)
+            if mark is None and self._scanner.is_over:  # nothing is left but what may begin the mark
+                self._ran_out = True
+                return ""
             self._add_arguments(value.add(text))
             if mark is None:
                 yield
                 continue
-            self._raw = [mark]
-            tag = yield from self._next(*self._tags.after_value)
-            if tag or self._scanner.is_cut(*self._tags.after_value):
-                self._add_arguments(value.end())
-                return tag
-            self._add_arguments(value.add("".join(self._raw)))
+            has_ended |= mark != begin
+            gap = yield from self._gap()
+            if mark == self._tags.value[1]:
+                tag = yield from self._expect(*self._tags.after_value)
+                if tag or self._scanner.is_cut(*self._tags.after_value):
+                    self._add_arguments(value.end())
+                    return tag
+            elif mark == begin and has_ended and (yield from self._sees(*self._heads)):
+                self._next_call = len(self._scanner.taken) - len(mark + gap)
+                return ""
+            self._add_arguments(value.add(mark + gap))
 
 
 class _Value:

@@ -71,10 +71,12 @@ class CallReader:
     Args:
         chat_format: how the model writes; None: text is content as it is, and nothing of it is held back.
         tools: the functions that it may call; without any, calls are content.
+        must_call: a call is required, and so has a structure.
     """
 
-    def __init__(self, chat_format: ChatFormat | None, tools: Sequence[Tool] = ()) -> None:
+    def __init__(self, chat_format: ChatFormat | None, tools: Sequence[Tool] = (), *, must_call: bool = False) -> None:
         self._format, self._tools = chat_format, tuple(tools)
+        self._has_structure = must_call or any(tool.strict for tool in tools)  # as constrained decoding has it
         self._outputs: dict[int, _OutputReader] = {}
         self._starts_in_reasoning: bool | None = None
 
@@ -87,7 +89,7 @@ class CallReader:
         for output in response.outputs:
             reader = self._reader(output.index, self._format)
             pieces = [piece async for piece in reader.read(output)]
-            found.append(joined([*pieces, *reader.finish()], reader.reasoning_tokens))
+            found.append(joined([*pieces, *reader.finish(output.finished)], reader.reasoning_tokens))
         return found
 
     async def read(self, message: pb.GenerateStreamResponse) -> list[Piece]:
@@ -97,17 +99,23 @@ class CallReader:
         if self._starts_in_reasoning is None:  # only the first message of a stream tells
             self._starts_in_reasoning = message.starts_in_reasoning
         if message.HasField("finished"):
-            return self._reader(message.finished.index, self._format).finish()
+            return self._reader(message.finished.index, self._format).finish(message.finished)
         return [piece async for piece in self._reader(message.delta.index, self._format).read(message.delta)]
 
     def reasoning_tokens(self, index: int) -> int:
         """How many tokens of this output were reasoning so far."""
         return self._outputs[index].reasoning_tokens if index in self._outputs else 0
 
+    def is_in_call(self, index: int) -> bool:
+        """Whether this output ends inside of a call."""
+        return index in self._outputs and self._outputs[index].is_in_call
+
     def _reader(self, index: int, chat_format: ChatFormat) -> _OutputReader:
         if index not in self._outputs:
             is_reasoning = bool(self._starts_in_reasoning)
-            parser = chat_format.parser(self._tools, starts_in_reasoning=is_reasoning)
+            parser = chat_format.parser(
+                self._tools, starts_in_reasoning=is_reasoning, has_structure=self._has_structure
+            )
             self._outputs[index] = _OutputReader(parser, chat_format.reasoning, is_reasoning=is_reasoning)
         return self._outputs[index]
 
@@ -125,6 +133,10 @@ class _OutputReader:
         self._newest = ""  # what may begin a mark
         self.reasoning_tokens = 0
 
+    @property
+    def is_in_call(self) -> bool:
+        return self._parser.is_in_call
+
     async def read(self, part: pb.Output | pb.TokenDelta) -> AsyncIterator[Piece]:
         start = 0
         for i in range(0, len(part.text_lengths), TOKENS_PER_TURN):
@@ -138,8 +150,8 @@ class _OutputReader:
         for piece in self._parser.push(part.text[start:]):  # it was held back until the end, and belongs to no token
             yield piece
 
-    def finish(self) -> list[Piece]:
-        return self._parser.finish()
+    def finish(self, finished: pb.Finished) -> list[Piece]:
+        return self._parser.finish(is_cut=finished.finish_reason != pb.FINISH_REASON_STOP)
 
     def _tokens(self, text: str, lengths: Sequence[int]) -> Iterator[Piece]:
         """Read some tokens."""

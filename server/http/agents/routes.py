@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from engine.errors import InvalidRequest, Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Call, Origin
-from server.admission.conversation import callable_tools
+from server.admission.conversation import callable_tools, must_call
 from server.admission.slow_work import SlowWork
 from server.driver import Driver
 from server.http.agents.answers import AgentAnswer, whole_of
@@ -132,4 +132,5 @@ def origin_of(request: Request, timeout: float | None) -> Origin:
 
 def _reader(message: pb.GenerateRequest, call: Call) -> CallReader:
     """Return a reader that knows the functions which the answer may call."""
-    return CallReader(call.driver.model.format, callable_tools(message.messages))
+    asked = message.messages
+    return CallReader(call.driver.model.format, callable_tools(asked), must_call=must_call(asked))

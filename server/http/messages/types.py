@@ -109,7 +109,7 @@ class ClientTool(Block):
     description: Text = ""
     input_schema: Schema
     strict: Flag = False
-    eager_input_streaming: Ignored = None  # no effect: arguments are always sent as they come
+    eager_input_streaming: Ignored = None  # no effect: see `docs/api.md` for when arguments are sent
 
 
 class AnyToolChoice(Body):

@@ -54,7 +54,9 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
     def of(cls, body: ChatBody, model: ServedModel) -> ChatAnswers:
         """Return the format of the answers to a body."""
         is_read = is_parsed(body, model)
-        reader = CallReader(model.format if is_read else None, callable_tools(body.tools, body.tool_choice))
+        must_call = body.tool_choice is not None and body.tool_choice.type in ("required", "function")
+        tools = callable_tools(body.tools, body.tool_choice)
+        reader = CallReader(model.format if is_read else None, tools, must_call=must_call)
         is_forced = body.tool_choice is not None and body.tool_choice.type == "function"
         skips = not (is_read and model.format.special) if body.skip_special_tokens is None else body.skip_special_tokens
         silent = silent_tokens(model, skips_special=skips, ignores_end=body.ignore_eos)
@@ -112,7 +114,7 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
         return {"delta": {}, "logprobs": None}
 
     def _reason(self, finished: pb.Finished, index: int) -> str:
-        has_called = self._num_calls[index] and not self._is_forced
+        has_called = self._num_calls[index] and not self._is_forced and not self._reader.is_in_call(index)
         is_own_end = finished.finish_reason == pb.FINISH_REASON_STOP
         return "tool_calls" if has_called and is_own_end else super()._reason(finished, index)
 

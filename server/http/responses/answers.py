@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from pilotfish.v1 import generation_pb2 as pb
 from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
+from server.formats.json_text import is_object
 from server.http.agents.answers import AgentAnswer
 from server.http.agents.fields import Json
 from server.http.errors import HttpError
@@ -132,6 +133,10 @@ class CallOutput(OutputItem):
     def __init__(self, item_id: str, call_id: str, function: OfferedFunction) -> None:
         super().__init__(item_id)
         self._call_id, self._function = call_id, function
+
+    def close(self, status: str) -> None:
+        """End the item. It is complete if its arguments are, whatever ended the answer."""
+        super().close("completed" if is_object(self.text) else status)
 
     def item(self) -> Json:
         return self._named("function_call") | {"arguments": self.text}

@@ -119,7 +119,8 @@ class Family:
 
     Args:
         hostile: parts of calls, besides the markers.
-        readings: texts, and what is read of them.
+        readings: texts that the model has ended, and what is read of them.
+        cut: texts that `max_tokens` has ended, and what is read of them.
         contents: texts that look like calls and are none.
         broken: texts that the rule of a free answer does not match.
         repeated: what may come very often, perhaps after a beginning.
@@ -133,6 +134,7 @@ class Family:
     spellings: Sequence[Spelling]
     hostile: Sequence[str] = ()
     readings: dict[str, Reading] = field(default_factory=dict)
+    cut: dict[str, Reading] = field(default_factory=dict)
     contents: Sequence[str] = ()
     broken: Sequence[str] = ()
     repeated: Sequence[str | tuple[str, str]] = ()

@@ -133,10 +133,14 @@ async def test_what_is_wrong_is_named(client, name):
         await client.generate(ASKED, **options)
 
 
-async def test_arguments_of_earlier_calls_have_to_be_json(client):
-    turns = [*ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}]
-    with pytest.raises(InvalidRequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is '{x'"):
-        await client.generate(turns)
+@pytest.mark.parametrize(
+    "arguments", ['{"days": 2, "pl', "null", "[1]", '{"days": NaN}', "\u00fc", "[" * 500, "", " \n"]
+)
+async def test_arguments_of_earlier_calls_that_are_no_object_are_text(client, arguments):
+    turns = [*ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}]
+    done = await client.generate(turns, max_tokens=1, prompt_token_ids=True)
+    given = {"INVALID_JSON": arguments} if arguments.strip() else {}
+    assert f'"arguments": {json.dumps(given, ensure_ascii=False)}}}' in CODEC.decode(done.prompt_token_ids)
 
 
 async def test_predictions(client):

@@ -43,10 +43,23 @@ DEEPSEEK = Family(
     readings={
         f"{CALL}get{SEPARATOR}{A}": called(A),
         f"{BEGIN}\n{CALL}get{SEPARATOR} {A}\n{CALL_END}\n{END}\n": called(A),
+        f"{CALL}function{SEPARATOR}get\n```json\n{A}\n```": called(A),
+        f"{BEGIN}{CALL}get{SEPARATOR}{CALL_END}{CALL}get{SEPARATOR}{A}}}{CALL_END}{END}": called("{}", A),
+        **dict.fromkeys(
+            (f"{CALL}function{SEPARATOR}get{CALL_END}", f"{CALL}function{SEPARATOR}get\n```json\n```{CALL_END}"),
+            called("{}"),
+        ),
+        **{
+            f"{BEGIN}{CALL}get{SEPARATOR}{broken}{CALL_END}{CALL}get{SEPARATOR}{A}{CALL_END}{END}": called(
+                A, content=f"{BEGIN}{CALL}get{SEPARATOR}{broken}{CALL_END}"
+            )
+            for broken in ('{"a": 1', '{"a": "x}', '{"a": 1}]', "x")
+        },
+    },
+    cut={
         f"{BEGIN}{CALL}get{SEPARATOR}{A}{CALL_END}{CALL}ge": called(A),
         f"{CALL}function{SEPARATOR}get\n```json\n{A}\n``": called(A),
-        f"{CALL}get{SEPARATOR}": called(""),
-        f"{CALL}function{SEPARATOR}get\n```js": called(""),
+        **dict.fromkeys((f"{CALL}get{SEPARATOR}", f"{CALL}function{SEPARATOR}get\n```js", f"{BEGIN}"), called()),
     },
     contents=(
         *(BEGIN, END, f"{BEGIN} x", f"{BEGIN}{CALL}other{SEPARATOR}{{}}{CALL_END}{END}", f"{CALL}get_y{SEPARATOR}{{}}"),

@@ -53,18 +53,13 @@ GEMMA = Family(
     wild=some_calls(BEGIN, END, "<escape>"),
     ends=(":",),
     readings={
-        # A call ends where its notation is broken.
-        f"{HEAD}{written}}}{END}": called(arguments, content=rest + END)
-        for written, arguments, rest in (
-            ("a:x", "{", "a:x}"),
-            ("a:1,", '{"a": 1', ",}"),
-            ("a:1 b:2", '{"a": 1', "b:2}"),
-            ("a", "{", "a}"),
-            (":1", "{", ":1}"),
-            ("a:[1}]", '{"a": [1', "}]}"),
-            ("a:NaN", "{", "a:NaN}"),
-        )
+        f"{BEGIN}call:get{{a:1}}}}{END}{HEAD}a:1}}{HEAD}a:1}}{END}": called(*['{"a": 1}'] * 3),
+        **{
+            f"{broken}\n{HEAD}a:1}}{END}": called('{"a": 1}', content=broken)
+            for broken in (f"{HEAD}a:{QUOTE}x}}{END}", f"{HEAD}a:[1,2}}{END}", f"{HEAD}a:'x'}}{END}")
+        },
     },
+    cut=dict.fromkeys((f"{HEAD}a:{QUOTE}x", HEAD, f"{HEAD}a", f"{HEAD}a:1"), called()),
     contents=(
         f"{BEGIN}call:other{{}}{END}",
         f"{BEGIN}get{{}}{END}",
@@ -72,6 +67,7 @@ GEMMA = Family(
         f"{BEGIN} x",
         BEGIN,
         QUOTE,
+        *(f"{HEAD}{written}}}{END}" for written in ("a:x", "a:1,", "a:1 b:2", "a", ":1", "a:[1}]", "a:NaN", "a=1")),
     ),
     hostile=("call:", "call:get{", "a:", "null", "1"),
     repeated=(f"{HEAD}a", f"{HEAD}a:{QUOTE}", f"{HEAD}a:1,", f"{HEAD}a:[", "{a:", "1,"),
@@ -82,7 +78,7 @@ FORMAT = GEMMA.first.format
 @settings(max_examples=40)
 @given(hostile_texts(QUOTE, "a:", "null", "1", "[1", "{a:"))
 def test_arguments_are_always_json_or_the_beginning_of_it(text: str) -> None:
-    for call in read(FORMAT, FREE, f"{HEAD}{text}").calls[:1]:
+    for call in read(FORMAT, FREE, f"{HEAD}{text}", has_structure=True).calls[:1]:
         assert isinstance(json.loads(closed(call.arguments)), dict)
 
 

@@ -47,18 +47,25 @@ GLM = Family(
         "<tool_call>get</tool_call><tool_call>\n get_x\n</tool_call>\n": Reading(
             "", "", [Call("get", "{}"), Call("get_x", "{}")]
         ),
-        "Well. \n\n<tool_call>get\n</tool_call>\nDone.": called("{}", content="Well.Done."),
+        "Well. \n\n<tool_call>get\n</tool_call>\nDone.": called("{}", content="Well. \n\n\nDone."),
         write([("get", {"a": "\na", "b": 5, "c": [{}]})]): called('{"a": "\\na", "b": 5, "c": [{}]}'),
         write([("get", {"b": 5, "a": " 5"})], ""): called('{"b": 5, "a": " 5"}'),
         write([("get", {"a": "</arg_value>\n<arg>"})]): called('{"a": "</arg_value>\\n<arg>"}'),
-        # Cut off.
-        "Well: <tool_call>set": Reading("", "Well:", [Call("set", "")]),
-        "<tool_call>get\n<arg_": called(""),
-        "<tool_call>get\n<arg_key>a</arg_key>\n<arg": called(""),
-        "<tool_call>get\n<arg_key>a</arg_key>\n<arg_value>a\n": called('{"a": "a\\n'),
-        "<tool_call>get\n<arg_key>a</arg_key>\n<arg_value>a</arg": called('{"a": "a'),
-        "<tool_call>get\n<arg_key>a</arg_key>\n<arg_value>a</arg_value>\n</tool": called('{"a": "a"'),
+        f"<tool_call>get<arg_key>a</arg_key>x</tool_call> {write([('get', {'b': 5})])}": called(
+            '{"b": 5}', content="<tool_call>get<arg_key>a</arg_key>x</tool_call>"
+        ),
     },
+    cut=dict.fromkeys(
+        (
+            "Well: <tool_call>set",
+            "Well: <tool_call>get\n<arg_",
+            "Well: <tool_call>get\n<arg_key>a</arg_key>\n<arg",
+            "Well: <tool_call>get\n<arg_key>a</arg_key>\n<arg_value>a\n",
+            "Well: <tool_call>get\n<arg_key>a</arg_key>\n<arg_value>a</arg",
+            "Well: <tool_call>get\n<arg_key>a</arg_key>\n<arg_value>a</arg_value>\n</tool",
+        ),
+        called(content="Well: "),
+    ),
     contents=(
         "a </arg_value> ",
         "<tool_call>other\n</tool_call>",

@@ -22,6 +22,7 @@ def write(calls: Calls) -> str:
     return f"<|end|>{ROLE}".join(messages)
 
 
+HEADERS = ["<|start|>assis", f"{ROLE}<|channel|>", f"{COMMENTARY} to=functions.ge", "<|channel|>fin"]
 CALLS = some_calls("json", "to=functions.get", "assistant")
 HARMONY = Family(
     name="harmony",
@@ -37,7 +38,16 @@ HARMONY = Family(
         f"{COMMENTARY} to=get<|constrain|>json<|message|> {A}": called(A),
         f"<|channel|>analysis to=functions.get code<|message|>{A}": called(A),
         f"{COMMENTARY} to=functions.get{COMMENTARY} {JSON}{A}": called(A),
-        HEAD: called(""),
+        # Arguments may be missing, and a brace may be there too often; a broken call takes no other one with it.
+        **dict.fromkeys(
+            (HEAD, f'{HEAD}""<|call|>', f"{COMMENTARY} to=functions.get<|call|>", f"{ROLE} to=functions.get"),
+            called("{}"),
+        ),
+        f"{ONE}}}<|call|>": called(A),
+        **{
+            f"{HEAD}{broken}<|end|>{ROLE}{ONE}": called(A, content=broken)
+            for broken in ('{"a": 1', '{"a": "x}', '{"a": 1} x', "x")
+        },
         # A preamble is content before the call; messages of one kind are lines.
         f"{ANALYSIS}hm<|end|>{ROLE}{COMMENTARY}<|message|>plan:\n<|end|>{ROLE}{ONE}<|call|>": called(
             A, content="plan:", reasoning="hm"
@@ -46,11 +56,10 @@ HARMONY = Family(
             f"{ANALYSIS}a <|end|>{ROLE}{ANALYSIS} b<|end|>"
             f"{ROLE}{COMMENTARY}<|message|>plan\n<|end|>{ROLE}{FINAL}Hi<|return|>"
         ): Reading("a\nb", "plan\nHi", []),
-        # A header that is cut off is no content.
-        **dict.fromkeys(
-            ["<|start|>assis", f"{ROLE}<|channel|>", f"{COMMENTARY} to=functions.ge", "<|channel|>fin"], called()
-        ),
+        # A header that ends early is no content.
+        **dict.fromkeys(HEADERS, called()),
     },
+    cut=dict.fromkeys([*HEADERS, HEAD, f"{COMMENTARY} to=functions.get", f'{HEAD}{{"a'], called()),
     broken=(f"{COMMENTARY}<|message|>plan<|end|>", f"{HEAD}3", "Hi", f"{FINAL}Hi<|end|>"),
     repeated=("to=", ANALYSIS, f"{ONE}<|call|>", HEAD, "<|channel|>x "),
 )
@@ -70,7 +79,7 @@ def test_channels_are_reasoning_and_content() -> None:
         ("to", "to"),
         (f"{COMMENTARY} to=functions.other {JSON}{{}}<|call|>", "{}"),
         (f"{HEAD}x", "x"),
-        (f"{ONE} x<|end|>", "x"),
+        (f"{ONE} x<|end|>", f"{A} x"),
         ("<|start|>x", "x"),
         ("<|channel|>x y", "x y"),
         ("<|message|>x<|return|>y", "xy"),

@@ -7,7 +7,7 @@ import json
 from server.formats.base import ReasoningMarks, Tool
 from server.formats.hermes import HermesFormat
 from tests.server.formats.laws import Calls, Family, Spelling, called, some_calls
-from tests.server.formats.walks import Call, Masks, Reading, plain_masks, read
+from tests.server.formats.walks import Masks, plain_masks, read
 
 TOKENS = Masks({"<tool_call>": False, "</tool_call>": False, "<think>": False, "</think>": False, "<|im_end|>": True})
 A, CALL = '{"a": 1}', '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
@@ -39,17 +39,50 @@ HERMES = Family(
             A, content='<tool_call>\n{"name": "other"}\n</tool_call>'
         ),
         f"<tool_call>{CALL}": called(A, content="<tool_call>"),
-        '<tool_call>{"name": "set", "arguments": {}, "why": "?"}</tool_call>': Reading(
-            "", ', "why": "?"}</tool_call>', [Call("set", "{}")]
-        ),
-        # Cut off.
-        'Well: <tool_call>\n{"name": "get"': called("", content="Well:"),
-        '<tool_call>\n{"name": "get", "argum': called(""),
-        '<tool_call>\n{"name": "get", "arguments": ': called(""),
-        '<tool_call>\n{"name": "get", "arguments": {"a": 1, "': called('{"a": 1, "'),
+        '<tool_call>{"name": "get", "arguments": {}, "why": "?"}</tool_call>': called("{}"),
+        # The end may be missing, or a brace beside it; arguments may be missing.
         CALL[:-14]: called(A),
         CALL[:-5]: called(A),
-        '<tool_call>\n{"arguments": {"a": 1}, "name": "get"}': called(A),
+        f"{CALL.replace('}}', '}')}{CALL.replace('}}', '}}} }')}": called(A, A),
+        f"{CALL[:-14]}{CALL}": called(A, A),
+        '<tool_call>{"name": "get", "arguments": ""}</tool_call>': called("{}"),
+        '<tool_call>{"arguments": {"a": 1}, "name": "get", }</tool_call>': called(A),
+        # A broken call takes no other one with it.
+        **{
+            f"{broken}\n{CALL}": called(A, content=broken)
+            for broken in (
+                CALL.replace("1}}", '"x}}'),
+                CALL.replace("1}}", '"C:\\"}}'),
+                CALL.replace("1", "NaN"),
+                CALL.replace("1", "[1, ]"),
+                CALL.replace('"a"', "a"),
+                CALL.replace("1", "[" * 400 + "]" * 400),
+                CALL.replace("1", "1" * 2000),
+            )
+        },
+        f"{CALL.replace('1', '')} and {CALL}!": called(A, content=f"{CALL.replace('1', '')} and !"),
+        # What has one meaning is repaired.
+        CALL.replace("1", '"a\nb\t\x01"'): called('{"a": "a\\nb\\t\\u0001"}'),
+        CALL.replace("1", r'"C:\dir\u12 \ud83d\ude00 \ud83d \ude00"'): called(
+            r'{"a": "C:\\dir\\u12 \ud83d\ude00 \ufffd \ufffd"}'
+        ),
+    },
+    cut={
+        **dict.fromkeys(
+            (
+                'Well: <tool_call>\n{"name": "get"',
+                'Well: <tool_call>\n{"name": "get", "argum',
+                'Well: <tool_call>\n{"name": "get", "arguments": ',
+                'Well: <tool_call>\n{"name": "get", "arguments": {"a": 1, "',
+                'Well: <tool_call>\n{"arguments": {"a": 1}, "name": "ge',
+                "Well: <tool_",
+            ),
+            called(content="Well: "),
+        ),
+        f"{CALL}<tool_call>\n{{": called(A),
+        CALL[:-5]: called(A),
+        f"{CALL[:-14]}, ": called(A),
+        f"{CALL.replace('1}}', chr(34))}\nBye": called(content=f"{CALL.replace('1}}', chr(34))}\nBye"),
     },
     contents=(
         " Hi. \n",
@@ -65,6 +98,7 @@ HERMES = Family(
         '<tool_call>{"name": "get", "name": "get"}</tool_call>',
         '<tool_call>{"name": "get", "arguments": 5}</tool_call>',
         '<tool_call>{"name": "ge',
+        '<tool_call>{"name": "get", "arguments": {"a": 1, "',
         '<tool_call>{"arguments": {"a": 1}, "name',
         "</tool_call>",
     ),

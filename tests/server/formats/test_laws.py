@@ -20,7 +20,7 @@ from tests.server.formats.test_hermes import HERMES
 from tests.server.formats.test_llama import LLAMA
 from tests.server.formats.test_mistral import MISTRAL
 from tests.server.formats.test_qwen_coder import QWEN_CODER
-from tests.server.formats.walks import Call, Reading, joined, pieces_of, read
+from tests.server.formats.walks import Call, Reading, cuts, joined, pieces_of, read
 
 FAMILIES = (HERMES, QWEN_CODER, GLM, LLAMA, MISTRAL, GEMMA, DEEPSEEK, HARMONY)
 SPELLINGS = [(family, spelling) for family in FAMILIES for spelling in family.spellings]
@@ -146,25 +146,115 @@ def test_what_is_read_early_is_not_taken_back(family: Family, spelling: Spelling
     whole = joined(pieces_of(spelling.format, family.tools, [text]))
     assert [call.name for call in whole.calls] == ["get", "get", "get_x"]
     assert not whole.content
-    tokens = [found.span() for mark in spelling.format.special for found in re.finditer(re.escape(mark), text)]
-    for length in range(len(text)):
-        if any(start < length < end for start, end in tokens):
-            continue  # a token comes as a whole
-        early = joined(pieces_of(spelling.format, family.tools, [text[:length]])).calls
-        for call, full in zip(early, whole.calls[: len(early)], strict=True):
+    for length in token_ends(spelling, text):
+        begun = joined(pieces_of(spelling.format, family.tools, [text[:length]], is_cut=True, has_structure=True))
+        for call, full in zip(begun.calls, whole.calls[: len(begun.calls)], strict=True):
             assert call.name == full.name, text[:length]
             assert full.arguments.startswith(call.arguments), text[:length]
 
 
+def token_ends(spelling: Spelling, text: str) -> list[int]:
+    """The lengths at which a text can be cut: a token comes as a whole."""
+    tokens = [found.span() for mark in spelling.format.special for found in re.finditer(re.escape(mark), text)]
+    return [at for at in range(len(text) + 1) if not any(start < at < end for start, end in tokens)]
+
+
 @of_every_spelling
-def test_every_character_of_a_string_is_passed_on_at_once(family: Family, spelling: Spelling) -> None:
+def test_every_character_of_a_string_is_passed_on_at_once_where_calls_have_a_structure(
+    family: Family, spelling: Spelling
+) -> None:
     text = spelling.write([("get", {"a": "x" * 50})])
     at = text.index("x" * 50)
-    parser = spelling.format.parser(family.tools)
+    parser = spelling.format.parser(family.tools, has_structure=True)
     pieces = [piece for char in text[:at] for piece in parser.push(char)]
     for length in range(51):
         assert joined(pieces).calls == [Call("get", '{"a": "' + "x" * length)]
+        assert parser.is_in_call
         pieces += parser.push(text[at + length])
+    pieces += [*parser.push(text[at + 51 :]), *parser.finish()]
+    assert not parser.is_in_call
+    assert parsed(joined(pieces)) == [("get", {"a": "x" * 50})]
+
+
+# ------------------------------------------------------------------------------------------------- broken, and cut
+
+FIRST, VICTIM, LAST, BEFORE, AFTER = "first", "vic@tim", "last", "Look. ", " Seen."
+
+
+def conversation(family: Family, spelling: Spelling, inside: str = "") -> tuple[str, range]:
+    """A text with three calls, and where the middle one stands in it."""
+
+    def given(word: str) -> tuple[str, dict[str, object]]:
+        return family.one[0], dict(family.one[1]) | {"a": word}
+
+    calls = spelling.write([given(FIRST), ("set", {"a": f"{VICTIM}{inside}", "b": 1}), given(LAST)])
+    text = calls if family.has_channels else BEFORE * family.is_text_free + calls + AFTER
+    first, start, stop = (text.index(family.one[0]), text.index("set"), text.rindex(family.one[0]))
+    head = next(n for n in range(first + 1) if n == first or text[first - n - 1] != text[stop - n - 1])
+    head -= re.search(r"[<{[]", text[start - head :]).start()
+    return text, range(start - head, stop - head)
+
+
+def mutant(family: Family, spelling: Spelling, rng: random.Random) -> str:
+    """A conversation of which one call has a fault: most are in its notation, some in its text."""
+    text, place = conversation(family, spelling)
+    kind, in_text = rng.randrange(6), text.index(VICTIM) + 3
+    if kind == 0:
+        return text[:in_text] + rng.choice(["\n", "\t", "\x01", "\x0c", "\\d", "\\", '"', "\\u12"]) + text[in_text:]
+    if kind == 1:
+        marks = [] if spelling.format.special else [*spelling.format.markers]
+        return text[:in_text] + rng.choice([*marks, "{", "}", "<", "[", ", "]) + text[in_text:]
+    if kind == 2:
+        marks = [
+            (text.index(mark, place.start), mark) for mark in spelling.format.markers if mark in text[place.start :]
+        ]
+        start, mark = rng.choice([(at, mark) for at, mark in marks if at + len(mark) <= place.stop] or [(in_text, "")])
+        return text[:start] + mark * rng.choice([0, 2]) + text[start + len(mark) :]
+    at = rng.choice([at for at in place if text[at] in "{}[]\"'<>|:,=_`"])
+    return text[:at] + text[at] * rng.choice([0, 2]) + text[at + 1 :]
+
+
+@pytest.mark.parametrize("number", [12, pytest.param(300, marks=pytest.mark.slow)])
+@of_every_spelling
+def test_a_broken_call_takes_no_good_one_and_no_text_with_it(family: Family, spelling: Spelling, number: int) -> None:
+    for seed in range(number):
+        rng = random.Random(seed)
+        text = mutant(family, spelling, rng)
+        found = (
+            read(spelling.format, family.tools, text)
+            if seed % 10 == 0
+            else reading_in_parts(family, spelling, text, rng)
+        )
+        arguments = [json.loads(call.arguments) for call in found.calls]
+        assert all(isinstance(each, dict) for each in arguments), text
+        assert [each.get("a") for each in arguments if each.get("a") in (FIRST, LAST)] == [FIRST, LAST], text
+        assert len(found.calls) <= 3, text
+        kept = found.content + "".join(call.arguments for call in found.calls)
+        assert VICTIM[:3] in kept, text
+        assert VICTIM[3:] in kept, text
+        if not family.has_channels:
+            assert found.content.startswith(BEFORE.strip() * family.is_text_free), text
+            assert found.content.endswith(AFTER if family.is_text_free else AFTER.strip()), text
+
+
+def reading_in_parts(family: Family, spelling: Spelling, text: str, rng: random.Random) -> Reading:
+    """What is read of a text in whole, and the same in random parts."""
+    *_, parts = cuts(text, rng)
+    whole, found = (joined(pieces_of(spelling.format, family.tools, some)) for some in ([text], parts))
+    assert found == whole, parts
+    return whole
+
+
+@of_every_spelling
+def test_a_text_that_is_cut_has_the_calls_and_the_text_before(family: Family, spelling: Spelling) -> None:
+    text, _ = conversation(family, spelling, "" if spelling.format.special else "<".join(spelling.format.markers[:1]))
+    whole = joined(pieces_of(spelling.format, family.tools, [text]))
+    for length in token_ends(spelling, text):
+        found = joined(pieces_of(spelling.format, family.tools, [text[:length]], is_cut=True))
+        assert found.calls == whole.calls[: len(found.calls)], text[:length]
+        assert whole.content.startswith(found.content.rstrip()), text[:length]
+        ended = joined(pieces_of(spelling.format, family.tools, [text[:length]]))
+        assert all(isinstance(json.loads(call.arguments), dict) for call in ended.calls), text[:length]
 
 
 # ---------------------------------------------------------------------------------------------- calls and other text
@@ -174,13 +264,23 @@ CONTENTS = [(family, text) for family in FAMILIES for text in family.contents]
 
 
 @pytest.mark.parametrize(("family", "text", "reading"), READINGS, ids=lambda value: getattr(value, "name", None))
-def test_a_call_may_be_written_in_several_ways_and_cut_off(family: Family, text: str, reading: Reading) -> None:
+def test_a_call_may_be_written_in_several_ways(family: Family, text: str, reading: Reading) -> None:
     chat_format = family.first.format
     assert read(chat_format, family.tools, text) == reading
     if not family.has_channels:
         marks, written = chat_format.reasoning, family.first.write([family.one])
         text = f"\n{marks.begin}\nI see {written}\n{marks.end}\n{text}"
         assert read(chat_format, family.tools, text) == reading._replace(reasoning=f"I see {written}")
+
+
+CUT = [(family, text, reading) for family in FAMILIES for text, reading in family.cut.items()]
+
+
+@pytest.mark.parametrize(("family", "text", "reading"), CUT, ids=lambda value: getattr(value, "name", None))
+def test_the_beginning_of_a_call_that_is_cut_is_neither_a_call_nor_content(
+    family: Family, text: str, reading: Reading
+) -> None:
+    assert read(family.spellings[-1].format, family.tools, text, is_cut=True) == reading
 
 
 @pytest.mark.parametrize(("family", "text"), CONTENTS, ids=lambda value: getattr(value, "name", None))
@@ -197,7 +297,7 @@ def test_what_looks_like_a_call_and_is_none_is_content(family: Family, text: str
 @of_every_plain_spelling
 def test_reasoning_content_and_calls_follow_each_other(family: Family, spelling: Spelling) -> None:
     marks, call = spelling.format.reasoning, spelling.after_text + spelling.write([family.one])
-    expected = Reading("hm", "HiBye ", [one_of(family)] * 2)
+    expected = Reading("hm", "Hi \n\n\n Bye ", [one_of(family)] * 2)
     rest = f"\nhm\n{marks.end}\n\nHi \n{call}\n{call}\n Bye "
     assert read(spelling.format, family.tools, marks.begin + rest) == expected
     assert read(spelling.format, family.tools, rest, starts_in_reasoning=True) == expected
@@ -212,7 +312,7 @@ def test_tokens_of_turns_are_dropped(family: Family, spelling: Spelling) -> None
         if turn in spelling.format.special:
             assert read(spelling.format, family.tools, text) == Reading("a", "b", [one_of(family)])
         else:  # spelled by a tokenizer that has no such token
-            assert read(spelling.format, family.tools, text).content == f"b{turn}{turn}"
+            assert read(spelling.format, family.tools, text).content == f"b{turn}\n{turn}"
 
 
 @of_every_plain_spelling

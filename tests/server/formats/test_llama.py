@@ -49,7 +49,13 @@ LLAMA = Family(
         '{ "name" : "get" ,\n"parameters" : {"a": 1} }<|eom_id|>': called(A),
         f"{ONE}; {ONE}\n{ONE}{ONE}": called(A, A, A, A),
         f"{ONE}; Bye": called(A, content="; Bye"),
+        f"{ONE[:-1]}; {ONE}}}; {ONE}": called(A, A, A),
+        **{
+            f"{ONE}; {broken}; {ONE}": called(A, A, content=f"; {broken}")
+            for broken in (ONE.replace("1}", '"x}'), ONE.replace("1", ""), ONE.replace("{", "", 1))
+        },
     },
+    cut=dict.fromkeys((ONE[:-3], ONE[:10], f"{TAG}{{"), called()),
     contents=(
         '{"a": 1}',
         '{"name": "other", "parameters": {}}',

@@ -36,15 +36,31 @@ MISTRAL = Family(
     readings={
         '[TOOL_CALLS] [{"name": "get", "arguments": {"a": 1}}]\n': called(A),
         '[TOOL_CALLS][{"id": "x", "name": "get", "arguments": {"a": 1}}': called(A),
-        '[TOOL_CALLS][{"name": "get", "arguments": {"a": 1}}, {"name": "ge': called(A),
         '[TOOL_CALLS]get[CALL_ID]x[ARGS] {"a": 1}': called(A),
-        "[TOOL_CALLS]get[CALL_ID]x": called(""),
-        "[TOOL_CALLS]get[ARGS]": called(""),
+        **dict.fromkeys(("[TOOL_CALLS]get[ARGS]", '[TOOL_CALLS]get[ARGS]""'), called("{}")),
+        '[TOOL_CALLS]get[ARGS][TOOL_CALLS]get[ARGS]{"a": 1}}[TOOL_CALLS]get[ARGS]{"a": 1}} ': called("{}", A, A),
+        '[TOOL_CALLS]get[ARGS]{"a": "x}[TOOL_CALLS]get[ARGS]{"a": 1}': called(
+            A, content='[TOOL_CALLS]get[ARGS]{"a": "x}'
+        ),
+        '[TOOL_CALLS][{"name": "get", "arguments": {"a": 1}, {"name": "get", "arguments": {"a": 1}}}]': called(A, A),
+        '[TOOL_CALLS][{"name": "get", "arguments": {"a": }}, {"name": "get", "arguments": {"a": 1}}]': called(
+            A, content='[TOOL_CALLS][{"name": "get", "arguments": {"a": }}'
+        ),
+    },
+    cut={
+        '[TOOL_CALLS][{"name": "get", "arguments": {"a": 1}}, {"name": "ge': called(A),
+        **dict.fromkeys(("[TOOL_CALLS]get[ARGS]", "[TOOL_CALLS]get[CALL_ID]x", "[TOOL_CALLS]get[ARGS]{"), called()),
     },
     contents=(
         *("[TOOL_CALLS]other[ARGS]{}", "[TOOL_CALLS]get_y[ARGS]{}", "[TOOL_CALLS]get{}", "[TOOL_CALLS]get[ARGS]3"),
         *('[TOOL_CALLS][{"name": "other", "arguments": {}}]', '[TOOL_CALLS]["get"]', "[TOOL_CALLS][]", "[ARGS]{}"),
-        *("[TOOL_CALLS]get[CALL_ID]a b[ARGS]{}", "[TOOL_CALLS]", "[TOOL_CALLS]ge", '[TOOL_CALLS][{"name": "ge'),
+        *(
+            "[TOOL_CALLS]get[CALL_ID]a b[ARGS]{}",
+            "[TOOL_CALLS]get[CALL_ID]x",
+            "[TOOL_CALLS]",
+            "[TOOL_CALLS]ge",
+            '[TOOL_CALLS][{"name": "ge',
+        ),
     ),
     broken=("[ARGS]", write_v13([("get", {})])),
     hostile=("[TOOL_CALLS]get[ARGS]",),

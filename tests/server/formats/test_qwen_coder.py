@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from server.formats.base import ReasoningMarks, Tool
 from server.formats.qwen_coder import QwenCoderFormat
 from tests.server.formats.laws import TYPED, Calls, Family, Spelling, called, typed_calls
-from tests.server.formats.walks import TEXT, VALUES, Masks, plain_masks, tool
+from tests.server.formats.walks import TEXT, VALUES, Call, Masks, Reading, plain_masks, tool
 
 TOKENS = Masks({"<tool_call>": False, "</tool_call>": False, "<think>": False, "</think>": False, "<|im_end|>": True})
 ALL_TOKENS = Masks({**dict.fromkeys(TOKENS.ids, False), "</parameter>": False, "</function>": True})
@@ -71,16 +71,25 @@ QWEN_CODER = Family(
         ),
         "<tool_call><function=get><parameter=a>a</parameter></tool_call> b": called('{"a": "a"}', content="b"),
         "<tool_call><function=get><parameter=a>a</parameter></function> b": called('{"a": "a"}', content="b"),
-        # Cut off.
-        f"Well: {in_call('')}": called("", content="Well:"),
-        in_call("<para"): called(""),
-        in_call("<parameter=a"): called(""),
-        in_call("<parameter=a>"): called('{"a": "'),
-        in_call("<parameter=a>\na\nb\n"): called('{"a": "a\\nb'),
-        in_call(A_STRING): called('{"a": "x"'),
-        in_call(f"{A_STRING}\n</fun"): called('{"a": "x"'),
-        in_call("<parameter=b>\n5"): called(""),
-        in_call(f"{A_STRING}\n</function>\n</tool_"): called('{"a": "x"}'),
+        f"{in_call('<parameter=a>')}x</function></tool_call> and {PING}": Reading(
+            "", f"{in_call('<parameter=a>')}x</function></tool_call> and", [Call("get_x", "{}")]
+        ),
+        f"{in_call(A_STRING)}\n</function>\n</tool_": called('{"a": "x"}'),
+    },
+    cut={
+        **dict.fromkeys(
+            (
+                f"Well: {in_call('')}",
+                f"Well: {in_call('<para')}",
+                f"Well: {in_call('<parameter=a')}",
+                f"Well: {in_call('<parameter=a>')}",
+                f"Well: {in_call('<parameter=a>a')}",
+                f"Well: {in_call(A_STRING)}",
+                f"Well: {in_call(A_STRING)}</fun",
+            ),
+            called(content="Well: "),
+        ),
+        f"{in_call(A_STRING)}\n</function>\n</tool_": called('{"a": "x"}'),
     },
     contents=(
         "a </parameter> ",
@@ -89,6 +98,7 @@ QWEN_CODER = Family(
         "<tool_call>\n<function=get>\nnow\n</function>\n</tool_call>",
         "<tool_call>\n<function=get",
         "<tool_call>\n<func",
+        in_call(A_STRING),
         "<function=get>\n</function>",
         '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>',
     ),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.formats.base import JsonEnd, Scanner, Trimmed
-from tests.server.formats.walks import VALUES, cuts
+from server.formats.base import Scanner, Trimmed
+from tests.server.formats.walks import cuts
 
 MARKERS = ("<a>", "<ab>", "<a>b", "x")
 
@@ -54,20 +53,6 @@ def test_only_the_white_space_of_json_is_taken():
 
 
 @settings(max_examples=30)
-@given(VALUES, st.sampled_from([None, 2]), st.booleans(), st.integers(0, 9))
-def test_the_end_of_a_value_is_found(value, indent, ascii_only, seed):
-    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
-    for parts in [[text], *cuts(text, random.Random(seed))]:
-        end = JsonEnd()
-        for part in parts:
-            assert not (end.is_over and part)
-            assert end.length(part) == len(part)
-        assert end.length(', "b": 1}') == 0
-        assert end.is_over
-    assert JsonEnd().length(f"?{text}, {text}]", 1) == len(text)
-
-
-@settings(max_examples=30)
 @given(st.lists(st.text(" \na", max_size=4)), st.booleans())
 def test_white_space_at_the_end_is_held_back(parts, leading):
     text, trimmed = "".join(parts), Trimmed(leading=leading)
@@ -80,3 +65,16 @@ def test_white_space_at_the_end_is_held_back(parts, leading):
     assert passed + trimmed.end(keep=True) == expected
     assert trimmed.add(" \n") + trimmed.add("b ") == "b"
     assert trimmed.end(keep=False) == ""
+
+
+@settings(max_examples=30)
+@given(st.text(" \na"), st.text(" \n"), st.text(" \na"))
+def test_white_space_around_what_is_no_text_is_kept_between_texts(before, gap, after):
+    trimmed = Trimmed(leading=False)
+    passed = trimmed.add(before)
+    trimmed.pause()
+    passed += trimmed.add(gap)
+    trimmed.pause()
+    passed += trimmed.add(after) + trimmed.end(keep=True)
+    first, last = before if before.strip() else "", after if after.strip() else ""
+    assert passed == (first + gap + last if first and last else first.rstrip() + last.lstrip())

@@ -64,25 +64,19 @@ def joined(pieces: Sequence[Piece]) -> Reading:
 
 
 def pieces_of(
-    chat_format: ChatFormat, tools: Sequence[Tool], parts: Sequence[str], *, starts_in_reasoning: bool = False
+    chat_format: ChatFormat, tools: Sequence[Tool], parts: Sequence[str], *, is_cut: bool = False, **how: Any
 ) -> list[Piece]:
-    """The pieces of a text that comes in these parts."""
-    parser = chat_format.parser(tools, starts_in_reasoning=starts_in_reasoning)
+    """The pieces of a text that comes in these parts, and that `max_tokens` has ended with `is_cut`."""
+    parser = chat_format.parser(tools, **how)
     pieces = [piece for part in parts for piece in parser.push(part)]
-    return [*pieces, *parser.finish()]
+    return [*pieces, *parser.finish(is_cut=is_cut)]
 
 
-def read(
-    chat_format: ChatFormat, tools: Sequence[Tool], text: str, *, starts_in_reasoning: bool = False, seed: int = 0
-) -> Reading:
+def read(chat_format: ChatFormat, tools: Sequence[Tool], text: str, *, seed: int = 0, **how: Any) -> Reading:
     """Read a text at once, by characters, in two parts cut everywhere, and in random parts; all have to be the same."""
-
-    def reading(parts: Sequence[str]) -> Reading:
-        return joined(pieces_of(chat_format, tools, parts, starts_in_reasoning=starts_in_reasoning))
-
-    first = reading([text])
+    first = joined(pieces_of(chat_format, tools, [text], **how))
     for parts in cuts(text, random.Random(seed)):
-        assert reading(parts) == first, parts
+        assert joined(pieces_of(chat_format, tools, parts, **how)) == first, parts
     return first
 
 

@@ -11,6 +11,7 @@ from server.http.pieces import CallReader
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.http.agents import (
+    ASKED,
     CALL,
     DIALECTS,
     PARTS,
@@ -93,6 +94,51 @@ async def test_an_answer_that_is_cut_short_says_so_and_keeps_what_was_said(sayin
         assert without_ids(about.assembled(await about.events(saying, **fields))) == without_ids(whole)
         assert (about.why(whole), about.counted(whole).output) == (about.ends[2], cut)
         assert all(text.rstrip("\ufffd") in PLAN for _, text in about.parts(whole)), "half a mark is text"
+
+
+BROKEN = (
+    CALL.replace("Oslo", "Os\nlo\\q"),  # is repaired
+    CALL.replace('"Oslo"', '"Oslo'),
+    CALL.replace("}}", "}").replace("[1, 2]", "[1, 2"),
+    CALL.replace("2", "NaN"),
+    CALL.replace('": {', '" {'),
+)
+
+
+@each
+async def test_broken_and_cut_calls_are_no_calls_and_take_nothing_with_them(saying, about):
+    for text in [f"{SAID}\n{CALL}\n{broken}\n{CALL}\nSo." for broken in BROKEN]:
+        say(saying, text, burst=50)
+        num_tokens = len(saying.engine.script)
+        for limit in (num_tokens, num_tokens // 2, num_tokens // 3, num_tokens - 9):
+            fields = {"tools": [about.tool], about.interface.limit: limit}
+            whole = await about.answer(saying, **fields)
+            assert without_ids(about.assembled(await about.events(saying, **fields))) == without_ids(whole)
+            assert all(isinstance(json.loads(said), dict) for kind, said in about.parts(whole) if kind == "call")
+            texts = "".join(said for kind, said in about.parts(whole) if kind == "text")
+            assert texts.startswith(SAID)
+            assert texts.count("<tool_call>") == texts.count("</tool_call>")
+            if limit == num_tokens:
+                assert about.parts(whole).count(PARTS[2]) == 2
+                assert texts.endswith("\nSo.")
+            await about.answer(saying, **about.sent_back(whole))
+
+
+@each
+async def test_a_required_call_that_is_cut_may_be_sent_back(about):
+    choice = {"type": "any"} if about.path == "/v1/messages" else "required"
+    async with talking(compile_grammar=lambda _: FakeCompiler.Grammar([CALL])) as server:
+        for mark in ('": {', "Os", "[1", "]"):
+            cut = len(CODEC.encode(CALL[: CALL.index(mark) + len(mark)]))
+            fields = {"tools": [about.tool], "tool_choice": choice, about.interface.limit: cut}
+            made = await about.answer(server, **fields)
+            assert without_ids(about.assembled(await about.events(server, **fields))) == without_ids(made)
+            assert about.why(made) == about.ends[2]
+            [(kind, said)] = about.parts(made)
+            assert kind == "call"
+            assert json.dumps(ASKED).startswith(said)
+            await about.answer(server, **about.sent_back(made))
+            assert ("INVALID_JSON" in prompt_of(server)) == bool(said)
 
 
 @each

@@ -137,7 +137,7 @@ async def test_a_custom_tool_takes_text(saying):
     said = f"[{item['call_id']} {call}]<tool {item['call_id']} apply_patch>ok<go>"
     assert prompt_of(saying) == f"<assistant>{said}"
     cut = await RESPONSES.answer(saying, tools=[tool], max_output_tokens=len(call))
-    assert cut["output"][0]["input"].startswith('{"input": "*** Be')
+    assert cut["output"] == []
 
 
 async def test_functions_in_a_namespace_keep_it(saying):

@@ -1,0 +1,121 @@
+"""JSON that a model writes, read as it comes. Knows nothing of calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import MutableSequence
+
+MAX_DEPTH = 256  # of arrays and objects in each other: readers have limits
+MAX_NUMBER = 1000  # characters
+
+_SPACE, _PLAIN, _WORD = re.compile(r"[ \t\r\n]+"), re.compile(r'[^"\\\x00-\x1f]+'), re.compile(r"[-+.0-9A-Za-z_]+")
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_HEX = "[0-9a-fA-F]"
+_HIGH, _LOW = rf"\\u[dD][89abAB]{_HEX}{{2}}", rf"\\u[dD][c-fC-F]{_HEX}{{2}}"
+_ESCAPE = re.compile(rf'{_HIGH}{_LOW}|\\u(?![dD][89a-fA-F]){_HEX}{{4}}|\\["\\/bfnrt]')
+_SURROGATE = re.compile(f"{_HIGH}|{_LOW}")
+_OPEN_ESCAPE = re.compile(rf"(?:{_HIGH})?\\(?:u{_HEX}{{0,3}})?|{_HIGH}")  # more of it may come
+
+
+class JsonText:
+    r"""Reads one JSON value in pieces, and writes it again.
+
+    What has one obvious meaning is repaired: control characters in strings are escaped, backslashes that escape nothing
+    are doubled (`C:\dir`), and half of a pair of surrogates becomes U+FFFD. All else that is no JSON breaks the value.
+    """
+
+    def __init__(self) -> None:
+        self._closing: list[str] = []  # the brackets that are to come
+        self._next = "v"  # what may come: a value, a key, an end, or the character itself
+        self._in_string = self._is_key = False
+        self.is_over = self.is_broken = False
+
+    def read(self, text: str, start: int, written: MutableSequence[str], *, is_end: bool) -> int:
+        """Read from `start`, append to `written`; return where it stopped, before what is broken or may go on.
+
+        Args:
+            text: the value from here on, and perhaps more.
+            start: where to begin.
+            written: gets valid JSON.
+            is_end: no more text comes.
+        """
+        at = start
+        while at < len(text) and not (self.is_over or self.is_broken):
+            stop = self._string(text, at, written) if self._in_string else self._token(text, at, written, is_end)
+            if stop == at:
+                break
+            at = stop
+        return at
+
+    def _token(self, text: str, at: int, written: MutableSequence[str], is_end: bool) -> int:
+        if space := _SPACE.match(text, at):
+            written.append(space.group())
+            return space.end()
+        char = text[at]
+        if char == '"' and self._next[0] in "vk":
+            self._in_string, self._is_key = True, self._next[0] == "k"
+        elif char in "{[" and self._next[0] == "v" and len(self._closing) < MAX_DEPTH:
+            self._closing.append("}" if char == "{" else "]")
+            self._next = "ke" if char == "{" else "ve"
+        elif char in "}]" and self._next[-1] == "e" and self._closing[-1] == char:
+            self._closing.pop()
+            self._end_value()
+        elif char in ",:" and self._next[0] == char:
+            self._next = "k" if char == "," and self._closing[-1] == "}" else "v"
+        else:
+            return self._scalar(text, at, written, is_end)
+        written.append(char)
+        return at + 1
+
+    def _scalar(self, text: str, at: int, written: MutableSequence[str], is_end: bool) -> int:
+        found = _WORD.match(text, at)
+        if found is None or self._next[0] != "v" or found.end() - at > MAX_NUMBER:
+            self.is_broken = True
+        elif found.end() < len(text) or is_end:
+            self.is_broken = not _SCALAR.fullmatch(found.group())
+            if not self.is_broken:
+                written.append(found.group())
+                self._end_value()
+                return found.end()
+        return at
+
+    def _string(self, text: str, at: int, written: MutableSequence[str]) -> int:
+        if plain := _PLAIN.match(text, at):
+            written.append(plain.group())
+            return plain.end()
+        char = text[at]
+        if char == "\\":
+            return self._escape(text, at, written)
+        if char == '"':
+            self._in_string = False
+            self._next = ":"
+            if not self._is_key:
+                self._end_value()
+        written.append(char if char == '"' else json.dumps(char)[1:-1])
+        return at + 1
+
+    def _escape(self, text: str, at: int, written: MutableSequence[str]) -> int:
+        if found := _ESCAPE.match(text, at):
+            written.append(found.group())
+            return found.end()
+        if _OPEN_ESCAPE.fullmatch(text, at):
+            return at
+        half = _SURROGATE.match(text, at)
+        written.append("\\ufffd" if half else "\\\\")
+        return half.end() if half else at + 1
+
+    def _end_value(self) -> None:
+        self._next, self.is_over = ",e", not self._closing
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object that every reader takes: without NaN, infinities and very long numbers."""
+    try:
+        return isinstance(json.loads(text, parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
