@@ -46,7 +46,8 @@ class TextParser(Parser):
     ) -> None:  # fmt: skip
         super().__init__()
         self._marks, self._starts_in_reasoning = chat_format.reasoning, starts_in_reasoning
-        self._dropped, self._openings, self._special = chat_format.dropped, tuple(openings), chat_format.special
+        self._dropped, self._openings = chat_format.dropped, tuple(openings)
+        self._spelled = [mark for mark in openings if mark not in chat_format.special]  # a token is never half a marker
         self._reasoning, self._text = Trimmed(leading=True), Trimmed(leading=False)
         self._pieces: list[Piece] = []
         self._num_calls, self._is_early = 0, has_structure
@@ -89,8 +90,8 @@ class TextParser(Parser):
 
     def _content(self) -> bool:
         text, marker = self._scanner.until(*self._openings, *self._dropped)
-        if marker is None and self._is_cut:  # a token is never half a marker
-            text = text[: len(text) - num_open(text, [mark for mark in self._openings if mark not in self._special])]
+        if marker is None and self._is_cut:
+            text = text[: len(text) - num_open(text, self._spelled)]
         self._add_content(self._text.add(text))
         if marker in self._openings:
             self._begin_call(marker)

@@ -746,7 +746,7 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """Name of the function. Required."""
     arguments: _builtins.str
-    """Arguments: a JSON object."""
+    """Arguments: a JSON object. Of another text the model reads that it is no JSON."""
     def __init__(
         self,
         *,

@@ -47,6 +47,14 @@ async def test_a_call_that_was_forced_is_no_reason_to_stop(is_forced, reason):
     assert [made["choices"][0]["finish_reason"] for made in (whole, last)] == [reason] * 2
 
 
+async def test_a_required_call_that_a_stop_string_cuts_is_no_call_to_run():
+    text, finished = F[: F.index('a"}')], pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_string="a")
+    answers = ChatAnswers("m", CODEC, CallReader(HERMES, [Tool("f")], must_call=True), is_parsed=True)
+    output = pb.Output(text=text, text_lengths=[len(text)], finished=finished)
+    [choice] = (await answers.answer([pb.GenerateResponse(outputs=[output])]))["choices"]
+    assert (choice["message"]["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]) == ('{"x": "', "stop")
+
+
 # ------------------------------------------------------------------------------------------------------ over a port
 
 
