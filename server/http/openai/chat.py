@@ -58,8 +58,10 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
         is_forced = body.tool_choice is not None and body.tool_choice.type == "function"
         skips = not (is_read and model.format.special) if body.skip_special_tokens is None else body.skip_special_tokens
         silent = silent_tokens(model, skips_special=skips, ignores_end=body.ignore_eos)
-        how = {"is_parsed": is_read, "is_forced": is_forced}
-        return cls(model.name, model.codec, reader, AnswerOptions.of(body, 1), silent=silent, **how)
+        options = AnswerOptions.of(body, 1)
+        return cls(
+            model.name, model.codec, reader, options, silent=silent, is_parsed=is_read, is_forced=is_forced
+        )  # fmt: skip
 
     async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[ReadOutput]:
         (response,) = responses
