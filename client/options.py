@@ -48,8 +48,9 @@ class GenerateOptions(TypedDict, total=False):
 
     An omitted option takes the server's default. `speculation` is `speculation.mode` in the protocol. At most one of
     `json_schema` (its text, or the schema as Python values), `regex`, `grammar` and `choice` may be given; they are the
-    kinds of `guided`. A negative `seed` is the unsigned number with the same 64 bits. `prediction` is an expected output: its text, or token ids. The options from `tools` to
-    `thinking_budget` are for conversations; `tool_choice` is auto, none, required, or the name of a tool.
+    kinds of `guided`. A negative `seed` is the unsigned number with the same 64 bits. `prediction` is an expected
+    output: its text, or token ids. The options from `tools` to `thinking_budget` are for conversations; `tool_choice`
+    is auto, none, required, or the name of a tool.
     """
 
     request_id: str | None

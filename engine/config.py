@@ -6,14 +6,29 @@ The server derives its flags, environment variables and file options from these 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from engine.choices import ADAPTER_NAME, HEADS, Device, DType, KVType, Loop, Weights
+from engine.errors import shown
 from engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
 
+_NameT = TypeVar("_NameT", str, Path)
+
+
+def can_be_opened(name: _NameT) -> _NameT:
+    """Refuse a name that no file can have, and one below a folder that may not be read: no loader has to."""
+    try:
+        Path(name).exists()
+    except OSError as error:
+        raise ValueError(f"is {shown(str(name))}, which cannot be opened: {error.strerror}") from None
+    return name
+
+
 AdapterName = Annotated[str, StringConstraints(pattern=ADAPTER_NAME)]
+ModelName = Annotated[str, AfterValidator(can_be_opened)]
 
 
 class Bounds(BaseModel):
@@ -47,8 +62,8 @@ class EngineConfig(Bounds):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    target: str = Field(description="Target model: a local folder or a Hugging Face hub id.")
-    draft: str | None = Field(
+    target: ModelName = Field(description="Target model: a local folder or a Hugging Face hub id.")
+    draft: ModelName | None = Field(
         None,
         description="Draft model: a local folder or a Hugging Face hub id. Without one, drafts are found in the "
         "sequence's own text.",
@@ -74,22 +89,22 @@ class EngineConfig(Bounds):
         None, description="Weights of the draft model, with the same choices; default: as for the target."
     )
     fuse: bool = Field(True, description="Join and replace small operations of a model where that changes no result.")
-    medusa: str | None = Field(None, description="Medusa heads of the target: a local folder or a hub id.")
+    medusa: ModelName | None = Field(None, description="Medusa heads of the target: a local folder or a hub id.")
     medusa_revision: str | None = Field(None, description="Hub revision of the Medusa heads; a commit pins it.")
-    eagle: str | None = Field(
+    eagle: ModelName | None = Field(
         None, description="EAGLE head of the target (EAGLE-1, 2, 3 or 3.1): a local folder or a hub id."
     )
     eagle_revision: str | None = Field(None, description="Hub revision of the EAGLE head; a commit pins it.")
     mtp: bool = Field(
         False, description="Draft with the multi-token prediction layers that the target's checkpoint ships with."
     )
-    dflash: str | None = Field(None, description="DFlash draft of the target: a local folder or a hub id.")
+    dflash: ModelName | None = Field(None, description="DFlash draft of the target: a local folder or a hub id.")
     dflash_revision: str | None = Field(None, description="Hub revision of the DFlash draft; a commit pins it.")
-    uno: str | None = Field(
+    uno: ModelName | None = Field(
         None, description="Low-rank adapter with which the target drafts for itself (Uno): a local folder or a hub id."
     )
     uno_revision: str | None = Field(None, description="Hub revision of the Uno adapter; a commit pins it.")
-    adapter: dict[AdapterName, str] = Field(
+    adapter: dict[AdapterName, ModelName] = Field(
         default_factory=dict,
         description="Low-rank adapters of the target (LoRA, in the format of peft) that requests may name: "
         "NAME=FOLDER, once for each.",

@@ -27,7 +27,7 @@ from server.admission.security import Callers, Quotas
 from server.admission.slow_work import SlowWork
 from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
-from server.errors import Unavailable
+from server.errors import EngineCrashed, Unavailable
 from server.grpc.control import ControlService
 from server.grpc.health import Health
 from server.grpc.inference import InferenceService
@@ -88,6 +88,9 @@ class App:
             tracing = OpenTelemetry.configured(model_name(config.target)) if config.tracing else NoTracing()
         self._admission = Admission(self._require_driver, self.metrics, self._grammars, self._slow, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
+        # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.
+        most = config.max_engine_crashes if config.tensor_parallel_size == 1 else 0
+        self._crashes = Crashes(most, config.crash_window_seconds)
 
     def _make_host(self, load: Load | None, program: EngineProgram, forks: ForkServer | None) -> Host:
         config = self.config
@@ -134,10 +137,7 @@ class App:
 
     def _make_driver(self, model: ServedModel) -> Driver:
         config = self.config
-        # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.
-        most = config.max_engine_crashes if config.tensor_parallel_size == 1 else 0
-        crashes = Crashes(most, config.crash_window_seconds)
-        supervisor = Supervisor(self.host, self.lifecycle, self.metrics, crashes)
+        supervisor = Supervisor(self.host, self.lifecycle, self.metrics, self._crashes)
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
         self.metrics.requests.watch_queue(lambda: queue.usage)
         return Driver(
@@ -180,17 +180,28 @@ class App:
         await self._grpc.start()
 
     async def _load_model(self) -> ServedModel | None:
-        """Load the model; return None if it cannot be served or if `stop` was called meanwhile."""
-        loading = asyncio.ensure_future(self.host.start(self._progress))
-        await first_of(loading, self._stop.wait())
-        if self._stop.is_set():
-            return None
-        try:
-            return self._with_format(loading.result())
-        except ModelError as error:
-            logger.error("cannot serve %s: %s", self.config.target, error)  # noqa: TRY400  # an error of the user: no traceback
-        except Exception:
-            logger.exception("cannot load %s", self.config.target)
+        """Load the model, again if the engine dies; None if it cannot be served or if `stop` was called meanwhile."""
+        pause: float | None = 0.0
+        while pause is not None:
+            await first_of(asyncio.sleep(pause), self._stop.wait())
+            loading = asyncio.ensure_future(self.host.start(self._progress))
+            await first_of(loading, self._stop.wait())
+            if self._stop.is_set():
+                return None
+            try:
+                return self._with_format(loading.result())
+            except EngineCrashed as error:
+                self._crashes.record()
+                has_failed = error.status is not None and error.status > 0  # as it would again; the log says why
+                pause = None if has_failed else self._crashes.pause()
+                what = "giving up" if pause is None else "it is loaded again"
+                logger.error("the engine ended while %s was loaded: %s; %s", self.config.target, error, what)  # noqa: TRY400  # no code here is at fault
+            except ModelError as error:
+                logger.error("cannot serve %s: %s", self.config.target, error)  # noqa: TRY400  # an error of the user: no traceback
+                break
+            except Exception:
+                logger.exception("cannot load %s", self.config.target)
+                break
         await self.lifecycle.move(State.FAILED)
         return None
 

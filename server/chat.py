@@ -113,6 +113,11 @@ class ChatTemplate:
         text = _chosen(settings.get("chat_template")) if file is None else file.read_text("utf-8")
         return None if text is None else cls(text, _special_tokens(settings))
 
+    @property
+    def functions(self) -> frozenset[str]:
+        """Names of functions that templates call, so that no variable may have them."""
+        return frozenset(self._environment.globals)
+
     def render(self, messages: Iterable[Message], rendering: Rendering = ANSWERING) -> str:
         """Render the conversation, and the opening of the assistant's next turn; special tokens are written as text.
 
@@ -132,7 +137,7 @@ class ChatTemplate:
         }
         self._environment.start()
         try:
-            text = _joined(self._template.generate(**values))
+            text = _joined(self._template.generate(values))  # as keywords, `self` would be there twice
         except TemplateError as error:
             raise InvalidRequest.of("messages", f"cannot be rendered by the chat template: {error.message}") from error
         except Exception as error:  # expressions of a template can raise any exception

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.errors import shown
 from server.version import version
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
+def _told(error: Exception) -> str:
+    """Return the message; the name of a file, which can have any length, is shortened."""
+    is_of_file = isinstance(error, OSError) and error.filename is not None
+    return f"{shown(str(error.filename))}: {error.strerror}" if is_of_file else str(error)
+
+
 def serve(arguments: list[str]) -> int:
     """Serve until SIGTERM or SIGINT."""
     from pydantic import ValidationError
@@ -77,7 +84,7 @@ def serve(arguments: list[str]) -> int:
         place = RankInfo.here()
         place.check(config.tensor_parallel_size)
     except (ValidationError, OSError, ModelError) as error:
-        print(f"pilotfish serve: {error}", file=sys.stderr)
+        print(f"pilotfish serve: {_told(error)}", file=sys.stderr)
         return 2
     return _serve(config) if place.leads else _follow(config)
 
@@ -98,7 +105,7 @@ def check(arguments: list[str]) -> int:
     try:
         wanted = CheckCommand.of(arguments)
     except (ValidationError, OSError) as error:
-        print(f"pilotfish check: {error}", file=sys.stderr)
+        print(f"pilotfish check: {_told(error)}", file=sys.stderr)
         return 2
     text, works = wanted.run()
     print(text)
@@ -115,7 +122,7 @@ def bench(arguments: list[str]) -> int:
     try:
         print(Bench.of(arguments).run(lambda stage: print(stage, file=sys.stderr)))
     except (ValidationError, ModelError, OSError) as error:
-        print(f"pilotfish bench: {error}", file=sys.stderr)
+        print(f"pilotfish bench: {_told(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -127,7 +134,7 @@ def health(arguments: list[str]) -> int:
     try:
         answer, serves = ask(arguments)
     except OSError as error:  # the certificates cannot be read
-        print(f"pilotfish health: {error}", file=sys.stderr)
+        print(f"pilotfish health: {_told(error)}", file=sys.stderr)
         return 2
     print(answer)
     return 0 if serves else 1
@@ -156,7 +163,7 @@ def train_draft(arguments: list[str]) -> int:
     try:
         print(TrainDraft.of(arguments).run())
     except (ValidationError, ModelError, InvalidRequest, OSError) as error:
-        print(f"pilotfish train-draft: {error}", file=sys.stderr)
+        print(f"pilotfish train-draft: {_told(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("pilotfish train-draft: stopped; the same command goes on", file=sys.stderr)
@@ -174,7 +181,7 @@ def quality(arguments: list[str]) -> int:
     try:
         print(QualityCommand.of(arguments).run(lambda stage: print(stage, file=sys.stderr)))
     except (ValidationError, ModelError, OSError, ValueError) as error:
-        print(f"pilotfish quality: {error}", file=sys.stderr)
+        print(f"pilotfish quality: {_told(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -194,7 +201,7 @@ def quantize(arguments: list[str]) -> int:
     try:
         save_quantised(options.model, options.revision, options.out, options.weights)
     except (ModelError, OSError) as error:
-        print(f"pilotfish quantize: {error}", file=sys.stderr)
+        print(f"pilotfish quantize: {_told(error)}", file=sys.stderr)
         return 1
     print(f"{options.out} holds {options.model} in {options.weights}: `pilotfish serve {options.out}`")
     return 0
@@ -231,7 +238,7 @@ def _run(config: ServerConfig, forks: ForkServer | None) -> int:
     try:
         app = App(config, on_ready=be_ready, forks=forks)
     except (ValueError, OSError) as error:  # for example an invalid token file
-        print(f"pilotfish serve: {error}", file=sys.stderr)
+        print(f"pilotfish serve: {_told(error)}", file=sys.stderr)
         return 1
     try:
         code = uvloop.run(app.run())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -19,10 +19,11 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelName, can_be_opened
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
+FileName = Annotated[Path, AfterValidator(can_be_opened)]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # All proposers of the embedded target. Together they load in less than a second.
 _EMBEDDED = {
@@ -48,7 +49,7 @@ class ServerConfig(BaseSettings, EngineConfig):
         cli_hide_none_type=True,
     )
 
-    target: CliPositionalArg[str] = Field(
+    target: CliPositionalArg[ModelName] = Field(
         "", description="Target model: a local folder or a Hugging Face hub id; none serves the embedded pair."
     )
     config: Path | None = Field(None, description="YAML or TOML file with any of these options.")
@@ -89,16 +90,16 @@ class ServerConfig(BaseSettings, EngineConfig):
     max_message_bytes: int = Field(4 << 20, ge=1024, description="Largest message or body taken, in bytes.")
     max_header_bytes: int = Field(16 << 10, ge=4096, description="Most bytes of a call's metadata or headers.")
     body_seconds: float = Field(30.0, gt=0, description="How long an HTTP request may take to arrive, in seconds.")
-    token_file: Path | None = Field(
+    token_file: FileName | None = Field(
         None, description="File of lines NAME TOKEN, one for each caller; default no token is asked for."
     )
     max_requests_per_token: int | None = Field(None, ge=1, description="Most live requests of one caller.")
     requests_per_second: float | None = Field(
         None, gt=0, description="Most requests that one caller begins per second."
     )
-    tls_cert: Path | None = Field(None, description="Certificate chain (PEM) of gRPC and HTTP; default no TLS.")
-    tls_key: Path | None = Field(None, description="Its private key (PEM).")
-    tls_client_ca: Path | None = Field(
+    tls_cert: FileName | None = Field(None, description="Certificate chain (PEM) of gRPC and HTTP; default no TLS.")
+    tls_key: FileName | None = Field(None, description="Its private key (PEM).")
+    tls_client_ca: FileName | None = Field(
         None, description="Certificates (PEM) of who signs clients' certificates; with it, every client needs one."
     )
     keepalive_seconds: float = Field(30.0, gt=0, description="Silence after which a gRPC client is pinged.")
@@ -120,7 +121,7 @@ class ServerConfig(BaseSettings, EngineConfig):
     vllm_metrics: bool = Field(
         False, description="Export metrics under vLLM's names, too, for dashboards and autoscalers that know those."
     )
-    adapter_root: Path | None = Field(
+    adapter_root: FileName | None = Field(
         None,
         description="Folder below which operators may load adapters by a call while the server runs; default no call "
         "loads or unloads any.",
@@ -200,6 +201,10 @@ class ServerConfig(BaseSettings, EngineConfig):
 def _with_file(base: type[Config], path: Path) -> type[Config]:
     """Return a subclass of `base` that reads the file as its last source."""
     source = TomlConfigSettingsSource if path.suffix == ".toml" else YamlConfigSettingsSource
+    try:
+        can_be_opened(path)
+    except ValueError as error:
+        raise FileNotFoundError(f"config {error}") from None
     if not path.is_file():
         raise FileNotFoundError(f"there is no configuration file {path}")
 

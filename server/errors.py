@@ -61,7 +61,12 @@ class EngineHung(PilotfishError):
 
 
 class EngineCrashed(PilotfishError):
-    """Unexpected: the engine's process ended."""
+    """Unexpected: the engine's process ended.
+
+    `status` is its exit status, or a negative number of a signal; None where it is not known.
+    """
+
+    status: int | None = None
 
 
 class EngineKilled(EngineCrashed):

@@ -69,7 +69,7 @@ def _written(text: str, steps: list[dict[str, Any]], *, leads: bool) -> bytes:
         match step:
             case {"type": "ByteLevel"}:
                 known = _byte_of()
-                data = bytes(map(known.get, text)) if known.keys() >= set(text) else data
+                data = bytes(known[char] for char in text) if known.keys() >= set(text) else data
             case {"type": "ByteFallback"} if _BYTE.fullmatch(data):
                 data = bytes([int(data[3:5], 16)])
             case {"type": "Replace", "pattern": {"String": before}, "content": after}:

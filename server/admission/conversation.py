@@ -13,7 +13,7 @@ from engine.params import Guided
 from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.guided import rule_of
 from pilotfish.v1 import generation_pb2 as pb
-from server.chat import MAX_MESSAGES, Message, Rendering, ToolCall, json_object
+from server.chat import MAX_MESSAGES, ChatTemplate, Message, Rendering, ToolCall, json_object
 from server.formats.base import ANY_OBJECT, Tool
 from server.formats.reasoning import PlainFormat
 from server.formats.structure import Answer
@@ -22,7 +22,8 @@ from server.model import ServedModel
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; the request has fields for them
+_OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_NO_VARIABLES = ("chat_template", "tokenize")  # of what renders conversations elsewhere: here they would do nothing
 
 
 def text_of_conversation(asked: pb.ChatMessages, model: ServedModel) -> str:
@@ -36,7 +37,7 @@ def text_of_conversation(asked: pb.ChatMessages, model: ServedModel) -> str:
         raise InvalidRequest.of("messages", f"has {len(asked.messages)} messages; expected 1 to {MAX_MESSAGES}")
     found, arguments = list(_violations(asked)), dict[str, Any]()
     try:
-        arguments = _template_arguments(asked)
+        arguments = _template_arguments(asked, model.chat)
     except InvalidRequest as invalid:
         found += invalid.violations
     if found:
@@ -159,13 +160,18 @@ def _violations(asked: pb.ChatMessages) -> Iterator[Violation]:
     yield from _tool_violations(asked)
 
 
-def _template_arguments(asked: pb.ChatMessages) -> dict[str, Any]:
-    """Decode the variables of the template. Raises InvalidRequest if the request has fields for some of them."""
+def _template_arguments(asked: pb.ChatMessages, template: ChatTemplate) -> dict[str, Any]:
+    """Decode the variables of the template. Raises InvalidRequest if some names are those of something else."""
     field = "messages.template_arguments"
     arguments = json_object(field, asked.template_arguments or "{}")
-    own = [name for name in _OWN_VARIABLES if name in arguments]
-    if own:
-        raise InvalidRequest([Violation(field, f"has {name!r}, for which the request has a field") for name in own])
+    whose = {
+        "for which the request has a field": _OWN_FIELDS,
+        "which is no variable of a chat template": _NO_VARIABLES,
+        "which is a function of chat templates": template.functions,
+    }
+    found = [(name, why) for why, names in whose.items() for name in sorted(arguments.keys() & set(names))]
+    if found:
+        raise InvalidRequest(Violation(field, f"has {name!r}, {why}") for name, why in found)
     return arguments
 
 

@@ -26,9 +26,8 @@ from server.errors import (
 )
 
 DOMAIN = "pilotfish"
-CONTEXT_EXCEEDED = (
-    "CONTEXT_LENGTH_EXCEEDED"  # reason of INVALID_ARGUMENT: with a shorter prompt the request can be served
-)
+# The reason of an INVALID_ARGUMENT that a shorter prompt mends.
+CONTEXT_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 # An error is sent in HTTP/2 headers. A gRPC client accepts 8 KiB of headers by default; if they are larger, it reports
 # another error.
 MAX_MESSAGE = 800  # bytes of UTF-8; percent-encoding can triple them

@@ -107,7 +107,7 @@ class _Routes:
                 raise InvalidRequest.of("Last-Event-ID", "continues a stream; it needs stream: true")
             read = continued(read, after, model.engine.config.max_n)
         if isinstance(body, ChatBody):
-            read = fitted(read, body, model, has_ids=body.event_ids or after is not None)
+            read = fitted(read, body, model, continues=after is not None)
         if not body.stream:
             return await unless_gone(WholeAnswer.of(self._admission, read, origin, answers.answer), request.receive)
         calls = await unless_gone(Calls.admit(self._admission, read, origin), request.receive)

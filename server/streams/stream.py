@@ -56,12 +56,12 @@ class OutputStream:
         self.request, self.deadline = request, deadline  # in seconds of the clock
         self.timeline = Timeline(arrived=clock())
         sampling = request.sampling
-        stops, how = (
-            StopStrings(sampling.stop),
-            {"asides": options.asides, "skip_special_tokens": options.skip_special_tokens},
-        )
+        stops, skips = StopStrings(sampling.stop), options.skip_special_tokens
         texts = (
-            None if codec is None else OutputText(codec, stops, sampling.min_tokens, **how) for _ in range(sampling.n)
+            None
+            if codec is None
+            else OutputText(codec, stops, sampling.min_tokens, skip_special_tokens=skips, asides=options.asides)
+            for _ in range(sampling.n)
         )
         received = options.received or (NOTHING_RECEIVED,) * request.sampling.n
         self.outputs = tuple(

@@ -154,8 +154,10 @@ class RemoteEngine:
             await worker.connect(start)
             limit = self._hang_seconds + self._load_seconds if is_successor else None
             return worker, await worker.ready(self._hang_seconds, limit)
-        except BaseException:
+        except BaseException as error:
             await asyncio.shield(worker.close())
+            if isinstance(error, EngineCrashed):
+                error.status = await asyncio.to_thread(worker.process.wait)
             raise
 
     async def _forked(self) -> Forked:

@@ -142,3 +142,17 @@ def test_a_missing_file_of_tokens_or_extra_is_said_plainly(refused, monkeypatch)
     ):
         monkeypatch.setitem(sys.modules, module, None)
         assert extra in refused(*options)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["", "--draft=", "--eagle=", "--adapter=a=", "--adapter-root=", "--token-file=", "--config=", "--tls-cert="],
+)
+def test_a_name_that_no_file_can_have_is_told_in_one_line(option, capsys) -> None:
+    assert cli.main(["serve", f"{option}{'x' * 5000}"]) == 2
+    told = capsys.readouterr().err
+    assert "File name too long" in told
+    assert "xxx…xxx" in told
+    assert len(told) < 1500
+    field = option.strip("-").split("=")[0].replace("-", "_")
+    assert field in told

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from google.rpc import error_details_pb2
 
+from client import InvalidRequestError
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.status import MAX_MESSAGE, clipped
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.interfaces import talking
 from tests.server.test_generate import detail, error_of
-from tests.serving import until
+from tests.serving import grpc_client, until
 
 BIAS = dict.fromkeys(range(3), 1.0)
 LOWERED = {
@@ -67,6 +69,25 @@ async def violations_of(server, **fields):
     error = await error_of(server.inference.Generate(pb.GenerateRequest(**{"prompt": "ab"} | fields)))
     assert error.code().name == "INVALID_ARGUMENT"
     return detail(error, error_details_pb2.BadRequest).field_violations
+
+
+async def test_a_context_that_is_too_short_is_told_by_its_reason_too(server):
+    server.engine.max_model_len = 100
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+    too_long = [("x" * 200, {}, reason), ([1] * 200, {}, reason), ("ab", {"max_tokens": 100}, reason)]
+    async with grpc_client(server) as client:
+        for prompt, options, expected in (*too_long, ("ab", {"max_tokens": 0}, None)):
+            with pytest.raises(InvalidRequestError) as error:
+                await client.generate(prompt, **options)
+            assert error.value.reason == expected
+
+
+async def test_seeds_of_clients_have_signs(server):
+    async with grpc_client(server) as client:
+        for asked, told in {-1: 2**64 - 1, -(2**63): 2**63, 7: 7}.items():
+            assert (await client.generate("ab", seed=asked, top_p=0, max_tokens=1)).outputs[0].finished.seed == told
+        with pytest.raises(ValueError, match="range"):
+            await client.generate("ab", seed=-(2**63) - 1)
 
 
 async def test_both_doors_refuse_alike():

@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 
-from engine.errors import InvalidRequest, Violation
+from engine.errors import InvalidRequest, Violation, shown
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Call, Origin
 from server.admission.conversation import callable_tools, must_call
@@ -77,7 +77,10 @@ class AgentRoutes(Generic[BodyT]):
 
     async def _respond(self, body: BodyT, message: pb.GenerateRequest, request: Request) -> Response:
         origin = origin_of(request, body.timeout)
-        read = ParsedBody(message, tuple(body.conflicts()), body.timeout)
+        wrong, after = list(body.conflicts()), request.headers.get("last-event-id")
+        if after is not None:
+            wrong.append(Violation("Last-Event-ID", f"is {shown(after)}; a stream of this route cannot be continued"))
+        read = ParsedBody(message, tuple(wrong), body.timeout)
         if not body.stream:
             return await unless_gone(self._whole(body, read, origin), request.receive)
         call = await unless_gone(admit(self._admission, read, origin), request.receive)

@@ -60,8 +60,10 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
         is_forced = body.tool_choice is not None and body.tool_choice.type == "function"
         skips = not (is_read and model.format.special) if body.skip_special_tokens is None else body.skip_special_tokens
         silent = silent_tokens(model, skips_special=skips, ignores_end=body.ignore_eos)
-        how = {"is_parsed": is_read, "is_forced": is_forced}
-        return cls(model.name, model.codec, reader, AnswerOptions.of(body, 1), silent=silent, **how)
+        options = AnswerOptions.of(body, 1)
+        return cls(
+            model.name, model.codec, reader, options, silent=silent, is_parsed=is_read, is_forced=is_forced
+        )  # fmt: skip
 
     async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[ReadOutput]:
         (response,) = responses
@@ -148,14 +150,15 @@ def is_parsed(body: ChatBody, model: ServedModel) -> bool:
     return bool(callable_tools(body.tools, body.tool_choice)) or model.format.reasoning is not None
 
 
-def fitted(read: ParsedBody, body: ChatBody, model: ServedModel, *, has_ids: bool) -> ParsedBody:
-    """Adapt a request to the way in which the text is read. `has_ids`: the stream is to be continued, or continues one.
+def fitted(read: ParsedBody, body: ChatBody, model: ServedModel, *, continues: bool) -> ParsedBody:
+    """Adapt a request to the way in which the text is read. `continues`: it continues a stream.
 
     What is read of a text depends on all of it from its beginning, and a continued stream has only its end.
     """
     if is_parsed(body, model):
         problem = "is not served where reasoning or calls are read from the text: such a stream cannot be continued"
-        return replace(read, wrong=(*read.wrong, Violation("event_ids", problem))) if has_ids else read
+        fields = ["Last-Event-ID"] * continues + ["event_ids"] * body.event_ids
+        return replace(read, wrong=(*read.wrong, *(Violation(field, problem) for field in fields)))
     if body.skip_special_tokens is None:
         read.message.output.skip_special_tokens = True  # nothing reads them
     return read

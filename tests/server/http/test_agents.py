@@ -80,6 +80,16 @@ async def test_stop_strings_of_other_doors_are_looked_for_in_the_whole_text(plan
         assert answer.json()["choices"][0]["text"] == text
 
 
+@each
+async def test_a_stream_of_these_routes_cannot_be_continued(saying, about):
+    header = {"last-event-id": "fa4e-7-0-1:0000000000000000"}
+    for asked in ({}, {"stream": True}):
+        answer = await saying.http.post(about.path, json=about.body | asked, headers=header)
+        assert answer.status_code == 400
+        assert "Last-Event-ID " in answer.json()["error"]["message"]
+    assert not saying.engine.requests
+
+
 # One token less than these beginnings of `PLAN` have: half a mark, half a letter, and half of each kind of part.
 CUTS = ("<th", "<think>\n", "Let", "ü", "</th", "</think>\n", "I l", "<tool_", '"na', "weath", "Os", "1, 2", "</tool")
 

@@ -74,6 +74,23 @@ async def test_without_an_input_the_rest_is_read(server, path, fields, told):
     assert "input is missing" not in message
 
 
+# Names that the rendering of a conversation has for itself: the template's own variables, functions, what calls it.
+TAKEN = ["messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "range"]
+TAKEN += ["namespace", "dict", "cycler", "joiner", "lipsum", "raise_exception", "strftime_now"]
+FREE = ["self", "loop", "context", "environment", "args", "kwargs", "caller", "super", "class", "None", "a b", "", "é"]
+FREE += ["missing", "resolve", "l_0_messages", "__class__", "documents", "template", "vars", "locals", "shared", "cls"]
+
+
+async def test_variables_of_a_template_have_any_name_that_nothing_else_has(server):
+    for name in TAKEN:
+        answer = await server.http.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": {name: 1}})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "chat_template_kwargs"), name
+        assert error["message"].startswith(f"chat_template_kwargs has {name!r}, ")
+    asked = CHAT | {"chat_template_kwargs": dict.fromkeys(FREE, 1), "max_tokens": 2}
+    assert (await server.http.post("/v1/chat/completions", json=asked)).status_code == 200
+
+
 async def test_what_is_no_object_has_nothing_else_to_tell(server):
     for raw in (b"[]", b"7", b"{", b'"a"', b"null", b""):
         answer = await server.http.post("/generate", content=raw, headers={"content-type": "application/json"})

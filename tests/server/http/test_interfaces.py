@@ -96,6 +96,44 @@ async def test_seeds_have_64_bits_and_a_top_p_of_0_is_taken(server, name):
     assert [(sampling.seed, sampling.top_p) for sampling in found] == [(seed, 0.0) for seed in seeds.values()]
 
 
+NUMBERS = [{"temperature": t, "top_p": p} for t, p in ((0, 0), (2, 1), (1, 0.0), (0.5, 1))]
+PENALTIES = [{"presence_penalty": x, "frequency_penalty": -x} for x in (-2, 2, 0)]
+ABOUT_CALLERS = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s"}
+STOPS = [{"stop": stop} for stop in (None, "x", ["a", "b", "c", "d"], [])]
+OF_OPENAI = [
+    *NUMBERS,
+    *PENALTIES,
+    *STOPS,
+    ABOUT_CALLERS,
+    {"logit_bias": {"5": -100, "6": 100}},
+    {"n": 8},
+    {"stream": None},
+]
+DOCUMENTED = {  # what each API's documentation allows, at its bounds
+    "completions": [*OF_OPENAI, {"logprobs": 0}, {"logprobs": 5}, {"best_of": 1}, {"stream_options": None}],
+    "chat": [
+        *OF_OPENAI,
+        *({"logprobs": True, "top_logprobs": top} for top in (0, 20, None)),
+        {"logprobs": False, "stream_options": None, "tools": None, "response_format": {"type": "text"}},
+        {"reasoning_effort": "high", "verbosity": "low", "modalities": ["text"], "parallel_tool_calls": True},
+    ],
+    "responses": [*NUMBERS, ABOUT_CALLERS, {"top_logprobs": 0, "truncation": "disabled", "background": False}],
+    "messages": [
+        *({"temperature": t, "top_p": p, "top_k": k} for t, p, k in ((0, 0, 0), (1, 1, 500))),
+        {"metadata": {"user_id": "u"}, "service_tier": "standard_only", "stop_sequences": ["a", "b"]},
+    ],
+}
+
+
+@on_the_shared_server
+@pytest.mark.parametrize("name", DOCUMENTED)
+async def test_what_the_api_documents_is_taken(server, name):
+    about = INTERFACES[name]
+    for fields in DOCUMENTED[name]:
+        answer = await server.http.post(about.path, json=about.asking(2) | fields)
+        assert answer.status_code == 200, (fields, answer.text)
+
+
 async def test_every_path_answers_head_as_get_and_names_its_methods():
     async with talking() as server:
         described = (await server.http.get("/openapi.json")).json()["paths"]

@@ -68,9 +68,17 @@ class CacheTelling(AccidentProne):
 
 
 def load(config, progress, *, is_successor=False):
-    """Like `ServedModel.load`. A model `none` there is not; where the target is a file, the first successor hangs."""
+    """Like `ServedModel.load`. A model `none` there is not; where the target is a file, the first successor hangs.
+
+    Where it is a folder, each load is killed that finds a file in it, which it takes away. `broken` cannot be loaded.
+    """
     if config.target == "none":
         raise ModelError("no such model")
+    if config.target == "broken":
+        raise RuntimeError("out of memory")
+    for deadly in Path(config.target).glob("*"):
+        deadly.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
     hangs = Path(config.target)
     if is_successor and hangs.is_file():
         hangs.unlink()

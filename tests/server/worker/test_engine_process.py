@@ -324,6 +324,28 @@ async def test_a_model_that_cannot_be_served_is_no_crash(caplog):
     assert "no such model" in caplog.text
 
 
+@pytest.mark.parametrize(("kills", "most"), [(1, 5), (2, 2), (3, 2)])
+async def test_an_engine_that_is_killed_while_it_loads_is_loaded_again(tmp_path, caplog, kills, most):
+    for number in range(kills):
+        (tmp_path / str(number)).touch()
+    async with apart(target=str(tmp_path), max_engine_crashes=most) as server:
+        told = [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert [record.exc_info for record in told] == [None] * kills
+        assert all(f"the engine ended while {tmp_path} was loaded" in record.getMessage() for record in told)
+        assert [("giving up" in record.getMessage()) for record in told] == [i > most for i in range(1, kills + 1)]
+        if kills > most:
+            assert await server.running == 1
+        else:
+            assert (await streamed(server))[0]
+
+
+async def test_an_engine_that_fails_to_load_is_not_loaded_again(caplog):
+    async with apart(target="broken", ready=False) as server:
+        assert await server.running == 1
+    [told] = [record for record in caplog.records if record.levelno >= logging.ERROR and record.name == "server.app"]
+    assert (told.exc_info, told.getMessage().endswith("giving up")) == (None, True)
+
+
 async def test_a_stop_while_it_loads_leaves_no_process(tmp_path):
     number = tmp_path / "number"
     source = f"""import os, pathlib, time
