@@ -220,7 +220,7 @@ def check_whole(path: Path) -> int:
             tensors: dict[str, Any] = json.loads(file.read(start - _LENGTH))
             tensors.pop(_ABOUT, None)
             ends = sorted((start + entry["data_offsets"][1], key) for key, entry in tensors.items())
-            numbers = sum(math.prod(entry["shape"]) for entry in tensors.values())
+            numbers: int = sum(math.prod(entry["shape"]) for entry in tensors.values())
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
     for end, key in ends:

@@ -143,7 +143,7 @@ class Container:
             return None
         is_number = isinstance(found, int) and not isinstance(found, bool)
         if kind is float and is_number:
-            return kind(found)
+            found = float(found)
         if isinstance(found, Text):
             found = self._cursor.text(key, found.start, found.stop)
         if not isinstance(found, kind) or (kind is int and not is_number):

@@ -149,7 +149,7 @@ def end_tokens_in(container: Container) -> list[int]:
     found, tokens = {i for i in ids if i is not None}, container.strings("tokenizer.ggml.tokens")
     if container.get("tokenizer.ggml.model", str) in _NONE or not tokens:
         return sorted(found)
-    control = {tokens[i]: int(i) for i in np.flatnonzero(_types(container, tokens) == _CONTROL)}
+    control = {tokens[i]: i for i in np.flatnonzero(_types(container, tokens) == _CONTROL).tolist()}
     ends = _ENDS - {"<|end|>"} | _HARMONY if control.keys() >= _HARMONY else _ENDS
     return sorted(found | {i for text, i in control.items() if text in ends})
 

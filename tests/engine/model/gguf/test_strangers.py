@@ -29,8 +29,8 @@ from models import embedded_target
 from server.commands.check import CheckCommand
 from tests import gguf_files
 from tests.covering import some
+from tests.engine.model.gguf.damage import HOSTILE, Parts, array, number, text, texts
 from tests.engine.model.gguf.test_tokenizer import QWEN2, byte_level, describing, of_pieces
-from tests.gguf_damage import HOSTILE, Parts, array, number, text, texts
 
 SECONDS, MEMORY = 5.0, 500 << 20  # of the processor, and bytes above those of an unharmed load
 FAMILIES = ("llama", "qwen3", "gemma3", "qwen3moe", "lfm2")
