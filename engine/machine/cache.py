@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 
-def cache_folders(*, writable: bool = False) -> Iterator[int]:
+def cache_folders(*, writable: bool = False) -> Generator[int, None, None]:
     """Yield a descriptor of each folder, the preferred one first; each is closed when the next one is asked for.
 
     Never a folder that another user owns or can write into, and never one behind a link. Whoever opens names by the

@@ -29,6 +29,7 @@ _FASTER = {
 REMEDY = "reinstall Pilotfish; in a checkout, `make install`"
 CPUINFO = Path("/proc/cpuinfo")
 FOLDER = build.HERE
+OFF = "PILOTFISH_NATIVE is 0"
 
 
 class Loaded(NamedTuple):
@@ -48,8 +49,8 @@ def library() -> ctypes.CDLL | None:
 def loaded() -> Loaded:
     """Load the best library that this processor runs and that is as it was built. What is wrong is logged."""
     if os.environ.get("PILOTFISH_NATIVE") == "0":
-        log.info("C kernels are off: PILOTFISH_NATIVE is 0; torch's operations serve, several times slower")
-        return Loaded(None, problems=("PILOTFISH_NATIVE is 0",))
+        log.info("C kernels are off: %s; torch's operations serve, several times slower", OFF)
+        return Loaded(None, problems=(OFF,))
     found = _best()
     if found.library is None:
         log.warning("C kernels: %s; torch's operations serve, several times slower; to mend: %s", told(found), REMEDY)
@@ -140,7 +141,8 @@ def instructions() -> str:
     """Describe the library and the instructions that it multiplies with, and faster ones; or why there is none."""
     found = loaded()
     if found.library is None:
-        return f"torch's, several times slower: our C is not loaded ({told(found)}); to mend: {REMEDY}"
+        remedy = "" if OFF in found.problems else f"; to mend: {REMEDY}"
+        return f"torch's, several times slower: our C is not loaded ({told(found)}){remedy}"
     told_by = (found.library.pilotfish_integer_path, found.library.pilotfish_bfloat16_path)
     for function in told_by:
         function.restype = ctypes.c_char_p

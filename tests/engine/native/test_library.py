@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from engine.native import PackedMatrix, build, compiled, instructions, library, matmul
+from tests import conftest
 from tests.drawn import numbers
 from tests.engine.native.test_native import Problem
 
@@ -190,6 +191,7 @@ def test_without_it_torch_serves(
     caplog.set_level("INFO")
     assert library() is None
     assert "PILOTFISH_NATIVE is 0; torch's operations serve" in caplog.text
+    assert instructions() == "torch's, several times slower: our C is not loaded (PILOTFISH_NATIVE is 0)"
     matmul.multiplies.cache_clear()
     assert not matmul.multiplies(torch.float32)
     matmul.multiplies.cache_clear()
@@ -337,6 +339,16 @@ def test_no_compiler_is_said_in_a_line_and_no_error(workshop: Workshop, monkeypa
     assert "there is no C compiler" in line
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
     assert build.compiler()[:4] == [sys.executable, "-m", "ziglang", "cc"]
+
+
+def test_make_compiles_a_changed_source_and_tests_refuse_to_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    would_run = ["make", "--dry-run", "--what-if", "engine/native/rows.h", "install"]
+    assert "engine/native/build.py" in subprocess.run(would_run, cwd=ROOT, capture_output=True, text=True).stdout
+    conftest.refuse_stale_c()
+    monkeypatch.setattr(build, "fingerprint", lambda: "of other sources")
+    monkeypatch.setattr(conftest.runpy, "run_path", lambda path: vars(build))
+    with pytest.raises(pytest.UsageError, match="run `make install`"):
+        conftest.refuse_stale_c()
 
 
 @pytest.mark.slow
