@@ -56,8 +56,8 @@ quick: install ## Test the heart: control, scheduling, pages, exactness, the ser
 # What a GPU machine may have: the lowest releases, and nothing for serving. Another Python that has them saves making one.
 LOWEST_VENV := .venv-lowest
 LOWEST_PYTHON ?= $(LOWEST_VENV)/bin/python
-# What hangs on them: how kernels are interpreted and compiled, tensors of CUDA without values, transformers' modules.
-LOWEST_TESTS := tests/kernels tests/cuda tests/no_gpu $(addprefix tests/engine/,test_attention.py device_loop/test_round.py \
+# What hangs on them: how kernels are interpreted and compiled, how calls of torch are seen, transformers' modules.
+LOWEST_TESTS := tests/kernels tests/cuda tests/no_gpu tests/card $(addprefix tests/engine/,test_attention.py device_loop/test_round.py \
 	$(patsubst %,model/test_%.py,fuse fuse_cuda fp8))
 
 LOWEST_INSTALLED := $(if $(filter $(LOWEST_VENV)/%,$(LOWEST_PYTHON)),$(LOWEST_VENV)/.installed)

@@ -262,5 +262,15 @@ FAULTS = tuple(
 58 | control | engine/control/acceptance.py | refused drafts teach nothing
 -tried = np.minimum(accepted + 1, drafted)[:, None]
 +tried = np.minimum(accepted, drafted)[:, None]
+59 | graphs | engine/device_loop/graphs.py | a recorded round keeps nothing of what its graphs read by address
+-recorded = RecordedRound(round_, slots,
++recorded = RecordedRound(None, slots,
+=tests/engine/device_loop/test_graphs.py
+60 | graphs | engine/device_loop/graphs.py | a play is for the slots of the capture
+-self.slots.copy_(slots)
++pass
+61 | graphs | engine/device_loop/results.py | the results of a round are read before they have come
+-self._event.synchronize()
++pass
 """)
 )
