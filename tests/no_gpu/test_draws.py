@@ -20,9 +20,10 @@ from triton.runtime.interpreter import GridExecutor
 from engine.params import SamplingParams, Verification
 from engine.sampling.verification import VerifyInput, verify_rows
 from tests.engine.sampling.test_distribution import row
+from tests.no_gpu import test_fake_tensors
 from tests.no_gpu.test_fake_tensors import READS, Watch, pinned
-from tests.no_gpu.test_fake_tensors import pytestmark as pytestmark
 
+pytestmark = test_fake_tensors.pytestmark
 VOCAB, K = 128_256, 4
 WHOLE = SamplingParams(temperature=1.0)
 CUT = SamplingParams(temperature=0.8, top_p=0.9)
