@@ -6,12 +6,15 @@ a missing draft is `NO_DRAFT` with q = 0 everywhere, which neither rule can acce
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 NO_DRAFT = -1
+# One token for each row of logits, not normalised, `[B, vocab]` float64; beside them the positions 0..K they are of.
+Draw = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,12 @@ def coupled(target_tokens: Tensor, drafts: Tensor) -> Verdict:
     return Verdict(num_accepted, target_tokens.gather(1, num_accepted[:, None]).squeeze(1))
 
 
-def rejection(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, noise: Tensor) -> Verdict:
+def rejection(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, draw: Draw) -> Verdict:
     """Keep a draft with probability min(1, p / q); else draw from max(p - q, 0), normalised.
 
     Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023 (arXiv 2302.01318, theorem 1).
     `p` float64 `[B, K + 1, vocab]`, `q` float64 `[B, K, vocab]`, `drafts` `[B, K]` drawn from q,
-    `accept` `[B, K]` uniform in (0, 1), `noise` Gumbel `[B, K + 1, vocab]`, all independent.
+    `accept` `[B, K]` uniform in (0, 1); `draw` has noise of its own for each position 0..K, all independent.
     After the last draft q is 0, so the residual is p itself: the bonus token needs no case of its own.
     """
     at = drafts.clamp(min=0)[..., None]
@@ -49,8 +52,7 @@ def rejection(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, noise: Tenso
     row = num_accepted[:, None, None].expand(-1, 1, p.shape[-1])
     q_padded = torch.cat([q, torch.zeros_like(p[:, :1])], 1)
     left = residual(p.gather(1, row), q_padded.gather(1, row)).squeeze(1)
-    next_token = (left.log() + noise.gather(1, row).squeeze(1)).argmax(-1)
-    return Verdict(num_accepted, next_token)
+    return Verdict(num_accepted, draw(left.log(), num_accepted))
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ FIRST_LIGHT_2 = (
     Part("auto", "parts.decoding.auto", "AUTO against plain decoding", 215, 150),
     Part("peers", "parts.peers.compare", "Beside transformers, decoding alone", 200, 140),
     Part("prefill", "parts.prefill.measure", "Prompts against their limit", 50, 25),
-    Part("draws", "parts.kernels.draws", "Draws of tokens against a sort", 60, 35),
+    Part("draws", "parts.kernels.draws", "Draws of tokens against a sort", 45, 35),
+    Part("fp8", "parts.kernels.fp8", "Matrices in fp8, and their sums kept short", 15, 5),
 )
 COMMANDS = {"first-light": FIRST_LIGHT, "first-light-2": FIRST_LIGHT_2}
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -171,15 +172,18 @@ class Round:
         """The rejection rule in words that a commit knows: tokens `[B, K + 1]`, and the drafts that equal them."""
         shape = self.size, self.k + 1, -1
         target_probs = draws.probabilities(logits, samplers, truncated=self._truncated).view(shape)
-        vocab = target_probs.shape[-1]
         accept = noise.uniform(samplers.seed, samplers.position, Stream.ACCEPT).view(self.size, -1)[:, : self.k]
-        resample = noise.gumbel(samplers.seed, samplers.position, samplers.stream, vocab).view(shape)
         given = draft_probs * (drafts != NO_DRAFT)[..., None]
-        verdict = rejection(target_probs, given, drafts, accept, resample)
+        verdict = rejection(target_probs, given, drafts, accept, partial(self._resampled, samplers))
         is_kept = self._steps < verdict.num_accepted[:, None]
         next_token = verdict.next_token[:, None]
         decided = torch.cat([torch.where(is_kept, drafts, next_token), next_token], 1)
         return decided, torch.where(is_kept, drafts, NO_DRAFT)
+
+    def _resampled(self, samplers: SamplerRows, left: Tensor, position: Tensor) -> Tensor:
+        mine = samplers.rows(torch.arange(self.size, device=self.device) * (self.k + 1) + position)
+        shaped = replace(mine, temperature=torch.ones_like(mine.temperature))
+        return self._ops.choose(left.float(), shaped, truncated=False).token
 
 
 class _Model:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -54,7 +54,7 @@ class RowParams:
         wanted = [row.sequence.request.sampling for row in rows]
         reals = [(max(p.temperature, TINY) if p.temperature else 0.0, p.least_mass, p.min_p) for p in wanted]
         whole = [
-            (min(p.top_k or vocab_size, vocab_size), _signed(row.sequence.seed), row.position, int(row.stream))
+            (min(p.top_k or vocab_size, vocab_size), signed(row.sequence.seed), row.position, int(row.stream))
             for p, row in zip(wanted, rows, strict=True)
         ]
         temperature, top_p, min_p = send(torch.tensor(reals, dtype=torch.float64).reshape(-1, 3), device).unbind(1)
@@ -70,7 +70,7 @@ class RowParams:
         return slice(None) if len(found) == len(self.kinds) else send(torch.tensor(found), self.samplers.seed.device)
 
 
-def _signed(seed: int) -> int:
+def signed(seed: int) -> int:
     """The int64 with the bits of a uint64: 2**64 - 1 -> -1."""
     return seed - 2**64 if seed >= 2**63 else seed
 
@@ -99,6 +99,12 @@ def choose(logits: Tensor, params: RowParams) -> Tensor:
         best = (scores + noise.gumbel_at(p.seed, p.position, p.stream, tokens)).argmax(-1, keepdim=True)
         chosen[rows] = tokens.gather(1, best).squeeze(1)
     return chosen
+
+
+def choose_whole(logits: Tensor, samplers: SamplerRows) -> Tensor:
+    """As `choose`, from `logits` `[R, vocab]` of any type that are shaped already, with the noise of `samplers`."""
+    shaped = replace(samplers, temperature=torch.ones_like(samplers.temperature))
+    return choose(logits.float(), RowParams(shaped, (Kind.WHOLE,) * len(logits)))
 
 
 def draw(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:

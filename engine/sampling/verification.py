@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.kernels.paging import send
 from engine.params import Verification
 from engine.sampling import distribution, noise
-from engine.sampling.distribution import RowParams
+from engine.sampling.distribution import RowParams, signed
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Stream
 from engine.sampling.processors import process
@@ -116,14 +116,19 @@ def _coupled(fed: Seq[VerifyInput], logits: Tensor, rows: Tensor) -> Verdict:
 
 
 def _rejection(fed: Seq[VerifyInput], logits: Tensor, rows: Tensor) -> Verdict:
-    params = RowParams.of([row for f in fed for row in f.rows(Stream.RESAMPLE)], logits.shape[1], logits.device)
+    places = [row for f in fed for row in f.rows(Stream.RESAMPLE)]
+    params = RowParams.of(places, logits.shape[1], logits.device)
     vocab, drafts = logits.shape[1], _padded_drafts(fed, logits.device)
     target_probs = distribution.probabilities(logits, params)[rows]
     draft_probs = _padded_draft_probs(fed, drafts, vocab)
-    p = params.samplers
-    accept = noise.uniform(p.seed, p.position, Stream.ACCEPT)[rows[:, :-1]]
-    resample = noise.gumbel(p.seed, p.position, p.stream, vocab)[rows]
-    return rejection(target_probs, draft_probs, drafts, accept, resample)
+    # Drawn on the host: a number for each row, and on a GPU 150 launches for them all.
+    seeds = torch.tensor([signed(place.sequence.seed) for place in places])
+    accept = noise.uniform(seeds, torch.tensor([place.position for place in places]), Stream.ACCEPT)
+
+    def resample(left: Tensor, position: Tensor) -> Tensor:
+        return distribution.choose_whole(left, params.samplers.rows(rows.gather(1, position[:, None]).squeeze(1)))
+
+    return rejection(target_probs, draft_probs, drafts, send(accept, logits.device)[rows[:, :-1]], resample)
 
 
 _RULES: dict[Verification, Decide] = {Verification.COUPLED: _coupled, Verification.REJECTION: _rejection}
@@ -146,11 +151,10 @@ def _padded_drafts(fed: Seq[VerifyInput], device: torch.device) -> Tensor:
 def _padded_draft_probs(fed: Seq[VerifyInput], drafts: Tensor, vocab: int) -> Tensor:
     """Distributions of the drafts, float64 `[B, K, vocab]`: 0 for a missing draft, one-hot without `draft_probs`."""
     probs = torch.zeros((*drafts.shape, vocab), dtype=torch.float64, device=drafts.device)
+    probs.scatter_(2, drafts.clamp(min=0)[..., None], (drafts != NO_DRAFT).double()[..., None])
     for i, f in enumerate(fed):
         if f.draft_probs is not None:
             probs[i, : len(f.drafts)] = f.draft_probs
-        elif f.drafts:
-            probs[i, : len(f.drafts)].scatter_(1, drafts[i, : len(f.drafts), None], 1.0)
     return probs
 
 

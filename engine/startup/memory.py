@@ -108,7 +108,7 @@ def graph_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:
 
 def graph_budget(config: EngineConfig, target: PreTrainedConfig, device: torch.device) -> MemoryBudget:
     """Memory for recorded rounds after K/V are allocated: as planned, or what passes leave free if that is less."""
-    left = DeviceMemory.of(device).free - pass_bytes(config, target)
+    left = DeviceMemory.of(device).part(config.engines_per_device) - pass_bytes(config, target)
     return MemoryBudget(min(graph_bytes(config, target), left), lambda: unreserved_on(device))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.params import SamplingParams, Verification
 from engine.sampling.noise import gumbel
 from engine.types import Request
-from engine.verify import NO_DRAFT, coupled, rejection, residual
+from engine.verify import NO_DRAFT, Draw, coupled, rejection, residual
 from tests import fakes
 from tests.engine.sampling.test_distribution import definition
 from tests.laws import chi_square
@@ -41,13 +41,22 @@ def test_identity(data: st.DataObject) -> None:
     assert torch.allclose(kept + (1 - kept.sum()) * left / left.sum(), p, atol=1e-12)
 
 
+def by(noise: Tensor) -> Draw:
+    """Draws with Gumbel noise `[B, K + 1, vocab]`."""
+    return lambda logits, at: (logits + noise[torch.arange(len(at)), at]).argmax(-1)
+
+
 def _accept_chance(p: Tensor, q: Tensor, draft: int) -> float:
     """Probability, over all values of `accept`, that `rejection` keeps this draft: counted, not computed."""
     cells = GRID * GRID * 10
     u = (torch.arange(cells, dtype=torch.float64) + 0.5) / cells
     many = (cells, 1)
     verdict = rejection(
-        p.expand(cells, 2, -1), q.expand(cells, 1, -1), torch.full(many, draft), u[:, None], torch.zeros(cells, 2, 4)
+        p.expand(cells, 2, -1),
+        q.expand(cells, 1, -1),
+        torch.full(many, draft),
+        u[:, None],
+        by(torch.zeros(cells, 2, 4)),
     )
     return verdict.num_accepted.double().mean().item()
 
@@ -58,7 +67,7 @@ def _next_law(p: Tensor, q: Tensor, draft: int, accepted: bool) -> Tensor:
     noise = gumbel(torch.arange(rows), torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.long), 4)
     u = torch.full((rows, 1), 1e-12 if accepted else 1 - 1e-12, dtype=torch.float64)
     drafts = torch.full((rows, 1), draft)
-    verdict = rejection(p.expand(rows, 2, -1), q.expand(rows, 1, -1), drafts, u, noise[:, None].expand(rows, 2, 4))
+    verdict = rejection(p.expand(rows, 2, -1), q.expand(rows, 1, -1), drafts, u, by(noise[:, None].expand(rows, 2, 4)))
     assert verdict.num_accepted.eq(int(accepted)).all()
     return verdict.next_token.bincount(minlength=4).double() / rows
 
@@ -88,7 +97,7 @@ def _exact_chance(p: Tensor, q: Tensor, draft: int) -> float:
         if 0 < u < 1:
             one = torch.tensor([[u]], dtype=torch.float64)
             drafts, noise = torch.tensor([[draft]]), torch.zeros(1, 2, 4, dtype=torch.float64)
-            assert bool(rejection(p.expand(1, 2, -1), q.expand(1, 1, -1), drafts, one, noise).num_accepted) is kept
+            assert bool(rejection(p.expand(1, 2, -1), q.expand(1, 1, -1), drafts, one, by(noise)).num_accepted) is kept
     return chance
 
 
@@ -136,11 +145,11 @@ def test_ragged_rows_do_not_see_their_padding(data: st.DataObject) -> None:
     )
     u = torch.tensor(data.draw(st.lists(st.floats(0.01, 0.99), min_size=width, max_size=width)), dtype=torch.float64)
     noise = torch.randn(width + 1, size, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
-    by_itself = rejection(p[None, : k + 1], q[None, :k], drafts[None], u[None, :k], noise[None, : k + 1])
+    by_itself = rejection(p[None, : k + 1], q[None, :k], drafts[None], u[None, :k], by(noise[None, : k + 1]))
     q_padded = q.clone()
     q_padded[k:] = 0
     padding = torch.full((width - k,), NO_DRAFT)
-    in_company = rejection(p[None], q_padded[None], torch.cat([drafts, padding])[None], u[None], noise[None])
+    in_company = rejection(p[None], q_padded[None], torch.cat([drafts, padding])[None], u[None], by(noise[None]))
     assert in_company.num_accepted.tolist() == by_itself.num_accepted.tolist()
     assert in_company.next_token.tolist() == by_itself.next_token.tolist()
 

@@ -1,4 +1,4 @@
-"""Timings of kernels alone: attention against a copy, sampling against a sort."""
+"""Timings of kernels alone: attention against a copy, sampling against a sort, fp8 with sums of two kinds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 
 from benchmarks.cuda.arenas import Arenas
 from benchmarks.cuda.card import Card, seconds_of_each
+from benchmarks.cuda.parts.checking import relative_to_largest
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
+from engine.kernels import reference
 from engine.kernels.args import SamplerRows
 
 DECODED, VERIFIED = 1, 5  # rows of each sequence: a plain step, and a verification of four drafts
@@ -54,6 +56,36 @@ def draws(setting: Setting, section: PartReport) -> None:
         micros = [seconds_of_each([call], card.device) * 1e6 for call in calls]
         section.row(rows, *(f"{micro:.1f}" for micro in micros))
         section.number(str(rows), temperature=micros[0], top_p=micros[1], both=micros[2], sort=micros[3])
+
+
+def fp8(setting: Setting, section: PartReport) -> None:
+    """Measure a matmul in fp8 with sums in float32, as we multiply, and with `use_fast_accum`: time and error."""
+    card, shape = Card.measured(setting.device), SHAPES[setting.target]
+    section.say("Error: of a product of the same rounded numbers, relative to the largest of the matrix.")
+    if not card.is_cuda:
+        section.needs_a_card("fp8 in rows of a scale each, which torch before 2.13 cannot do on a CPU")
+        return
+    section.table("rows", "sums in float32, µs", "error", "fast, µs", "error", "bf16, µs")
+    plain = torch.randn(shape["intermediate_size"], shape["hidden_size"], device=card.device).to(card.dtype)
+    weight = reference.round_rows(plain)
+    exact = weight.rows.float() * weight.scale
+    for num_rows in setting.drawn:
+        x = torch.randn(num_rows, plain.shape[1], device=card.device).to(card.dtype)
+        rounded = reference.round_rows(x)
+        multiply = partial(
+            torch._scaled_mm, rounded.rows, weight.rows.t(),  # noqa: SLF001
+            scale_a=rounded.scale, scale_b=weight.scale.t().contiguous(), out_dtype=card.dtype,
+        )  # fmt: skip
+        calls = [partial(multiply, use_fast_accum=is_fast) for is_fast in (False, True)]
+        micros = [seconds_of_each([call], card.device) * 1e6 for call in (*calls, partial(torch.mm, x, plain.t()))]
+        want = (rounded.rows.float() * rounded.scale) @ exact.t()
+        errors = [relative_to_largest(call(), want) for call in calls]
+        section.row(
+            num_rows, f"{micros[0]:.1f}", f"{errors[0]:.1e}", f"{micros[1]:.1f}", f"{errors[1]:.1e}", f"{micros[2]:.1f}"
+        )
+        section.number(
+            str(num_rows), exact=micros[0], fast=micros[1], bf16=micros[2], error=errors[0], fast_error=errors[1]
+        )
 
 
 def law_of(rows: int, vocab: int, top_k: int, top_p: float, device: torch.device) -> SamplerRows:

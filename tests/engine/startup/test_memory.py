@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.startup.memory import GIB, ON_A_CPU, DeviceMemory, kv_gib, pass_bytes
+from engine.startup.memory import GIB, ON_A_CPU, DeviceMemory, graph_budget, kv_gib, pass_bytes
 
 LLAMA_8B = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -36,7 +36,7 @@ def test_a_card_gives_what_is_free_but_for_passes() -> None:
 
 @pytest.mark.parametrize("engines", [2, 3])
 @pytest.mark.parametrize("others", [0, 1])
-def test_engines_that_share_a_card_have_a_part_each(engines: int, others: int) -> None:
+def test_engines_that_share_a_card_have_a_part_each(engines: int, others: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of 10 GiB on a card of 80: whether the others are loaded or not, and all of them fit together."""
     config = EngineConfig(target="t", max_batch_size=8, engines_per_device=engines)
     alone = EngineConfig(target="t", max_batch_size=8)
@@ -50,6 +50,10 @@ def test_engines_that_share_a_card_have_a_part_each(engines: int, others: int) -
         with pytest.raises(ModelError, match=f"kv_memory is .*engines_per_device {engines}, with a standby"):
             kv_gib(asked, CUDA, LLAMA_8B, free(80 - held, held, 80))
     assert kv_gib(config, CPU, LLAMA_8B, lambda _: 1 // 0) == ON_A_CPU
+    # Of what is free once K/V are allocated no more is the engine's than its part leaves: here nothing, and 20 GiB.
+    for held, is_left in ((part, False), (part - 20, True)):
+        monkeypatch.setattr(DeviceMemory, "of", free(80 - held, held, 80))
+        assert graph_budget(config, LLAMA_8B, CUDA).is_left is is_left
 
 
 def test_what_long_contexts_share_out_is_counted() -> None:
