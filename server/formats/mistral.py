@@ -79,7 +79,6 @@ class _MistralParser(CallParser):
         if marker != _CALLS:
             self._scanner.rewind(len(marker) - 1)
             return (yield from self._array())
-        self._openings = (_CALLS,)
         yield from self._space()
         if (yield from self._expect("[")):
             return (yield from self._array())
@@ -112,5 +111,6 @@ class _MistralParser(CallParser):
             or not self._complete_call()
         ):
             return False
+        self._openings = (_CALLS,)
         yield from self._surplus(_CALLS)
         return False

@@ -169,13 +169,16 @@ class TextParser(Parser):
         return found.end() if found else None
 
     def _no_call(self) -> None:
-        """What was taken is no call: it is content up to where a call may have ended, and the rest is read again."""
+        """What was taken is no call: it is content up to where it may have ended or another call may begin.
+
+        The rest is read again.
+        """
         if self._is_unfinished():
             return
         text = self._scanner.taken
-        length = self._length_of_broken(text)
-        if length is None:
-            length = len(text)
+        begins = (text.find(opening, 1) for opening in self._openings)  # what was taken may begin with its own
+        found = [at for at in (self._length_of_broken(text), *begins) if at is not None and at >= 0]
+        length = min(found, default=len(text))
         self._num_calls += self.is_in_call
         self._scanner.rewind(length)
         self._add_content(self._text.add(text[:length]))

@@ -34,6 +34,13 @@ MISTRAL = Family(
         for variant, write in (("v3", write_v3), ("v11", write_v11), ("v13", write_v13))
     ],
     readings={
+        # A call that breaks off takes none with it that begins later.
+        '[TOOL_CALLS]get[ARGS]{"a": "x[TOOL_CALLS]get[ARGS]{"a": 1}': called(
+            A, content='[TOOL_CALLS]get[ARGS]{"a": "x'
+        ),
+        '[TOOL_CALLS][{"name": "get",[TOOL_CALLS] {}}, {"name": "get", "arguments": {"a": 1}}]': called(
+            A, content='[TOOL_CALLS][{"name": "get",[TOOL_CALLS] {}}'
+        ),
         '[TOOL_CALLS] [{"name": "get", "arguments": {"a": 1}}]\n': called(A),
         '[TOOL_CALLS][{"id": "x", "name": "get", "arguments": {"a": 1}}': called(A),
         '[TOOL_CALLS]get[CALL_ID]x[ARGS] {"a": 1}': called(A),
