@@ -67,8 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _told(error: Exception) -> str:
     """Return the message; the name of a file, which can have any length, is shortened."""
-    is_of_file = isinstance(error, OSError) and error.filename is not None
-    return f"{shown(str(error.filename))}: {error.strerror}" if is_of_file else str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{shown(str(error.filename))}: {error.strerror}"
+    return str(error)
 
 
 def serve(arguments: list[str]) -> int:

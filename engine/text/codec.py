@@ -235,9 +235,9 @@ class OutputText:
         for token in token_ids:
             text = self._decoder.push(token)
             self._tokens_too_early -= 1
-            self._read(text)
+            is_cut = self._read(text)
             texts.append(self._release())
-            if self.stop is not None:
+            if is_cut:
                 break
         return TextPiece(tuple(texts), self.stop)
 
@@ -253,17 +253,18 @@ class OutputText:
         self._held = ""
         return text
 
-    def _read(self, text: str) -> None:
-        """Read the new characters; the stop string that completes first (ties: list order) cuts the text."""
+    def _read(self, text: str) -> bool:
+        """Read the new characters; return whether a stop string cuts the text: the first complete, ties by the list."""
         if self._search is None:
             self._held += text
-            return
+            return False
         for char in text:
             self._held += char
             found = self._search.read(char, counts=self._tokens_too_early < 0)
             if found is not None:
                 self._cut(found)
-                return
+                return True
+        return False
 
     def _cut(self, found: Stop) -> None:
         self._held, self.stop = self._held[: len(self._held) - found.num_since], found.text

@@ -66,8 +66,8 @@ def refusal(error: PilotfishError) -> Refusal:
     match error:
         case InvalidRequest():
             too_long = any(violation.excess for violation in error.violations)
-            why = (details_pb.ErrorInfo(reason=CONTEXT_EXCEEDED, domain=DOMAIN),) if too_long else ()
-            return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid", (_bad_request(error), *why))
+            info = [details_pb.ErrorInfo(reason=CONTEXT_EXCEEDED, domain=DOMAIN)] if too_long else []
+            return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid", (_bad_request(error), *info))
         case QueueFull():
             metric = "quota" if isinstance(error, QuotaExceeded) else "queue_full"
             why = _retry(error.retry_seconds), _quota(error)
