@@ -18,11 +18,9 @@ from engine.control.speedup import Speedup
 from engine.kv.pages import PagePool
 from engine.params import MAX_PREDICTED_DRAFTS
 from engine.shares import TURN, Shares, equal_parts
+from engine.turns import in_step, in_turn, most_masked
 from engine.types import KVCursor, Sequence
 
-# Of a step, for the masks of structures. A mask takes 10 us, but one of a hostile structure up to 0.1 s: its outputs
-# then take turns, and have no drafts.
-MASK_SECONDS = 0.05
 _MOST_FOLLOWED = 1024  # tokens of a step, of all outputs together that are behind in their predictions
 
 
@@ -243,9 +241,9 @@ class Scheduler:
         self._renew_outgrown()
         _follow_predictions(self.running)
         self._reserve_pages()
-        running = self._in_step()
-        both = [Work.feeding(s, 1) for s in running if s.todo == 1 and not s.grammar_lag]
-        steady = _in_turn([work for work in both if not work.sequence.on_device])
+        running = in_step(self.running, self.shares, self.prefill, self._max_batch_tokens)
+        both = [s for s in running if s.todo == 1 and not s.grammar_lag]
+        steady = [Work.feeding(s, 1) for s in in_turn([s for s in both if not s.on_device])]
         budget = self._max_batch_tokens - len(steady)
         fitting = self.prefill.tokens(len(both), alone=len(self.running) == 1)
         chunks = list(_chunks(running, int(min(budget, fitting))))
@@ -253,7 +251,7 @@ class Scheduler:
         self.prefill.spend(prompt_rows)
         lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
         works = (*self._with_drafts(steady, budget - prompt_rows, prompt_rows), *chunks)
-        on_device = tuple(self._for_round([work for work in both if work.sequence.on_device]))
+        on_device = tuple(self._for_round([Work.feeding(s, 1) for s in both if s.on_device]))
         num_preempted, self._num_preempted = self._num_preempted, 0
         for work in (*works, *on_device):
             self._charge(work)
@@ -264,20 +262,6 @@ class Scheduler:
         sequence = work.sequence
         self.shares.charge(sequence.request.caller, max(0, work.span.stop - sequence.num_charged))
         sequence.num_charged = max(sequence.num_charged, work.span.stop)
-
-    def _in_step(self) -> list[Sequence]:
-        """The sequences that may take part in this step.
-
-        Prompts of a caller with a small share are read without those of callers with large ones: it gets its first
-        token as soon as if it were alone. Sequences in rounds on the device hold up no prompt.
-        """
-        behind = [s for s in self.running if s.is_behind]
-        if not behind:
-            return self.running
-        reader = min((s.request.caller for s in behind), key=self.shares.rank)
-        fed = min(_todo(s for s in behind if s.request.caller == reader), self._max_batch_tokens)
-        others = {c for c in self.shares.holders if self.shares.goes_alone(reader, c, fed)}
-        return [s for s in self.running if s.on_device or s.request.caller not in others]
 
     def _renew_outgrown(self) -> None:
         """Release K/V that was made with another rotary table than the length now needs; all is fed again."""
@@ -316,7 +300,7 @@ class Scheduler:
         share = self._max_drafts // max(1, len(sequences))  # which a prediction may use beyond K
         limits = [
             min(self._most_drafts(s), most, max(share, s.speculation.num_draft_tokens))
-            for s, most in zip(sequences, _most_masked(sequences), strict=True)
+            for s, most in zip(sequences, most_masked(sequences), strict=True)
         ]
         chosen = self.control.choose(sequences, limits, budget, prompt_rows)
         return self._with_room(steady, chosen)
@@ -403,34 +387,6 @@ def _follow_predictions(sequences: list[Sequence]) -> None:
         most = max(MAX_PREDICTED_DRAFTS + 1, _MOST_FOLLOWED // len(predicted))
         is_current = alignment.follow(sequence.tokens, sequence.prompt_len, most)
         sequence.is_predicted = is_current and sequence.most_predicted > 0 and bool(alignment.drafts(1))
-
-
-def _in_turn(works: list[Work]) -> list[Work]:
-    """The works whose masks fit into the step; the others come first in a later one.
-
-    Example: four outputs whose masks take 20 ms each. Two of them fit into 50 ms, so each has every second step.
-    """
-    if sum(work.sequence.mask_seconds for work in works) <= MASK_SECONDS:
-        return works
-    left, late = MASK_SECONDS, set()
-    for work in sorted(works, key=lambda work: -work.sequence.num_missed):
-        sequence = work.sequence
-        if left < MASK_SECONDS and sequence.mask_seconds > max(0.0, left):
-            sequence.num_missed += 1
-            late.add(id(sequence))
-        else:
-            sequence.num_missed = 0
-            left -= sequence.mask_seconds
-    return [work for work in works if id(work.sequence) not in late]
-
-
-def _most_masked(sequences: list[Sequence]) -> Iterator[int]:
-    """Drafts of each sequence whose masks fit into the step, in equal shares of the time that is left for them."""
-    costly = [sequence.mask_seconds for sequence in sequences if sequence.mask_seconds]
-    spare = max(0.0, MASK_SECONDS - sum(costly))
-    for sequence in sequences:
-        seconds = sequence.mask_seconds
-        yield int(spare / len(costly) / seconds) if seconds else MAX_PREDICTED_DRAFTS
 
 
 def _reach(sequence: Sequence, num_draft: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 TURN = 32  # tokens that a place in the batch counts for, as they are soon had
+_RECENT = 16_384  # tokens of all callers after which one that had none is not expected back at any moment
 
 
 class Shares:
@@ -18,6 +19,8 @@ class Shares:
     def __init__(self) -> None:
         self._had: dict[str, int] = {}
         self._places: dict[str, int] = {}
+        self._total = 0
+        self._latest: dict[str, int] = {}  # total when a caller was last charged
 
     def join(self, caller: str, waiting: Collection[str], present: Collection[str]) -> None:
         """A caller of whom nothing waited asks for something; of the others some are `waiting`, all `present`."""
@@ -25,10 +28,13 @@ class Shares:
         # Who has left and is not ahead of the others would come back on their level anyway.
         self._had = {c: had for c, had in self._had.items() if c == caller or c in present or had > level}
         self._had[caller] = max(self._had.get(caller, 0), level)
+        self._latest = {c: then for c, then in self._latest.items() if self._total - then < _RECENT}
 
     def charge(self, caller: str, tokens: int) -> None:
         """The target is fed so many tokens of a caller's."""
         self._had[caller] += tokens
+        self._total += tokens
+        self._latest[caller] = self._total
 
     def place(self, caller: str, change: int) -> None:
         """A caller has one place more or less."""
@@ -53,6 +59,13 @@ class Shares:
     def largest(self) -> str:
         """Of the callers that hold places, the one with the largest share."""
         return max(self._places, key=self.rank)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a caller that had tokens of late holds at most half as many places as another."""
+        recent = (caller for caller, then in self._latest.items() if self._total - then < _RECENT)
+        most = max(self._places.values(), default=0)
+        return most > 1 and any(2 * self.places(caller) <= most for caller in recent)
 
     def may_displace(self, caller: str, other: str) -> bool:
         """Whether both are nearer to equal shares if `caller` has a place of `other`."""

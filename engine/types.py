@@ -331,7 +331,7 @@ class Sequence:
     grammar_lag: int = 0  # generated tokens that its state has yet to take, before the sequence is fed again
     fault: str | None = None  # why this output cannot go on, or why drafts of it cannot be verified
     mask_seconds: float = 0.0  # what one mask of its structure took in the last step, in time of the processor
-    num_missed: int = 0  # steps in a row without it, because structures of others took their time
+    num_missed: int = 0  # steps in a row without it, because others had their turn
     shared: dict[Hashable, Tensor] = field(default_factory=dict)  # what sampling makes once for all outputs
     output_counts: Tensor | None = None  # float32 [vocab], of the first `num_counted` generated tokens
     num_counted: int = 0

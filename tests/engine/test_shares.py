@@ -31,7 +31,7 @@ class Service:
         self.had: Counter[str] = Counter()  # tokens of prompts and outputs, by caller
         self.first: dict[str, int] = {}  # steps from the arrival to the first token, by name
         self.fed: list[set[str]] = []  # callers of each step
-        self.num_preempted = self._count = 0
+        self.num_preempted = self.num_fed = self._count = 0
         self._arrived: dict[str, int] = {}
         self._fed: dict[str, int] = {}
 
@@ -46,6 +46,7 @@ class Service:
         self.schedule.admit()
         plan = self.schedule.plan()
         self.num_preempted += plan.num_preempted
+        self.num_fed = len(plan.works)
         self.fed.append({work.sequence.request.caller for work in plan.works})
         for work in plan.works:
             one = work.sequence
@@ -83,7 +84,7 @@ def test_who_asks_for_one_at_a_time_waits_for_no_hog(num_hogs: int) -> None:
         one = service.ask("meek", prompt=20, tokens=4)
         service.step()
         assert service.fed[-1] == {"meek"}
-        service.run(6)
+        service.run(20)
         assert service.first[one.request_id] == 1
 
 
@@ -204,6 +205,31 @@ def test_prompts_of_callers_share_a_step() -> None:
     service.ask("meek", prompt=500)
     had = service.run(5)
     assert had["hog"] == had["meek"]
+
+
+def test_steps_are_short_where_somebody_may_ask_at_any_moment() -> None:
+    """A step takes 8 ms and 2 for each that decodes. Half of the places cost a quarter of the tokens per second."""
+
+    def timed(service: Service, steps: int) -> list[int]:
+        sizes = []
+        for _ in range(steps):
+            service.step()
+            sizes.append(service.num_fed)
+            service.schedule.prefill.learn(sizes[-1], 0, 0.008 + 0.002 * sizes[-1])
+        return sizes
+
+    service = Service()
+    for _ in range(2 * PLACES):
+        service.ask("hog")
+    service.step()
+    assert set(timed(service, 20)) == {PLACES}, "alone it has all"
+    service.ask("meek", tokens=1)
+    service.step()
+    assert timed(service, 20)[5:] == [PLACES // 2] * 15, "fewer were tried and are too slow"
+    lengths = [len(one.tokens) for one in service.schedule.running]
+    assert max(lengths) - min(lengths) <= 4, "in turn"
+    service.run(20_000 // (PLACES // 2))
+    assert set(timed(service, 20)) == {PLACES}, "who has not come back is not expected any more"
 
 
 calls = st.tuples(st.sampled_from("abc"), st.integers(1, 200), st.integers(1, 60))
