@@ -26,10 +26,11 @@ from engine.request.intake import Intake, Limits, self_test_request
 from engine.request.prediction import num_predicted
 from engine.sampling.processors import advance_grammar, catch_up_grammars
 from engine.sampling.verification import VerifyOutput
-from engine.scheduler import MASK_SECONDS, Scheduler, StepPlan
+from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Clock, StepStats, Stopwatch
 from engine.step_stats import feedback_of, measure, teach, with_rounds
 from engine.target_pass import TargetPass, Verified
+from engine.turns import MASK_SECONDS
 from engine.types import FinishedOutput, FinishReason, Request, Sequence, TokenEvent
 
 if TYPE_CHECKING:

@@ -1,13 +1,14 @@
 """Which sequences run, which pages they hold, and which tokens they feed next. Knows no model, no clock, no tensor.
 
 Running sequences are kept in the order of their admission. The oldest are served first. When pages run out, the newest
-sequence gives up its pages and waits at the front of the queue; its tokens are recomputed later.
+sequence of the caller with the largest share gives up its pages and waits at the front of the queue; its tokens are
+recomputed later. It gives up its place too when a caller with a smaller share waits for one.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -16,11 +17,10 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.control.speedup import Speedup
 from engine.kv.pages import PagePool
 from engine.params import MAX_PREDICTED_DRAFTS
+from engine.shares import TURN, Shares, equal_parts
+from engine.turns import in_step, in_turn, most_masked
 from engine.types import KVCursor, Sequence
 
-# Of a step, for the masks of structures. A mask takes 10 us, but one of a hostile structure up to 0.1 s: its outputs
-# then take turns, and have no drafts.
-MASK_SECONDS = 0.05
 _MOST_FOLLOWED = 1024  # tokens of a step, of all outputs together that are behind in their predictions
 
 
@@ -90,7 +90,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the sequence that feeds the prompt for them
-        self._prefix_lookups = self._prefix_hits = 0  # tokens, since the last plan
+        self.shares = Shares()
+        self._prefix_lookups = self._prefix_hits = self._num_preempted = 0  # tokens and sequences, since the last plan
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -124,7 +125,10 @@ class Scheduler:
         return self.round_control if sequence.on_device else self.control
 
     def add(self, first: Sequence, *siblings: Sequence) -> None:
-        """Queue a sequence, first come, first served. `siblings` have the same prompt and wait until it is fed."""
+        """Queue a sequence: of one caller first come, first served. `siblings` have the same prompt and wait for it."""
+        caller, waiting = first.request.caller, {s.request.caller for s in self.waiting}
+        if caller not in waiting:
+            self.shares.join(caller, waiting, {s.request.caller for s in self.sequences} - {caller})
         self.waiting.append(first)
         if siblings:
             self._siblings[first] = siblings
@@ -139,26 +143,56 @@ class Scheduler:
             if sequence in siblings:
                 self._siblings[first] = tuple(s for s in siblings if s is not sequence)
                 return
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
-        self._release(sequence)
+        if sequence in self.running:
+            self._stop(sequence)
+        else:
+            self.waiting.remove(sequence)
 
     def admit(self) -> None:
         """Start waiting sequences while there are places, and pages for all tokens that they have to feed."""
         for sequence in self.running:
             self._share(sequence)
         self._queue_siblings()
-        while self.waiting and len(self.running) < self._max_batch_size:
-            sequence = self.waiting[0]
-            found = self._find(sequence)
-            fresh = self.target_pool.pages_for(len(sequence.tokens)) - len(found)
-            needed = fresh + self.target_pool.num_kept(found) + self._num_growing()
-            if needed > self.target_pool.num_free or not self.target_pool.has_slots:
+        while self.waiting:
+            sequence = min(self.waiting, key=lambda s: self.shares.rank(s.request.caller))
+            if not self._fits(sequence) and not self._displace(sequence):
                 return  # in order: if short sequences overtook, a long one might wait for ever
-            self._adopt(sequence, found)
+            self._adopt(sequence, self._find(sequence))
             self.target_pool.reserve(sequence.target, len(sequence.tokens))
             for name in sequence.drafters:  # before planning, so that control knows what drafting would cost
                 self._adopt_draft(sequence, name)
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            self.shares.place(sequence.request.caller, 1)
+            sequence.num_started = len(sequence.tokens)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        if len(self.running) == self._max_batch_size or not self.target_pool.has_slots:
+            return False
+        found = self._find(sequence)
+        fresh = self.target_pool.pages_for(len(sequence.tokens)) - len(found)
+        return fresh + self.target_pool.num_kept(found) + self._num_growing() <= self.target_pool.num_free
+
+    def _displace(self, sequence: Sequence) -> bool:
+        """Preempt sequences of callers with larger shares until this one fits; return whether it does."""
+        caller, shares = sequence.request.caller, self.shares
+        while self.running and shares.may_displace(caller, shares.largest):
+            yielding = self._yielding(shares.largest, most_left=shares.places(caller))
+            if yielding is None:
+                return False
+            self._preempt(yielding)
+            if self._fits(sequence):
+                return True
+        return False
+
+    def _yielding(self, caller: str, most_left: int) -> Sequence | None:
+        """The newest sequence of a caller that has had a turn worth what it has to be fed again.
+
+        So its sequences take turns in giving way. One that had no such turn gives way if more than `most_left` stay.
+        """
+        mine = [s for s in reversed(self.running) if s.request.caller == caller]
+        rested = (s for s in mine if len(s.tokens) - s.num_started >= max(TURN, s.num_started // 8))
+        return next(rested, mine[0] if len(mine) - 1 > most_left else None)
 
     def _queue_siblings(self) -> None:
         """Move siblings of a fed (or ended) prompt to the front of the queue: their prompt is in the prefix cache."""
@@ -175,6 +209,7 @@ class Scheduler:
 
     def _adopt(self, sequence: Sequence, pages: list[int]) -> None:
         self.target_pool.adopt(sequence.target, pages)
+        sequence.num_charged = max(sequence.num_charged, sequence.target.kv_len)
         if self.target_pool.prefix_cache and not sequence.num_generated:  # recomputation after preemption is no hit
             sequence.num_cached = sequence.target.kv_len
             self._prefix_lookups += sequence.prompt_len
@@ -203,20 +238,30 @@ class Scheduler:
 
         Prompts go before drafts: a prompt token always counts, a draft only with its probability of acceptance.
         """
-        before = len(self.waiting)
         self._renew_outgrown()
         _follow_predictions(self.running)
-        both = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1 and not s.grammar_lag]
-        steady = _in_turn([work for work in both if not work.sequence.on_device])
+        self._reserve_pages()
+        running = in_step(self.running, self.shares, self.prefill, self._max_batch_tokens)
+        both = [s for s in running if s.todo == 1 and not s.grammar_lag]
+        steady = [Work.feeding(s, 1) for s in in_turn([s for s in both if not s.on_device])]
         budget = self._max_batch_tokens - len(steady)
         fitting = self.prefill.tokens(len(both), alone=len(self.running) == 1)
-        chunks = list(self._chunks(int(min(budget, fitting))))
+        chunks = list(_chunks(running, int(min(budget, fitting))))
         prompt_rows = sum(len(work.span) for work in chunks)
         self.prefill.spend(prompt_rows)
         lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
         works = (*self._with_drafts(steady, budget - prompt_rows, prompt_rows), *chunks)
-        on_device = tuple(self._for_round([work for work in both if work.sequence.on_device]))
-        return StepPlan(works, on_device, len(self.waiting) - before, lookups, hits)
+        on_device = tuple(self._for_round([Work.feeding(s, 1) for s in both if s.on_device]))
+        num_preempted, self._num_preempted = self._num_preempted, 0
+        for work in (*works, *on_device):
+            self._charge(work)
+        return StepPlan(works, on_device, num_preempted, lookups, hits)
+
+    def _charge(self, work: Work) -> None:
+        """Charge a caller the tokens that the target has not been fed before: not what it is fed again."""
+        sequence = work.sequence
+        self.shares.charge(sequence.request.caller, max(0, work.span.stop - sequence.num_charged))
+        sequence.num_charged = max(sequence.num_charged, work.span.stop)
 
     def _renew_outgrown(self) -> None:
         """Release K/V that was made with another rotary table than the length now needs; all is fed again."""
@@ -230,30 +275,24 @@ class Scheduler:
         """What each draft model and head has been fed of a sequence, and the pool of its pages."""
         return ((self.draft_pools[name], cursor) for name, cursor in sequence.drafts.items())
 
-    def _with_pages(self) -> list[Sequence]:
-        """Reserve pages for what each running sequence feeds, oldest first; preempt the newest if pages are missing."""
-        position = 0
-        while position < len(self.running):
-            sequence = self.running[position]
-            if self.target_pool.reserve(sequence.target, _reach(sequence, 0)):
-                position += 1
-            else:
-                self._preempt(self.running[-1])
-        return self.running
+    def _reserve_pages(self) -> None:
+        """Reserve pages for what each running sequence feeds, oldest first.
+
+        If pages are missing, preempt the newest sequence of the caller with the largest share.
+        """
+        for sequence in list(self.running):
+            while sequence in self.running and not self.target_pool.reserve(sequence.target, _reach(sequence, 0)):
+                self._preempt(next(s for s in reversed(self.running) if s.request.caller == self.shares.largest))
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence)
+        self.waiting.appendleft(sequence)
+        self._num_preempted += 1
+
+    def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        self.waiting.appendleft(sequence)
-
-    def _chunks(self, budget: int) -> Iterator[Work]:
-        """Prompts and recomputed tokens in equal parts; what a short one leaves goes to longer ones."""
-        hungry = sorted((s for s in self.running if s.todo > 1 and not s.grammar_lag), key=lambda s: s.todo)
-        for i, sequence in enumerate(hungry):
-            size = min(sequence.todo, -(-budget // (len(hungry) - i)))
-            if size:
-                budget -= size
-                yield Work.feeding(sequence, size)
+        self.shares.place(sequence.request.caller, -1)
 
     def _with_drafts(self, steady: list[Work], budget: int, prompt_rows: int) -> Iterator[Work]:
         """Add as many drafts as control chooses within the budget and free pages hold; drafts preempt no sequence."""
@@ -261,7 +300,7 @@ class Scheduler:
         share = self._max_drafts // max(1, len(sequences))  # which a prediction may use beyond K
         limits = [
             min(self._most_drafts(s), most, max(share, s.speculation.num_draft_tokens))
-            for s, most in zip(sequences, _most_masked(sequences), strict=True)
+            for s, most in zip(sequences, most_masked(sequences), strict=True)
         ]
         chosen = self.control.choose(sequences, limits, budget, prompt_rows)
         return self._with_room(steady, chosen)
@@ -325,6 +364,22 @@ class Scheduler:
             pool.check_invariants(s.drafts[name] for s in everyone if name in s.drafts)
 
 
+def _chunks(running: list[Sequence], budget: int) -> Iterator[Work]:
+    """Prompts and recomputed tokens in equal parts, of callers and of the sequences of each, the shortest first."""
+    by_caller: dict[str, list[Sequence]] = defaultdict(list)
+    for sequence in sorted((s for s in running if s.is_behind), key=lambda s: s.todo):
+        by_caller[sequence.request.caller].append(sequence)
+    groups = sorted(by_caller.values(), key=_todo)
+    for group, part in zip(groups, equal_parts([_todo(group) for group in groups], budget), strict=True):
+        for sequence, size in zip(group, equal_parts([s.todo for s in group], part), strict=True):
+            if size:
+                yield Work.feeding(sequence, size)
+
+
+def _todo(sequences: Iterable[Sequence]) -> int:
+    return sum(sequence.todo for sequence in sequences)
+
+
 def _follow_predictions(sequences: list[Sequence]) -> None:
     """Find where each output is in what was predicted of it; one that was continued takes several steps."""
     predicted = [(s, s.alignment) for s in sequences if s.alignment is not None]
@@ -332,34 +387,6 @@ def _follow_predictions(sequences: list[Sequence]) -> None:
         most = max(MAX_PREDICTED_DRAFTS + 1, _MOST_FOLLOWED // len(predicted))
         is_current = alignment.follow(sequence.tokens, sequence.prompt_len, most)
         sequence.is_predicted = is_current and sequence.most_predicted > 0 and bool(alignment.drafts(1))
-
-
-def _in_turn(works: list[Work]) -> list[Work]:
-    """The works whose masks fit into the step; the others come first in a later one.
-
-    Example: four outputs whose masks take 20 ms each. Two of them fit into 50 ms, so each has every second step.
-    """
-    if sum(work.sequence.mask_seconds for work in works) <= MASK_SECONDS:
-        return works
-    left, late = MASK_SECONDS, set()
-    for work in sorted(works, key=lambda work: -work.sequence.num_missed):
-        sequence = work.sequence
-        if left < MASK_SECONDS and sequence.mask_seconds > max(0.0, left):
-            sequence.num_missed += 1
-            late.add(id(sequence))
-        else:
-            sequence.num_missed = 0
-            left -= sequence.mask_seconds
-    return [work for work in works if id(work.sequence) not in late]
-
-
-def _most_masked(sequences: list[Sequence]) -> Iterator[int]:
-    """Drafts of each sequence whose masks fit into the step, in equal shares of the time that is left for them."""
-    costly = [sequence.mask_seconds for sequence in sequences if sequence.mask_seconds]
-    spare = max(0.0, MASK_SECONDS - sum(costly))
-    for sequence in sequences:
-        seconds = sequence.mask_seconds
-        yield int(spare / len(costly) / seconds) if seconds else MAX_PREDICTED_DRAFTS
 
 
 def _reach(sequence: Sequence, num_draft: int) -> int:

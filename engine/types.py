@@ -235,6 +235,7 @@ class Request:
         emitted: what its outputs emitted before, by index, if the request is continued; its seed is then set.
         prediction: what the caller expects an output to be; it is drafted where the output follows it.
         adapter: the name of the adapter with which the target continues it; None for the target alone.
+        caller: whose share of the machine it uses. Callers get equal shares (`engine/shares.py`).
     """
 
     request_id: str
@@ -246,6 +247,7 @@ class Request:
     emitted: tuple[EmittedOutput, ...] = ()
     prediction: tuple[int, ...] = ()
     adapter: str | None = None
+    caller: str = ""
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -329,11 +331,13 @@ class Sequence:
     grammar_lag: int = 0  # generated tokens that its state has yet to take, before the sequence is fed again
     fault: str | None = None  # why this output cannot go on, or why drafts of it cannot be verified
     mask_seconds: float = 0.0  # what one mask of its structure took in the last step, in time of the processor
-    num_missed: int = 0  # steps in a row without it, because structures of others took their time
+    num_missed: int = 0  # steps in a row without it, because others had their turn
     shared: dict[Hashable, Tensor] = field(default_factory=dict)  # what sampling makes once for all outputs
     output_counts: Tensor | None = None  # float32 [vocab], of the first `num_counted` generated tokens
     num_counted: int = 0
     num_cached: int = 0  # prompt tokens whose K/V came from the prefix cache
+    num_charged: int = 0  # leading tokens that count for its caller's share
+    num_started: int = 0  # tokens that it had when it last began to run
     alignment: Alignment | None = None  # in the request's prediction
     most_predicted: int = 0  # most drafts of it in a step
     is_predicted: bool = False  # whether the prediction has drafts for the next step
@@ -394,6 +398,11 @@ class Sequence:
     def todo(self) -> int:
         """Tokens that the target has not been fed; 1 when only the newest is left (I1)."""
         return len(self.tokens) - self.target.kv_len
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it has prompt or recomputed tokens to be fed now."""
+        return self.todo > 1 and not self.grammar_lag
 
     def num_before_stop(self, fresh: Seq[int]) -> int:
         """How many of `fresh` one-token decoding would have generated: up to an end token, or to `max_len`."""

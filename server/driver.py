@@ -29,11 +29,12 @@ from server.errors import (
 from server.estimates import Estimates
 from server.lifecycle import Lifecycle
 from server.model import ServedModel
-from server.queue import AdmissionQueue, Outlook
+from server.queue import AdmissionQueue
 from server.recovery import Recovery
 from server.streams.stream import SEND_DEFAULTS, OutputStream, SendOptions
 from server.telemetry.kv_events import KvEvents, NoKvEvents
 from server.telemetry.metrics import Metrics
+from server.turns import CallerTurns, max_len_of
 from server.worker.host import Host, TurnOutput
 from server.worker.supervisor import Supervisor
 
@@ -74,16 +75,16 @@ class Driver:
         kv_events: KvEvents | None = None,  # default: none are published
     ) -> None:
         self.model, self.queue, self.host = model, queue, host
-        self.estimates, self._ageing_seconds = Estimates(), ageing_seconds
+        self.estimates, self._ageing_seconds = Estimates(clock), ageing_seconds
         self._engine, self._metrics, self._lifecycle = host.engine, metrics, lifecycle
         self._supervisor, self._clock = supervisor, clock
         self._live: dict[str, OutputStream] = {}
+        self._turns = CallerTurns(queue, host.engine, self._live)
         self._endings: dict[str, _Ending] = {}
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._kv_events: KvEvents = kv_events or NoKvEvents()
         self._recovery = Recovery()
-        self._left: list[float] | None = None  # tokens that each running output is likely to need; None: to be computed
         self._stopping = asyncio.Event()
         self._retiring: set[str] = set()  # adapters that go when their last request has ended
         self._loading: set[str] = set()
@@ -119,14 +120,14 @@ class Driver:
 
     def _admit(self) -> None:
         self._feed_interrupted()
-        while self.queue and self._engine.has_room and not self._recovery.is_trying:
-            stream = self._live[self.queue.pop().request_id]
+        while not self._recovery.is_trying and (caller := self._turns.next()) is not None:
+            stream = self._live[self.queue.pop(caller).request_id]
             if stream.deadline <= self._clock():
                 stream.fail(DeadlinePassed("the deadline passed before the request could start"))
                 self._forget(stream, FinishReason.DEADLINE)
                 continue
             stream.start()
-            self._left = None
+            self._turns.start(stream)
             self._metrics.requests.start(stream.timeline)
             self._feed(stream)
 
@@ -167,7 +168,7 @@ class Driver:
             self._metrics.steps.observe(output.stats)
             self.estimates.observe(output.stats)
             self._supervisor.record_step()
-        self._left = None
+        self._turns.renew()
         self._report_load()
 
     async def _recover(self, error: Exception) -> bool:
@@ -215,10 +216,10 @@ class Driver:
 
     # ------------------------------------------------------------------------------------ what callers ask meanwhile
 
-    def require_open(self) -> None:
-        """Raise Unavailable or QueueFull if no request can be accepted. Called before any work is done for one."""
+    def require_open(self, caller: str = "") -> None:
+        """Raise Unavailable or QueueFull if no request of a caller can be accepted, before any work is done for one."""
         self._lifecycle.require_ready()
-        self.queue.require_room(outlook=self._outlook())
+        self.queue.require_room(caller, outlook=self._turns.outlook(caller, self.estimates))
 
     def open(self, request: Request, options: SendOptions = SEND_DEFAULTS, remaining: float = math.inf) -> OutputStream:
         """Return the stream of a checked request, to be submitted; its caller waits for `remaining` seconds."""
@@ -234,17 +235,19 @@ class Driver:
             DeadlinePassed: its deadline has passed, or will pass before it can be served.
             NotFound: its adapter was unloaded since it was checked.
         """
-        self.require_open()
         request = stream.request
+        self.require_open(request.caller)
         if request.adapter is not None and request.adapter not in self.adapters:
             raise NotFound(f"adapter is {shown(request.adapter)}, which is not loaded any more")
         if request.request_id in self._live:
             own = request.request_id.rpartition("/")[2]  # without the caller's name
             raise DuplicateRequest(f"request_id {own!r} is live")
-        now, work = self._clock(), self.estimates.work(request, self._most_tokens(request))
+        now, max_len = self._clock(), max_len_of(request, self._engine)
+        work = self.estimates.work(request, max_len, self._engine.num_running)
         due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, stream.deadline - work)
-        self._require_time(stream.deadline - now, due, work)
-        self.queue.push(request, request.sampling.n * self._most_tokens(request), due, self._outlook())
+        self._require_time(request.caller, stream.deadline - now, due, work)
+        outlook = self._turns.outlook(request.caller, self.estimates)
+        self.queue.push(request, request.sampling.n * max_len, due, outlook)
         self._live[request.request_id] = stream
         self._idle.clear()
         self._wake.set()
@@ -369,10 +372,11 @@ class Driver:
         self._recovery.forget(stream)
         self._metrics.requests.end(reason, stream.timeline)
         self.estimates.end(stream.timeline)
+        most = max_len_of(stream.request, self._engine) - len(stream.request.token_ids)
         for output in stream.outputs:
             self._metrics.requests.end_output(output.timeline, output.num_tokens)
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self.estimates.end_output(output.num_tokens, self._most_output(stream.request))
+            if stream.timeline.started is not None and reason is not FinishReason.ERROR:
+                self.estimates.end_output(output.num_tokens, most)
         if self._retiring:
             self._retire()
         if not self._live:
@@ -387,36 +391,14 @@ class Driver:
             self._forget(stream, FinishReason.ERROR)
         self._metrics.requests.set_load(0, 0, 0.0)
 
-    def _require_time(self, remaining: float, due: float, work: float) -> None:
-        """Raise DeadlinePassed if the time left is less than the estimated wait plus the estimated service."""
+    def _require_time(self, caller: str, remaining: float, due: float, work: float) -> None:
+        """Raise DeadlinePassed if the time left is less than wait and service take at least."""
         if remaining == math.inf:
             return
-        behind = self.queue.ahead(due) - self._free_places
-        wait = 0.0 if behind < 0 else self.estimates.wait(behind, self._engine.num_running)
+        wait = self._turns.least_wait(caller, due, self.estimates)
         if wait + work > max(remaining, 0.0) or remaining <= 0:
             problem = f"the deadline is in {max(remaining, 0.0):.3g} seconds"
             raise DeadlinePassed(f"{problem}; by now's estimate it takes {wait:.3g} to start and {work:.3g} to end")
-
-    def _outlook(self) -> Outlook:
-        if self._left is None:
-            running = (stream for stream in self._live.values() if stream.timeline.started is not None)
-            outputs = (
-                (o.num_tokens, self._most_output(s.request)) for s in running for o in s.outputs if not o.has_ended
-            )
-            self._left = sorted(self.estimates.left(*output) for output in outputs)
-        # A request with a free place waits for one step at most.
-        return self.estimates.outlook(len(self.queue) - self._free_places, self._left)
-
-    @property
-    def _free_places(self) -> int:
-        """Requests that can start before any other ends."""
-        return self._engine.config.max_batch_size - self._engine.num_running if self._engine.has_room else 0
-
-    def _most_output(self, request: Request) -> int:
-        return self._most_tokens(request) - len(request.token_ids)
-
-    def _most_tokens(self, request: Request) -> int:
-        return request.max_len(self._engine.max_model_len, self._engine.config.max_output_tokens)
 
     def _report_load(self) -> None:
         engine = self._engine

@@ -1,34 +1,67 @@
 """Estimates of waiting and service times, made from recent steps and requests. Contains numbers only.
 
-An unknown duration counts as zero, so that no request is refused on a guess. The check of a deadline uses an optimistic
-estimate of the service time: a request is refused only if it would be late even with the fewest possible tokens. The
+An unknown duration counts as zero, and what was measured minutes ago is unknown. So no request is refused on a guess.
+The check of a deadline is optimistic: a request is refused only if it would be late even at the best recent speed, if
+all outputs before it were as short as the shortest recent ones, and if its own had the fewest possible tokens. The
 queue's bound in seconds uses the most likely values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
-from engine.stats import StepStats
+from engine.stats import Clock, StepStats
 from engine.types import Request
 from server.queue import Outlook
 from server.streams.output import Timeline
 
-_NEW = 0.1  # weight of the newest value in a moving mean over about ten values
-_KEEP = 0.995  # factor per step: the best rate fades, so that it follows a machine that became slower
+_MOST_WEIGHT = 10.0  # a mean is that of about so many values
+_FADE_SECONDS = 30.0  # in which a value loses a factor of e of its weight
+_UNKNOWN = 0.5  # weight of all values together below which nothing is known: 20 s after one value, 90 s after many
+_RISE = 0.02  # share of the difference by which the least value rises with each one that is greater
+_KEEP = 0.995  # factor per step, for sums in which older steps count less
 _MIN_PROMPT_TOKENS = 32  # a step with fewer prompt tokens says nothing about the speed of prefill
 RETRY_SECONDS = (1.0, 0.1, 30.0)  # hint for a refused caller: if nothing is known; minimum; maximum
 
 
-class Estimates:
-    """Moving means over steps and over requests that ended."""
+class RecentValues:
+    """Mean and least of recent values; newer ones count more, and all fade with time."""
 
-    def __init__(self) -> None:
-        self._service: float | None = None  # seconds that a request spends in the engine
-        self._per_token: float | None = None  # seconds between two tokens of one output
-        self._prompt_rate = 0.0  # highest recent rate of prompt tokens per second
-        self._paces: dict[int, float] = {}  # the same, by the bit length of the number of decoding sequences
-        self._tokens = self._most_tokens = 0.0  # mean length of ended outputs, and mean of their maximum length
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._weight, self._then = clock, 0.0, clock()
+        self._mean = self._least = 0.0
+
+    def add(self, value: float) -> None:
+        """Include a value."""
+        weight, self._then = self._now_weight, self._clock()
+        self._weight = min(weight + 1, _MOST_WEIGHT)
+        self._least = min(value, self._least + _RISE * (value - self._least)) if weight >= _UNKNOWN else value
+        self._mean += (value - self._mean) / self._weight if weight >= _UNKNOWN else value - self._mean
+
+    def value(self, *, likely: bool) -> float | None:
+        """Return the mean if the `likely` value is wanted, else the least; None if nothing is known."""
+        known = self._now_weight >= _UNKNOWN
+        return (self._mean if likely else self._least) if known else None
+
+    @property
+    def _now_weight(self) -> float:
+        return self._weight * math.exp((self._then - self._clock()) / _FADE_SECONDS)
+
+
+class Estimates:
+    """What recent steps, and recent requests that ended, say of those to come."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._service = RecentValues(clock)  # seconds that a request spends in the engine
+        self._used = RecentValues(clock)  # share of their maximum length that ended outputs used
+        self._reading = RecentValues(clock)  # seconds per prompt token
+        self._unread = RecentValues(clock)  # share of a prompt that the prefix cache did not have
+        # Seconds between two tokens of an output, by the bit length of the number of decoding sequences
+        self._paces: dict[int, RecentValues] = defaultdict(lambda: RecentValues(clock))
         self._rounds = self._drafted = self._accepted = 0.0  # sums in which older steps count less
 
     def observe(self, stats: StepStats) -> None:
@@ -39,12 +72,11 @@ class Estimates:
         seconds = sum(stats.phase_seconds.values())
         decoding = sum(forward.sequences for forward in stats.forwards if forward.kind == "verify")
         if stats.generated_tokens and decoding:  # a sequence in prefill gets no tokens and slows no other
-            size = decoding.bit_length()
-            self._paces[size] = _mean(self._paces.get(size), seconds * decoding / stats.generated_tokens)
+            self._paces[decoding.bit_length()].add(seconds * decoding / stats.generated_tokens)
         if stats.prompt_tokens >= _MIN_PROMPT_TOKENS and seconds > 0:
-            self._prompt_rate = max(self._prompt_rate * _KEEP, stats.prompt_tokens / seconds)
-        elif not stats.prompt_tokens and stats.generated_tokens and stats.running:
-            self._per_token = _mean(self._per_token, seconds * stats.running / stats.generated_tokens)
+            self._reading.add(seconds / stats.prompt_tokens)
+        if stats.prefix_lookups:
+            self._unread.add(1 - stats.prefix_hits / stats.prefix_lookups)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -59,74 +91,73 @@ class Estimates:
     def end(self, timeline: Timeline) -> None:
         """Include the service time of a request that has ended, if it had started."""
         if timeline.started is not None and timeline.ended is not None:
-            self._service = _mean(self._service, timeline.ended - timeline.started)
+            self._service.add(timeline.ended - timeline.started)
 
     def end_output(self, tokens: int, most: int) -> None:
-        """Include an output that ended with `tokens` tokens; at most `most` were allowed."""
-        self._tokens = _mean(self._tokens or None, tokens)
-        self._most_tokens = _mean(self._most_tokens or None, most)
+        """Include an output that ended with `tokens` tokens, for any reason; at most `most` were allowed.
 
-    def left(self, tokens: int, most: int) -> float:
-        """Return the likely number of further tokens of an output that has `tokens` of at most `most` tokens.
-
-        Most outputs end before their maximum, so the maximum is scaled by the mean share that ended outputs used.
+        What counts is when its place became free. So an output that its caller cancelled is as long as it was then: its
+        full length is not known, but nobody waits for that.
         """
-        return max(0.0, most * self._share - tokens)
+        self._used.add(tokens / most)
 
-    @property
-    def _share(self) -> float:
-        return self._tokens / self._most_tokens if self._most_tokens else 0.0
+    def left(self, tokens: int, sure: int, most: int, *, likely: bool) -> float:
+        """Return the number of further tokens of an output that has `tokens` of at least `sure` and at most `most`.
 
-    def turn(self, waiting: int, left: Sequence[float]) -> float:
-        """Return the seconds until `waiting` requests, and then one more, have a place in the batch.
-
-        `left` are the tokens that each running output still needs, ascending. Example: [10, 30] tokens left, 20 tokens
-        per output, a token per second; with 0, 1, 2 requests waiting: 10 s, 30 s, and 10 + 20 s.
+        Most outputs end before their maximum, so that is scaled by the share of it that ended outputs used: the mean or
+        the least.
         """
-        if not left or not self._paces:
+        return max(0.0, sure - tokens, most * (self._used.value(likely=likely) or 0.0) - tokens)
+
+    def wait(self, left: Iterable[float], ahead: Iterable[float], *, likely: bool) -> float:
+        """Return the seconds until a request has a place that comes after others, which wait `ahead` of it.
+
+        `left` and `ahead` are the tokens that each running and each waiting output needs. Example: [10, 30] and a token
+        per second. Behind [], [20], [20, 20]: 10 s, 10 + 20 s, and again 30 s.
+        """
+        places = list(left)
+        pace = self._pace(len(places), likely=likely)
+        if not places or pace is None:
             return 0.0
-        nearest = min(self._paces, key=lambda size: abs(size - len(left).bit_length()))
-        rounds, place = divmod(waiting, len(left))
-        return (left[place] + rounds * self._tokens) * self._paces[nearest]
+        heapq.heapify(places)
+        for tokens in ahead:
+            heapq.heapreplace(places, places[0] + tokens)
+        return places[0] * pace
 
-    def wait(self, ahead: int, running: int) -> float:
-        """Return the seconds until `ahead` requests and then this one have a place; `running` requests hold all places.
+    def _pace(self, decoding: int, *, likely: bool) -> float | None:
+        """Seconds between two tokens of an output: likely with about as many others, at least with no more of them."""
+        size = decoding.bit_length()
+        known = {s: pace for s, values in self._paces.items() if (pace := values.value(likely=likely)) is not None}
+        if likely:
+            return known[min(known, key=lambda s: abs(s - size))] if known else None
+        return min((pace for s, pace in known.items() if s <= size), default=None)
 
-        Each place becomes free once per service time, and the ends of the `running` requests are spread evenly over it.
-        """
-        return 0.0 if self._service is None else (ahead + 1) * self._service / (running + 1)
+    def work(self, request: Request, max_len: int, running: int) -> float:
+        """Return the seconds from the start of `request`, beside `running` outputs, to the last token that is sure."""
+        reading, unread = (values.value(likely=False) for values in (self._reading, self._unread))
+        pace = self._pace(running + 1, likely=False) or 0.0
+        seconds = request.num_tokens * (reading or 0.0) * (1.0 if unread is None else unread)
+        return seconds + (least_tokens(request, max_len) - 1) * pace
 
-    def work(self, request: Request, max_len: int) -> float:
-        """Return the seconds from the start of `request` to the last token that it gets for certain."""
-        reading = request.num_tokens / self._prompt_rate if self._prompt_rate else 0.0
-        return reading + (least_tokens(request, max_len) - 1) * (self._per_token or 0.0)
-
-    def outlook(self, waiting: int, left: Sequence[float]) -> Outlook:
-        """Return the outlook of a request behind `waiting` others without a place; `left` as in `turn`, ascending.
-
-        The larger of two estimates counts: past service times lag behind when load rises, and the running outputs
-        predict little when their lengths differ much.
-        """
-        before = max(0, waiting)
-        wait = max(self.wait(before, len(left)), self.turn(before, left))
-        return Outlook(wait if waiting >= 0 else 0.0, self._service or 0.0, self._retry(wait))
-
-    def _retry(self, wait: float) -> float:
-        """Return the seconds until all waiting requests have a place; before that a retry finds them still waiting."""
+    def outlook(self, left: Sequence[float], ahead: Sequence[float]) -> Outlook:
+        """Return the likely outlook of a request that waits behind others; `left` and `ahead` as for `wait`."""
+        wait, service = self.wait(left, ahead, likely=True), self._service.value(likely=True)
         unknown, least, most = RETRY_SECONDS
-        return unknown if self._service is None else min(most, max(least, wait))
+        retry = unknown if service is None else min(most, max(least, wait))
+        return Outlook(wait, service or 0.0, retry)
 
 
 def least_tokens(request: Request, max_len: int) -> int:
-    """Return the number of tokens that an output still gets for certain, at least 1.
+    """Return the number of tokens that an output still gets for certain, at least 1."""
+    emitted = min((len(output.token_ids) for output in request.emitted if not output.has_ended), default=0)
+    return max(1, sure_tokens(request, max_len) - emitted)
 
-    Until its end it has the full length only if nothing but `max_len` can end it; else it has `min_tokens`.
+
+def sure_tokens(request: Request, max_len: int) -> int:
+    """Return the number of tokens of an output before which it cannot end, unless its caller leaves.
+
+    It has the full length only if nothing but `max_len` can end it; else it has `min_tokens`.
     """
     sampling = request.sampling
     may_end = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids or sampling.guided
-    most = sampling.min_tokens if may_end else max_len - len(request.token_ids)
-    return max(1, most - min((len(output.token_ids) for output in request.emitted if not output.has_ended), default=0))
-
-
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else old + _NEW * (new - old)
+    return sampling.min_tokens if may_end else max_len - len(request.token_ids)

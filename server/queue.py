@@ -1,9 +1,10 @@
-"""The bounded queue before the engine. It uses only the size and the due time of each request."""
+"""The bounded queue before the engine. It uses only the caller, the size and the due time of each request."""
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -25,26 +26,49 @@ class Outlook:
 NOTHING_KNOWN = Outlook()
 
 
+class FairBound:
+    """What callers hold under one limit. Each has room for an equal part of it, however much the others hold.
+
+    One caller alone can hold the whole limit. The first of several may have done so before the others came, so k of
+    them hold at most 1 + 1/2 + ... + 1/k times the limit: nothing that was accepted has to go.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.total = limit, 0
+        self._held: Counter[str] = Counter()
+
+    def has_room(self, caller: str, amount: int = 1) -> bool:
+        """Whether `caller` may hold so much more."""
+        part = self.limit // len(self._held.keys() | {caller})
+        return self.total + amount <= self.limit or self._held[caller] + amount <= part
+
+    def add(self, caller: str, amount: int) -> None:
+        """Count what `caller` holds more, or less if `amount` is negative."""
+        self.total += amount
+        self._held[caller] += amount
+        if not self._held[caller]:
+            del self._held[caller]
+
+
 @dataclass(order=True, slots=True)
 class _Waiting:
     due: float
     number: int  # order of arrival, for requests that are due at the same time
     request: Request = field(compare=False)
     num_tokens: int = field(compare=False)  # most tokens of prompt and output
-    is_gone: bool = field(default=False, compare=False)
 
 
 class AdmissionQueue:
-    """Requests by due time, bounded in requests, tokens and seconds. A push, pop or remove costs O(log n).
+    """Each caller's requests by due time, bounded in requests, tokens and seconds. A push or pop costs O(log n).
 
-    The bounds in tokens and seconds apply only if other requests wait: an empty queue accepts any request.
+    The bounds in tokens and seconds apply only to callers of whom other requests wait: else any request is accepted.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, max_seconds: float = math.inf) -> None:
-        self.max_requests, self.max_tokens, self.max_seconds = max_requests, max_tokens, max_seconds
-        self.num_tokens = 0
+        self.max_requests, self.max_seconds = max_requests, max_seconds
+        self._requests, self._tokens = FairBound(max_requests), FairBound(max_tokens)
         self._waiting: dict[str, _Waiting] = {}
-        self._heap: list[_Waiting] = []  # removed entries stay until they are at the top, or until they are too many
+        self._heaps: dict[str, list[_Waiting]] = {}  # by caller
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -54,57 +78,71 @@ class AdmissionQueue:
         return request_id in self._waiting
 
     @property
+    def num_tokens(self) -> int:
+        """Most tokens of prompt and output of all requests together."""
+        return self._tokens.total
+
+    @property
+    def callers(self) -> tuple[str, ...]:
+        """Callers of whom requests wait."""
+        return tuple(self._heaps)
+
+    @property
     def usage(self) -> float:
         """Share of the limit in requests or in tokens, whichever is larger. Above 1 if a large request waits alone."""
-        return max(len(self) / self.max_requests, self.num_tokens / self.max_tokens)
+        return max(bound.total / bound.limit for bound in (self._requests, self._tokens))
 
-    def require_room(self, num_tokens: int = 0, outlook: Outlook = NOTHING_KNOWN) -> None:
+    def require_room(self, caller: str = "", num_tokens: int = 0, outlook: Outlook = NOTHING_KNOWN) -> None:
         """Raise QueueFull if a request of `num_tokens` exceeds a bound of the queue."""
-        if len(self) >= self.max_requests:
+        if not self._requests.has_room(caller):
             problem = f"the queue holds {len(self)} requests; the limit is {self.max_requests}"
             raise QueueFull(problem, bound="requests", retry_seconds=outlook.retry)
-        if self._waiting and self.num_tokens + num_tokens > self.max_tokens:
+        if caller not in self._heaps:
+            return
+        if not self._tokens.has_room(caller, num_tokens):
             held = f"the queue holds {self.num_tokens} tokens and the request may need {num_tokens}"
-            problem = f"{held}; the limit is {self.max_tokens}"
+            problem = f"{held}; the limit is {self._tokens.limit}"
             raise QueueFull(problem, bound="tokens", retry_seconds=outlook.retry)
         longest = max(self.max_seconds, SERVICE_SHARE * outlook.service)
-        if self._waiting and outlook.wait > longest:
+        if outlook.wait > longest:
             problem = f"a request would wait for {outlook.wait:.3g} seconds; the limit is {longest:.3g}"
             raise QueueFull(problem, bound="seconds", retry_seconds=outlook.retry)
 
     def push(self, request: Request, num_tokens: int, due: float, outlook: Outlook = NOTHING_KNOWN) -> None:
         """Add a request, or raise QueueFull. `due` is in seconds; all requests use the same clock."""
         assert request.request_id not in self._waiting, "the driver refuses live ids"
-        self.require_room(num_tokens, outlook)
+        self.require_room(request.caller, num_tokens, outlook)
         entry = _Waiting(due, next(self._numbers), request, num_tokens)
         self._waiting[request.request_id] = entry
-        heapq.heappush(self._heap, entry)
-        self.num_tokens += num_tokens
+        heapq.heappush(self._heaps.setdefault(request.caller, []), entry)
+        self._count(entry, 1)
 
-    def pop(self) -> Request:
-        """Remove and return the request that is due first."""
-        while True:
-            entry = heapq.heappop(self._heap)
-            if not entry.is_gone:
-                self._leave(entry)
-                return entry.request
+    def pop(self, caller: str = "") -> Request:
+        """Remove and return the request of `caller` that is due first."""
+        request = self._heaps[caller][0].request
+        self.remove(request.request_id)
+        return request
 
     def remove(self, request_id: str) -> bool:
         """Remove a request at any position; return whether it was in the queue."""
-        entry = self._waiting.get(request_id)
+        entry = self._waiting.pop(request_id, None)
         if entry is None:
             return False
-        self._leave(entry)
-        if len(self._heap) > 2 * len(self._waiting) + 8:
-            self._heap = [waiting for waiting in self._heap if not waiting.is_gone]
-            heapq.heapify(self._heap)
+        self._count(entry, -1)
+        heap = self._heaps[entry.request.caller]
+        if entry is heap[0]:
+            heapq.heappop(heap)
+        else:
+            heap.remove(entry)
+            heapq.heapify(heap)
+        if not heap:
+            del self._heaps[entry.request.caller]
         return True
 
-    def ahead(self, due: float) -> int:
-        """Return the number of requests that would start before a new one that is due at `due`."""
-        return sum(entry.due <= due for entry in self._waiting.values())
+    def ahead(self, due: float, caller: str = "") -> list[Request]:
+        """Return the requests of `caller` that would start before a new one that is due at `due`, in any order."""
+        return [entry.request for entry in self._heaps.get(caller, ()) if entry.due <= due]
 
-    def _leave(self, entry: _Waiting) -> None:
-        entry.is_gone = True
-        del self._waiting[entry.request.request_id]
-        self.num_tokens -= entry.num_tokens
+    def _count(self, entry: _Waiting, change: int) -> None:
+        self._requests.add(entry.request.caller, change)
+        self._tokens.add(entry.request.caller, change * entry.num_tokens)

@@ -23,6 +23,7 @@ from server.driver import Driver
 from server.errors import QueueFull
 from server.formats.structure import Answer, structure_of
 from server.model import ServedModel
+from server.queue import FairBound
 from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Trace, Tracing
@@ -102,13 +103,13 @@ class Admission:
     ) -> None:
         self._driver, self._metrics, self._grammars, self._slow = driver, metrics, grammars, slow
         self._quotas, self._tracing = quotas, tracing
-        self._num_arriving = 0
+        self._arriving: FairBound | None = None
 
     async def admit(self, message: pb.GenerateRequest, origin: Origin, known: Sequence[Violation] = ()) -> Call:
         """Admit a request, or count the refusal and raise the error, which also lists the `known` violations."""
         trace = self._tracing.begin(origin.headers)
         try:
-            leave = self._quotas.enter(origin.caller)
+            leave = self._quotas.enter(origin.caller, _num_outputs(message, self._driver()))
             try:
                 return await self._admit(message, known, origin, leave, trace)
             except BaseException:
@@ -130,23 +131,26 @@ class Admission:
         with ExitStack() as counted:
             try:
                 counted.callback(self._quotas.enter(caller))
-                counted.enter_context(self._arrival(self._driver()))
+                counted.enter_context(self._arrival(self._driver(), caller))
             except QueueFull as error:
                 self._metrics.requests.reject(refusal(error).metric)
                 raise
             yield
 
     @contextmanager
-    def _arrival(self, driver: Driver) -> Iterator[None]:
+    def _arrival(self, driver: Driver, caller: Caller) -> Iterator[None]:
         """Count a request while it is checked and encoded. The number is bounded by the same limit as the queue."""
-        if self._num_arriving >= driver.queue.max_requests:
-            problem = f"{self._num_arriving} requests are being encoded; the limit is {driver.queue.max_requests}"
+        if self._arriving is None:
+            self._arriving = FairBound(driver.queue.max_requests)
+        arriving = self._arriving
+        if not arriving.has_room(caller.share):
+            problem = f"{arriving.total} requests are being encoded; the limit is {arriving.limit}"
             raise QueueFull(problem, bound="arrivals", retry_seconds=RETRY_SECONDS)
-        self._num_arriving += 1
+        arriving.add(caller.share, 1)
         try:
             yield
         finally:
-            self._num_arriving -= 1
+            arriving.add(caller.share, -1)
 
     async def _admit(
         self,
@@ -157,7 +161,7 @@ class Admission:
         trace: Trace,
     ) -> Call:
         driver = self._driver()
-        driver.require_open()  # before any work is done for the request
+        driver.require_open(origin.caller.share)  # before any work is done for the request
         wanted, stream = await self._opened(message, known, driver, origin)
         driver.submit(stream, wanted.priority)
         stream.trace(trace.trace_id)
@@ -173,7 +177,7 @@ class Admission:
         self, message: pb.GenerateRequest, known: Sequence[Violation], driver: Driver, origin: Origin
     ) -> tuple[convert.Wanted, OutputStream]:
         """Check, encode, compile and replay."""
-        with self._arrival(driver):
+        with self._arrival(driver, origin.caller):
             found = await self._wanted(message, known, driver.model)
             wanted = _of_caller(await self._compiled(found, driver.model, origin.remaining), origin.caller)
             stream = driver.open(wanted.request, wanted.sending, origin.remaining())
@@ -254,7 +258,13 @@ class Admission:
 
 
 def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:
-    """Make the id and the salt distinct from those of other callers."""
-    request = wanted.request
-    mine = replace(request, request_id=caller.key(request.request_id), cache_salt=caller.salt(request.cache_salt))
+    """Make the id and the salt distinct from those of other callers, and name the caller's share of the machine."""
+    request, salt = wanted.request, caller.salt(wanted.request.cache_salt)
+    mine = replace(request, request_id=caller.key(request.request_id), cache_salt=salt, caller=caller.share)
     return replace(wanted, request=mine)
+
+
+def _num_outputs(message: pb.GenerateRequest, driver: Driver) -> int:
+    """Return the outputs for which a request counts against quotas; 1 if it asks for more than any may have."""
+    n = message.sampling.n
+    return n if 1 <= n <= driver.model.engine.config.max_n else 1

@@ -11,7 +11,8 @@ import hmac
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from engine.stats import Clock
@@ -24,10 +25,16 @@ _LIVE_RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The owner of a token. An operator may end the requests of all callers."""
+    """The owner of a token; without tokens, anybody. An operator may end the requests of all callers."""
 
     name: str
     is_operator: bool = False
+    network: str = ""  # from which it calls
+
+    @property
+    def share(self) -> str:
+        """What names its share of the machine: its name, or without tokens its network, which is hard to multiply."""
+        return self.name or self.network
 
     def key(self, request_id: str) -> str:
         """Return an id that is unique among all callers' live requests. No id of a caller contains a slash."""
@@ -72,8 +79,8 @@ class Callers:
             raise ValueError(f"{path} has no token: everybody would be refused")
         return cls(found)
 
-    def of_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
-        """Return the caller that the `authorization` entry of a call's metadata or headers names.
+    def of_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None, host: str | None = None) -> Caller:
+        """Return the caller that the `authorization` entry of a call's metadata or headers names; it calls from `host`.
 
         Raises:
             Unauthenticated: there is more than one such entry, or its token is missing or unknown.
@@ -81,7 +88,7 @@ class Callers:
         given = [value for key, value in metadata or () if key == "authorization"]
         if len(given) > 1:
             raise Unauthenticated("authorization is there more than once")
-        return self.identify(str(given[0]) if given else None)
+        return replace(self.identify(str(given[0]) if given else None), network=network_of(host))
 
     def identify(self, authorization: str | None) -> Caller:
         """Return the caller whose token `authorization` (`Bearer TOKEN`) contains; Unauthenticated if unknown."""
@@ -96,6 +103,19 @@ class Callers:
         if not matches:
             raise Unauthenticated("authorization has a token that nobody has")
         return matches[0]
+
+
+def network_of(host: str | None) -> str:
+    """Return the network of an address: an IPv4 address, or the first half of an IPv6 address, which one host has.
+
+    A name, or no address: "".
+    """
+    try:
+        address = ip_address((host or "").partition("%")[0])
+    except ValueError:
+        return ""
+    address = getattr(address, "ipv4_mapped", None) or address
+    return str(ip_network((address, 64 if address.version == 6 else 32), strict=False))
 
 
 def _parsed(words: list[str], where: str) -> tuple[bytes, Caller]:
@@ -115,43 +135,48 @@ def _digest(token: str) -> bytes:
 
 
 class Quotas:
-    """Limits on the live requests of each caller, and on the requests that it may begin per second."""
+    """Limits on the live requests of each caller, and on those that it may begin per second.
+
+    A request for `n` outputs counts as `n` requests.
+    """
 
     def __init__(self, max_live: int | None, per_second: float | None, clock: Clock) -> None:
         self._max_live, self._per_second, self._clock = max_live, per_second, clock
         self._live: dict[str, int] = defaultdict(int)
         self._buckets: dict[str, tuple[float, float]] = {}  # (requests that may begin, time of this count)
 
-    def enter(self, caller: Caller) -> Callable[[], None]:
-        """Count a request of `caller`, or raise QuotaExceeded.
+    def enter(self, caller: Caller, n: int = 1) -> Callable[[], None]:
+        """Count a request of `caller` for `n` outputs, or raise QuotaExceeded.
 
         Returns:
             A function that stops counting the request; further calls of it have no effect.
         """
-        if caller is ANYBODY:
+        if not caller.name:
             return _nothing
-        if self._max_live is not None and self._live[caller.name] >= self._max_live:
-            problem = f"{caller.name} has {self._live[caller.name]} live requests; the limit is {self._max_live}"
+        if self._max_live is not None and self._live[caller.name] + n > self._max_live:
+            asked = f" and asks for {n} outputs" if n > 1 else ""
+            problem = f"{caller.name} has {self._live[caller.name]} live requests{asked}; the limit is {self._max_live}"
             raise QuotaExceeded(problem, bound="live requests", retry_seconds=_LIVE_RETRY_SECONDS)
-        self._spend(caller)
-        self._live[caller.name] += 1
-        return self._leaving(caller)
+        self._spend(caller, n)
+        self._live[caller.name] += n
+        return self._leaving(caller, n)
 
-    def _leaving(self, caller: Caller) -> Callable[[], None]:
+    def _leaving(self, caller: Caller, n: int) -> Callable[[], None]:
         is_in = True
 
         def leave() -> None:
             nonlocal is_in
             if is_in:
                 is_in = False
-                self._live[caller.name] -= 1
+                self._live[caller.name] -= n
 
         return leave
 
-    def _spend(self, caller: Caller) -> None:
-        """Take one request from the caller's token bucket, or raise QuotaExceeded.
+    def _spend(self, caller: Caller, n: int) -> None:
+        """Take `n` requests from the caller's token bucket, or raise QuotaExceeded.
 
-        The bucket fills at the configured rate and holds the requests of one second, at least one.
+        The bucket fills at the configured rate and holds the requests of one second, at least one. More than it holds
+        can be taken while it has one: then it is empty for so much longer.
         """
         if self._per_second is None:
             return
@@ -162,7 +187,7 @@ class Quotas:
             self._buckets[caller.name] = (held, now)
             problem = f"{caller.name} sends more than {self._per_second:g} requests per second"
             raise QuotaExceeded(problem, bound="requests per second", retry_seconds=(1 - held) / self._per_second)
-        self._buckets[caller.name] = (held - 1, now)
+        self._buckets[caller.name] = (held - n, now)
 
 
 def _nothing() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -78,3 +79,9 @@ def parsed(parse: Parse, data: bytes) -> Any:
         return parse(data)
     except (DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest.of("request", "is no message of this method, or has text that is no UTF-8") from error
+
+
+def host_of(peer: str) -> str | None:
+    """Return the address in gRPC's name for a peer, "ipv4:10.0.0.1:5" or "ipv6:%5B::1%5D:5"; None if it has none."""
+    kind, _, address = unquote(peer).partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else None

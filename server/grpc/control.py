@@ -24,6 +24,7 @@ from server.admission.slow_work import SlowWork, release_turn
 from server.config import ServerConfig
 from server.driver import Driver
 from server.errors import Forbidden, NotFound
+from server.grpc.boundary import host_of
 from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
 from server.version import version
@@ -144,7 +145,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return pb.UnloadAdapterResponse()
 
     def _caller(self, context: Context) -> Caller:
-        return self._callers.of_metadata(context.invocation_metadata())
+        return self._callers.of_metadata(context.invocation_metadata(), host_of(context.peer()))
 
     def _model(self, request: pb.GetModelInfoRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> ServedModel:
         model = self._driver().model

@@ -20,6 +20,7 @@ from server.admission.admission import Admission, Call, Origin
 from server.admission.security import Callers
 from server.admission.stalls import stall_limit
 from server.errors import Aborted
+from server.grpc.boundary import host_of
 from server.telemetry.metrics import Metrics
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # requests and responses differ between the two methods
@@ -58,7 +59,8 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
     async def _admit(self, message: pb.GenerateRequest, context: Context) -> Call:
         """Admit the request. Before this returns, nothing is sent, not even metadata: a refused call can be retried."""
         metadata = context.invocation_metadata() or ()
-        caller, headers = self._callers.of_metadata(metadata), {k: v for k, v in metadata if isinstance(v, str)}
+        caller = self._callers.of_metadata(metadata, host_of(context.peer()))
+        headers = {k: v for k, v in metadata if isinstance(v, str)}
         call = await self._admission.admit(message, Origin(caller, lambda: _remaining(context), headers))
         # The type stubs expect their own class; any callable works.
         context.add_done_callback(lambda _: call.release(late=_remaining(context) <= 0))  # type: ignore[arg-type]

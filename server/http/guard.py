@@ -54,7 +54,7 @@ class HttpGuard:
         """Answer 401 unless the path is open or the token is known."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                scope["caller"] = self._callers.of_metadata(_credentials(scope))
+                scope["caller"] = self._callers.of_metadata(_credentials(scope), (scope.get("client") or (None,))[0])
             except Unauthenticated as error:
                 await error_at(scope["path"], error).response()(scope, receive, send)
                 return

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from engine.kv.pages import PagePool
 from engine.params import SpeculationMode
-from engine.scheduler import MASK_SECONDS, Scheduler
+from engine.scheduler import Scheduler
+from engine.turns import MASK_SECONDS
 from engine.types import Sequence
 from tests import fakes
 

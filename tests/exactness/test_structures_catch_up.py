@@ -12,7 +12,7 @@ import pytest
 from engine.engine import Engine
 from engine.errors import GrammarFault
 from engine.params import SamplingParams
-from engine.scheduler import MASK_SECONDS
+from engine.turns import MASK_SECONDS
 from engine.types import GRAMMAR_TOKENS, EmittedOutput, FinishReason
 from tests import fakes
 from tests.exactness.test_defects import Alternating, engine, request, structured

@@ -191,12 +191,12 @@ FAULTS = tuple(
 -grammar_lag=0 if request.grammar is None else len(emitted)
 +grammar_lag=0
 40 | admission | server/queue.py | the queue holds one request more than its bound
--if len(self) >= self.max_requests:
-+if len(self) > self.max_requests:
+-self.total + amount <= self.limit or
++self.total + amount <= self.limit + 1 or
 =tests/server/test_queue.py
 41 | admission | server/estimates.py | the wait of a request is that of the one before it
--divmod(waiting, len(left))
-+divmod(max(0, waiting - 1), len(left))
+-places[0] + tokens)
++places[0])
 =tests/server/test_order.py
 42 | admission | engine/request/validation.py | the bound on log-probabilities forgets n
 -sampling.n * num_tokens)

@@ -44,8 +44,15 @@ def asked(tokens=4, **sampling):
     return Request(request_id="r", token_ids=(1,) * tokens, sampling=SamplingParams(**sampling))
 
 
-def work(estimates, request):
-    return estimates.work(request, request.max_len(100_000))
+def work(estimates, request, running=3):
+    return estimates.work(request, request.max_len(100_000), running)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
 
 
 # ------------------------------------------------------------------------------------------------------- estimates
@@ -53,55 +60,73 @@ def work(estimates, request):
 
 def test_what_is_not_known_takes_no_time():
     estimates = Estimates()
-    assert estimates.wait(100, 4) == 0.0
     assert work(estimates, asked(10_000, min_tokens=1000)) == 0.0
-    assert estimates.outlook(0, [1.0] * 4).retry == 1.0
-    assert estimates.turn(100, [5.0]) == 0.0
-
-
-def test_places_become_free_at_the_rate_at_which_requests_end():
-    estimates = Estimates()
-    for _ in range(100):
-        served_for(estimates, 8.0)
-    assert estimates.wait(0, 3) == pytest.approx(2.0)
-    assert estimates.wait(4, 3) == pytest.approx(10.0)
-    assert estimates.outlook(0, [1.0] * 3).retry == pytest.approx(2.0)
-    assert estimates.outlook(-3, [1.0] * 3).retry == pytest.approx(2.0), "who is refused though places are free"
-    assert estimates.outlook(4, [1.0] * 3).retry == pytest.approx(10.0), "others wait, and come first"
-    for _ in range(100):
-        served_for(estimates, 8000.0)
-    assert estimates.outlook(0, []).retry == 30.0
+    assert estimates.outlook([1.0] * 4, []).retry == 1.0
+    for likely in (False, True):
+        assert estimates.left(0, 0, 600, likely=likely) == 0.0
+        assert estimates.wait([5.0], [20.0] * 100, likely=likely) == 0.0
 
 
 def test_a_place_is_free_when_what_runs_has_brought_what_is_left_of_it():
     estimates = Estimates()
-    for _ in range(100):
-        estimates.end_output(20, 80)  # outputs use a quarter of what they may have
-        estimates.observe(step(2.0, generated=2, running=2))  # two seconds from one token to the next
-    left = sorted(estimates.left(tokens, most) for tokens, most in ((10, 80), (10, 160), (50, 80)))
-    assert left == pytest.approx([0.0, 10.0, 30.0])
-    for waiting, tokens in enumerate((0, 10, 30, 20 + 0, 20 + 10)):
-        assert estimates.turn(waiting, left) == pytest.approx(2.0 * tokens)
-    assert estimates.outlook(2, left).wait == pytest.approx(60.0)
-    served_for(estimates, 1.0)  # which alone would have it come again after a second
-    assert estimates.outlook(1, left).retry == pytest.approx(20.0), "told the wait for which it is refused"
+    estimates.observe(step(2.0, generated=2, running=2))  # two seconds from one token to the next
+    for likely in (False, True):
+        for num_ahead, tokens in enumerate((10, 10 + 20, 30, 10 + 20 + 20)):
+            assert estimates.wait([30.0, 10.0], [20.0] * num_ahead, likely=likely) == pytest.approx(2.0 * tokens)
+    assert estimates.wait([600.0, 600.0], [2.0] * 6, likely=True) == pytest.approx(2 * 606), "short ones take little"
+    served_for(estimates, 1.0)
+    assert estimates.outlook([10.0, 30.0], [20.0]).retry == pytest.approx(30.0), "at most half a minute"
+    assert estimates.outlook([1.0, 30.0], [2.0]).retry == pytest.approx(6.0), "told the wait for which it is refused"
 
 
-def test_the_pace_is_that_of_about_as_many():
+def test_an_output_is_likely_to_use_as_much_as_others_did_and_may_use_as_little_as_any():
     estimates = Estimates()
-    estimates.end_output(10, 10)
-    estimates.observe(step(1.0, generated=1, running=1))
+    for tokens in (80, 80, 40, 0):
+        estimates.end_output(tokens, 80)
+    assert estimates.left(10, 0, 80, likely=True) == pytest.approx(80 * 200 / 320 - 10)
+    assert estimates.left(10, 0, 80, likely=False) == 0.0
+    assert estimates.left(10, 60, 80, likely=False) == 50.0, "before that it cannot end"
+
+
+def test_what_is_known_fades_with_time():
+    clock = Clock()
+    estimates = Estimates(clock)
+    for _ in range(64):
+        estimates.end_output(600, 600)
+        estimates.observe(step(0.1, generated=64, running=64))
+    for now, known in ((0, True), (60, True), (120, False)):
+        clock.now = now
+        assert (estimates.wait([1.0] * 64, [], likely=True) > 0) is known
+        assert (estimates.left(0, 0, 600, likely=True) > 0) is known
+    clock.now = 60
+    for _ in range(3):
+        estimates.end_output(60, 600)
+    assert estimates.left(0, 0, 600, likely=True) < 300, "few new ones count more than many old ones"
+
+
+def test_the_pace_is_that_of_about_as_many_and_at_best_that_of_no_more():
+    estimates = Estimates()
     estimates.observe(step(5.0, generated=40, running=40))
-    assert estimates.turn(0, [10.0]) == pytest.approx(10.0)
-    assert estimates.turn(0, [10.0] * 50) == pytest.approx(50.0)
+    assert estimates.wait([10.0], [], likely=True) == pytest.approx(50.0)
+    assert estimates.wait([10.0], [], likely=False) == 0.0, "one alone may be faster"
+    estimates.observe(step(1.0, generated=1, running=1))
+    assert estimates.wait([10.0], [], likely=True) == pytest.approx(10.0)
+    assert estimates.wait([10.0] * 50, [], likely=True) == pytest.approx(50.0)
+    assert estimates.wait([10.0] * 50, [], likely=False) == pytest.approx(10.0)
 
 
 def test_who_reads_a_prompt_beside_others_does_not_make_them_slow():
     estimates = Estimates()
-    estimates.end_output(10, 10)
     for _ in range(100):
         estimates.observe(step(1.0, prompt=500, generated=2, running=64, decoding=2))
-    assert estimates.turn(0, [10.0, 10.0]) == pytest.approx(10.0)
+    assert estimates.wait([10.0, 10.0], [], likely=True) == pytest.approx(10.0)
+
+
+def test_what_the_prefix_cache_may_have_takes_no_time():
+    estimates = Estimates()
+    estimates.observe(step(0.5, prompt=500))
+    estimates.observe(replace(step(0.5, prompt=500), prefix_lookups=1000, prefix_hits=900))
+    assert work(estimates, asked(1000)) == pytest.approx(0.1)
 
 
 def test_work_is_reading_and_the_tokens_that_are_sure():
@@ -199,28 +224,55 @@ async def test_who_goes_first(first):
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     async with busy() as server:
-        server.app.driver.estimates = Estimates()
-        served_for(server.app.driver.estimates, 100.0)
+        endless = request(stopping=pb.StoppingParams(max_tokens=50, ignore_eos=True))
+        waits = asyncio.ensure_future(collect(server.inference.GenerateStream(endless)))
+        await until(lambda: server.app.driver.queue)
+        server.app.driver.estimates.observe(step(1.0, generated=1))
         error = await error_of(server.inference.Generate(request(), timeout=20))
         assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "by now's estimate it takes" in error.details()
-        assert not server.app.driver.queue
+        assert "by now's estimate it takes 50 to start" in error.details()
+        assert len(server.app.driver.queue) == 1
         assert metric(server, "admission_rejected_total", reason="deadline") == 1
+        server.engine.gate.set()
+        await waits
 
 
-async def test_an_idle_server_refuses_no_short_request_as_too_late():
-    """Many at once, after long ones: each has a free place, whatever waits with it for the next step."""
-    engine = FakeEngine(batch=32)
-    async with serving(engine) as server:
-        served_for(server.app.driver.estimates, 100.0)
-        calls = [server.inference.Generate(request(), timeout=30) for _ in range(24)]
+PAST = {
+    "64 long ones": lambda estimates: [estimates.end_output(600, 600) for _ in range(64)],
+    "64 that were cancelled": lambda estimates: [estimates.end_output(0, 400) for _ in range(64)],
+}
+
+
+@pytest.mark.parametrize("past", PAST)
+async def test_short_requests_with_a_minute_are_not_refused_for_what_was_before(past):
+    """Four times as many as there are places, so that most of them wait for others that are as short."""
+    async with serving(FakeEngine(batch=16, step_seconds=0.001)) as server:
+        estimates = server.app.driver.estimates
+        for _ in range(64):
+            served_for(estimates, 62.0)
+            estimates.observe(step(0.1, generated=16, running=16))
+        PAST[past](estimates)
+        two = request(stopping=pb.StoppingParams(max_tokens=2, ignore_eos=True))
+        calls = [server.inference.Generate(two, timeout=60) for _ in range(64)]
         assert all(answer.outputs for answer in await asyncio.gather(*calls))
-        assert metric(server, "admission_rejected_total", reason="deadline") == 0
+
+
+async def test_callers_who_cancel_teach_that_places_become_free():
+    engine = FakeEngine(batch=8, step_seconds=0.001)
+    async with serving(engine) as server:
+        long = request(stopping=pb.StoppingParams(max_tokens=400))
+        for _ in range(8):
+            calls = [server.inference.GenerateStream(long) for _ in range(8)]
+            for call in calls:
+                await call.read()
+                call.cancel()
+        await until(lambda: not server.app.driver.live())
+        server.app.driver.estimates.observe(step(1.0, generated=8, running=8))
+        assert server.app.driver.estimates.left(0, 0, 400, likely=True) < 200
 
 
 async def test_work_that_takes_longer_than_the_deadline_is_refused(server):
-    for _ in range(100):
-        server.app.driver.estimates.observe(step(1.0, generated=1))
+    server.app.driver.estimates.observe(step(1.0, generated=1))
     stopping = pb.StoppingParams(max_tokens=100, min_tokens=50)
     error = await error_of(server.inference.Generate(request(stopping=stopping), timeout=10))
     assert "it takes 0 to start and" in error.details()

@@ -31,7 +31,7 @@ def test_it_is_a_bounded_list(steps) -> None:
         if action == "push":
             size, due = value
             fits = len(model) < MAX_REQUESTS and (not model or sum(n for _, n, _ in model) + size <= MAX_TOKENS)
-            assert queue.ahead(due) == sum(other <= due for _, _, other in model)
+            assert len(queue.ahead(due)) == sum(other <= due for _, _, other in model)
             if fits:
                 queue.push(Request(request_id=str(i), token_ids=(1,)), size, due)
                 model.append((str(i), size, due))
@@ -62,7 +62,35 @@ def test_nobody_waits_longer_than_is_bearable_and_who_would_be_first_always_may(
     slow = Outlook(wait=3.0, service=4.0, retry=5.0)
     queue.push(Request(request_id="first", token_ids=(1,)), 1, 0.0, slow)
     with pytest.raises(QueueFull, match="wait for 3 seconds; the limit is 2") as full:
-        queue.require_room(1, slow)
+        queue.require_room("", 1, slow)
     assert (full.value.bound, full.value.retry_seconds) == ("seconds", 5.0)
-    queue.require_room(1, Outlook(wait=2.0))
-    queue.require_room(1, Outlook(wait=3.0, service=3.0 / SERVICE_SHARE))  # everything takes long here
+    queue.require_room("", 1, Outlook(wait=2.0))
+    queue.require_room("", 1, Outlook(wait=3.0, service=3.0 / SERVICE_SHARE))  # everything takes long here
+
+
+def push(queue: AdmissionQueue, caller: str, number: int, size: int = 1) -> bool:
+    """Whether there was room."""
+    try:
+        queue.push(Request(request_id=f"{caller}{number}", token_ids=(1,), caller=caller), size, 0.0)
+    except QueueFull:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("max_requests", "max_tokens"), [(60, 10**6), (10**6, 60)])
+def test_each_caller_has_room_for_an_equal_part_however_much_others_have_waiting(max_requests, max_tokens) -> None:
+    queue = AdmissionQueue(max_requests, max_tokens)
+    for callers, part in enumerate((60, 30, 20, 15), 1):
+        assert [push(queue, f"caller {callers}", i) for i in range(part + 1)] == [True] * part + [False]
+    assert len(queue) == 60 + 30 + 20 + 15, "and what was accepted stays"
+    while queue.callers:
+        queue.pop(queue.callers[-1])
+    assert [push(queue, "alone", i) for i in range(61)] == [True] * 60 + [False]
+
+
+def test_a_caller_of_whom_nothing_waits_is_not_refused_for_the_wait_of_others() -> None:
+    queue, slow = AdmissionQueue(MAX_REQUESTS, MAX_TOKENS, max_seconds=2.0), Outlook(wait=3.0)
+    assert push(queue, "hog", 0, MAX_TOKENS)
+    with pytest.raises(QueueFull):
+        queue.require_room("hog", 1, slow)
+    queue.require_room("other", MAX_TOKENS, slow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import ssl
 
@@ -18,6 +19,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.admission.security import ANYBODY, Caller, Callers, Quotas
 from server.app import SERVICES
 from server.errors import QuotaExceeded, Unauthenticated
+from server.grpc.boundary import host_of
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, detail, error_of, request
 from tests.server.test_life import LONG, metric, read_to_end
@@ -209,6 +211,55 @@ def test_leaving_counts_once():
         quotas.enter(Caller("alice"))
     for _ in range(3):
         quotas.enter(ANYBODY)
+
+
+def test_a_request_counts_as_its_outputs():
+    clock, alice = Clock(), Caller("alice")
+    live, rate = Quotas(16, None, clock), Quotas(None, 4.0, clock)
+    leave = live.enter(alice, 12)
+    for n in (5, 64):
+        with pytest.raises(QuotaExceeded, match=f"has 12 live requests and asks for {n} outputs; the limit is 16"):
+            live.enter(alice, n)
+    live.enter(alice, 4)
+    leave()
+    live.enter(alice, 12)
+    begun = 0
+    for _ in range(1000):
+        clock.now += 0.1
+        with contextlib.suppress(QuotaExceeded):
+            rate.enter(alice, 16)()
+            begun += 16
+    assert begun == pytest.approx(400, abs=16)
+
+
+async def test_a_quota_is_not_gone_around_by_n(tokens):
+    async with serving(token_file=tokens, max_requests_per_token=3) as server:
+        error = await error_of(server.inference.Generate(request(sampling={"n": 4}), metadata=bearer(ALICE)))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await server.inference.Generate(request(sampling={"n": 3}), metadata=bearer(ALICE))).outputs
+        wrong = await error_of(server.inference.Generate(request(sampling={"n": 10**6}), metadata=bearer(ALICE)))
+        assert wrong.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+HOSTS = {
+    "127.0.0.1": "127.0.0.1/32",
+    "::ffff:10.0.0.9": "10.0.0.9/32",
+    "2001:db8:1:2:3:4:5:6": "2001:db8:1:2::/64",
+    "fe80::1%eth0": "fe80::/64",
+    "unix": "",
+    None: "",
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_without_tokens_a_caller_shares_with_all_of_its_network(host):
+    caller = Callers().of_metadata(None, host)
+    assert (caller.share, caller.name, caller.is_operator) == (HOSTS[host], "", True)
+    assert caller.salt("x") == "x"
+    peers = {"ipv4:127.0.0.1:5": "127.0.0.1", "ipv6:%5B::1%5D:5": "::1", "unix:/tmp/x": None, "unix:": None}
+    assert {peer: host_of(peer) for peer in peers} == peers
+    with_token = Caller("alice", network="10.0.0.1/32")
+    assert with_token.share == "alice"
 
 
 async def test_a_caller_has_so_many_live_requests_and_no_more(tokens):

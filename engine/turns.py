@@ -1,0 +1,66 @@
+"""Which sequences take part in a step, where it would be too long with all. Knows no pages and no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.control.prefill_budget import PrefillBudget
+from engine.params import MAX_PREDICTED_DRAFTS
+from engine.shares import Shares
+from engine.types import Sequence
+
+# Of a step, for the masks of structures. A mask takes 10 us, but one of a hostile structure up to 0.1 s: its outputs
+# then take turns, and have no drafts.
+MASK_SECONDS = 0.05
+
+
+def in_step(running: list[Sequence], shares: Shares, prefill: PrefillBudget, most_tokens: int) -> list[Sequence]:
+    """The sequences that may take part in a step, so that callers with small shares get their first tokens soon.
+
+    Prompts of such a caller are read without the sequences of callers with large shares. Before it asks, steps are as
+    short as costs little: the step under way is the other half of its wait. Rounds on the device are short anyway.
+    """
+    behind = [s for s in running if s.is_behind]
+    if behind:
+        reader = min((s.request.caller for s in behind), key=shares.rank)
+        fed = min(sum(s.todo for s in behind if s.request.caller == reader), most_tokens)
+        others = {caller for caller in shares.holders if shares.goes_alone(reader, caller, fed)}
+        running = [s for s in running if s.on_device or s.request.caller not in others]
+    if not shares.is_uneven:
+        return running
+    decoding = [s for s in running if s.todo == 1 and not s.on_device]
+    decoding.sort(key=lambda s: (shares.rank(s.request.caller), -s.num_missed))
+    most = prefill.few(len(decoding))
+    for sequence in decoding[:most]:
+        sequence.num_missed = 0
+    for sequence in decoding[most:]:
+        sequence.num_missed += 1
+    late = {id(sequence) for sequence in decoding[most:]}
+    return [s for s in running if id(s) not in late]
+
+
+def in_turn(sequences: list[Sequence]) -> list[Sequence]:
+    """The sequences whose masks fit into the step; the others come first in a later one.
+
+    Example: four outputs whose masks take 20 ms each. Two of them fit into 50 ms, so each has every second step.
+    """
+    if sum(sequence.mask_seconds for sequence in sequences) <= MASK_SECONDS:
+        return sequences
+    left, late = MASK_SECONDS, set()
+    for sequence in sorted(sequences, key=lambda s: -s.num_missed):
+        if left < MASK_SECONDS and sequence.mask_seconds > max(0.0, left):
+            sequence.num_missed += 1
+            late.add(id(sequence))
+        else:
+            sequence.num_missed = 0
+            left -= sequence.mask_seconds
+    return [sequence for sequence in sequences if id(sequence) not in late]
+
+
+def most_masked(sequences: list[Sequence]) -> Iterator[int]:
+    """Drafts of each sequence whose masks fit into the step, in equal shares of the time that is left for them."""
+    costly = [sequence.mask_seconds for sequence in sequences if sequence.mask_seconds]
+    spare = max(0.0, MASK_SECONDS - sum(costly))
+    for sequence in sequences:
+        seconds = sequence.mask_seconds
+        yield int(spare / len(costly) / seconds) if seconds else MAX_PREDICTED_DRAFTS
