@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
@@ -91,12 +91,17 @@ class Numbers:
         tight, step = self._tight(), self.step
         assert step is not None, "numbers without a step have a terminal"
         if step.denominator != 1 or step > MAX_MULTIPLE:
-            raise ValueError(f"multipleOf {_decimal(step)} is not supported: beyond {MAX_MULTIPLE}, or no integer")
+            raise ValueError(f"{_decimal(step)} is not supported: beyond {MAX_MULTIPLE}, or no integer")
         bounds = {"minimum": tight.low, "maximum": tight.high}
         given = {key: int(bound.value) for key, bound in bounds.items() if bound is not None}
         if any(abs(value) > _MAX_BOUND for value in given.values()):
-            raise ValueError(f"multipleOf {step} is not supported beside a bound beyond {_MAX_BOUND}")
+            raise ValueError(f"{step} is not supported beside a bound beyond {_MAX_BOUND}")
         return {"type": "integer", "multipleOf": int(step), **given}
+
+    def without_step(self) -> Numbers:
+        """The same without the step, but for integers."""
+        is_integer = self.step is not None and self.step.denominator == 1
+        return replace(self, step=Fraction(1) if is_integer else None)
 
     @property
     def is_empty(self) -> bool:
@@ -293,9 +298,8 @@ def _integers(low: int, high: int | None) -> Iterator[str]:
         yield _same_size(first, last)
         return
     yield _same_size(first, "9" * len(first))
-    between = len(last) - 2 if last else ""
-    if between == "" or between >= len(first):
-        yield f"[1-9][0-9]{{{len(first)},{between}}}"
+    if not last or len(last) - 2 >= len(first):
+        yield f"[1-9][0-9]{{{len(first)},{len(last) - 2 if last else ''}}}"
     if last:
         yield _same_size("1" + "0" * (len(last) - 1), last)
 
@@ -333,7 +337,7 @@ def _multiples(step: Fraction) -> str:
     places, scaled = _scaled(step)
     size = next((n for n in range(MAX_EXPONENT) if 10**n % scaled == 0), None)
     if size is None or 10**size // scaled > _MAX_ENDINGS:
-        raise ValueError(f"multipleOf {_decimal(step)} is not supported: its multiples have too many endings")
+        raise ValueError(f"{_decimal(step)} is not supported: its multiples have too many endings")
     endings = [f"{value:0{size}}" if size else "" for value in range(0, 10**size, scaled)]
     if size > places:
         return f"(?:{'|'.join(_ending(text[: size - places], text[size - places :]) for text in endings)})"

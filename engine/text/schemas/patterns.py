@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeAlias
 
 _LAST = 0x10FFFF
@@ -181,6 +182,7 @@ def _joined(one: _Anchors, first: _Part, two: _Anchors, second: _Part) -> _Node 
 # ------------------------------------------------------------------------------------------------------ patterns
 
 
+@lru_cache(maxsize=64)
 def searched(pattern: str, alphabet: Alphabet) -> str | None:
     """A regex of the whole texts in which the pattern is found; None if it is found in none.
 
@@ -290,7 +292,7 @@ class _Parser:
         if not node:
             return {} if least else _NOTHING
         part = node[False, False]
-        counts = {(0, None): "*", (1, None): "+"}.get((least, most), f"{{{least},{'' if most is None else most}}}")
+        counts = f"{{{least},{'' if most is None else most}}}"
         text = f"(?:{part.text}){counts}"
         return {(False, False): _Part(text, part.is_nullable or least == 0)}
 

@@ -166,7 +166,10 @@ def test_a_bound_is_exact(schema: Any, valid: list[Any], invalid: list[Any]) -> 
     ("schema", "problem"),
     [
         ({"type": "number", "multipleOf": 0.3}, "multipleOf 0.3"),
-        ({"type": "integer", "multipleOf": 3, "minimum": 2**60}, "multipleOf 3 is not supported beside a bound"),
+        (
+            {"type": "integer", "multipleOf": 3, "minimum": 2**60},
+            "multipleOf 3 is not supported|3 is not supported beside a bound",
+        ),
         ({"type": "integer", "multipleOf": 999983}, "multipleOf 999983"),
         ({"multipleOf": 0}, "multipleOf is 0"),
         ('{"maximum": 1e999999999}', "maximum has 1E"),
