@@ -137,7 +137,7 @@ class Card:
     def copy(self, target: Tensor, source: Tensor, *, is_async: bool) -> Tensor:
         """As `target.copy_(source)`, of which one is the card's."""
         if is_here(target):
-            if not is_here(source) and source.ndim:
+            if not is_here(source):
                 source = self.upload(source, is_async=is_async)
             return on_card(self.call("copy_", Tensor.copy_, (target, source), {}))
         if not (is_async and is_pinned(target)):

@@ -71,7 +71,7 @@ def here(clock: Callable[[], float] = time.perf_counter, *, interprets: bool = F
         assert card.capture is None, "a capture within a capture"
         assert not gc.isenabled(), "garbage may be collected in the midst of a capture"
         card.told.append("capture")
-        card.capture = Capture(graph, how["pool"])
+        card.capture = Capture(graph, how.get("pool") or Pool())
         try:
             yield
         finally:

@@ -58,6 +58,7 @@ WAITS: dict[str, Callable[[Tensor], object]] = {
     "not awaited in vain": lambda _: torch.ones(3).to("cuda", non_blocking=True),
     "pinned and awaited": lambda _: torch.ones(3).pin_memory().cuda(),
     "copied up": lambda x: x.copy_(torch.ones(3)),
+    "a number is copied up": lambda x: x.copy_(torch.tensor(1.0)),
     "a number": lambda x: x.__setitem__(1, 2.0),
     "an index of the host's": lambda x: x[torch.tensor([1, 0])],
     "synchronised": lambda _: torch.cuda.synchronize(),
