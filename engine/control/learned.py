@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import secrets
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,8 +62,9 @@ def keep(config: EngineConfig, controls: dict[str, Control]) -> None:
                 json.dump(state, file, allow_nan=False)
             os.replace(made, _name(config), src_dir_fd=folder, dst_dir_fd=folder)
             found = [name for name in os.listdir(folder) if name.startswith("learned-")]
-            for old in sorted(found, key=lambda name: os.stat(name, dir_fd=folder).st_mtime)[:-MOST_FILES]:
-                os.unlink(old, dir_fd=folder)
+            with suppress(FileNotFoundError):  # another process has removed it
+                for old in sorted(found, key=lambda name: os.lstat(name, dir_fd=folder).st_mtime)[:-MOST_FILES]:
+                    os.unlink(old, dir_fd=folder)
     except (OSError, ValueError) as error:
         log.info("what was learned is not kept: %s", error)
 

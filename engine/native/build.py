@@ -36,7 +36,7 @@ class Level(NamedTuple):
     """A set of instructions."""
 
     name: str
-    flags: tuple[str, ...]  # for the compiler
+    processor: str  # to compile for; "" is the compiler's own choice
     needs: frozenset[str]  # what /proc/cpuinfo lists where it runs
 
 
@@ -59,7 +59,7 @@ class Manifest(NamedTuple):
 
 def _levels(*rows: tuple[str, str, str]) -> tuple[Level, ...]:
     """A family's levels, the best first, from rows of (name, processor to compile for, needs), the least first."""
-    return tuple(Level(name, (f"-march={to}",), frozenset(needs.split())) for name, to, needs in reversed(rows))
+    return tuple(Level(name, processor, frozenset(needs.split())) for name, processor, needs in reversed(rows))
 
 
 _AVX2 = "ssse3 sse4_1 sse4_2 popcnt avx avx2 fma f16c bmi1 bmi2 abm movbe"
@@ -79,7 +79,7 @@ LEVELS = {
         ("neon", "armv8-a", ""),
         ("dotprod", "armv8.2-a+dotprod", "asimddp asimdrdm atomics crc32"),
     ),
-}.get(platform.machine(), (Level("baseline", (), frozenset()),))
+}.get(platform.machine(), (Level("baseline", "", frozenset()),))
 
 
 ALL = tuple(level.name for level in LEVELS)
@@ -92,7 +92,7 @@ def sources(folder: Path = HERE) -> list[Path]:
 
 def fingerprint(folder: Path = HERE) -> str:
     """A hash of the sources, the headers and the flags."""
-    parts = [repr((FLAGS, TUNING, [(level.name, level.flags) for level in LEVELS]))]
+    parts = [repr((FLAGS, TUNING, [level[:2] for level in LEVELS]))]
     parts += [f"{path.name}\n{path.read_text('utf-8')}" for path in (*sources(folder), *sorted(folder.glob("*.h")))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -177,7 +177,9 @@ def _compile_all(command: list[str], names: Sequence[str], to: Path, say: Callab
     levels = [level for level in LEVELS if level.name in names and _is_known(command, level, to, say)]
     words = [*command, *FLAGS, *map(str, sources()), "-lm"]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        errors = threads.map(lambda level: _run([*words, *level.flags, "-o", str(to / level.name)], to), levels)
+        errors = threads.map(
+            lambda level: _run([*words, *_flags(command, level), "-o", str(to / level.name)], to), levels
+        )
     manifest = Manifest(fingerprint(), shlex.join(command), list(names), {})
     for level, error in zip(levels, errors, strict=True):
         if error:
@@ -194,11 +196,19 @@ def _compile_all(command: list[str], names: Sequence[str], to: Path, say: Callab
     return len(names) - len(manifest.levels)
 
 
+def _flags(command: list[str], level: Level) -> list[str]:
+    """What tells a compiler the processor; Zig has names of its own."""
+    if "ziglang" not in command or not level.processor:
+        return [f"-march={level.processor}"] if level.processor else []
+    arm = {"armv8-a": "generic", "armv8.2-a+dotprod": "generic+v8_2a+dotprod"}
+    return [f"-mcpu={arm.get(level.processor, level.processor.replace('-', '_'))}"]
+
+
 def _is_known(command: list[str], level: Level, to: Path, say: Callable[[str], None]) -> bool:
-    known = not _run([*command, *level.flags, "-E", "-x", "c", os.devnull], to)
-    if not known:
-        say(f"C kernels for {level.name} are not built: {command[0]} does not know {' '.join(level.flags)}")
-    return known
+    error = _run([*command, *_flags(command, level), "-E", "-x", "c", os.devnull], to)
+    if error:
+        say(f"C kernels for {level.name} are not built: the compiler does not know {level.processor}: {error}")
+    return not error
 
 
 def _run(command: list[str], to: Path) -> str:
