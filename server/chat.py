@@ -291,7 +291,7 @@ def _json(source: str, name: str, revision: str | None) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     return found if isinstance(found, dict) else {}
 
@@ -299,7 +299,8 @@ def _json(source: str, name: str, revision: str | None) -> dict[str, Any]:
 def _chosen(found: Any) -> str | None:
     """Return the only template, or the one named `default` of a list of named templates."""
     if isinstance(found, list):
-        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+        named = (entry for entry in found if isinstance(entry, dict))
+        found = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     return None if found is None else str(found)
 
 

@@ -33,13 +33,18 @@ _LENGTH, _ABOUT = (
     "__metadata__",
 )  # bytes of a safetensors file that contain the length of its header; the one header entry that is no tensor
 _MOST_HEADER = 1 << 24  # bytes of the header of a safetensors file: 100,000 tensors
-_MOST_LAYERS, _LARGEST = 512, (1 << 31) - 1
-# Numbers of configs: whole ones from 1 on, and positive ones. Families lack some of them.
+_LARGEST = (1 << 31) - 1
+# Fields of configs with the least and the most that a whole number may be; a model may have no experts.
 _WHOLE = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
-)  # fmt: skip
+    dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), (1, 512))
+    | dict.fromkeys(("max_position_embeddings", "max_seq_len"), (2, _LARGEST))
+    | dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"), (1, _LARGEST))
+    | dict.fromkeys(("vocab_size", "n_embd", "n_head", "d_model"), (1, _LARGEST))
+    | dict.fromkeys(("intermediate_size", "moe_intermediate_size", "num_experts_per_tok"), (0, _LARGEST))
+    | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, _LARGEST))
+)
 _POSITIVE = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "rope_theta", "factor")
+_OTHER_PARTS = ("vision", "audio")  # of models that also see or hear; they are not built
 _LIMITS = ("max_position_embeddings", "max_seq_len")  # fields of configs, MPT's among them
 _UNBOUNDED = 1 << 17  # positions of a model whose config names no limit, as of one without attention
 
@@ -59,6 +64,7 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelError(f"cannot load model {name!r}: there is no such folder")
     with told_as_model_error(name):
+        _check_numbers(name, PreTrainedConfig.get_config_dict(name, revision=revision)[0])
         whole = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         config = text_part(whole)
     if whole.model_type.endswith("_assistant"):
@@ -69,24 +75,19 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
         raise ModelError(
             f"{name!r} is a {config.model_type} model with cross-attention: it waits for an encoder's output"
         )
-    _check_numbers(name, config.get_text_config())
     return config
 
 
-def _check_numbers(name: str, config: PreTrainedConfig) -> None:
-    """Refuse a config with numbers that no model can have, where they are there."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    tables = [vars(config), rope, *(table for table in rope.values() if isinstance(table, dict))]
-    least, most = dict.fromkeys(_LIMITS, 2), {"num_hidden_layers": _MOST_LAYERS}
-    for table in tables:
-        for key in (*_WHOLE, *_LIMITS, "num_hidden_layers"):
-            value, low, high = table.get(key), least.get(key, 1), most.get(key, _LARGEST)
-            if isinstance(value, int) and not low <= value <= high:
-                raise ModelError(f"{name!r}: {key} of its config is {value}; expected {low} to {high}")
-        for key in _POSITIVE:
-            value = table.get(key)
-            if isinstance(value, int | float) and not 0 < value < math.inf:
-                raise ModelError(f"{name!r}: {key} of its config is {value}; expected a positive number")
+def _check_numbers(name: str, table: Mapping[str, Any]) -> None:
+    """Refuse a config with numbers that no language model can have, at any depth, before transformers computes."""
+    for key, value in table.items():
+        if isinstance(value, dict) and not key.startswith(_OTHER_PARTS):
+            _check_numbers(name, value)
+        if isinstance(value, int) and key in _WHOLE and not _WHOLE[key][0] <= value <= _WHOLE[key][1]:
+            low, high = _WHOLE[key]
+            raise ModelError(f"{name!r}: {key} of its config is {value}; expected {low} to {high}")
+        if isinstance(value, int | float) and key in _POSITIVE and not 0 < value < math.inf:
+            raise ModelError(f"{name!r}: {key} of its config is {value}; expected a positive number")
 
 
 def read_generation_config(name: str, revision: str | None) -> GenerationConfig | None:

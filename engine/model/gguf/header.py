@@ -75,7 +75,7 @@ class Strings(Sequence[str]):
 
     def sizes(self) -> np.ndarray[Any, Any]:
         """Bytes of each string."""
-        starts = np.frombuffer(self._starts, np.int64)
+        starts = np.array(self._starts, np.int64)
         return np.append(starts[1:], self.stop + _LENGTH.size)[: len(self)] - starts - _LENGTH.size
 
 

@@ -303,9 +303,10 @@ def folder_with(path: Path, key: str, value: object) -> Path:
     [
         ("num_hidden_layers", 1 << 20, "num_hidden_layers of its config is 1048576; expected 1 to 512"),
         ("num_hidden_layers", 0, "num_hidden_layers of its config is 0; expected 1 to 512"),
-        ("num_attention_heads", 0, "cannot load model"),
+        ("num_attention_heads", 0, "num_attention_heads of its config is 0; expected 1 to"),
         ("num_attention_heads", "x" * 1_000_000, "num_attention_heads"),
-        ("hidden_size", -1, "The hidden size (-1) is not a multiple"),
+        ("hidden_size", -1, "hidden_size of its config is -1; expected 1 to"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": float("inf")}, "rope_theta of its config is inf"),
         ("num_key_value_heads", 0, "num_key_value_heads of its config is 0; expected 1 to"),
         ("max_position_embeddings", 1, "max_position_embeddings of its config is 1; expected 2 to"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps of its config is nan; expected a positive number"),
