@@ -27,8 +27,8 @@ from engine.kernels.paging import Paging
 
 def attend(
     query: Tensor,  # [T, heads, key_dim]
-    k: Tensor,  # [rows, kv_heads, key_dim]
-    v: Tensor,  # [rows, kv_heads, value_dim]
+    k: Tensor,  # [rows, kv_heads, scaled + key_dim]
+    v: Tensor,  # [rows, kv_heads, scaled + value_dim]
     paging: Paging,
     scale: float,
     window: int | None = None,
@@ -36,6 +36,7 @@ def attend(
     *,
     chunk: int | None = None,
     sinks: Tensor | None = None,  # [heads]
+    scaled: int = 0,
 ) -> Tensor:  # [T, heads, value_dim]
     """As `attention.attend`, but rows of no sequence become 0. Gathers `max_kv` keys for every row: for small sizes."""
     sequence, position = _rows_of(paging, len(query))
@@ -48,7 +49,7 @@ def attend(
     if chunk is not None:
         visible &= key >= (position // chunk * chunk)[:, None]
     q = query.float().unflatten(1, (k.shape[1], -1))  # [T, kv_heads, group, head_dim]
-    scores = torch.einsum("tkgd,tjkd->tkgj", q, k[where].float()) * scale
+    scores = torch.einsum("tkgd,tjkd->tkgj", q, _numbers(k[where], scaled)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     hidden = ~visible[:, None, None]
@@ -58,8 +59,15 @@ def attend(
         scores = torch.cat([scores, sink], -1)
     weights = scores.softmax(-1)[..., : len(key)].masked_fill(hidden, 0)
     # A hidden row of the arena may hold anything: 0 times NaN would be NaN.
-    values = v[where].float().masked_fill(~visible[:, :, None, None], 0)
+    values = _numbers(v[where], scaled).masked_fill(~visible[:, :, None, None], 0)
     return torch.einsum("tkgj,tjkd->tkgd", weights, values).flatten(1, 2).to(query.dtype)
+
+
+def _numbers(heads: Tensor, scaled: int) -> Tensor:
+    """Vectors in float32; `scaled`: bytes of the scale that each vector of codes begins with."""
+    if not scaled:
+        return heads.float()
+    return heads[..., scaled:] * heads[..., :scaled].contiguous().view(torch.float32)
 
 
 def _rows_of(paging: Paging, num_rows: int) -> tuple[Tensor, Tensor]:

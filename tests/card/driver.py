@@ -94,6 +94,7 @@ def here(clock: Callable[[], float] = time.perf_counter, *, interprets: bool = F
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "get_device_capability": lambda *_: (9, 0),
+        "get_device_name": lambda *_: "a card that is not there",
         "mem_get_info": lambda *_: (MEMORY, MEMORY),
         "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0,

@@ -27,8 +27,8 @@ from engine.kernels.paging import Paging, plan_sizes, scratch_bytes, split_of, t
 from engine.kernels.tuning import Tuning, default_for, key_of
 from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.rounded import SCALE_BYTES, round_heads
-from tests.hostless import Counting
 from tests.interpreting import DEVICE
+from tests.no_gpu.sampling_facts import Counting
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
 LOOKING = (Phase.explicit, Phase.reuse, Phase.generate)  # an interpreted kernel is too slow to shrink a failure with

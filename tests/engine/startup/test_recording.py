@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from engine.device_loop.repertoire import Repertoire
@@ -11,8 +13,9 @@ from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth
 from engine.engine import Engine
 from engine.startup import warm
 from tests import fakes
+from tests.card import here
 from tests.engine.device_loop.test_repertoire import Recorder
-from tests.loops import AnyK, plainly, request, steered
+from tests.loops import AnyK, plainly, recorded, request, steered
 
 SECONDS = 0.3  # that a recording takes on the clock here
 COVERING, EVERY = covering(6, 4), in_order_of_worth(6, 4)
@@ -30,16 +33,17 @@ class Clock:
 
 
 def engine_on(clock: Clock, recorder: Recorder) -> Engine:
-    engine = steered(AnyK(1))
+    engine = steered(AnyK(1), recorded, shapes=())
     engine.rounds.repertoire = Repertoire(engine.rounds.round_of, recorder, COVERING, clock=clock)
     return engine
 
 
 @pytest.fixture
-def made() -> tuple[Clock, Recorder, Engine]:
+def made() -> Iterator[tuple[Clock, Recorder, Engine]]:
     clock = Clock()
-    recorder = Recorder(fault=clock.record)
-    return clock, recorder, engine_on(clock, recorder)
+    with here():
+        recorder = Recorder(fault=clock.record)
+        yield clock, recorder, engine_on(clock, recorder)
 
 
 def shapes_of(rounds: list[Round]) -> list[tuple[int, int]]:
