@@ -1,16 +1,12 @@
-r"""Compiles the structure that a request asks for to a grammar. Knows source text and limits, and nothing of the step.
+"""Compiles the structure that a request asks for to a grammar. Knows source text and limits, and nothing of the step.
 
-JSON Schema: keywords that the library does not implement are refused, never ignored. A mask forbids some valid
-documents: those with white space around them, with more than `MAX_WHITESPACE` white-space characters in a row, with
-properties in another order than the schema's, with control characters other than \b \f \n \r \t, and with escapes for
-characters that need none (`\u0061`, `\/`); and dates of the year 0. Any tokenization of an allowed text is allowed.
+Which documents a JSON Schema allows, and how they may be written, `engine/text/schemas/rules.py` says. Any tokenization
+of an allowed text is allowed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import re
 import threading
 import time
@@ -18,8 +14,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from decimal import Decimal
-from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
@@ -30,31 +24,15 @@ from engine.params import Guided
 from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.codec import Codec
 from engine.text.matcher import CompiledGrammar, GrammarVocabulary, Unrestricted, first_line
+from engine.text.schemas.documents import parsed, parsed_part
+from engine.text.schemas.rules import is_library_schema, schema_rule
 from engine.text.thinking import Budgeted
 from engine.types import Grammar
 
-MAX_WHITESPACE = 64  # so that a small model cannot write spaces for ever
-# The library forbids `\u0061` for a declared property `a`, but accepts it as the name of another property. So a
-# document could evade the property's schema. Without `\u` no character has two spellings.
-_ESCAPES = 'bfnrt\\"'
-_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*(\\u00(?:[01].|7f))")
 # Where only one text can follow, the library would allow only its usual tokens, and mask other tokens that it accepts.
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-# `multipleOf: n` makes an automaton of n states, which no limit of the library covers: 999,983 took 14 s and 391 MB.
-MAX_MULTIPLE = 20_000
-_MAX_DECIMALS = 20
 _FIRST_STEPS = 4  # tokens tried when compiling; an object with too many optional properties fails at its second token
 _SHOWN = 40  # characters of a source in an error
-
-# The library knows how long each month is, but gives every February 29 days. Years have four digits.
-_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-_DATES = [
-    {"pattern": f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01]|2[0-8])|{_LEAP_YEAR}-02-29)"},
-    {"pattern": "^0{0,3}[1-9]"},
-]
-_WITH_DATES = ("date", "date-time")
-_DOCUMENTS = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
-_NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")  # the keys in their values
 
 COMPILE_SECONDS = 5.0
 
@@ -249,11 +227,8 @@ def _take_first_steps(grammar: CompiledGrammar) -> None:
 
 def _source(guided: Guided) -> str:
     """The structure in the library's own notation; a ValueError explains what is wrong with it."""
-    if guided.grammar is not None:
-        _check_multiples(guided.grammar[found.end() :] for found in re.finditer(r"%json\s*", guided.grammar))
-        source = guided.grammar
-    else:
-        source = f"start: {rule_of(guided)}"
+    own = guided.grammar
+    source = f"start: {rule_of(guided)}" if own is None else _with_own_schemas(own)
     # At the end, so that errors have the caller's line numbers.
     return LLMatcher.grammar_from_lark(f"{source}\n{_NO_FORCING}\n")
 
@@ -267,48 +242,40 @@ def rule_of(guided: Guided) -> str:
     if guided.json_schema is not None:
         return json_rule(guided.json_schema)
     if guided.grammar is not None:
-        return f"%lark {{\n{guided.grammar}\n}}"
+        return f"%lark {{\n{_with_own_schemas(guided.grammar)}\n}}"
     regex = "|".join(map(_literal, guided.choice)) if guided.choice is not None else guided.regex or ""
     return f"/{regex_to_lark(regex, use_ascii='')}/"
 
 
-def json_rule(schema: str) -> str:
-    """A JSON Schema as the right-hand side of a Lark rule: documents as the head of this module says.
+def json_rule(schema: str, *, is_object: bool = False, lenient: bool = False) -> str:
+    """A JSON Schema as the right-hand side of a Lark rule.
+
+    Args:
+        schema: the text of the schema.
+        is_object: only objects are valid.
+        lenient: a keyword that would be refused is ignored.
 
     Raises:
-        ValueError: the schema is wrong.
+        ValueError: the schema is wrong, or cannot be followed exactly.
     """
-    return f"%json {_schema(schema)}"
+    root = parsed(schema)
+    return schema_rule({"allOf": [root, {"type": "object"}]} if is_object else root, root, lenient=lenient)
 
 
-def _schema(text: str) -> str:
-    """The schema with our options, quoted as in the library's grammars."""
-    _check_multiples([text])
-    spaces = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
-    options: Any = {"whitespace_pattern": spaces, "json_allowed_escapes": _ESCAPES}
-    schema = "{}" if text.strip() == "true" else text  # options need an object
-    grammar = json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=options))
-    quoted = json.dumps(_with_real_dates(grammar["grammars"][0]["json_schema"]))
-    if found := _CONTROL.search(quoted):
-        raise ValueError(f"a string has the control character {found[1]}, which no output can hold")
-    return quoted
-
-
-def _with_real_dates(schema: Any, *, is_named: bool = False) -> Any:
-    """The schema, with the dates of its `format` limited to those in the calendar; `is_named`: its keys are names."""
-    if isinstance(schema, list):
-        return [_with_real_dates(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    parts = {
-        key: part
-        if key in _DOCUMENTS and not is_named
-        else _with_real_dates(part, is_named=key in _NAMED and not is_named)
-        for key, part in schema.items()
-    }
-    if not is_named and schema.get("format") in _WITH_DATES and isinstance(parts.get("allOf", []), list):
-        parts["allOf"] = [*parts.get("allOf", ()), *_DATES]
-    return parts
+def _with_own_schemas(grammar: str) -> str:
+    """A grammar with our rules in place of `%json {...}`; they come last, so that errors have the caller's lines."""
+    parts, rules, at = list[str](), list[str](), 0
+    for found in re.finditer(r"%json\s*", grammar):
+        if found.start() >= at:
+            schema, size = parsed_part(grammar[found.end() :])
+            end = found.end() + size
+            name = grammar[found.start() : end]
+            if not is_library_schema(schema):
+                name = f"json-schema-{len(rules)}"
+                rules.append(f"{name}: {schema_rule(schema)}")
+            parts += [grammar[at : found.start()], name]
+            at = end
+    return "\n".join(["".join([*parts, grammar[at:]]), *rules])
 
 
 def _literal(text: str) -> str:
@@ -316,31 +283,6 @@ def _literal(text: str) -> str:
     return "".join(char if char.isalnum() or not char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
-def _check_multiples(texts: Iterable[str]) -> None:
-    """Check every `multipleOf` in the JSON documents at the start of these texts, as if all applied to one number."""
-    found: list[Decimal] = []
-
-    def collect(pairs: list[tuple[str, Any]]) -> None:  # receives duplicate keys too
-        found.extend(v for k, v in pairs if k == "multipleOf" and isinstance(v, Decimal) and v.is_finite())
-
-    decoder = json.JSONDecoder(object_pairs_hook=collect, parse_float=Decimal, parse_int=Decimal)
-    for text in texts:
-        decoder.raw_decode(text.lstrip())
-    if found and _common_multiple(found) > MAX_MULTIPLE:
-        raise ValueError(f"the least common multiple of all multipleOf, without decimals, is above {MAX_MULTIPLE}")
-
-
-def _common_multiple(numbers: list[Decimal]) -> int:
-    """The least common multiple without decimals: 0.25 and 2 -> 25 and 200 hundredths -> 200."""
-    if any(number.copy_abs() > MAX_MULTIPLE for number in numbers):
-        return MAX_MULTIPLE + 1  # avoids integers with an unlimited number of digits
-    decimals = max(0, *(-int(number.normalize().as_tuple().exponent) for number in numbers))
-    if decimals > _MAX_DECIMALS:
-        return MAX_MULTIPLE + 1
-    scale = 10**decimals
-    return math.lcm(*(int(abs(number) * scale) for number in numbers if number))
-
-
 def _reason(error: str) -> str:
-    reason = first_line(error).removeprefix("at 1(8): failed to compile JSON schema: ")  # a place in our text
+    reason = first_line(error)
     return reason if len(reason) <= 200 else reason[:199] + "…"

@@ -366,4 +366,4 @@ def without(*marks: str) -> str:
 
 def arguments_rule(tool: Tool) -> str:
     """The right-hand side of a Lark rule that matches a JSON object that is valid under the schema of the tool."""
-    return json_rule(json.dumps(json.loads(tool.parameters) | {"type": "object"}))
+    return json_rule(tool.parameters, is_object=True, lenient=not tool.strict)

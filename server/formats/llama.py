@@ -28,7 +28,9 @@ class LlamaFormat(ChatFormat):
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """Calls as JSON, so that content of a JSON Schema may stand in their place: the lexer finds the same parts."""
-        objects = (json_rule(json.dumps(_object(f"tool:{i}", tool))) for i, tool in enumerate(tools))
+        objects = (
+            json_rule(json.dumps(_object(f"tool:{i}", tool)), lenient=not tool.strict) for i, tool in enumerate(tools)
+        )
         return _calls(objects, several=several)
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engine.params import Guided, ThinkingBudget
 from engine.text.guided import rule_of
-from server.formats.base import ANY_OBJECT, ChatFormat, Tool, without
+from server.formats.base import ANY_OBJECT, ChatFormat, Tool, arguments_rule, without
 
 _ANYTHING = "/(?s:.*)/"
+log = logging.getLogger(__name__)
+
 _GAP = r"gap: /\s{0,4}/"  # between reasoning and what follows
 
 
@@ -46,7 +49,7 @@ class Answer:
         if self.content is not None:
             yield "", self.content
         for i, tool in enumerate(self.tools, self.first_tool):
-            yield f"messages.tools[{i}].parameters", Guided(json_schema=tool.parameters)
+            yield f"messages.tools[{i}].parameters", _arguments(tool)
 
     def tool_of(self, field: str) -> int | None:
         """Which tool the field of a part belongs to; None for the structure of the content."""
@@ -59,6 +62,16 @@ class Answer:
         tools = list(self.tools)
         tools[index] = replace(tools[index], parameters=ANY_OBJECT)
         return replace(self, tools=tuple(tools))
+
+
+def _arguments(tool: Tool) -> Guided:
+    """The structure of the arguments alone: if the tool is not strict, without what cannot be followed exactly."""
+    if not tool.strict:
+        try:
+            return Guided(grammar=f"start: {arguments_rule(tool)}")
+        except (ValueError, RecursionError):
+            log.info("the arguments of %s may be any object: its schema cannot be used", tool.name)
+    return Guided(json_schema=tool.parameters)
 
 
 def structure_of(answer: Answer, chat_format: ChatFormat) -> Guided | None:

@@ -6,28 +6,36 @@ converted here is JSON, which the parser reads too: numbers, and values of schem
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from engine.text.guided import json_rule
+from engine.text.schemas.documents import Document, parsed
+from engine.text.schemas.rules import schema_rule
 from server.formats.base import Tool, pattern, quoted
 
 _Schema = Mapping[str, Any]
 
 _ANNOTATIONS = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id"}
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "$schema",
+        "$id",
+        "$defs",
+        "definitions",
+    }
 )
-_DEFINITIONS = ("$defs", "definitions")
-_SIMPLE = '{"type": ["number", "boolean", "null"]}'
+_SIMPLE = {"type": ["number", "boolean", "null"]}
 _NOT_BARE = frozenset(':,{}[]"<>')
 _NAME_END = r'[^\s\x00-\x1f:,{}\[\]"<>]'
 _ANY_NAME = rf'/{_NAME_END}([^\x00-\x1f:,{{}}\[\]"<>]*{_NAME_END})?/'
-
-
-class _NotConverted(Exception):
-    """The arguments have to be JSON."""
 
 
 def argument_rules(name: str, tool: Tool, quote: str) -> str:
@@ -41,25 +49,22 @@ def argument_rules(name: str, tool: Tool, quote: str) -> str:
     Raises:
         ValueError: the schema is wrong.
     """
-    schema = {"type": "object"} | json.loads(tool.parameters)
-    try:
-        return _Converter(name, schema, quote).rules()
-    except _NotConverted:
-        return f"{name}: {json_rule(json.dumps(schema))}"
+    root = parsed(tool.parameters)
+    return _Converter(name, root, quote, lenient=not tool.strict).rules({"type": "object"} | root)
 
 
 class _Converter:
     """Writes a rule for every part of a schema that more than one rule needs."""
 
-    def __init__(self, name: str, schema: _Schema, quote: str) -> None:
-        self._name, self._root, self._quote = name, schema, quote
+    def __init__(self, name: str, root: _Schema, quote: str, *, lenient: bool) -> None:
+        self._name, self._root, self._quote, self._lenient = name, root, quote, lenient
+        self._document = Document(root)
         self._references: dict[str, str] = {}
         self._lines: list[str] = []
-        self._definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
 
-    def rules(self) -> str:
+    def rules(self, schema: _Schema) -> str:
         """All rules."""
-        top = self._value({key: value for key, value in self._root.items() if key not in _DEFINITIONS})
+        top = self._value(schema)
         return "\n".join([f"{self._name}: {top}", *self._lines])
 
     def _rule(self, body: str) -> str:
@@ -93,47 +98,36 @@ class _Converter:
         return self._json(schema)
 
     def _json(self, schema: Any) -> str:
-        """JSON. It may refer to definitions, but not to other parts of the whole schema, which it is not."""
-        if any(not ref.startswith(("#/$defs/", "#/definitions/")) for ref in _references(schema)):
-            raise _NotConverted
-        return json_rule(json.dumps(schema | self._definitions if isinstance(schema, dict) else schema))
+        return schema_rule(schema, self._root, lenient=self._lenient)
 
     def _reference(self, reference: str) -> str:
         """The rule of what a reference names; of any value for ""."""
         if reference not in self._references:
             rule = self._references[reference] = f"{self._name}_ref_{len(self._references)}"
-            body = self._value(self._resolved(reference)) if reference else self._anything(rule)
+            body = self._value(self._document.resolved(None, reference)) if reference else self._anything(rule)
             self._lines.append(f"{rule}: {body}")
         return self._references[reference]
 
-    def _resolved(self, reference: str) -> Any:
-        found: Any = self._root
-        for part in reference.removeprefix("#").split("/")[1:]:
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-        if found is None or not reference.startswith("#"):
-            raise _NotConverted
-        return found
-
     def _anything(self, rule: str) -> str:
         array, members = _listed(rule), _listed(f'{_ANY_NAME} ":" {rule}')
-        return f'{self._string({})} | {json_rule(_SIMPLE)} | "[" {array} "]" | "{{" {members} "}}"'
+        return f'{self._string({})} | {schema_rule(_SIMPLE)} | "[" {array} "]" | "{{" {members} "}}"'
 
     def _constant(self, value: Any) -> str:
         if isinstance(value, str):
             return f"{self._quote} {quoted(value) if value else ''} {self._quote}"
-        return quoted(json.dumps(value)) if not isinstance(value, dict | list) else self._json({"const": value})
+        return self._json({"const": value})
 
     def _string(self, schema: _Schema) -> str:
-        fewest, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        text = f"/(?s:.{{{fewest},{most}}})/" if fewest or most != "" else "/(?s:.*)/"
+        fewest, most = int(schema.get("minLength", 0)), schema.get("maxLength", "")
+        text = f"/(?s:.{{{fewest},{most and int(most)}}})/" if fewest or most != "" else "/(?s:.*)/"
         return f"{self._quote} {text} {self._quote}"
 
     def _array(self, schema: _Schema) -> str:
-        fewest, most = schema.get("minItems", 0), schema.get("maxItems")
+        fewest, most = int(schema.get("minItems", 0)), schema.get("maxItems")
         if most == 0:
             return '"[]"'
         item = self._rule(self._value(schema.get("items", True)))
-        further = f"{{{max(0, fewest - 1)},{'' if most is None else most - 1}}}"
+        further = f"{{{max(0, fewest - 1)},{'' if most is None else int(most) - 1}}}"
         items = item if most == 1 else f'{item} ("," {item}){further}'
         return f'"[" {items} "]"' if fewest else f'"[" ({items})? "]"'
 
@@ -141,7 +135,7 @@ class _Converter:
         """The members in the order of their names, as in the chat templates, and then others."""
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not properties.keys() >= set(required):
-            raise _NotConverted
+            return self._json(schema)
         after, firsts = self._others(schema)
         is_empty = not required
         for name in sorted(properties, key=str.lower, reverse=True):
@@ -179,14 +173,3 @@ def _listed(item: str) -> str:
 
 def _has_strings(schema: _Schema) -> bool:
     return schema["type"] == "string" and all(isinstance(value, str) for value in schema["enum"])
-
-
-def _references(schema: Any) -> Iterator[str]:
-    """Everything that a schema refers to."""
-    if isinstance(schema, dict):
-        if isinstance(schema.get("$ref"), str):
-            yield schema["$ref"]
-        schema = list(schema.values())
-    if isinstance(schema, list):
-        for part in schema:
-            yield from _references(part)

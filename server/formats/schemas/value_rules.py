@@ -1,7 +1,7 @@
 """Lark rules of values that are written as plain text: what `values` reads as a value that is valid under its schema.
 
 A lexer takes the longest text, so a string must not begin as JSON that could stand in its place, and ends where the
-mark behind it is complete. Of schemas that allow strings, `format` is not checked: it is an annotation.
+mark behind it is complete.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from decimal import Decimal
 
-from engine.params import Guided
-from engine.text.guided import json_rule, rule_of
+from engine.text.schemas.formats import patterns_of
+from engine.text.schemas.numbers import written
+from engine.text.schemas.patterns import Alphabet, searched
 from server.formats.base import pattern, quoted
 from server.formats.schemas.values import STRING, Parameters, Schema, declared, type_of
 
 _ANY = "/(?s:.*)/"
+_TEXT = Alphabet(is_json=False)
 _SPACE = r"[ \t\r\n]*"
 _INTEGER = r"-?(0|[1-9][0-9]*)"
 _NUMBER = _INTEGER + r"(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
@@ -69,11 +71,11 @@ class ValueRules:
         Raises:
             ValueError: the schema allows strings, and is none that can be written.
         """
-        schema = json.dumps(parameters.whole(parameters.property(parameter)), sort_keys=True)
-        if schema not in self._names:
-            self._names[schema] = f"value_{len(self._names)}"
-            self.rules += _value_rules(parameters, parameter, self._names[schema], self._end)
-        return self._names[schema]
+        rules = list(_value_rules(parameters, parameter, "value", self._end))
+        if (text := "\n".join(rules)) not in self._names:
+            name = self._names[text] = f"value_{len(self._names)}"
+            self.rules += _value_rules(parameters, parameter, name, self._end)
+        return self._names[text]
 
 
 @dataclass(slots=True)
@@ -89,11 +91,11 @@ def _value_rules(parameters: Parameters, name: str, rule: str, end: ValueEnd) ->
     """Lark rules of which `rule` matches a value of a parameter and its end."""
     schema, types = parameters.property(name), parameters.types(name)
     if "string" not in types:
-        yield f"{rule}: {json_rule(json.dumps(parameters.whole(schema)))} {end.lark}"
+        yield f"{rule}: {parameters.rule(schema)} {end.lark}"
         return
     leaves = _Leaves()
     for leaf in _leaves(parameters, schema, 0):
-        _add_leaf(leaves, leaf)
+        _add_leaf(leaves, leaf, is_lenient=parameters.is_lenient)
     terminal, is_json = rule.upper(), bool(leaves.schemas)
     banned = dict.fromkeys([*_banned(types - STRING, leaves.schemas), *_early_ends(end)])
     exclusions = "".join(f" & ~/{regex}/" for regex in banned)
@@ -108,7 +110,7 @@ def _value_rules(parameters: Parameters, name: str, rule: str, end: ValueEnd) ->
     else:
         yield f"{rule}_text[suffix={quoted(end.line_break + end.mark)}]: {terminal}"
     if is_json:
-        rules = [json_rule(json.dumps(parameters.whole(schema))) for schema in leaves.schemas]
+        rules = [parameters.rule(schema) for schema in leaves.schemas]
         yield from (f"{rule}_{i}: {one}" for i, one in enumerate(rules))
         yield f"{rule}_json: ({' | '.join(f'{rule}_{i}' for i in range(len(rules)))}) {end.lark}"
 
@@ -150,7 +152,7 @@ def _leaves(parameters: Parameters, schema: Schema, depth: int) -> Iterator[Sche
     yield from (schema | {"type": kind} for kind in ([given] if isinstance(given, str) else given))
 
 
-def _add_leaf(leaves: _Leaves, leaf: Schema) -> None:
+def _add_leaf(leaves: _Leaves, leaf: Schema, *, is_lenient: bool) -> None:
     if "enum" in leaf:
         for value in leaf["enum"]:
             if isinstance(value, str):
@@ -158,29 +160,27 @@ def _add_leaf(leaves: _Leaves, leaf: Schema) -> None:
             elif isinstance(value, dict | list):
                 leaves.schemas.append({"const": value})
             else:
-                leaves.others.append(pattern(json.dumps(value)))
+                leaves.others.append(written(value) if isinstance(value, Decimal) else json.dumps(value))
     elif leaf["type"] == "string":
-        leaves.strings.append(_string(leaf))
+        leaves.strings.append(_string(leaf, is_lenient=is_lenient))
     elif leaf["type"] in _SIMPLE and not any(key in leaf for key in _BOUNDS):
         leaves.others.append(f"({_SIMPLE[leaf['type']]})")
     else:
         leaves.schemas.append(leaf)
 
 
-def _string(leaf: Schema) -> str:
+def _string(leaf: Schema, *, is_lenient: bool) -> str:
     """A terminal of the strings of a schema."""
-    fewest, most = leaf.get("minLength", 0), leaf.get("maxLength", "")
-    parts = [f"/(?s:.{{{fewest},{most}}})/" if fewest or most != "" else _ANY]
-    if "pattern" in leaf:
-        parts.append(_searched(leaf["pattern"]))
+    fewest, most = int(leaf.get("minLength", 0)), leaf.get("maxLength", "")
+    parts = [f"/(?s:.{{{fewest},{most and int(most)}}})/" if fewest or most != "" else _ANY]
+    for keyword, patterns in (("pattern", lambda pattern: [pattern]), ("format", patterns_of)):
+        try:
+            found = [searched(pattern, _TEXT) for pattern in (patterns(leaf[keyword]) if keyword in leaf else ())]
+        except ValueError:
+            if not is_lenient:
+                raise
+            continue
+        if None in found:
+            raise ValueError(f"the {keyword} of a string matches nothing")
+        parts += [f"/{regex}/" for regex in found]
     return " & ".join(parts)
-
-
-def _searched(regex: Any) -> str:
-    """A terminal of the texts in which a regex is found."""
-    body, before, after = str(regex), "(?s:.*)", "(?s:.*)"
-    if body.startswith("^"):
-        body, before = body[1:], ""
-    if body.endswith("$") and not body.endswith(r"\$"):
-        body, after = body[:-1], ""
-    return rule_of(Guided(regex=f"{before}({body}){after}"))

@@ -8,8 +8,11 @@ written.
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any, NoReturn, TypeAlias
 
+from engine.text.schemas.documents import Document, parsed
+from engine.text.schemas.rules import schema_rule
 from server.formats.base import Tool
 
 Schema: TypeAlias = dict[str, Any]
@@ -26,7 +29,9 @@ class Parameters:
     """The parameters of a tool by their names."""
 
     def __init__(self, tool: Tool) -> None:
-        self._tool, self._root = tool, json.loads(tool.parameters)
+        self._tool, self._root = tool, parsed(tool.parameters)
+        self.is_lenient = not tool.strict  # keywords that cannot be followed are ignored
+        self._document = Document(self._root)
         self.schema = self.resolved(self._root)
         self._types: dict[str, frozenset[str]] = {}
 
@@ -55,16 +60,15 @@ class Parameters:
             return {} if schema else {"enum": []}
         if "$ref" not in schema or depth > _MAX_DEPTH:
             return schema
-        found: Any = self._root
-        for part in str(schema["$ref"]).removeprefix("#").split("/")[1:]:
-            found = _mapping(found).get(part.replace("~1", "/").replace("~0", "~"))
-        if found is None:
+        try:
+            found = self._document.resolved(schema, schema["$ref"])
+        except ValueError:
             return schema
         return self.resolved(found, depth + 1) | {key: value for key, value in schema.items() if key != "$ref"}
 
-    def whole(self, schema: Schema) -> Schema:
-        """A schema with the definitions to which it may refer."""
-        return {key: self._root[key] for key in ("$defs", "definitions") if key in self._root} | schema
+    def rule(self, schema: Schema) -> str:
+        """The right-hand side of a Lark rule of a part, as JSON. ValueError: it cannot be followed exactly."""
+        return schema_rule(schema, self._root, lenient=self.is_lenient)
 
     def types_of(self, schema: Schema, depth: int = 0) -> frozenset[str]:
         """The types that a value can have."""
@@ -111,8 +115,8 @@ def type_of(value: Any) -> str:
     """The type of a value in JSON Schema."""
     if isinstance(value, bool):
         return "boolean"
-    if isinstance(value, float):
-        return "integer" if value.is_integer() else "number"
+    if isinstance(value, float | Decimal):
+        return "integer" if value % 1 == 0 else "number"
     return {str: "string", int: "integer", list: "array", dict: "object"}.get(type(value), "null")
 
 

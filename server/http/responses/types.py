@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
@@ -195,6 +195,12 @@ class TextFormat(Body):
     strict: Flag | None = None  # no effect: the schema is always enforced strictly
     schema_: Schema | None = Field(default=None, alias="schema")
 
+    @model_validator(mode="after")
+    def _schema_where_it_is_named(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError(f"is {self.type!r}; a schema goes with the type json_schema and with no other")
+        return self
+
 
 class TextFields(Body):
     """What the text has to be like."""
@@ -253,7 +259,7 @@ class ResponsesBody(AgentBody):
         wanted = self.text.format
         if wanted is None or wanted.type == "text":
             return None
-        return Structure("text.format", "json", wanted.schema_ or ANY_OBJECT)
+        return Structure("text.format", "json", ANY_OBJECT if wanted.schema_ is None else wanted.schema_)
 
     def echo(self) -> Json:
         """Return the fields that an answer repeats. Long ones are left out: instructions and tools."""

@@ -22,6 +22,7 @@ from engine.params import Guided
 from engine.text.codec import Codec
 from engine.text.guided import GrammarCompiler, GuidedLimits
 from engine.text.matcher import MAX_LEXER_STATES
+from engine.text.schemas.rules import MAX_WHITESPACE
 from tests.schemas import random_schema
 
 TARGET = Path(__file__).resolve().parents[3] / "models" / "target"
@@ -111,7 +112,7 @@ def test_a_regex_and_a_grammar_are_matched_as_a_whole(guided, regex):
         assert re.fullmatch(regex, text), text
 
 
-OBJECT, SPACES = Guided(json_schema='{"type": "object"}'), engine.text.guided.MAX_WHITESPACE
+OBJECT, SPACES = Guided(json_schema='{"type": "object"}'), MAX_WHITESPACE
 # With `\u` escapes the name `\u0061` would be another property to the masks, and `a` to the reader.
 DECLARED = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
 
@@ -275,18 +276,22 @@ HOSTILE = {
     "a special token in the midst": (Guided(grammar='start: <|endoftext|> "a"'), "no way on"),
     "broken schema": (Guided(json_schema="{"), "Expecting property name"),
     "deep schema": (Guided(json_schema='{"items":' * 6000 + "true" + "}" * 6000), "recursion"),
-    "remote reference": (Guided(json_schema='{"$ref": "http://example.com/x"}'), "Default retriever does not fetch"),
+    "remote reference": (Guided(json_schema='{"$ref": "http://example.com/x"}'), "names no part of the schema"),
     "unknown keyword": (Guided(json_schema='{"type": "array", "uniqueItems": true}'), "uniqueItems"),
-    "no document": (Guided(json_schema='{"type": "integer", "minimum": 5, "maximum": 3}'), "minimum (5) is greater"),
+    "no document": (
+        Guided(json_schema='{"type": "integer", "minimum": 5, "maximum": 3}'),
+        "no document is valid under the schema",
+    ),
     "combinations": (
         schema({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(3)]} for i in range(12)]}),
         "schema too large",
     ),
     "control character": (Guided(json_schema='{"enum": ["a\\u0007"]}'), "the control character \\u0007"),
-    "hidden multiple": (Guided(json_schema='{"items": {"multiple\\u004ff": 1e300, "multipleOf": 1}}'), "multipleOf"),
+    "decimal multiple": (Guided(json_schema='{"type": "number", "multipleOf": 0.3}'), "multipleOf 0.3"),
+    "library's options": (Guided(grammar='start: %json {"x-guidance": {}}'), "x-guidance"),
     "multiples": (schema({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 9973}]}), "multipleOf"),
     "multiple in a grammar": (Guided(grammar='start: %json {"type": "integer", "multipleOf": 999983}'), "multipleOf"),
-    "many objects": (schema({"enum": [{"a": i, "b": [i]} for i in range(2500)]}), "too big"),
+    "many objects": (schema({"enum": [{"a": i, "b": [i]} for i in range(2500)]}), "too large"),
     "many optional properties": (
         schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}}),
         "Current row has",

@@ -179,6 +179,8 @@ REFUSED = [
         {"input": [{"type": "function_call_output", "call_id": "c9", "output": "x"}]},
         "input[0].call_id is 'c9'; no call before it has this id",
     ),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format is 'json_schema'; a schema goes with"),
+    ({"text": {"format": {"type": "json_schema", "name": "w"}}}, "text.format is 'json_schema'; a schema goes with"),
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex and text.format"),
     ({"previous_response_id": "resp_1"}, f"previous_response_id is 'resp_1'; this field is not served: {STORED}"),
     ({"conversation": {"id": "c"}}, f"conversation is set; this field is not served: {STORED}"),

@@ -1,0 +1,131 @@
+"""Which schemas apply to a value together: `$ref`, `allOf`, `anyOf`, `oneOf`, `const` and `enum`. Knows no Lark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
+from typing import Any
+
+from engine.text.schemas.documents import Schema
+from engine.text.schemas.keywords import VALUES, Branch, Keywords
+from engine.text.schemas.numbers import checked
+
+MAX_PARTS = 20_000  # schemas and branches that are looked at; each takes some 20 us
+_REFUSED = (
+    "contains", "dependencies", "dependentRequired", "dependentSchemas", "if", "not", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+_SINCE = {"contains": 6, "if": 7, "propertyNames": 6}  # the draft before which a keyword meant nothing
+_ASSERTIONS = frozenset({
+    "additionalItems", "additionalProperties", "exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems",
+    "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf",
+    "pattern", "patternProperties", "prefixItems", "properties", "required", "type",
+})  # fmt: skip
+
+
+class Branches:
+    """Splits schemas into branches: a value is valid if it satisfies all schemas of one branch."""
+
+    def __init__(self, keywords: Keywords) -> None:
+        self._keywords = keywords
+        self._parts = 0
+        self._found: dict[int, list[Branch]] = {}
+        self._kept: list[Schema] = []
+        self.one_ofs: dict[int, tuple[Schema, list[Schema]]] = {}  # those to check; the first schema is all beside it
+
+    def count(self, number: int = 1) -> None:
+        """Add to the work so far. ValueError: it is too much."""
+        self._parts += number
+        if self._parts > MAX_PARTS:
+            raise ValueError("schema too large")
+
+    def of(self, schemas: Iterable[Schema], around: tuple[int, ...] = ()) -> list[Branch]:
+        """The ways to satisfy all of these schemas: one of the branches is to be satisfied."""
+        found: list[Branch] = [[]]
+        for schema in schemas:
+            further = self._of_one(schema, around)
+            self.count(len(found) * len(further))
+            found = [[*one, *other] for one in found for other in further]
+        return found
+
+    def _of_one(self, schema: Schema, around: tuple[int, ...]) -> list[Branch]:
+        if schema is True or schema is False:
+            return [[]] if schema else []
+        if not isinstance(schema, dict):
+            self._keywords.fail(f"{str(schema)[:40]!r} is no schema; expected an object, true or false", None)
+        if id(schema) in around:
+            self._keywords.fail("$ref refers to itself", schema)
+        if id(schema) not in self._found:
+            self._kept.append(schema)
+            self._found[id(schema)] = self._split(schema, (*around, id(schema)))
+        return self._found[id(schema)]
+
+    def _split(self, schema: dict[str, Any], around: tuple[int, ...]) -> list[Branch]:
+        self.count()
+        if "$ref" in schema and self._keywords.document.draft <= 7:  # which ignores all keywords beside it
+            return self.of([self._keywords.document.resolved(schema, schema["$ref"])], around)
+        for keyword in _REFUSED:
+            if (
+                keyword in schema
+                and self._keywords.document.draft >= _SINCE.get(keyword, 0)
+                and schema[keyword] is not False
+            ):
+                self._keywords.refuse(keyword, "is not supported", schema)
+        own = "properties" if "properties" in schema else next((key for key in schema if key in _ASSERTIONS), None)
+        found: list[Branch] = [[]]
+        for keyword, value in schema.items():
+            if keyword == own:
+                further = [[schema]]
+            elif keyword in ("allOf", "anyOf", "oneOf"):
+                further = self._combined(schema, keyword, around)
+            elif keyword == "$ref":
+                further = self.of([self._keywords.document.resolved(schema, value)], around)
+            elif keyword in ("const", "enum"):
+                values = [value] if keyword == "const" else self._keywords.read(schema, keyword, list, [])
+                further = [[self.keep(one)] for one in _constants(values)]
+            else:
+                continue
+            self.count(len(found) * len(further))
+            found = [[*one, *other] for one in found for other in further]
+        return found
+
+    def _combined(self, schema: dict[str, Any], keyword: str, around: tuple[int, ...]) -> list[Branch]:
+        options = self._keywords.read(schema, keyword, list, [])
+        if not options:
+            self._keywords.fail(f"{keyword} is empty", schema)
+        if keyword == "allOf":
+            return self.of(options, around)
+        if keyword == "oneOf" and not self._keywords.is_lenient:
+            rest = {key: value for key, value in schema.items() if key != "oneOf"}
+            self.one_ofs.setdefault(id(schema), (schema, [self.keep(rest), *options]))
+        return [branch for option in options for branch in self._of_one(option, around)]
+
+    def keep(self, schema: Schema) -> Schema:
+        """Make sure that a schema of our own stays, so that its id names it."""
+        self._kept.append(schema)
+        return schema
+
+
+def _constants(values: Sequence[Any]) -> Iterator[Schema]:
+    """Schemas one of which each of these values has: all of a simple type together."""
+    simple: dict[str, dict[Any, None]] = {}
+    for value in values:
+        if value is None:
+            simple["null"] = {}
+        elif isinstance(value, bool):
+            simple.setdefault("boolean", {})[value] = None
+        elif isinstance(value, Decimal):
+            simple.setdefault("number", {})[checked(value)] = None
+        elif isinstance(value, str):
+            simple.setdefault("string", {})[value] = None
+    for kind, found in simple.items():
+        yield {"type": kind, VALUES: found}
+    for value in values:
+        if isinstance(value, list):
+            items, size = [{"const": item} for item in value], Decimal(len(value))
+            yield {"type": "array", "items": items, "additionalItems": False, "minItems": size, "maxItems": size}
+        elif isinstance(value, dict):
+            properties = {name: {"const": one} for name, one in value.items()}
+            yield {
+                "type": "object", "properties": properties, "required": list(value), "additionalProperties": False,
+            }  # fmt: skip

@@ -1,0 +1,159 @@
+"""The keywords of one schema: what they say of values, and which are refused. Knows nothing of other schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NoReturn, TypeAlias
+
+from engine.text.schemas.documents import Document, Schema
+from engine.text.schemas.formats import patterns_of
+from engine.text.schemas.numbers import Bound, Numbers, checked
+from engine.text.schemas.patterns import Alphabet, searched
+
+Branch: TypeAlias = list[Schema]  # schemas that apply together, without those that combine others
+
+JSON = Alphabet(is_json=True)
+VALUES = object()  # a key of our own schemas: the values of one type that `const` or `enum` has
+_MAX_SIZE = 2**32 - 2  # of what a keyword counts: the library counts in 32 bits
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_WITH_INTEGERS = frozenset({*_TYPES, "integer"})
+_KINDS = {dict: "an object", list: "an array", str: "a string", Decimal: "a number"}
+_BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+
+
+class Keywords:
+    """Reads keywords of the parts of a document.
+
+    Args:
+        document: the whole schema.
+        is_lenient: keywords that cannot be followed are ignored; `ignored` has them, each with the reason.
+    """
+
+    def __init__(self, document: Document, *, is_lenient: bool) -> None:
+        self.document, self.is_lenient = document, is_lenient
+        self.ignored: dict[str, str] = {}
+
+    def refuse(self, keyword: str, problem: str, part: Schema = None) -> None:
+        """Refuse a keyword that cannot be followed; if lenient, go on without it."""
+        if not self.is_lenient:
+            self.fail(f"{keyword} {problem}", part)
+        self.ignored.setdefault(keyword, problem)
+
+    def fail(self, problem: str, part: Schema) -> NoReturn:
+        """Refuse the schema, with the place of the part that is at fault."""
+        place = self.document.place(part)
+        raise ValueError(f"{problem}{f', at {place}' if place else ''}")
+
+    def read(self, part: Schema, keyword: str, kind: type, default: Any) -> Any:
+        """The value of a keyword, if it is of its type."""
+        value = part.get(keyword, default)
+        if value is not default and not isinstance(value, kind):
+            self.fail(f"{keyword} has {str(value)[:40]!r}; expected {_KINDS[kind]}", part)
+        return value
+
+    def _size(self, part: Schema, keyword: str) -> int | None:
+        value = self.read(part, keyword, Decimal, None)
+        if value is None:
+            return None
+        if not 0 <= value <= _MAX_SIZE or value != value.to_integral_value():
+            self.fail(f"{keyword} has {str(value)[:40]}; expected an integer from 0 to {_MAX_SIZE}", part)
+        return int(value)
+
+    def sizes(self, branch: Branch, least: str, most: str) -> tuple[int, int | None]:
+        """The bounds of a length or a number of items that hold for all parts."""
+        lows = [size for part in branch if (size := self._size(part, least)) is not None]
+        highs = [size for part in branch if (size := self._size(part, most)) is not None]
+        return max(lows, default=0), min(highs, default=None)
+
+    def numbers(self, part: Schema) -> Numbers:
+        """The numbers that a schema allows."""
+        low, high = (self._bound(part, *keywords) for keywords in _BOUNDS)
+        step = self._decimal(part, "multipleOf")
+        if step is not None and not step:
+            self.fail("multipleOf is 0", part)
+        values = part.get(VALUES)
+        names = part.get("type")
+        is_integer = names == "integer" or (isinstance(names, list) and "integer" in names and "number" not in names)
+        found = Numbers(low=low, high=high, step=Fraction(abs(step)) if step else None)
+        found &= Numbers(step=Fraction(1) if is_integer else None, values=None if values is None else frozenset(values))
+        return found
+
+    def _decimal(self, part: Schema, keyword: str) -> Decimal | None:
+        value: Decimal | None = self.read(part, keyword, Decimal, None)
+        try:
+            return None if value is None else checked(value)
+        except ValueError as problem:
+            self.fail(f"{keyword} {problem}", part)
+
+    def _bound(self, part: Schema, inclusive: str, exclusive: str) -> Bound | None:
+        value = self._decimal(part, inclusive)
+        if isinstance(part.get(exclusive), bool):  # draft 4
+            return None if value is None else Bound(value, part[exclusive])
+        other = self._decimal(part, exclusive)
+        if other is None:
+            return None if value is None else Bound(value)
+        if value is None:
+            return Bound(other, is_open=True)
+        is_open = other >= value if inclusive == "minimum" else other <= value
+        return Bound(other if is_open else value, is_open)
+
+    def patterns(self, branch: Branch) -> Iterator[str | None]:
+        """Regexes of all patterns and formats of a string."""
+        for part in branch:
+            if (pattern := self.read(part, "pattern", str, None)) is not None:
+                try:
+                    yield searched(pattern, JSON)
+                except ValueError as problem:
+                    self.refuse("pattern", f"is refused: {problem}", part)
+            if (name := self.read(part, "format", str, None)) is not None:
+                try:
+                    yield from [searched(pattern, JSON) for pattern in patterns_of(name)]
+                except ValueError as problem:
+                    self.refuse("format", str(problem), part)
+
+    def items(self, part: Schema) -> tuple[Sequence[Schema], Schema]:
+        """The schemas of the first items, and of all others."""
+        items = part.get("items", True)
+        if isinstance(items, list):
+            return items, part.get("additionalItems", True)
+        if self.document.draft <= 2019 and VALUES not in part:
+            return [], items
+        return self.read(part, "prefixItems", list, []), items
+
+    def required(self, part: Schema) -> list[str]:
+        """The names of the properties that there have to be."""
+        names: list[Any] = self.read(part, "required", list, [])
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            self.fail(f"required has {str(wrong[0])[:40]!r}; expected names", part)
+        return names
+
+    def name_terminal(self, pattern: str, part: Schema) -> str | None:
+        """The names that match a pattern of `patternProperties`."""
+        try:
+            regex = searched(pattern, JSON)
+        except ValueError as problem:
+            self.refuse("patternProperties", f"is refused: {problem}", part)
+            return None
+        return None if regex is None else f'/"{regex}"/'
+
+    def types(self, branch: Branch) -> Iterator[str]:
+        """The types of the values of a branch; an integer is a number with another condition."""
+        allowed = set(_WITH_INTEGERS)
+        for part in branch:
+            given = part.get("type")
+            names = given if isinstance(given, list) else [given]
+            if "type" in part and not all(isinstance(name, str) and name in _WITH_INTEGERS for name in names):
+                self.fail(f"type has {str(given)[:40]!r}, which is no type", part)
+            if "type" in part:
+                allowed &= {*names, "integer"} if "number" in names else set(names)
+        return (kind for kind in _TYPES if kind in allowed or (kind == "number" and "integer" in allowed))
+
+
+def values_of(branch: Branch, default: list[Any] | None) -> list[Any] | None:
+    """The values of one type that all parts allow, in their order."""
+    sets = [part[VALUES] for part in branch if VALUES in part]
+    if not sets:
+        return default
+    return [value for value in sets[0] if all(value in other for other in sets[1:])]

@@ -1,0 +1,404 @@
+r"""ECMA-262 patterns as regexes of Lark. Knows no schema.
+
+A pattern is found anywhere in a text, so its anchors are resolved here: `^a|b` -> `a.*|.*b.*`. Patterns have the flag
+`u`, and besides what browsers read without it: `\-` and single `]`, `{` and `}` are characters. Look-around,
+back-references, word boundaries, flags and escapes without a meaning in ECMA-262 are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeAlias
+
+_LAST = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
+_ESCAPED = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+_CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
+_PLAIN = frozenset(" !%',:;<=>@_`")  # besides letters and digits: no regex gives them a meaning
+_MAX_REPEATS = 1_000_000
+
+_Ranges: TypeAlias = tuple[tuple[int, int], ...]
+_DIGITS: _Ranges = ((48, 57),)
+_WORD: _Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
+_SPACE: _Ranges = (
+    (9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
+    (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+)  # fmt: skip
+_LINE_ENDS: _Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
+_CLASSES = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
+_CONTROL_ESCAPES = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
+# Properties of characters that are neither letters, digits, nor marks: which of those that JSON escapes have them.
+_PROPERTIES = {"Any": '"\\\b\f\n\r\t', "ASCII": '"\\\b\f\n\r\t', "White_Space": "\f\n\r\t"} | dict.fromkeys(
+    ("Alphabetic", "Lowercase", "Uppercase", "ID_Start", "ID_Continue", "Emoji", "ASCII_Hex_Digit"), ""
+)
+_CATEGORY = re.compile(r"(?:(?:General_Category|gc)=)?(L[ultmo]?|M[nce]?|N[dlo]?|P[cdseifo]?|S[mcko]?|Z[slp]?|C[cfo]?)")
+_LONG_CATEGORIES = {
+    "Letter": "L", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Titlecase_Letter": "Lt", "Mark": "M",
+    "Number": "N", "Decimal_Number": "Nd", "Punctuation": "P", "Symbol": "S", "Separator": "Z", "Other": "C",
+    "Control": "Cc",
+}  # fmt: skip
+_SCRIPT = re.compile(r"(?:Script|sc|Script_Extensions|scx)=([A-Za-z_]+)")
+
+
+class PatternError(ValueError):
+    """Expected: the pattern is none, or cannot be followed exactly."""
+
+
+def escaped(text: str) -> str:
+    """A regex that matches exactly this text."""
+    return "".join(c if c.isalnum() or c in _PLAIN else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def json_text(text: str) -> str:
+    """A text between quotes in JSON, with the only escapes that are allowed. ValueError: it needs others."""
+    if found := _CONTROLS.search(text):
+        raise ValueError(f"a string has the control character \\u{ord(found[0]):04x}, which no output can hold")
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chars:
+    """A set of characters: ranges, and properties as a regex has them."""
+
+    ranges: _Ranges = ()
+    properties: tuple[tuple[str, str], ...] = ()  # with the characters that JSON escapes and that have it
+    negated: bool = False
+
+    def has(self, char: str) -> bool:
+        found = any(low <= ord(char) <= high for low, high in self.ranges)
+        return (found or any(char in those for _, those in self.properties)) != self.negated
+
+
+class Alphabet:
+    """How characters are written in the text that a regex matches.
+
+    Args:
+        is_json: between the quotes of a string of JSON, else as they are.
+    """
+
+    def __init__(self, *, is_json: bool) -> None:
+        self._excluded: _Ranges = ((0, 31), (34, 34), (92, 92), (127, 127)) if is_json else ()
+        self._escapes = _ESCAPED if is_json else {}
+        self.any = self.written(_Chars(negated=True)) or ""
+
+    def written(self, chars: _Chars) -> str | None:
+        """A regex of one of these characters; None if there is none."""
+        letters = "".join(escaped(letter) for char, letter in self._escapes.items() if chars.has(char))
+        plain = self._plain(chars)
+        if letters and plain:
+            return rf"(?:{plain}|\\[{letters}])"
+        return rf"\\[{letters}]" if letters else plain
+
+    def text(self, text: str) -> str:
+        """A regex that matches exactly this text as it is written."""
+        return escaped(json_text(text) if self._escapes else text)
+
+    def _plain(self, chars: _Chars) -> str | None:
+        outside = (*self._excluded, _SURROGATES)
+        if chars.properties:
+            listed = _listed(chars.ranges) + "".join(text for text, _ in chars.properties)
+            return f"[[{'^' if chars.negated else ''}{listed}]&&[^{_listed(self._excluded)}]]" if self._excluded else (
+                f"[{'^' if chars.negated else ''}{listed}]"
+            )  # fmt: skip
+        kept = chars.ranges if chars.negated else _complement(chars.ranges)
+        ranges = _complement((*kept, *outside))
+        if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+            return escaped(chr(ranges[0][0]))
+        if ranges and ranges[-1][1] == _LAST:  # what is not in it is shorter; regexes have no surrogates
+            others = [pair for pair in _complement(ranges) if pair != _SURROGATES]
+            return f"[^{_listed(others)}]" if others else "(?s:.)"
+        return f"[{_listed(ranges)}]" if ranges else None
+
+
+def _complement(ranges: Iterable[tuple[int, int]]) -> _Ranges:
+    found, start = list[tuple[int, int]](), 0
+    for low, high in sorted(ranges):
+        if low > start:
+            found.append((start, low - 1))
+        start = max(start, high + 1)
+    return (*found, (start, _LAST)) if start <= _LAST else tuple(found)
+
+
+def _listed(ranges: Iterable[tuple[int, int]]) -> str:
+    return "".join(
+        escaped(chr(low)) if low == high else f"{escaped(chr(low))}-{escaped(chr(high))}" for low, high in ranges
+    )
+
+
+# ------------------------------------------------------------------------------------------- what a part matches
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    text: str  # a regex, which may stand beside others
+    is_nullable: bool
+
+
+_Anchors: TypeAlias = tuple[bool, bool]  # it begins where the text begins, it ends where the text ends
+_Node: TypeAlias = dict[_Anchors, _Part]
+
+_NOTHING: _Node = {(False, False): _Part("", True)}
+
+
+def _either(nodes: Iterable[_Node]) -> _Node:
+    found: dict[_Anchors, list[_Part]] = {}
+    for node in nodes:
+        for anchors, part in node.items():
+            found.setdefault(anchors, []).append(part)
+    return {
+        anchors: parts[0]
+        if len(parts) == 1
+        else _Part(f"(?:{'|'.join(part.text for part in parts)})", any(part.is_nullable for part in parts))
+        for anchors, parts in found.items()
+    }
+
+
+def _then(first: _Node, second: _Node) -> _Node:
+    """One after the other: before the begin of the text, and behind its end, only what is empty fits."""
+    pairs = (
+        _joined(one, a, two, b) for one, a in first.items() for two, b in second.items()
+    )  # fmt: skip
+    return _either(pair for pair in pairs if pair is not None)
+
+
+def _joined(one: _Anchors, first: _Part, two: _Anchors, second: _Part) -> _Node | None:
+    anchors = (one[0] or two[0], one[1] or two[1])
+    if two[0]:
+        if not first.is_nullable:
+            return None
+        first = replace(first, text="")
+    if one[1]:
+        if not second.is_nullable:
+            return None
+        second = replace(second, text="")
+    return {anchors: _Part(first.text + second.text, first.is_nullable and second.is_nullable)}
+
+
+# ------------------------------------------------------------------------------------------------------ patterns
+
+
+@lru_cache(maxsize=64)
+def searched(pattern: str, alphabet: Alphabet) -> str | None:
+    """A regex of the whole texts in which the pattern is found; None if it is found in none.
+
+    Raises:
+        PatternError: it is no pattern of ECMA-262, or cannot be followed exactly.
+    """
+    node, rest = _Parser(pattern, alphabet).node(), f"{alphabet.any}*"
+    found = [f"{'' if a else rest}{part.text}{'' if z else rest}" for (a, z), part in node.items()]
+    return f"(?:{'|'.join(found)})" if found else None
+
+
+class _Parser:
+    """Reads a pattern from left to right."""
+
+    def __init__(self, pattern: str, alphabet: Alphabet) -> None:
+        self._pattern, self._at, self._alphabet = pattern, 0, alphabet
+
+    def node(self) -> _Node:
+        found = self._alternatives()
+        if self._at < len(self._pattern):
+            raise self._error("has a ) without its (")
+        return found
+
+    def _error(self, problem: str) -> PatternError:
+        return PatternError(f"the pattern {_short(self._pattern)} {problem}")
+
+    def _take(self, text: str) -> bool:
+        if not self._pattern.startswith(text, self._at):
+            return False
+        self._at += len(text)
+        return True
+
+    def _match(self, regex: str) -> re.Match[str] | None:
+        found = re.compile(regex).match(self._pattern, self._at)
+        self._at = found.end() if found else self._at
+        return found
+
+    def _next(self) -> str:
+        if self._at >= len(self._pattern):
+            raise self._error("ends too early")
+        self._at += 1
+        return self._pattern[self._at - 1]
+
+    def _alternatives(self) -> _Node:
+        nodes = [self._terms()]
+        while self._take("|"):
+            nodes.append(self._terms())
+        return _either(nodes)
+
+    def _terms(self) -> _Node:
+        node = _NOTHING
+        while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
+            node = _then(node, self._term())
+        return node
+
+    def _term(self) -> _Node:
+        if self._take("^"):
+            return self._once({(True, False): _Part("", True)})
+        if self._take("$"):
+            return self._once({(False, True): _Part("", True)})
+        atom = self._group() if self._take("(") else self._chars(self._atom())
+        return self._repeated(atom)
+
+    def _once(self, anchor: _Node) -> _Node:
+        if self._quantifier():
+            raise self._error("repeats ^ or $")
+        return anchor
+
+    def _group(self) -> _Node:
+        kind = self._match(r"\?(?:(?P<plain>:|P?<[\w$]+>)|<?[=!]|[^:]{0,3})")
+        if kind and not kind["plain"]:
+            raise self._error(f"has ({kind[0]}, which is not supported")
+        node = self._alternatives()
+        if not self._take(")"):
+            raise self._error("has a ( without its )")
+        return {anchors: replace(part, text=f"(?:{part.text})") for anchors, part in node.items()}
+
+    def _quantifier(self) -> tuple[int, int | None] | None:
+        found = self._match(r"(?:([*+?])|\{(\d{1,9})(,?)(\d{0,9})\})\??")
+        if found is None:
+            if re.compile(r"\{,\d+\}|\{\d+,?\d*\}").match(self._pattern, self._at):
+                raise self._error("has a { whose number of repetitions is not supported")
+            return None
+        if found[1]:
+            return {"*": (0, None), "+": (1, None), "?": (0, 1)}[found[1]]
+        least = int(found[2])
+        most = int(found[4]) if found[4] else None if found[3] else least
+        if most is not None and most < least:
+            raise self._error("has the numbers of a repetition out of order")
+        if max(least, most or 0) > _MAX_REPEATS:
+            raise self._error(f"has more than {_MAX_REPEATS} repetitions")
+        return least, most
+
+    def _repeated(self, node: _Node) -> _Node:
+        found = self._quantifier()
+        if found is None:
+            return node
+        if self._match(r"[*+?]"):
+            raise self._error("repeats a repetition")
+        least, most = found
+        if most == 0:
+            return _NOTHING
+        if most == 1:
+            return node if least else _optional(node)
+        if node.keys() - {(False, False)}:
+            raise self._error("has ^ or $ in what is repeated, which is not supported")
+        if not node:
+            return {} if least else _NOTHING
+        part = node[False, False]
+        counts = f"{{{least},{'' if most is None else most}}}"
+        text = f"(?:{part.text}){counts}"
+        return {(False, False): _Part(text, part.is_nullable or least == 0)}
+
+    def _chars(self, chars: _Chars) -> _Node:
+        text = self._alphabet.written(chars)
+        return {} if text is None else {(False, False): _Part(text, False)}
+
+    def _atom(self) -> _Chars:
+        char = self._next()
+        if char == "[":
+            return self._class()
+        if char == ".":
+            return _Chars(_LINE_ENDS, negated=True)
+        if char == "\\":
+            return self._escape(is_class=False)
+        if char in "*+?":
+            raise self._error(f"has a {char} that repeats nothing")
+        self._at -= 1
+        if char == "{" and self._quantifier():
+            raise self._error("has a { that repeats nothing")
+        self._at += 1
+        return _one(char)
+
+    def _class(self) -> _Chars:
+        negated, items = self._take("^"), list[_Chars]()
+        while not self._take("]"):
+            low = self._class_atom()
+            ahead = self._pattern[self._at : self._at + 2]
+            if ahead[:1] == "-" and ahead[1:] not in ("", "]"):
+                self._at += 1
+                high = self._class_atom()
+                items += self._range(low, high)
+            else:
+                items.append(low)
+        ranges = tuple(pair for item in items for pair in (_complement(item.ranges) if item.negated else item.ranges))
+        return _Chars(ranges, tuple(one for item in items for one in item.properties), negated)
+
+    def _class_atom(self) -> _Chars:
+        char = self._next()
+        return self._escape(is_class=True) if char == "\\" else _one(char)
+
+    def _range(self, low: _Chars, high: _Chars) -> list[_Chars]:
+        ends = [c.ranges[0] if len(c.ranges) == 1 and not c.properties else (0, 1) for c in (low, high)]
+        if any(first != last for first, last in ends):
+            return [low, _one("-"), high]  # of a class and a character, as browsers read it
+        if ends[0][0] > ends[1][0]:
+            raise self._error("has a range of characters out of order")
+        return [_Chars(((ends[0][0], ends[1][0]),))]
+
+    def _escape(self, *, is_class: bool) -> _Chars:
+        if found := self._match(r"u\{([0-9a-fA-F]{1,8})\}|u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})"):
+            return self._code_point(int(found[1] or found[2] or found[3], 16), is_pair=bool(found[2]))
+        if found := self._match(r"c([A-Za-z])"):
+            return _one(chr(ord(found[1]) % 32))
+        if found := self._match(r"([pP])\{([^{}]*)\}"):
+            return self._property(found[1], found[2])
+        char = self._next()
+        if char.lower() in _CLASSES:
+            ranges = _CLASSES[char.lower()]
+            return _Chars(ranges if char.islower() else _complement(ranges))
+        if char in _CONTROL_ESCAPES and not (char == "0" and self._match(r"\d")):
+            return _Chars(((_CONTROL_ESCAPES[char],) * 2,))
+        if char == "b" and is_class:
+            return _one("\b")
+        if char.isascii() and char.isalnum():
+            raise self._error(f"has \\{char}, which is not supported")
+        return _one(char)
+
+    def _code_point(self, code: int, *, is_pair: bool) -> _Chars:
+        if code > _LAST:
+            raise self._error("has an escape above \\u{10ffff}")
+        if is_pair and 0xD800 <= code < 0xDC00 and (low := self._match(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")):
+            code = 0x10000 + ((code - 0xD800) << 10) + int(low[1], 16) - 0xDC00
+        return _Chars(((code, code),))
+
+    def _property(self, letter: str, name: str) -> _Chars:
+        category = _CATEGORY.fullmatch(_LONG_CATEGORIES.get(name, name))
+        script = _SCRIPT.fullmatch(name)
+        if category:
+            has = "".join(char for char in _ESCAPED if unicodedata.category(char).startswith(category[1]))
+            name = category[1]
+        elif script:
+            has = "".join(_ESCAPED) if script[1] in ("Common", "Zyyy") else ""
+        elif name in _PROPERTIES:
+            has = _PROPERTIES[name]
+        else:
+            raise self._error(f"has the property {name!r}, which is not supported")
+        if letter == "P":
+            has = "".join(char for char in _ESCAPED if char not in has)
+        return _Chars(properties=((f"\\{letter}{{{name}}}", has),))
+
+
+def _optional(node: _Node) -> _Node:
+    plain = node.get((False, False))
+    text = f"(?:{plain.text})?" if plain else ""
+    return node | {(False, False): _Part(text, True)}
+
+
+def _one(char: str) -> _Chars:
+    return _Chars(((ord(char), ord(char)),))
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:59] + "…")
+
+
+def texts(values: Iterable[str], alphabet: Alphabet) -> str:
+    """A regex that matches one of these texts."""
+    return f"(?:{'|'.join(map(alphabet.text, values))})"
