@@ -173,14 +173,14 @@ def _string(leaf: Schema, *, is_lenient: bool) -> str:
     """A terminal of the strings of a schema."""
     fewest, most = int(leaf.get("minLength", 0)), leaf.get("maxLength", "")
     parts = [f"/(?s:.{{{fewest},{most and int(most)}}})/" if fewest or most != "" else _ANY]
-    try:
-        patterns = [leaf["pattern"]] if "pattern" in leaf else []
-        patterns += patterns_of(leaf["format"]) if "format" in leaf else []
-        found = [searched(pattern, _TEXT) for pattern in patterns]
-    except ValueError:
-        if not is_lenient:
-            raise
-        found = []
-    if None in found:
-        raise ValueError("the pattern of a string matches nothing")
-    return " & ".join([*parts, *(f"/{regex}/" for regex in found)])
+    for keyword, patterns in (("pattern", lambda pattern: [pattern]), ("format", patterns_of)):
+        try:
+            found = [searched(pattern, _TEXT) for pattern in (patterns(leaf[keyword]) if keyword in leaf else ())]
+        except ValueError:
+            if not is_lenient:
+                raise
+            continue
+        if None in found:
+            raise ValueError(f"the {keyword} of a string matches nothing")
+        parts += [f"/{regex}/" for regex in found]
+    return " & ".join(parts)
