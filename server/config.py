@@ -56,7 +56,9 @@ class ServerConfig(BaseSettings, EngineConfig):
     host: str = Field("127.0.0.1", description="Address to listen on, for gRPC and HTTP.")
     grpc_port: int = Field(50051, ge=0, le=65535, description="Port of gRPC; 0 takes a free one.")
     http_port: int = Field(8000, ge=0, le=65535, description="Port of HTTP; 0 takes a free one.")
-    max_queue_requests: int = Field(256, ge=1, description="Most requests waiting to be admitted.")
+    max_queue_requests: int = Field(
+        256, ge=1, description="Most requests waiting to be admitted; of several callers each may have an equal part."
+    )
     max_queue_tokens: int = Field(131072, ge=1, description="Most tokens of prompt and output waiting together.")
     max_queue_seconds: float = Field(
         10.0,
@@ -93,9 +95,11 @@ class ServerConfig(BaseSettings, EngineConfig):
     token_file: FileName | None = Field(
         None, description="File of lines NAME TOKEN, one for each caller; default no token is asked for."
     )
-    max_requests_per_token: int | None = Field(None, ge=1, description="Most live requests of one caller.")
+    max_requests_per_token: int | None = Field(
+        None, ge=1, description="Most live requests of one caller; one for n outputs counts as n."
+    )
     requests_per_second: float | None = Field(
-        None, gt=0, description="Most requests that one caller begins per second."
+        None, gt=0, description="Most requests that one caller begins per second; one for n outputs counts as n."
     )
     tls_cert: FileName | None = Field(None, description="Certificate chain (PEM) of gRPC and HTTP; default no TLS.")
     tls_key: FileName | None = Field(None, description="Its private key (PEM).")

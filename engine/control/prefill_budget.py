@@ -57,7 +57,7 @@ class PrefillBudget:
 
         Half of the number is tried once, to know it. 64 take 80 ms and 32 take 45: 32. And 16 take 40: 32 it remains.
         """
-        rates = {size: (1 << size - 1) / seconds for size, seconds in self._decoding.items()}
+        rates = {size: (1 << size - 1) / seconds for size, seconds in self._decoding.items() if size}
         while most > 1 and most.bit_length() in rates:
             rate = rates.get(most.bit_length() - 1)
             if rate is not None and rate < _WORTH * max(rates.values()):
