@@ -28,7 +28,7 @@ from engine.kernels.tuning import Tuning, default_for, key_of
 from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.rounded import SCALE_BYTES, round_heads
 from tests.interpreting import DEVICE
-from tests.no_gpu.sampling_facts import Counting
+from tests.no_gpu.counting import Counting
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
 LOOKING = (Phase.explicit, Phase.reuse, Phase.generate)  # an interpreted kernel is too slow to shrink a failure with

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from engine.text.schemas.documents import Document, Schema
 from engine.text.schemas.formats import patterns_of
-from engine.text.schemas.numbers import Bound, Numbers, checked
+from engine.text.schemas.numbers import Bound, NumberSet, checked
 from engine.text.schemas.patterns import Alphabet, searched
 
 Branch: TypeAlias = list[Schema]  # schemas that apply together, without those that combine others
@@ -67,7 +67,7 @@ class Keywords:
         highs = [size for part in branch if (size := self._size(part, most)) is not None]
         return max(lows, default=0), min(highs, default=None)
 
-    def numbers(self, part: Schema) -> Numbers:
+    def numbers(self, part: Schema) -> NumberSet:
         """The numbers that a schema allows."""
         low, high = (self._bound(part, *keywords) for keywords in _BOUNDS)
         step = self._decimal(part, "multipleOf")
@@ -76,8 +76,10 @@ class Keywords:
         values = part.get(VALUES)
         names = part.get("type")
         is_integer = names == "integer" or (isinstance(names, list) and "integer" in names and "number" not in names)
-        found = Numbers(low=low, high=high, step=Fraction(abs(step)) if step else None)
-        found &= Numbers(step=Fraction(1) if is_integer else None, values=None if values is None else frozenset(values))
+        found = NumberSet(low=low, high=high, step=Fraction(abs(step)) if step else None)
+        found &= NumberSet(
+            step=Fraction(1) if is_integer else None, values=None if values is None else frozenset(values)
+        )
         return found
 
     def _decimal(self, part: Schema, keyword: str) -> Decimal | None:

@@ -30,7 +30,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
+class NumberSet:
     """A set of numbers.
 
     Args:
@@ -45,13 +45,13 @@ class Numbers:
     step: Fraction | None = None
     values: frozenset[Decimal] | None = None
 
-    def __and__(self, other: Numbers) -> Numbers:
+    def __and__(self, other: NumberSet) -> NumberSet:
         """The numbers that are in both."""
         steps = [one.step for one in (self, other) if one.step is not None]
         sets = [one.values for one in (self, other) if one.values is not None]
         lows = [one.low for one in (self, other) if one.low is not None]
         highs = [one.high for one in (self, other) if one.high is not None]
-        return Numbers(
+        return NumberSet(
             low=max(lows, key=lambda b: (b.value, b.is_open), default=None),
             high=min(highs, key=lambda b: (b.value, not b.is_open), default=None),
             step=_common_multiple(*steps) if len(steps) == 2 else next(iter(steps), None),
@@ -98,7 +98,7 @@ class Numbers:
             raise ValueError(f"{step} is not supported beside a bound beyond {_MAX_BOUND}")
         return {"type": "integer", "multipleOf": int(step), **given}
 
-    def without_step(self) -> Numbers:
+    def without_step(self) -> NumberSet:
         """The same without the step, but for integers."""
         is_integer = self.step is not None and self.step.denominator == 1
         return replace(self, step=Fraction(1) if is_integer else None)
@@ -111,7 +111,7 @@ class Numbers:
         is_open = self.low.is_open or self.high.is_open
         return self.low.value > self.high.value or (self.low.value == self.high.value and is_open)
 
-    def _tight(self) -> Numbers:
+    def _tight(self) -> NumberSet:
         """The same with bounds that are multiples of the step, if it has one."""
         if self.step is None:
             return self
@@ -122,7 +122,7 @@ class Numbers:
         if high is not None:
             count = Fraction(high.value) / self.step
             high = Bound(_decimal((math.ceil(count) - 1 if high.is_open else math.floor(count)) * self.step))
-        return Numbers(low=low, high=high, step=self.step)
+        return NumberSet(low=low, high=high, step=self.step)
 
     def range_of(self, decimals: str) -> str | None:
         """A regex of the numbers between the bounds; None if there are none."""

@@ -23,7 +23,7 @@ from itertools import combinations
 from engine.text.schemas.branches import Branches
 from engine.text.schemas.documents import Document, Schema
 from engine.text.schemas.keywords import JSON, Branch, Keywords, values_of
-from engine.text.schemas.numbers import Bound, Numbers
+from engine.text.schemas.numbers import Bound, NumberSet
 from engine.text.schemas.patterns import escaped, json_text, texts
 from engine.text.schemas.terminals import Texts, is_empty
 
@@ -64,7 +64,7 @@ def is_library_schema(schema: Schema) -> bool:
     numbers = [value for key, value in rest.items() if key != "type"]
     if schema["x-guidance"] == _OPTIONS["x-guidance"] and all(isinstance(number, Decimal) for number in numbers):
         low, high = (Bound(rest[key]) if key in rest else None for key in ("minimum", "maximum"))
-        if rest == Numbers(low=low, high=high, step=Fraction(rest.get("multipleOf", 1))).library_schema():
+        if rest == NumberSet(low=low, high=high, step=Fraction(rest.get("multipleOf", 1))).library_schema():
             return True
     raise ValueError("x-guidance in a schema is not supported")
 
@@ -187,7 +187,7 @@ class _SchemaRules:
         return f"/{'|'.join(json.dumps(value) for value in values)}/" if values else None
 
     def _number(self, branch: Branch) -> str | None:
-        found = Numbers()
+        found = NumberSet()
         for part in branch:
             found &= self._keywords.numbers(part)
         try:

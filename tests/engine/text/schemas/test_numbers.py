@@ -68,7 +68,7 @@ def is_valid(value: Decimal, schema: dict[str, Any]) -> bool:
 
 
 def candidates(rng: random.Random, schema: dict[str, Any]) -> list[Decimal]:
-    """Numbers at, near and far from those in the schema."""
+    """NumberSet at, near and far from those in the schema."""
     found = [number(rng) for _ in range(4)]
     named = [value for key in (*KEYWORDS, "const") if isinstance(value := schema.get(key), Decimal)]
     for value in [*named, *schema.get("enum", [])]:
