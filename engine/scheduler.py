@@ -250,7 +250,9 @@ class Scheduler:
         prompt_rows = sum(len(work.span) for work in chunks)
         self.prefill.spend(prompt_rows)
         lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
-        works = (*self._with_drafts(steady, budget - prompt_rows, prompt_rows), *chunks)
+        # Where sequences are left out, a row of theirs would be worth more than a draft.
+        spare = budget - prompt_rows if len(running) == len(self.running) else 0
+        works = (*self._with_drafts(steady, spare, prompt_rows), *chunks)
         on_device = tuple(self._for_round([Work.feeding(s, 1) for s in both if s.on_device]))
         num_preempted, self._num_preempted = self._num_preempted, 0
         for work in (*works, *on_device):

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 TURN = 32  # tokens that a place in the batch counts for, as they are soon had
-_RECENT = 16_384  # tokens of all callers after which one that had none is not expected back at any moment
+_MANY = 8  # times as many places as another one, whose first token is then not to wait for long steps
+_RECENT = 8_192  # tokens of all callers after which one that had none is not expected back at any moment
 
 
 class Shares:
@@ -62,10 +63,10 @@ class Shares:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether a caller that had tokens of late holds at most half as many places as another."""
+        """Whether a caller that had tokens of late holds few places and another one many."""
         recent = (caller for caller, then in self._latest.items() if self._total - then < _RECENT)
         most = max(self._places.values(), default=0)
-        return most > 1 and any(2 * self.places(caller) <= most for caller in recent)
+        return any(_MANY * max(1, self.places(caller)) <= most for caller in recent)
 
     def may_displace(self, caller: str, other: str) -> bool:
         """Whether both are nearer to equal shares if `caller` has a place of `other`."""

@@ -17,7 +17,8 @@ _AIM = 0.9  # of the bound: the context grows with every chunk, and no two steps
 _ALONE = 4.0  # times the bound for a step that no other sequence waits for: larger chunks cost less per token
 _NEW = 0.5  # weight of the newest step
 _MOST = 4.0  # times what was expected counts as that: one stall is no new machine
-_WORTH = 0.7  # of the most tokens per second, where steps are to be short
+_WORTH = 0.55  # of the most tokens per second, where steps are to be short
+_DOUBT = 0.998  # per step, of a time that is too long to be worth it: one stall is not the last word
 _LEAST = 1e-9  # seconds per token
 _FEW = 2  # tokens that a step may read and still tell what decoding takes: where that alone is too long, none read more
 # Tokens per sequence: a pass of a draft model that is fed more catches up with a prompt. So many has a block of drafts.
@@ -55,15 +56,21 @@ class PrefillBudget:
     def few(self, most: int) -> int:
         """Of `most` that decode, as few as still get most of the tokens per second in a step, so that it is short.
 
-        Half of the number is tried once, to know it. 64 take 80 ms and 32 take 45: 32. And 16 take 40: 32 it remains.
+        Powers of two are tried. 64 take 80 ms, 32 take 45 and 16 take 40: 32, until the 40 are doubted and tried again.
         """
         rates = {size: (1 << size - 1) / seconds for size, seconds in self._decoding.items() if size}
-        while most > 1 and most.bit_length() in rates:
-            rate = rates.get(most.bit_length() - 1)
-            if rate is not None and rate < _WORTH * max(rates.values()):
-                break
-            most = 1 << most.bit_length() - 2
-        return most
+        if not rates:
+            return most
+        least = _WORTH * max(rates.values())
+        sizes = range((most - 1).bit_length(), 0, -1)  # of the powers of two below
+        worth = [size for size in sizes if rates.get(size, math.inf) >= least]
+        unknown = next((size for size in worth if size not in rates), None)
+        if unknown is not None:
+            return 1 << unknown - 1
+        chosen = 1 << worth[-1] - 1 if worth else most
+        if chosen > 1:
+            self._decoding[(chosen - 1).bit_length()] *= _DOUBT
+        return chosen
 
     def spend(self, tokens: int) -> None:
         """The target reads so many in the step that `tokens` was asked for."""
