@@ -61,9 +61,9 @@ class RunFolder:
         except ValueError as error:
             raise ModelError(f"cannot read {manifest}: {error}; remove {str(self.folder)!r} to begin again") from error
         asked = json.loads(json.dumps(settings))
-        other = sorted(key for key in {*found, *asked} if found.get(key) != asked.get(key))
+        other = list(_differences(found, asked))
         if other:
-            told = ", ".join(f"{key} {found.get(key)!r} and not {asked.get(key)!r}" for key in other[:4])
+            told = ", ".join(other[:4])
             raise ModelError(f"{str(out)!r} holds a run with other settings: {told}; choose a new folder or remove it")
 
     @contextmanager
@@ -143,3 +143,13 @@ def _replace(path: Path, text: str) -> None:
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text + "\n", "utf-8")
     unfinished.replace(path)
+
+
+def _differences(found: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
+    """Name each setting that differs, inside of others as well: `schedule.steps 6 and not 7`."""
+    for key in sorted({*found, *asked}):
+        old, new = found.get(key), asked.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from (f"{key}.{inner}" for inner in _differences(old, new))
+        elif old != new:
+            yield f"{key} {old!r} and not {new!r}"

@@ -49,8 +49,9 @@ class CheckCommand:
         from server.chat import ChatTemplate
 
         report = check(self.config.engine(), load=self.load)
-        with problems_told(report):
-            ChatTemplate.load(self.config.target, self.config.revision)
+        if report.works:
+            with problems_told(report):
+                ChatTemplate.load(self.config.target, self.config.revision)
         return json.dumps(report.as_dict(), indent=2) if self.as_json else as_text(report), report.works
 
 

@@ -84,6 +84,7 @@ class _GemmaParser(CallParser):
     """Writes arguments as JSON. It also reads JSON."""
 
     _end_of_broken = re.compile("|".join(map(re.escape, _ENDS.values())))
+    _reads_on_at_openings = False
 
     def _call(self, marker: str) -> Steps[bool]:
         yield from self._space()

@@ -39,6 +39,8 @@ class TextParser(Parser):
     """
 
     _end_of_broken = re.compile("(?!)")  # where text goes on after a call that is none
+    # Or where another call begins. Not where a string may quote a whole one, which would then be taken for a call.
+    _reads_on_at_openings = True
 
     def __init__(
         self, chat_format: ChatFormat, openings: Sequence[str] = (), *, starts_in_reasoning: bool = False,
@@ -176,7 +178,8 @@ class TextParser(Parser):
         if self._is_unfinished():
             return
         text = self._scanner.taken
-        begins = (text.find(opening, 1) for opening in self._openings)  # what was taken may begin with its own
+        openings = self._openings if self._reads_on_at_openings else ()
+        begins = (text.find(opening, 1) for opening in openings)  # what was taken may begin with its own
         found = [at for at in (self._length_of_broken(text), *begins) if at is not None and at >= 0]
         length = min(found, default=len(text))
         self._num_calls += self.is_in_call

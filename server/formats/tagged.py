@@ -127,6 +127,8 @@ class TaggedFormat(ChatFormat):
 class _TaggedParser(CallParser):
     """Reads a call tag by tag. The value of a parameter that is always a string is passed on as it comes."""
 
+    _reads_on_at_openings = False
+
     def __init__(
         self, chat_format: TaggedFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
     ) -> None:
