@@ -25,10 +25,13 @@ class Shares:
 
     def join(self, caller: str, waiting: Collection[str], present: Collection[str]) -> None:
         """A caller of whom nothing waited asks for something; of the others some are `waiting`, all `present`."""
-        level = min(map(self._had.__getitem__, waiting), default=max(map(self._had.__getitem__, present), default=0))
+        mine = self._had.get(caller, 0)
+        # Where nobody is there, what all have had is past, and owed by nobody.
+        others = waiting or present or self._had
+        level = (min if waiting else max)((self._had[other] for other in others), default=0)
         # Who has left and is not ahead of the others would come back on their level anyway.
-        self._had = {c: had for c, had in self._had.items() if c == caller or c in present or had > level}
-        self._had[caller] = max(self._had.get(caller, 0), level)
+        self._had = {c: had for c, had in self._had.items() if c in present or had > level}
+        self._had[caller] = max(mine, level)
         self._latest = {c: then for c, then in self._latest.items() if self._total - then < _RECENT}
 
     def charge(self, caller: str, tokens: int) -> None:

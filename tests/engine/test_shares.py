@@ -251,16 +251,31 @@ def test_everybody_comes_to_an_end(arrivals, pages: int) -> None:
     assert all(len(one.tokens) == one.max_len for one in asked)
 
 
+def test_who_had_an_idle_machine_alone_owes_nothing() -> None:
+    service = Service()
+    service.ask("early", tokens=1000)
+    service.run(1100)
+    for caller in ("late", "early"):
+        for _ in range(4 * PLACES):
+            service.ask(caller)
+    had = service.run(200)
+    assert had["early"] == pytest.approx(had["late"], rel=0.1)
+
+
 def test_counters_are_kept_for_those_alone_who_are_there_or_ahead() -> None:
     shares = Shares()
+    shares.join("steady", [], [])
     for i in range(100):
-        shares.join(f"{i}", [], [])
+        shares.join(f"{i}", ["steady"], ["steady"])
         shares.charge(f"{i}", TURN)
-        shares.join("steady", [], [])
-        shares.charge("steady", 2 * TURN)
+        shares.charge("steady", TURN)
+    shares.join("ahead", ["steady"], ["steady"])
+    shares.charge("ahead", TURN)
     shares.join("new", ["steady"], ["steady"])
-    assert shares.rank("new") == shares.rank("steady")
-    assert len(shares._had) == 2
+    assert shares.rank("new") == shares.rank("steady") == shares.rank("ahead", -TURN)
+    assert len(shares._had) == 3
+    shares.join("later", [], [])
+    assert len(shares._had) == 1
 
 
 @given(st.lists(st.integers(0, 50), max_size=10), st.integers(0, 200))
