@@ -155,9 +155,12 @@ class Scheduler:
         self._queue_siblings()
         while self.waiting:
             sequence = min(self.waiting, key=lambda s: self.shares.rank(s.request.caller))
-            if not self._fits(sequence) and not self._displace(sequence):
+            found = self._room_for(sequence)
+            if found is None:
+                found = self._displace(sequence)
+            if found is None:
                 return  # in order: if short sequences overtook, a long one might wait for ever
-            self._adopt(sequence, self._find(sequence))
+            self._adopt(sequence, found)
             self.target_pool.reserve(sequence.target, len(sequence.tokens))
             for name in sequence.drafters:  # before planning, so that control knows what drafting would cost
                 self._adopt_draft(sequence, name)
@@ -166,24 +169,27 @@ class Scheduler:
             self.shares.place(sequence.request.caller, 1)
             sequence.num_started = len(sequence.tokens)
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _room_for(self, sequence: Sequence) -> list[int] | None:
+        """The cached pages with which a sequence begins, if there is a place, and pages for the rest; else None."""
         if len(self.running) == self._max_batch_size or not self.target_pool.has_slots:
-            return False
+            return None
         found = self._find(sequence)
         fresh = self.target_pool.pages_for(len(sequence.tokens)) - len(found)
-        return fresh + self.target_pool.num_kept(found) + self._num_growing() <= self.target_pool.num_free
+        needed = fresh + self.target_pool.num_kept(found) + self._num_growing()
+        return found if needed <= self.target_pool.num_free else None
 
-    def _displace(self, sequence: Sequence) -> bool:
-        """Preempt sequences of callers with larger shares until this one fits; return whether it does."""
+    def _displace(self, sequence: Sequence) -> list[int] | None:
+        """Preempt sequences of callers with larger shares until there is room for this one; as `_room_for`."""
         caller, shares = sequence.request.caller, self.shares
         while self.running and shares.may_displace(caller, shares.largest):
             yielding = self._yielding(shares.largest, most_left=shares.places(caller))
             if yielding is None:
-                return False
+                return None
             self._preempt(yielding)
-            if self._fits(sequence):
-                return True
-        return False
+            found = self._room_for(sequence)
+            if found is not None:
+                return found
+        return None
 
     def _yielding(self, caller: str, most_left: int) -> Sequence | None:
         """The newest sequence of a caller that has had a turn worth what it has to be fed again.

@@ -22,9 +22,8 @@ class StopStrings:
         self._next: list[dict[str, int]] = [{}]  # of each state: the state after one more character of a stop string
         self._fallback = [0]  # of each state: the one of its longest proper suffix that begins a stop string, too
         self._length = [0]  # of each state, in characters
-        self._complete = [
-            len(self._stops)
-        ]  # of each state: the first stop string that is its suffix; else their number
+        # Of each state: the number of the first stop string that is its suffix; else how many there are.
+        self._complete = [len(self._stops)]
         for number, stop in enumerate(self._stops):
             self._insert(stop, number)
         self._link()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import MutableSequence
+from typing import Any
 
 MAX_DEPTH = 256  # of arrays and objects in each other: readers have limits
 MAX_NUMBER = 1000  # characters
@@ -109,12 +110,18 @@ class JsonText:
         self._next, self.is_over = ",e", not self._closing
 
 
-def is_object(text: str) -> bool:
-    """Whether a text is a JSON object that every reader takes: without NaN, infinities and very long numbers."""
+def object_in(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is; None unless every reader takes it: NaN, infinities, very long numbers."""
     try:
-        return isinstance(json.loads(text, parse_constant=_refuse), dict)
+        found = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return False
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object that every reader takes."""
+    return object_in(text) is not None
 
 
 def _refuse(constant: str) -> None:

@@ -54,8 +54,9 @@ class Document:
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(part.get(keyword), str):
                 self._anchors[base, part[keyword]] = part
-        if part.get("$id", "").startswith("#") if isinstance(part.get("$id"), str) else False:
-            self._anchors[base, part["$id"][1:]] = part
+        name = part.get("$id")
+        if isinstance(name, str) and name.startswith("#"):
+            self._anchors[base, name[1:]] = part
 
     def place(self, part: Schema) -> str:
         """Where a part is, as a JSON pointer; empty if it is no part of the document."""
