@@ -272,5 +272,58 @@ FAULTS = tuple(
 61 | graphs | engine/device_loop/results.py | the results of a round are read before they have come
 -self._event.synchronize()
 +pass
+62 | fair shares | engine/shares.py | the places that a caller holds count for nothing
+-self._had[caller] + TURN * self.places(caller) + tokens
++self._had[caller] + tokens
+=tests/engine/test_shares.py
+63 | fair shares | engine/scheduler.py | whoever waits displaces nobody
+-found = self._displace(sequence)
++return
+64 | fair shares | server/turns.py | a caller gets places only as they become free
+-part = self._equal_part(waiting[0])
++part = 0
+=tests/server/test_callers.py
+65 | fair shares | server/queue.py | a caller has no room beside one that fills the queue
+-or self._held[caller] + amount <= part
++or self._held[caller] + amount <= 0
+=tests/server/test_queue.py
+66 | admission | server/driver.py | outputs that their callers cancelled teach nothing
+-reason is not FinishReason.ERROR:
++reason not in (FinishReason.ERROR, FinishReason.CANCELLED):
+=tests/server/test_order.py
+67 | structures | engine/text/schemas/documents.py | numbers of a schema are doubles
+-parse_int=Decimal, parse_float=Decimal
++parse_int=lambda text: Decimal(float(text)), parse_float=Decimal
+=tests/engine/text/schemas/test_numbers.py
+68 | structures | engine/text/schemas/numbers.py | an exclusive bound is in the range
+-above = low is None or not (low.digits or low.is_open)
++above = low is None or not low.digits
+69 | structures | engine/text/schemas/numbers.py | of decimals with a bound only those are written that have no more digits than it
+-if high is not None and not high.digits:
++if high is not None and len(high.digits) <= 1:
+70 | structures | server/formats/base.py | one keyword that is refused is the end of a function that is not strict
+-lenient=not tool.strict)
++lenient=False)
+=tests/server/formats/test_laws.py
+71 | formats | server/formats/reasoning.py | a broken call takes all that follows
+-self._scanner.rewind(length)
++self._scanner.take_all()
+72 | formats | server/formats/json_text.py | any bracket closes any other one
+-elif char in "}]" and self._next[-1] == "e" and self._closing[-1] == char:
++elif char in "}]" and self._next[-1] == "e":
+73 | formats | server/formats/json_text.py | control characters in strings stay as they are
+-char if char == '"' else json.dumps(char)[1:-1]
++char
+74 | GGUF | engine/model/gguf/sizes.py | no layer of the metadata is looked for among the tensors
+-min(set(range(keys.layers)) - found, default=None)
++None
+=tests/engine/model/gguf/test_strangers.py
+75 | GGUF | engine/model/gguf/header.py | an array of texts may be as long as it says
+-if self._strings_left < 0:
++if False:
+76 | C libraries | engine/native/build.py | a library whose bytes have changed is loaded
+-if hashlib.sha256(content).hexdigest() != built.sha256:
++if not content:
+=tests/engine/native/test_library.py
 """)
 )
