@@ -80,9 +80,7 @@ def mixed(i: int) -> Request:
     return asking(request(i, max_tokens=most), **wishes, **auto)
 
 
-@pytest.mark.parametrize(
-    ("seed", "pages", "page_size"), [(1, 17, 4), pytest.param(0, 5, 16, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("seed", "pages", "page_size"), [(1, 17, 4), pytest.param(0, 5, 16, marks=pytest.mark.slow)])
 def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int, card: Card) -> None:
     """Random admissions, ends, Ks and companies, chunks of prompts, few pages and many."""
     rng = random.Random(seed)
