@@ -126,9 +126,10 @@ class Scheduler:
 
     def add(self, first: Sequence, *siblings: Sequence) -> None:
         """Queue a sequence: of one caller first come, first served. `siblings` have the same prompt and wait for it."""
-        caller, waiting = first.request.caller, {s.request.caller for s in self.waiting}
-        if caller not in waiting:
-            self.shares.join(caller, waiting, {s.request.caller for s in self.sequences} - {caller})
+        caller = first.request.caller
+        if not any(s.request.caller == caller for s in self.waiting):  # of thousands of one caller's, the first tells
+            present = {s.request.caller for s in self.sequences} - {caller}
+            self.shares.join(caller, self._heads().keys(), present)
         self.waiting.append(first)
         if siblings:
             self._siblings[first] = siblings
@@ -154,7 +155,8 @@ class Scheduler:
             self._share(sequence)
         self._queue_siblings()
         while self.waiting:
-            sequence = min(self.waiting, key=lambda s: self.shares.rank(s.request.caller))
+            heads = self._heads()
+            sequence = heads[min(heads, key=self.shares.rank)]
             found = self._room_for(sequence)
             if found is None:
                 found = self._displace(sequence)
@@ -168,6 +170,13 @@ class Scheduler:
             self.running.append(sequence)
             self.shares.place(sequence.request.caller, 1)
             sequence.num_started = len(sequence.tokens)
+
+    def _heads(self) -> dict[str, Sequence]:
+        """The first waiting sequence of each caller, in the order of the queue."""
+        heads = dict[str, Sequence]()
+        for sequence in self.waiting:
+            heads.setdefault(sequence.request.caller, sequence)
+        return heads
 
     def _room_for(self, sequence: Sequence) -> list[int] | None:
         """The cached pages with which a sequence begins, if there is a place, and pages for the rest; else None."""

@@ -155,15 +155,13 @@ def _long_rope(border: int) -> dict[str, object]:
 
 # As above. GPT-2 and OPT have names of their own for the common sizes.
 _SIZES = {"gpt2": _GPT2, "opt": _OPT}
-_KNOWN: dict[str, tuple[str, dict[str, object]]] = {
+_FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
     "gpt2": ("gpt2", {}),
     "opt": ("opt", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "mistral": ("mistral", {"sliding_window": 9}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 7}),
-}
-_LIKE_THEM: dict[str, tuple[str, dict[str, object]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-3": ("llama", {"rope_parameters": _LLAMA_3_ROPE}),
     "tinyllama-1.1b": ("llama", {"hidden_size": 64, "num_attention_heads": 16}),
@@ -184,28 +182,19 @@ _LIKE_THEM: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def _configs(table: dict[str, tuple[str, dict[str, object]]]) -> dict[str, PreTrainedConfig]:
-    return {name: AutoConfig.for_model(kind, **_SIZES.get(kind, COMMON) | own) for name, (kind, own) in table.items()}
+# Grouped heads, learned and rotary positions, norms on q and k, windows, softcaps; other shapes and switches of those.
+FAMILIES = tuple(_FAMILIES)
+# And sinks, chunks, latent K/V, heads that differ by layer, shared K/V; dropped keywords; recurrent layers.
+EVERY_FAMILY = (*FAMILIES, *_BY_KIND)
 
 
-def configs() -> dict[str, PreTrainedConfig]:
-    """One config per family; grouped heads, learned and rotary positions, norms on q and k, windows, softcaps."""
-    return _configs(_KNOWN)
-
-
-def families() -> dict[str, PreTrainedConfig]:
-    """The ones above, and other shapes and switches of layers like theirs."""
-    return _configs(_KNOWN | _LIKE_THEM)
-
-
-def further_families() -> dict[str, PreTrainedConfig]:
-    """Sinks, chunks, latent K/V, heads that differ by layer, shared K/V; dropped keywords; recurrent layers."""
-    return {name: config_of(kind, **extra) for name, (kind, extra) in _BY_KIND.items()}
-
-
-def every_family() -> dict[str, PreTrainedConfig]:
-    """All of the above."""
-    return families() | further_families()
+def family_config(family: str) -> PreTrainedConfig:
+    """The config of one of `EVERY_FAMILY`: to make those of all takes as long as many a test."""
+    if family in _BY_KIND:
+        kind, extra = _BY_KIND[family]
+        return config_of(kind, **extra)
+    kind, own = _FAMILIES[family]
+    return AutoConfig.for_model(kind, **_SIZES.get(kind, COMMON) | own)
 
 
 def config_of(kind: str, **extra: object) -> PreTrainedConfig:
@@ -222,7 +211,7 @@ def longrope(border: int = BORDER) -> PreTrainedConfig:
 @lru_cache
 def reference(family: str, seed: int = 0) -> PreTrainedModel:
     """The plain transformers model, with weights large enough for attention to matter."""
-    return with_large_weights(every_family()[family], seed)
+    return with_large_weights(family_config(family), seed)
 
 
 def with_large_weights(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:

@@ -95,6 +95,7 @@ def test_a_part_plays_what_it_has_recorded(name, monkeypatch, tmp_path):
     assert run_on_the_card(name, tmp_path, monkeypatch) >= PLAYS[name]
 
 
+@pytest.mark.slow
 def test_tokens_of_rounds_that_nobody_recorded_are_refused(monkeypatch, tmp_path):
     """Graphs of one place, which every engine tries out, would say little."""
     monkeypatch.setattr(Engine, "record", lambda *_, **__: None)

@@ -166,5 +166,5 @@ def test_memory_is_that_of_the_card():
     """Without a figure K/V takes what is free, and no more."""
     free, total = torch.cuda.mem_get_info()
     config = bare_options("llama", device="cuda", max_batch_size=4)
-    found = kv_gib(config, torch.device("cuda"), zoo.configs()["llama"])
+    found = kv_gib(config, torch.device("cuda"), zoo.family_config("llama"))
     assert 0 < found * 2**30 < free <= total

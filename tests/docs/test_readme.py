@@ -22,6 +22,7 @@ def test_the_demo_succeeds(capsys, monkeypatch):
     """With one function, and a few tokens of each completion."""
     monkeypatch.setattr(demo, "MAX_TOKENS", 24)
     monkeypatch.setenv("PILOTFISH_WARM_UP_SECONDS", "0")
+    monkeypatch.setenv("PILOTFISH_THREADS", "1")
     assert demo.main(num_prompts=1, rounds=1) == 0
     assert "Speculation changed no token" in capsys.readouterr().out
 

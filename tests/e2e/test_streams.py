@@ -18,7 +18,7 @@ from tests.serving import grpc_client, serving_embedded, until
 
 CUT_SHORT = 4
 ROUNDS = {"loop": "rounds", "dtype": "float32"}  # the type that rounds on the device take on a CPU
-LOOPS = [pytest.param(20, {}, id="plain"), pytest.param(10, ROUNDS, id="rounds", marks=pytest.mark.slow)]
+LOOPS = [pytest.param(14, {}, id="plain"), pytest.param(10, ROUNDS, id="rounds", marks=pytest.mark.slow)]
 
 
 @dataclass

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import shares
 from engine.kv.pages import PagePool
 from engine.scheduler import Scheduler
 from engine.shares import TURN, Shares, equal_parts
@@ -76,11 +77,11 @@ def test_who_asks_for_one_at_a_time_waits_for_no_hog(num_hogs: int) -> None:
     """Its first token comes in the first step after it asks, and that step serves it alone."""
     service = Service()
     for i in range(num_hogs):
-        for _ in range(200):
+        for _ in range(6 * PLACES):
             service.ask(f"hog {i}")
     service.run(50)
     assert service.num_preempted <= PLACES, "hogs that came one after another share the places"
-    for _ in range(40):
+    for _ in range(20):
         one = service.ask("meek", prompt=20, tokens=4)
         service.step()
         assert service.fed[-1] == {"meek"}
@@ -151,7 +152,7 @@ def test_leaving_and_coming_back_at_once_pays_no_debt() -> None:
             service.ask("fickle", prompt=100, tokens=2)
 
     service.run(100, ask)
-    had = service.run(600, ask)
+    had = service.run(300, ask)
     assert had["fickle"] <= 1.1 * had["steady"]
 
 
@@ -195,19 +196,13 @@ def test_places_change_hands_once_and_not_at_every_step() -> None:
 
 def test_prompts_of_callers_share_a_step() -> None:
     service = Service(budget=100)
-    for _ in range(9):
-        service.ask("hog", prompt=500)
-    service.ask("hog", prompt=500)
-    service.ask("meek", prompt=500)
-    service.ask("meek", prompt=500)
-    service.ask("meek", prompt=500)
-    service.ask("meek", prompt=500)
-    service.ask("meek", prompt=500)
+    for caller in ["hog"] * 10 + ["meek"] * 5:
+        service.ask(caller, prompt=500)
     had = service.run(5)
     assert had["hog"] == had["meek"]
 
 
-def test_steps_are_short_where_somebody_may_ask_at_any_moment() -> None:
+def test_steps_are_short_where_somebody_may_ask_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes 8 ms and 2 for each that decodes. Half of the places cost a quarter of the tokens per second."""
 
     def timed(service: Service, steps: int) -> list[int]:
@@ -218,6 +213,7 @@ def test_steps_are_short_where_somebody_may_ask_at_any_moment() -> None:
             service.schedule.prefill.learn(sizes[-1], 0, 0.008 + 0.002 * sizes[-1])
         return sizes
 
+    monkeypatch.setattr(shares, "_RECENT", 800)
     service = Service()
     for _ in range(2 * PLACES):
         service.ask("hog")
@@ -228,7 +224,7 @@ def test_steps_are_short_where_somebody_may_ask_at_any_moment() -> None:
     assert timed(service, 20)[5:] == [PLACES // 2] * 15, "fewer were tried and are too slow"
     lengths = [len(one.tokens) for one in service.schedule.running]
     assert max(lengths) - min(lengths) <= 4, "in turn"
-    timed(service, 10_000 // (PLACES // 2))
+    timed(service, 1000 // (PLACES // 2))
     assert set(timed(service, 20)) == {PLACES}, "who has not come back is not expected any more"
 
 
@@ -253,8 +249,8 @@ def test_everybody_comes_to_an_end(arrivals, pages: int) -> None:
 
 def test_who_had_an_idle_machine_alone_owes_nothing() -> None:
     service = Service()
-    service.ask("early", tokens=1000)
-    service.run(1100)
+    service.ask("early", tokens=400)
+    service.run(440)
     for caller in ("late", "early"):
         for _ in range(4 * PLACES):
             service.ask(caller)
@@ -263,19 +259,19 @@ def test_who_had_an_idle_machine_alone_owes_nothing() -> None:
 
 
 def test_counters_are_kept_for_those_alone_who_are_there_or_ahead() -> None:
-    shares = Shares()
-    shares.join("steady", [], [])
+    counters = Shares()
+    counters.join("steady", [], [])
     for i in range(100):
-        shares.join(f"{i}", ["steady"], ["steady"])
-        shares.charge(f"{i}", TURN)
-        shares.charge("steady", TURN)
-    shares.join("ahead", ["steady"], ["steady"])
-    shares.charge("ahead", TURN)
-    shares.join("new", ["steady"], ["steady"])
-    assert shares.rank("new") == shares.rank("steady") == shares.rank("ahead", -TURN)
-    assert len(shares._had) == 3
-    shares.join("later", [], [])
-    assert len(shares._had) == 1
+        counters.join(f"{i}", ["steady"], ["steady"])
+        counters.charge(f"{i}", TURN)
+        counters.charge("steady", TURN)
+    counters.join("ahead", ["steady"], ["steady"])
+    counters.charge("ahead", TURN)
+    counters.join("new", ["steady"], ["steady"])
+    assert counters.rank("new") == counters.rank("steady") == counters.rank("ahead", -TURN)
+    assert len(counters._had) == 3
+    counters.join("later", [], [])
+    assert len(counters._had) == 1
 
 
 @given(st.lists(st.integers(0, 50), max_size=10), st.integers(0, 200))

@@ -73,7 +73,7 @@ HELD = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), 
     ("family", "dtype", "int8"),
     [
         pytest.param(family, *HELD[i % 4], marks=[pytest.mark.slow] * (i % 7 > 0), id=family)
-        for i, family in enumerate(sorted(zoo.families()))
+        for i, family in enumerate(sorted(zoo.FAMILIES))
     ],
 )
 def test_a_model_that_was_tested_gives_the_same_bits_without_a_test(

@@ -51,7 +51,7 @@ FEW = ("llama", "gpt2")  # rotary and learned positions
     ("family", "dtype"),
     [
         pytest.param(name, DTYPES[i % 2], marks=[] if name in FEW else pytest.mark.slow)
-        for i, name in enumerate(zoo.families())
+        for i, name in enumerate(zoo.FAMILIES)
     ],
 )
 def test_logits_are_bitwise_the_same_in_any_batch(

@@ -29,7 +29,7 @@ def engine_of(saved: Saved, **config: object) -> Engine:
     return build_engine(EngineConfig(**models, threads=1, max_batch_size=8, **config))
 
 
-@pytest.mark.parametrize("family", some([family for family in zoo.every_family() if family not in SAME], KINDS))
+@pytest.mark.parametrize("family", some([family for family in zoo.EVERY_FAMILY if family not in SAME], KINDS))
 def test_equals_transformers(family: str, tmp_path: Path) -> None:
     """Greedy and sampled, with every proposer and every number of drafts in the same batches; prompts in chunks; pages
     for little more than one sequence, then for all, and the same prompts again, from cached pages.

@@ -131,4 +131,4 @@ def test_numbers_that_disagree_keep_to_the_first_table() -> None:
     config.original_max_position_embeddings += 1
     assert rope.longrope_border(config) is None
     assert rope.longrope_border(zoo.longrope()) == BORDER
-    assert rope.longrope_border(zoo.families()["llama"]) is None
+    assert rope.longrope_border(zoo.family_config("llama")) is None

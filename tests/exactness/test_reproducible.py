@@ -162,7 +162,7 @@ def test_same_bits_in_chunks_and_pages(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("prefix_cache", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torch.dtype) -> None:
     """Pages for a few of 32: K/V is dropped, and computed again in other pages or found in the prefix cache."""
-    layout = kv_layout(zoo.families()[family], dtype)
+    layout = kv_layout(zoo.family_config(family), dtype)
     few = {"page_size": 4, "kv_memory": 22 * 4 * 2 * layout.bytes_per_token / 2**30, "prefix_cache": prefix_cache}
     engine = engine_of(family, dtype, proposer="model", num_draft_tokens=3, **few)
     preempted, step = [0], engine.step

@@ -44,7 +44,7 @@ def run_in_shares(folder: Path, device: str) -> Path:
 
 def options(family: str, device: str) -> dict[str, object]:
     page_size, pages = PAGES[family]
-    layout = kv_layout(zoo.families()[family], zoo.reference(family).dtype)
+    layout = kv_layout(zoo.family_config(family), zoo.reference(family).dtype)
     gib = (pages * page_size * 1.5 * layout.bytes_per_token + 1) / 2**30  # half a target's and a whole draft's
     batch = {"max_batch_size": 48, "max_batch_tokens": 64, "num_draft_tokens": 8}
     return {"page_size": page_size, "kv_memory": gib, "device": device, **batch}

@@ -132,7 +132,7 @@ def ragged(llm: LLM, name: str, proposer: str = "model", *, with_statistics: boo
 
 def of_families(folder: Path) -> Iterator[Case]:
     """Every family of the zoo in one ragged batch of chunked prompts, with a draft model and with lookups."""
-    for family in zoo.families():
+    for family in zoo.FAMILIES:
         saved = families.save(family, folder / family)
         prompts = [case.prompt for case in saved.cases]
         for name, how in {"float32": {"dtype": "float32"}, "int8": {"weights": "int8"}}.items():

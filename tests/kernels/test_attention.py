@@ -27,6 +27,7 @@ from engine.kernels.paging import Paging, plan_sizes, scratch_bytes, split_of, t
 from engine.kernels.tuning import Tuning, default_for, key_of
 from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.rounded import SCALE_BYTES, round_heads
+from tests.covering import covering
 from tests.interpreting import DEVICE
 from tests.no_gpu.counting import Counting
 
@@ -115,19 +116,19 @@ def test_large_heads_large_groups_and_values_within_keys(group, dim, value_dim, 
     assert torch.allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(
-    ("lens", "group", "dim", "value_dim", "dtype", "spec"),
-    [
-        ([(1, 260), (1, 5)], 4, 64, None, torch.float16, AttentionSpec(0.1)),
-        ([(40, 25), (1, 9)], 2, 80, 64, torch.float16, AttentionSpec(0.1, window=30, softcap=5.0)),  # a prompt
-        ([(2, 20), (1, 5)], 3, 20, None, torch.float32, AttentionSpec(0.2, chunk=10)),
-        ([(2, 20), (1, 5)], 16, 576, 512, torch.float16, AttentionSpec(0.05)),  # latents: one scale for key and value
-        ([(2, 20), (1, 5)], 3, 18, None, torch.float32, AttentionSpec(0.2)),  # no whole words: torch attends
-    ],
-)
-@pytest.mark.parametrize("fixed", [False, True])
-def test_codes_mean_what_they_mean_on_a_cpu(lens, group, dim, value_dim, dtype, spec, fixed, monkeypatch):
+ROUNDED = [
+    ([(1, 260), (1, 5)], 4, 64, None, torch.float16, AttentionSpec(0.1)),
+    ([(40, 25), (1, 9)], 2, 80, 64, torch.float16, AttentionSpec(0.1, window=30, softcap=5.0)),  # a prompt
+    ([(2, 20), (1, 5)], 3, 20, None, torch.float32, AttentionSpec(0.2, chunk=10)),
+    ([(2, 20), (1, 5)], 16, 576, 512, torch.float16, AttentionSpec(0.05)),  # latents: one scale for key and value
+    ([(2, 20), (1, 5)], 3, 18, None, torch.float32, AttentionSpec(0.2)),  # no whole words: torch attends
+]
+
+
+@pytest.mark.parametrize(("case", "fixed"), covering(range(len(ROUNDED)), [False, True], every=2))
+def test_codes_mean_what_they_mean_on_a_cpu(case, fixed, monkeypatch):
     """In int8, each vector with its scale: products of codes and scales, and nobody's scale but its own."""
+    lens, group, dim, value_dim, dtype, spec = ROUNDED[case]
     latent = value_dim == 512
     kv_heads = 1 if latent else 2
     query, k, v, paging = problem(dim, lens, 16, kv_heads, group, dim, dtype, value_dim=value_dim)

@@ -39,7 +39,7 @@ def test_acceptance_on_held_out_functions(name: str, least: float) -> None:
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:
-    return zoo.with_large_weights(zoo.families()["llama-tied"]).requires_grad_(False)
+    return zoo.with_large_weights(zoo.family_config("llama-tied")).requires_grad_(False)
 
 
 def windows(steps: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -11,7 +11,7 @@ import pytest
 from engine.attention import registry
 from engine.config import EngineConfig
 from engine.device_loop.graphs import Graphs, MemoryBudget
-from engine.device_loop.repertoire import Repertoire
+from engine.device_loop.repertoire import Repertoire, Run, as_it_is
 from engine.device_loop.round import Round, RoundOps
 from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth, sizes_for
 from engine.engine import Engine
@@ -28,11 +28,16 @@ from tests.loops import PLAIN, AnyK, engine_of, recorded, request, steered
 
 
 class Recorder:
-    """Records graphs and notes it, as long as it may; `fault` may raise for a shape."""
+    """Notes what it records, as long as it may, and runs it as it is, or as `record` has it; `fault` may raise."""
 
-    def __init__(self, room: int = 999, fault: Callable[[Round], None] = lambda _: None) -> None:
-        self.room, self.fault, self.made, self.ran, self.is_open = room, fault, list[Round](), list[Round](), True
-        self._graphs = Graphs(MemoryBudget(1, lambda: 0))
+    def __init__(
+        self,
+        room: int = 999,
+        fault: Callable[[Round], None] = lambda _: None,
+        record: Callable[[Round], Run] = as_it_is,
+    ) -> None:
+        self.room, self.fault, self._record = room, fault, record
+        self.made, self.ran, self.is_open = list[Round](), list[Round](), True
 
     @property
     def has_room(self) -> bool:
@@ -42,7 +47,7 @@ class Recorder:
         assert self.is_open, "a round is recorded in a request"
         self.fault(round_)
         self.made.append(round_)
-        play = self._graphs(round_)
+        play = self._record(round_)
         return lambda slots, between: (self.ran.append(round_), play(slots, between))[1]
 
 
@@ -53,8 +58,14 @@ def recorded_by(recorder: Recorder, engine: Engine, places: int = 6, drafts: int
 
 
 def small(**options) -> Engine:
-    """An engine on the card with few shapes: 1, 2 and 4 places, up to 2 drafts, with cuts and without."""
-    return recorded(shapes=(), max_batch_size=4, num_draft_tokens=2, **options)
+    """An engine with few shapes: 1, 2 and 4 places, up to 2 drafts, with cuts and without."""
+    return engine_of(max_batch_size=4, num_draft_tokens=2, **options)
+
+
+def small_on_the_card(**options) -> tuple[Engine, Callable[[Round], Run]]:
+    """The same on the card, and what records its rounds."""
+    engine = recorded(shapes=(), max_batch_size=4, num_draft_tokens=2, **options)
+    return engine, Graphs(MemoryBudget(1, lambda: 0))
 
 
 def test_shapes_in_order_of_worth() -> None:
@@ -68,7 +79,7 @@ def test_shapes_in_order_of_worth() -> None:
     assert sizes_for(200)[-3:] == [128, 192, 256]
 
 
-def test_a_kernel_that_does_not_fit_leaves_its_shapes_to_others(card: Card, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_does_not_fit_leaves_its_shapes_to_others(caplog: pytest.LogCaptureFixture) -> None:
     def fault(round_: Round) -> None:
         if round_.k == 1:
             raise faults()[0]("out of resource: shared memory")
@@ -82,7 +93,7 @@ def test_a_kernel_that_does_not_fit_leaves_its_shapes_to_others(card: Card, capl
     run_and_check(engine, [request(i, max_tokens=12) for i in range(6)])
 
 
-def test_a_capture_that_breaks_off_ends_recording(card: Card, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_that_breaks_off_ends_recording(caplog: pytest.LogCaptureFixture) -> None:
     def fault(round_: Round) -> None:
         if round_.size == 2:
             raise RuntimeError("out of memory")
@@ -98,7 +109,7 @@ def test_a_capture_that_breaks_off_ends_recording(card: Card, caplog: pytest.Log
     assert {round_.size for round_ in recorder.ran} <= {4, 1}
 
 
-def test_recording_keeps_to_its_time(card: Card) -> None:
+def test_recording_keeps_to_its_time() -> None:
     recorder, ticks = Recorder(), iter(range(0, 10_000, 25))
     recorded_by(recorder, small(), clock=lambda: next(ticks)).record()
     assert len(recorder.made) == 3  # 25, 50 and 75 seconds
@@ -106,8 +117,9 @@ def test_recording_keeps_to_its_time(card: Card) -> None:
 
 def test_an_idle_engine_records_what_was_missed_often(card: Card) -> None:
     """In the place of the shape whose last use is longest ago, but of none that stands in for all."""
-    recorder = Recorder(room=5)
-    engine = recorded_by(recorder, small(), 4, 2)
+    engine, graphs = small_on_the_card()
+    recorder = Recorder(room=5, record=graphs)
+    recorded_by(recorder, engine, 4, 2)
     engine.record()
     repertoire = engine.rounds.repertoire
     used, unused = RoundShape(1, 2, False), RoundShape(1, 0, False)
@@ -131,8 +143,9 @@ def test_no_timing_holds_a_capture() -> None:
     """Recording takes an age on this clock, and a round no time: what control learns is a round's price."""
     now, learned = [0.0], list[float]()
     with here(clock=lambda: now[0]):
-        recorder = Recorder(fault=lambda _: now.__setitem__(0, now[0] + 1.4))
-        engine = recorded_by(recorder, small(speculation="auto"), 4, 2, clock=lambda: now[0])
+        engine, graphs = small_on_the_card(speculation="auto")
+        recorder = Recorder(fault=lambda _: now.__setitem__(0, now[0] + 1.4), record=graphs)
+        recorded_by(recorder, engine, 4, 2, clock=lambda: now[0])
         learn = engine.round_control.learn
         engine.round_control.learn = lambda done: (learned.append(done.seconds), learn(done))
         make_ready(engine, is_compiled=True)

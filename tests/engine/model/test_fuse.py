@@ -23,7 +23,7 @@ from tests import zoo
 from tests.covering import some
 from tests.exactness.test_families import SERVED_UNASKED, SIZES
 
-ROTARY = sorted(name for name in zoo.families() if not name.startswith(("gpt2", "distilgpt2", "opt")))
+ROTARY = sorted(name for name in zoo.FAMILIES if not name.startswith(("gpt2", "distilgpt2", "opt")))
 
 
 def logits(model: PreTrainedModel, kind: KVType = "auto") -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_logits_are_the_same(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gemma3", torch.float32)])
 def test_large_weights_of_norms_do_not_hide_their_form(family: str, dtype: torch.dtype) -> None:
     """Gemma's scale is 1 more than the weight. Beside large weights, as published ones are, 1 looks like rounding."""
-    plain = zoo.ours(zoo.with_large_weights(copy.deepcopy(zoo.families()[family])))
+    plain = zoo.ours(zoo.with_large_weights(zoo.family_config(family)))
     for name, module in plain.named_modules():
         if name.endswith("norm"):
             width = module.weight.numel()

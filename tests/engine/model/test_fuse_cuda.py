@@ -86,7 +86,7 @@ def test_whoever_reads_or_changes_hidden_states_between_layers_gets_what_is_righ
 
 def test_a_fused_targets_first_layers_draft_for_it() -> None:
     """They are a copy that shares all weights; the final norm reads the sum of another layer there."""
-    config = copy.deepcopy(zoo.families()["llama"])
+    config = zoo.family_config("llama")
     config.num_hidden_layers = 3
     plain = zoo.ours(zoo.with_large_weights(config))
     fused, _ = fused_like(plain)

@@ -102,7 +102,7 @@ def test_after_a_pass_that_failed_there_is_no_other(fault):
 )
 def test_models_that_cannot_be_cut_are_refused(family, size, problem):
     with pytest.raises(ModelError) as told:
-        check_shards("here", zoo.families()[family], size)
+        check_shards("here", zoo.family_config(family), size)
     assert f"tensor_parallel_size is {size}" in str(told.value)
     assert problem in str(told.value)
 
@@ -110,7 +110,7 @@ def test_models_that_cannot_be_cut_are_refused(family, size, problem):
 @pytest.mark.parametrize(("family", "kept"), [("llama", 4), ("qwen3", 4), ("mixtral", 4), ("phi3", 8)])
 def test_a_share_of_the_keys(family, kept):
     """Of Phi-3, whose keys are in one matrix with queries and values, each rank attends with all heads."""
-    config, layout = zoo.families()[family], KVLayout.uniform(2, 8, 16, torch.float32)
+    config, layout = zoo.family_config(family), KVLayout.uniform(2, 8, 16, torch.float32)
     check_shards("here", config, 2)
     share = shard_layout(layout, config, 2)
     assert share == KVLayout.uniform(2, kept, 16, torch.float32)

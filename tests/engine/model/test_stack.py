@@ -39,7 +39,7 @@ STRAIGHT = STACKED - {"gemma2"}  # which bends its logits
 
 def plain_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     """With heads that are whole vectors, where the family has such a size."""
-    config = copy.deepcopy(zoo.families()[family])
+    config = zoo.family_config(family)
     if family in STACKED:
         config.update({"hidden_size": 128, "intermediate_size": 80, "head_dim": 32})
     return zoo.ours(zoo.with_large_weights(config)).to(dtype)

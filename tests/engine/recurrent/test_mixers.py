@@ -22,7 +22,7 @@ from engine.recurrent.arena import StateArena, StateLayout
 from engine.recurrent.mixers import prepare
 from engine.types import KVCursor
 from tests.classes import KINDS, tiny
-from tests.zoo import VOCAB, as_served, every_family, ours, with_large_weights
+from tests.zoo import VOCAB, as_served, family_config, ours, with_large_weights
 from tests.zoo import reference as plain
 
 PAGE, LOG, DEVICE = 8, 3, torch.device("cpu")
@@ -44,7 +44,7 @@ _CHANGED |= {"kimi_linear": {"linear_head_dim": 16}, "falcon_h1-normed": {"mamba
 def hybrid(name: str) -> PreTrainedConfig:
     """The config of a tiny model."""
     if name == "lfm2":
-        return every_family()["lfm-2"]
+        return family_config("lfm-2")
     config = tiny(name.partition("-")[0])
     for field, value in _CHANGED.get(name, {}).items():
         setattr(config, field, value)

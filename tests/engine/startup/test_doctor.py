@@ -114,7 +114,7 @@ def test_without_a_draft_the_prompt_drafts_and_weights_are_not_read_unless_asked
 
 def test_it_says_why_the_context_ends(phi3: Path, tmp_path: Path) -> None:
     assert "another table beyond 32 tokens" in line(doctor(phi3), "target", "context")
-    model = zoo.with_large_weights(zoo.configs()["llama"])
+    model = zoo.with_large_weights(zoo.family_config("llama"))
     model.config.rope_parameters = {
         "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64,
     }  # fmt: skip

@@ -130,10 +130,10 @@ def test_float32_for_matrices_that_our_c_is_not_for(
 
 
 @pytest.mark.skipif(not multiplies(torch.bfloat16), reason="needs a C compiler")
-@pytest.mark.parametrize("family", list(zoo.families())[::3])
+@pytest.mark.parametrize("family", zoo.FAMILIES[::3])
 def test_what_is_foretold_of_packing_comes_true(family: str) -> None:
     model = zoo.ours(zoo.reference(family)).to(torch.bfloat16)
-    foretold = packs_whole(on_meta(family, zoo.families()[family]))
+    foretold = packs_whole(on_meta(family, zoo.family_config(family)))
     pack(model)
     assert is_batch_invariant(model) == foretold
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from engine.device_loop.repertoire import Repertoire
@@ -13,9 +11,8 @@ from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth
 from engine.engine import Engine
 from engine.startup import warm
 from tests import fakes
-from tests.card import here
 from tests.engine.device_loop.test_repertoire import Recorder
-from tests.loops import AnyK, plainly, recorded, request, steered
+from tests.loops import AnyK, plainly, request, steered
 
 SECONDS = 0.3  # that a recording takes on the clock here
 COVERING, EVERY = covering(6, 4), in_order_of_worth(6, 4)
@@ -32,18 +29,12 @@ class Clock:
         self.now += SECONDS
 
 
-def engine_on(clock: Clock, recorder: Recorder) -> Engine:
-    engine = steered(AnyK(1), recorded, shapes=())
-    engine.rounds.repertoire = Repertoire(engine.rounds.round_of, recorder, COVERING, clock=clock)
-    return engine
-
-
 @pytest.fixture
-def made() -> Iterator[tuple[Clock, Recorder, Engine]]:
-    clock = Clock()
-    with here():
-        recorder = Recorder(fault=clock.record)
-        yield clock, recorder, engine_on(clock, recorder)
+def made() -> tuple[Clock, Recorder, Engine]:
+    clock, engine = Clock(), steered(AnyK(1))
+    recorder = Recorder(fault=clock.record)
+    engine.rounds.repertoire = Repertoire(engine.rounds.round_of, recorder, COVERING, clock=clock)
+    return clock, recorder, engine
 
 
 def shapes_of(rounds: list[Round]) -> list[tuple[int, int]]:

@@ -169,10 +169,10 @@ def test_laws_are_made_of_what_was_recorded(job: TrainingJob) -> None:
 @pytest.mark.parametrize(
     ("family", "law"),
     [
-        ("gemma2", LogitScaling(1.0, zoo.every_family()["gemma2"].final_logit_softcapping)),  # and a scaled embedding
+        ("gemma2", LogitScaling(1.0, zoo.family_config("gemma2").final_logit_softcapping)),  # and a scaled embedding
         # And layers with a state.
         pytest.param(
-            "granite-4", LogitScaling(1 / zoo.every_family()["granite-4"].logits_scaling), marks=pytest.mark.slow
+            "granite-4", LogitScaling(1 / zoo.family_config("granite-4").logits_scaling), marks=pytest.mark.slow
         ),
     ],
 )

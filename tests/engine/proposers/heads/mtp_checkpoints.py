@@ -31,11 +31,11 @@ def config_of(family: str, *, further: int = 0, vocab: int = zoo.VOCAB) -> PreTr
                              moe_intermediate_size=16, num_hidden_layers=2 + further, vocab_size=vocab,
                              mlp_layer_types=["dense"] + ["sparse"] * (1 + further))  # fmt: skip
     if family == "qwen-3.5-moe":
-        base = zoo.further_families()["qwen-3-next"].to_dict()
+        base = zoo.family_config("qwen-3-next").to_dict()
         kept = {k: v for k, v in base.items() if k.startswith(("linear_", "moe_", "shared_", "num_expert", "head_dim"))}
         found = zoo.config_of("qwen3_5_moe_text", **kept, num_hidden_layers=4)
     else:
-        found = zoo.further_families()[family]
+        found = zoo.family_config(family)
     found.num_hidden_layers += further
     found.vocab_size = vocab
     if getattr(found, "layer_types", None) is not None:

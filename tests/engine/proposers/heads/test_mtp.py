@@ -179,7 +179,7 @@ def test_the_first_of_several_layers_drafts(family: str, first: str, second: str
 
 
 def test_names_inside_of_a_model_that_also_sees() -> None:
-    config = zoo.further_families()["glm-4-moe"]
+    config = zoo.family_config("glm-4-moe")
     config.part_of = "a model that also sees"
     finder = MTPFinder.of(config)
     assert finder is not None
