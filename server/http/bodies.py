@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from dataclasses import replace
 from email.message import Message
 from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from engine.errors import InvalidRequest, Violation, shown
+from engine.errors import InvalidRequest, shown
 from server.http.errors import violations
 from server.http.requests import ParsedBody, asked, rest
 from server.http.types import GenerationFields
@@ -25,18 +25,18 @@ MAX_ERRORS = 100  # that are looked at; an answer has room for fewer
 
 
 class WrongBody(Exception):  # it becomes an InvalidRequest, with what else is wrong
-    """Expected: some fields are invalid. `read` has the others; it is None if the body is no JSON object."""
+    """Expected: some fields are invalid. `read` has the others, and what is wrong with these."""
 
-    def __init__(self, wrong: tuple[Violation, ...], read: ParsedBody | None) -> None:
-        super().__init__(f"{len(wrong)} violations")
-        self.wrong, self.read = wrong, read
+    def __init__(self, read: ParsedBody) -> None:
+        super().__init__(f"{len(read.wrong)} violations")
+        self.read = read
 
 
 def read_body(kind: type[BodyT], data: bytes, content_type: str) -> tuple[BodyT, ParsedBody]:
     """Return the fields, and the message that they make.
 
     Raises:
-        InvalidRequest: the body cannot be read as JSON.
+        InvalidRequest: the body is no JSON object that can be read.
         WrongBody: fields of it are invalid.
     """
     found = read_json(data, content_type)
@@ -49,14 +49,15 @@ def read_body(kind: type[BodyT], data: bytes, content_type: str) -> tuple[BodyT,
     raise wrong
 
 
-def _wrong(kind: type[BodyT], found: Any, error: ValidationError) -> WrongBody:
+def _wrong(kind: type[BodyT], found: Any, error: ValidationError) -> WrongBody | InvalidRequest:
     errors: list[Any] = [
         {**about, "loc": ("body", *about["loc"])} for about in error.errors(include_url=False)[:MAX_ERRORS]
     ]
     if any(about["loc"] == ("body",) for about in errors):
-        return WrongBody(violations(errors), None)
-    faulty: Iterable[str] = {str(part) for about in errors for part in about["loc"][1:2]}
-    return WrongBody(violations(errors), rest(kind, found, faulty))
+        return InvalidRequest(violations(errors))
+    faulty = {str(part) for about in errors for part in about["loc"][1:2]}
+    read = rest(kind, found, faulty)
+    return WrongBody(replace(read, wrong=(*violations(errors), *read.wrong)))
 
 
 def _require_few_parts(text: str) -> None:

@@ -7,12 +7,14 @@ import json
 import logging
 import math
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -56,6 +58,12 @@ async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def origin_of(request: Request, timeout: float | None) -> Origin:
+    """Return where a request comes from, and how long it may take."""
+    ends = math.inf if timeout is None else time.monotonic() + timeout
+    return Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
 
 
 @asynccontextmanager
@@ -266,7 +274,7 @@ class EventStream(Response):
                     await _event(send, "[DONE]")
             except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
                 with writes:
-                    await _event(send, json.dumps(_told(error).body()))
+                    await _event(send, json.dumps(told(error).body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _observed(self, messages: Messages) -> Messages:
@@ -301,7 +309,8 @@ def _head(event_id: str) -> str:
     return f"id: {event_id}\ndata: " if event_id else "data: "
 
 
-def _told(error: Exception) -> HttpError:
+def told(error: Exception) -> HttpError:
+    """Return what the reader of a stream is told of an error."""
     if isinstance(error, PilotfishError):
         return http_error(error)
     logger.error("an event could not be made", exc_info=error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -29,7 +29,6 @@ _STATUSES = {
 MAX_MESSAGE = 4000  # bytes of UTF-8
 UNAVAILABLE_SECONDS = 1.0  # a retry after this time may find another state
 _OF_A_UNION = re.compile(r"str|function-\w+\[.*|(list|dict|constrained|nullable)[\[-].*|\[key\]")
-_GROUP = re.compile(r"^(sampling|stopping|output)\.")  # the protocol's groups are not in HTTP bodies
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +58,16 @@ class HttpError:
         return JSONResponse(self.body(), self.status, headers)
 
 
-def context_words(field: str, excess: ContextExcess) -> str:
-    """Say that the context is too short, in the words by which OpenAI's clients know it."""
-    what, more = "messages" if field in ("messages", "input") else "prompt", " or more" * excess.is_bound
+def context_words(field: str, excess: ContextExcess, what: str = "messages") -> str:
+    """Say that the context is too short for `what`, in the words by which OpenAI's clients know it."""
+    more = " or more" * excess.is_bound
     limit = f"This model's maximum context length is {excess.max_model_len} tokens. However, "
     if not excess.output_tokens:
         found = f"your {what} resulted in {excess.prompt_tokens} tokens{more}"
         return f"{limit}{found}; the limit is {excess.max_prompt_tokens} for a prompt. Shorten the {what}."
     total = excess.prompt_tokens + excess.output_tokens
-    parts = f"{excess.prompt_tokens} in the messages, {excess.output_tokens} in the completion"
-    return f"{limit}you requested {total} tokens ({parts}). Shorten the messages, or lower {field}."
+    parts = f"{excess.prompt_tokens} in the {what}, {excess.output_tokens} in the completion"
+    return f"{limit}you requested {total} tokens ({parts}). Shorten the {what}, or lower {field}."
 
 
 def http_error(error: PilotfishError, context: Callable[[str, ContextExcess], str] = context_words) -> HttpError:
@@ -79,7 +78,7 @@ def http_error(error: PilotfishError, context: Callable[[str, ContextExcess], st
     if not isinstance(error, InvalidRequest):
         code = "model_not_found" if status == 404 else refused.metric
         return HttpError(status, kind, code, clipped(str(error), MAX_MESSAGE), retry_seconds=retry)
-    found = [replace(violation, field=_GROUP.sub("", violation.field)) for violation in told(error.violations)]
+    found = told(error.violations)
     parts = [str(v) if v.excess is None else context(v.field, v.excess) for v in found]
     message = "; ".join(dict.fromkeys(parts))
     over = next((violation for violation in found if violation.excess is not None), None)
@@ -112,6 +111,8 @@ def _problem(error: Any) -> str:
             return f"is {_shown(error['input'])}; this field is not served"
         case "value_error":
             return str(error["ctx"]["error"])
+        case "model_type" | "dict_type":
+            return f"is {_shown(error['input'])}; expected an object"
         case "string_unicode":  # the key of an object
             return f"has {_shown(error['input'])}, which is no text"
     return f"is {_shown(error['input'])}; {error['msg'][:1].lower()}{error['msg'][1:]}"

@@ -8,9 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import shown
 from server.admission.security import Callers
-from server.errors import Unauthenticated
+from server.errors import Forbidden, Unauthenticated
 from server.http import playground
-from server.http.errors import HttpError
 from server.http.messages.errors import error_at
 
 OPEN_PATHS = frozenset({"/health"}) | playground.PATHS
@@ -33,7 +32,7 @@ class HostGuard:
             await self._app(scope, receive, send)
             return
         problem = f"the header Host is {shown(given)}; expected localhost or a loopback address, or set token_file"
-        await HttpError(403, "permission_error", "forbidden", problem).response()(scope, receive, send)
+        await error_at(scope["path"], Forbidden(problem)).response()(scope, receive, send)
 
     def _is_ours(self, given: str) -> bool:
         """Compare the name without its port: "[::1]:8000" -> "::1"."""

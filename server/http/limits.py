@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.http.errors import HttpError
+from server.http.messages.errors import error_at
 
 ANSWER_SECONDS = 1.0  # for an answer to a body that has not arrived, before the connection is closed
 # Chunks of a body, besides one per so many bytes: each chunk takes the event loop as long as some kilobytes.
@@ -37,7 +38,8 @@ class RequestLimits:
         head = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path", b""))
         if head > self._max_head:
             problem = f"the headers have {head} bytes; the limit is {self._max_head}"
-            await HttpError(431, "invalid_request_error", "http", problem).response()(scope, receive, send)
+            error = HttpError(431, "invalid_request_error", "http", problem)
+            await error_at(scope["path"], error).response()(scope, receive, send)
             return
         kept = [(name, value) for name, value in headers if name != b"cookie"]
         await self._app({**scope, "headers": kept}, _Counted(receive, self._max_body, self._seconds), send)

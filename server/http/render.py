@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
-from engine.errors import InvalidRequest, Violation
+from engine.errors import Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission import convert
 from server.admission.admission import Admission
@@ -57,7 +56,8 @@ class _Renderer:
             async with self._slow.turn(len(data)):
                 read = await self._read(kind, data, request.headers.get("content-type", ""))
                 messages = (read.message, *read.others)
-                return [await self._rendered(message, prefix, read.wrong) for message in messages]
+                with read.naming():
+                    return [await self._rendered(message, prefix, read.wrong) for message in messages]
 
     async def _rendered(self, message: pb.GenerateRequest, prefix: str, wrong: tuple[Violation, ...]) -> dict[str, Any]:
         wanted, tokens = await self._prompt(message, list(wrong))
@@ -80,9 +80,7 @@ class _Renderer:
         try:
             _, read = await self._slow.run(read_body, kind, data, content_type)
         except WrongBody as error:
-            if error.read is None:
-                raise InvalidRequest(error.wrong) from None
-            return replace(error.read, wrong=(*error.wrong, *error.read.wrong))
+            return error.read
         return read
 
     async def _prompt(

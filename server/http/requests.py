@@ -7,7 +7,8 @@ violations.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
@@ -30,18 +31,28 @@ class ParsedBody:
     timeout: float | None = None  # seconds
     resume: pb.Resume | None = None  # what the caller received of an interrupted stream
     others: tuple[pb.GenerateRequest, ...] = ()  # of the prompts after the first
+    called: Callable[[str], str] = str  # what the caller calls a field of the message
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Within it an InvalidRequest gets the caller's names of fields, which those in `wrong` have already."""
+        try:
+            yield
+        except InvalidRequest as invalid:
+            raise InvalidRequest(
+                wrong if wrong in self.wrong else replace(wrong, field=self.called(wrong.field))
+                for wrong in invalid.violations
+            ) from None
 
 
 def asked(body: GenerationFields) -> ParsedBody:
     """Convert a body whose fields are valid by themselves."""
     message, *others = messages_of(body)
-    return ParsedBody(message, tuple(body.conflicts()), body.timeout, others=tuple(others))
+    return ParsedBody(message, tuple(body.conflicts()), body.timeout, others=tuple(others), called=body.called)
 
 
-def rest(kind: type[GenerationFields], found: Any, faulty: Iterable[str]) -> ParsedBody | None:
-    """Convert a body without its `faulty` fields; the message may have no input. None if the body is no JSON object."""
-    if not isinstance(found, dict):
-        return None
+def rest(kind: type[GenerationFields], found: Any, faulty: Iterable[str]) -> ParsedBody:
+    """Convert a body, a JSON object, without its `faulty` fields; the message may have no input."""
     kept = {name: value for name, value in found.items() if name not in faulty}
     field, nothing = kind.no_input
     has_input = kept.get(field) is not None

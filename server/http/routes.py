@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import re
-import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -17,17 +13,16 @@ from starlette.requests import ClientDisconnect
 
 from engine.errors import InvalidRequest, PilotfishError
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Admission, Origin
+from server.admission.admission import Admission
 from server.admission.resume import EventIds
 from server.admission.slow_work import SlowWork
 from server.driver import Driver
 from server.http import native_answers
 from server.http.bodies import WrongBody, read_body
-from server.http.calls import CallerGone, Calls, EventStream, WholeAnswer, unless_gone
+from server.http.calls import CallerGone, Calls, EventStream, WholeAnswer, origin_of, unless_gone
 from server.http.errors import INTERNAL, HttpError
 from server.http.messages.errors import error_at
 from server.http.openai.chat import ChatAnswers, fitted
-from server.http.openai.conversation import as_in_the_body
 from server.http.openai.text import TextAnswers
 from server.http.requests import ParsedBody, continued
 from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields
@@ -87,20 +82,14 @@ class _Routes:
     async def respond(self, kind: type[BodyT], answers_to: AnswersTo[BodyT], request: Request) -> Response:
         """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""
         data = await request.body()
-        try:
-            async with self._slow.turn(len(data)):
-                return await self._respond(await self._read(kind, data, request), answers_to, request)
-        except InvalidRequest as invalid:
-            own = kind.no_input[0]  # the engine knows of a prompt alone
-            named = (replace(v, field=own) if v.field == "prompt" else as_in_the_body(v) for v in invalid.violations)
-            raise InvalidRequest(named) from None
+        async with self._slow.turn(len(data)):
+            body, read = await self._read(kind, data, request)
+            with read.naming():
+                return await self._respond(body, read, answers_to, request)
 
-    async def _respond(
-        self, parsed: tuple[BodyT, ParsedBody], answers_to: AnswersTo[BodyT], request: Request
-    ) -> Response:
-        body, read = parsed
+    async def _respond(self, body: BodyT, read: ParsedBody, answers_to: AnswersTo[BodyT], request: Request) -> Response:
         model = self._driver().model
-        answers, origin = answers_to(body, model.named(body.model)), _origin(request, body.timeout)
+        answers, origin = answers_to(body, model.named(body.model)), origin_of(request, body.timeout)
         after = request.headers.get("last-event-id")
         if after is not None:
             if not body.stream:
@@ -119,10 +108,9 @@ class _Routes:
         try:
             return await self._slow.run(read_body, kind, data, about)
         except WrongBody as error:
-            wrong, read = error.wrong, error.read
-        if read is None:
-            raise InvalidRequest(wrong)
-        await self._admission.admit(read.message, _origin(request, read.timeout), (*wrong, *read.wrong))
+            read = error.read
+        with read.naming():
+            await self._admission.admit(read.message, origin_of(request, read.timeout), read.wrong)
         raise AssertionError("a request with known violations was admitted")
 
 
@@ -135,11 +123,6 @@ def _schema(kind: type[GenerationFields], path: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _origin(request: Request, timeout: float | None) -> Origin:
-    ends = math.inf if timeout is None else time.monotonic() + timeout
-    return Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
-
-
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(PilotfishError)
     async def refused(request: Request, error: PilotfishError) -> JSONResponse:
@@ -150,8 +133,8 @@ def _add_errors(app: FastAPI) -> None:
         told = HttpError(error.status_code, "invalid_request_error", "http", str(error.detail))
         response = error_at(request.url.path, told).response()
         allowed = (error.headers or {}).get("Allow")
-        if allowed is not None:
-            response.headers["Allow"] = re.sub(r"\bGET\b", "GET, HEAD", allowed)
+        if allowed is not None:  # the route of GET answers HEAD, whether it says so or not
+            response.headers["Allow"] = allowed if "HEAD" in allowed else allowed.replace("GET", "GET, HEAD")
         return response
 
     @app.exception_handler(CallerGone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -32,6 +33,8 @@ from server.http.fields import (
     not_served,
 )
 
+_GROUP = re.compile(r"^(sampling|stopping|output|messages)\.")  # the protocol's groups are not in HTTP bodies
+
 
 class SpeculationFields(Body):
     """Speculation options, named as in the protocol."""
@@ -52,7 +55,7 @@ class JsonSchema(Body):
     name: Text | None = None
     description: Text | None = None
     strict: Flag | None = None  # no effect: the schema is always enforced strictly
-    schema_: Schema = Field(ANY_OBJECT, alias="schema")
+    schema_: Schema = Field(alias="schema")
 
 
 class ResponseFormat(Body):
@@ -178,6 +181,20 @@ class GenerationFields(Body):
         if len(given) > 1:
             yield Violation("body", f"has {' and '.join(given)}; expected one structure")
 
+    def names(self) -> dict[str, str]:
+        """Return patterns of fields that the protocol calls differently, each with what the caller calls it."""
+        given = next(self.structures(), None)
+        return {} if given is None else {r"guided(\.\w+)*": given.field}
+
+    def called(self, field: str) -> str:
+        """Return what the caller calls a field of the protocol."""
+        field = _GROUP.sub("", field)
+        for pattern, name in self.names().items():
+            theirs, is_other = re.subn(rf"^({pattern})(?!\w)", name, field)
+            if is_other:
+                return theirs
+        return field
+
     def structures(self) -> Iterator[Structure]:
         """Yield the structures that the text is to have; more than one are a conflict."""
         wanted = self.structured_outputs or StructuredOutputs.model_construct()
@@ -199,6 +216,11 @@ class GenerateBody(GenerationFields):
     max_new_tokens: UInt32 | None = None
     k_draft: UInt32 | None = None
 
+    def names(self) -> dict[str, str]:
+        """Return the names of all routes, and those of this route's own fields."""
+        drafts = {} if self.k_draft is None else {r"speculation\.num_draft_tokens": "k_draft"}
+        return super().names() | {"max_tokens": "max_new_tokens"} | drafts
+
 
 class OpenAiBody(GenerationFields):
     """Fields of both OpenAI routes."""
@@ -218,9 +240,10 @@ class OpenAiBody(GenerationFields):
         """Yield the structures of all routes, and the one of `response_format`."""
         yield from super().structures()
         wanted = self.response_format
-        if wanted is not None and wanted.type != "text":
-            schema = ANY_OBJECT if wanted.json_schema is None else wanted.json_schema.schema_
-            yield Structure("response_format", "json", schema)
+        if wanted is not None and wanted.json_schema is not None:
+            yield Structure("response_format.json_schema.schema", "json", wanted.json_schema.schema_)
+        elif wanted is not None and wanted.type == "json_object":
+            yield Structure("response_format", "json", ANY_OBJECT)
 
     def conflicts(self) -> Iterator[Violation]:
         """Yield the violations of all routes, and one for what a continued stream could not tell."""
@@ -275,6 +298,10 @@ class CompletionBody(OpenAiBody):
     def is_only_scored(self) -> bool:
         """Whether only the prompt is wanted, and nothing after it."""
         return self.echo and self.max_tokens == 0
+
+    def names(self) -> dict[str, str]:
+        """Return the names of all routes, and those of this route's own fields."""
+        return super().names() | {"token_ids": "prompt", "top_logprobs": "logprobs"}
 
     def conflicts(self) -> Iterator[Violation]:
         """Yield the violations of both routes, and those of fields that a stream with ids cannot have."""
@@ -366,14 +393,18 @@ class ChatTurn(Body):
     function_call: Annotated[None, not_served("use tool_calls")] = None
 
     @property
-    def text(self) -> str:
-        """The whole text of the message."""
-        return text_of(self.content)
-
-    @property
     def thoughts(self) -> str | None:
         """The reasoning of the message, by either of its names."""
         return self.reasoning_content if self.reasoning is None else self.reasoning
+
+
+_CHAT_NAMES = {
+    "prompt": "messages",
+    r"tools\[(\d+)\](?=\.)": r"tools[\2].function",
+    r"tool_choice\.name": "tool_choice.function.name",
+    r"tool_choice\.mode": "tool_choice",
+    "template_arguments": "chat_template_kwargs",
+}
 
 
 class ChatBody(OpenAiBody):
@@ -397,6 +428,11 @@ class ChatBody(OpenAiBody):
     verbosity: Literal["low", "medium", "high"] | None = None
     thinking_budget: UInt32 | None = None
     thinking_token_budget: UInt32 | None = None  # another name of `thinking_budget`
+
+    def names(self) -> dict[str, str]:
+        """Return the names of all routes, and those of this route's own fields."""
+        newer = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return super().names() | newer | _CHAT_NAMES
 
     def conflicts(self) -> Iterator[Violation]:
         """Yield the violations of all routes, of messages without content, and of fields given twice that differ."""

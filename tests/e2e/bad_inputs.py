@@ -64,7 +64,7 @@ def counts(vocab: int, room: int) -> Iterator[Bad]:
         yield Bad("stopping.min_tokens", str(least), {"stopping": stopping}, body)
     for top in (21, vocab, HUGE):
         output = pb.OutputOptions(logprobs=True, top_logprobs=top)
-        yield Bad("output.top_logprobs", str(top), {"output": output}, {"logprobs": top})
+        yield Bad("output.top_logprobs", str(top), {"output": output}, {"logprobs": top}, http_field="logprobs")
     yield Bad("output.top_logprobs", "5", {"output": pb.OutputOptions(top_logprobs=5)})
     asked = {"output": pb.OutputOptions(logprobs=True, top_logprobs=20), "sampling": pb.SamplingParams(n=64)}
     many = {"stopping": pb.StoppingParams(max_tokens=400)} | asked
@@ -97,7 +97,7 @@ def tokens(vocab: int) -> Iterator[Bad]:
     """Ids beyond the logits, wherever ids can stand."""
     for token in (vocab, vocab + 1000, 2**31, HUGE):
         said, ids = str(token), pb.TokenIds(ids=[1, token])
-        yield Bad("token_ids[1]", said, {"token_ids": ids}, {"prompt": [1, token]})
+        yield Bad("token_ids[1]", said, {"token_ids": ids}, {"prompt": [1, token]}, http_field="prompt[1]")
         stopping = pb.StoppingParams(stop_token_ids=[token])
         yield Bad("stopping.stop_token_ids[0]", said, {"stopping": stopping}, {"stop_token_ids": [token]})
         banned = pb.SamplingParams(banned_token_ids=[1, token])
@@ -207,10 +207,10 @@ def structures() -> Iterator[Bad]:
     ):
         named = "guided_json" if kind == "json_schema" else f"guided_{kind}"
         asked = {"guided": pb.GuidedDecoding(**{kind: source})}
-        yield Bad(f"guided.{kind}", said, asked, {named: source}, http_field=f"guided.{kind}")
+        yield Bad(f"guided.{kind}", said, asked, {named: source}, http_field=named)
     for choices, said in (([], "0 texts"), (["x"] * 4097, "4097")):
         asked = {"guided": pb.GuidedDecoding(choice=pb.Choice(choices=choices))}
-        yield Bad("guided.choice", said, asked, {"guided_choice": choices}, http_field="guided.choice")
+        yield Bad("guided.choice", said, asked, {"guided_choice": choices}, http_field="guided_choice")
     asked = {"guided": pb.GuidedDecoding(regex="a"), "stopping": pb.StoppingParams(ignore_eos=True)}
     yield Bad("stopping.ignore_eos", "true", asked, {"guided_regex": "a", "ignore_eos": True})
 

@@ -43,7 +43,7 @@ BEYOND = [
     (
         {"output": {"logprobs": True, "top_logprobs": 3}, "stopping": {"max_tokens": 2}},
         {"logprobs": 3, "max_tokens": 2},
-        "top_logprobs is 3; expected 0 to 2",
+        "logprobs is 3; expected 0 to 2",
     ),
     (
         {"output": {"logprobs": True, "top_logprobs": 1}, "stopping": {"max_tokens": 3}, "sampling": {"n": 2}},
@@ -55,11 +55,11 @@ BEYOND = [
         {"logit_bias": {str(token): bias for token, bias in BIAS.items()}},
         "logit_bias has 3 tokens; the limit is 2",
     ),
-    ({"guided": {"regex": "abcd"}}, {"guided_regex": "abcd"}, "guided.regex has 4 bytes; the limit is 3"),
+    ({"guided": {"regex": "abcd"}}, {"guided_regex": "abcd"}, "guided_regex has 4 bytes; the limit is 3"),
     (
         {"guided": {"choice": {"choices": ["a", "b"]}}},
         {"guided_choice": ["a", "b"]},
-        "guided.choice has 2 texts; expected 1 to 1",
+        "guided_choice has 2 texts; expected 1 to 1",
     ),
 ]
 
@@ -94,7 +94,8 @@ async def test_both_doors_refuse_alike():
     async with talking(**LOWERED) as server:
         for fields, body, said in BEYOND:
             [violation] = await violations_of(server, **fields)
-            assert f"{violation.field} {violation.description}".split(".", 1)[-1] == said.removeprefix("guided.")
+            field = violation.field.split(".")[-1].removeprefix("top_")
+            assert f"{field} {violation.description}" == said.removeprefix("guided_")
             answer = await server.http.post("/v1/completions", json={"prompt": "ab"} | body)
             assert answer.status_code == 400
             error = answer.json()["error"]
@@ -144,6 +145,7 @@ async def test_large_headers_are_refused():
             answer = await server.http.get("/health", headers=headers)
             assert answer.status_code == 431
             assert "4096" in answer.json()["error"]["message"]
+            assert (await server.http.post("/v1/messages", headers=headers)).json()["type"] == "error"
 
 
 async def raw(server, data):

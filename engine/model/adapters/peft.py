@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,9 +98,12 @@ def read_adapter(folder: Path) -> AdapterFile:
 
 def _bytes_of(folder: Path, name: str) -> bytes:
     try:
-        return (folder / name).read_bytes()
+        if stat.S_ISREG((folder / name).stat().st_mode):  # to read a pipe or a device may never end
+            return (folder / name).read_bytes()
+        problem = "Not a file"
     except OSError as error:
-        raise ModelError(f"{str(folder)!r} has no readable {name}: {error.strerror}") from error
+        problem = str(error.strerror)
+    raise ModelError(f"{str(folder)!r} has no readable {name}: {problem}")
 
 
 @dataclass(frozen=True, slots=True)

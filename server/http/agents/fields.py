@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Tag
@@ -80,14 +79,3 @@ def without_tags(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
     inner = range(1, len(path) - 1)
     tags = {i for i in inner if path[i] in _tags and isinstance(path[i - 1], int)}
     return tuple(part for i, part in enumerate(path) if i not in tags)
-
-
-def renamed(violation: Violation, names: Mapping[str, str]) -> Violation:
-    """Return the violation with the name that the field has in the caller's protocol."""
-    field = violation.field
-    for group in ("messages.", "sampling.", "stopping.", "output."):
-        field = field.removeprefix(group)
-    for name, theirs in names.items():
-        if field == name or field.startswith((f"{name}.", f"{name}[")):
-            return replace(violation, field=theirs + field.removeprefix(name))
-    return replace(violation, field=field)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 from contextlib import aclosing
 from functools import partial
 
 from starlette.types import Send
 
-from engine.errors import PilotfishError
 from server.admission.admission import Call, Origin
 from server.admission.resume import EventIds
 from server.admission.stalls import stall_limit
 from server.http.agents.answers import AgentAnswer, events_of
 from server.http.agents.fields import Json
-from server.http.calls import EventStream, in_time
-from server.http.errors import INTERNAL, HttpError, http_error
+from server.http.calls import EventStream, in_time, told
 from server.http.pieces import CallReader
-
-logger = logging.getLogger(__name__)
 
 
 class NamedEventStream(EventStream):
@@ -48,11 +43,3 @@ class NamedEventStream(EventStream):
 async def _send(send: Send, events: list[Json]) -> None:
     body = "".join(f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
     await send({"type": "http.response.body", "body": body.encode(), "more_body": True})
-
-
-def told(error: Exception) -> HttpError:
-    """Return what the caller is told of an error."""
-    if isinstance(error, PilotfishError):
-        return http_error(error)
-    logger.error("an event could not be made", exc_info=error)
-    return INTERNAL

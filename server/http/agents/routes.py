@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,10 +17,10 @@ from server.admission.conversation import callable_tools, must_call
 from server.admission.slow_work import SlowWork
 from server.driver import Driver
 from server.http.agents.answers import AgentAnswer, whole_of
-from server.http.agents.fields import AgentBody, renamed, without_tags
+from server.http.agents.fields import AgentBody, without_tags
 from server.http.agents.named_events import NamedEventStream
 from server.http.bodies import MAX_ERRORS, read_json
-from server.http.calls import WholeAnswer, admit, in_time, unless_gone
+from server.http.calls import WholeAnswer, admit, in_time, origin_of, unless_gone
 from server.http.errors import violations
 from server.http.long_json import Encoder, in_turns
 from server.http.pieces import CallReader
@@ -42,13 +40,11 @@ class AgentProtocol(Generic[BodyT]):
         kind: the body of its requests.
         convert: makes a message of a body.
         answer: makes the answer to an admitted body.
-        names: its names of fields that are called differently in messages.
     """
 
     kind: type[BodyT]
     convert: Callable[[BodyT, ServedModel], pb.GenerateRequest]
     answer: Callable[[BodyT, Call], AgentAnswer]
-    names: Mapping[str, str]
 
 
 class AgentRoutes(Generic[BodyT]):
@@ -68,22 +64,20 @@ class AgentRoutes(Generic[BodyT]):
     async def respond(self, request: Request) -> Response:
         """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""
         data = await request.body()
-        try:
-            async with self._slow.turn(len(data)):
-                body, message = await self._read(data, request)
-                return await self._respond(body, message, request)
-        except InvalidRequest as invalid:
-            raise InvalidRequest(renamed(wrong, self._protocol.names) for wrong in invalid.violations) from None
+        async with self._slow.turn(len(data)):
+            body, message = await self._read(data, request)
+            return await self._respond(body, message, request)
 
     async def _respond(self, body: BodyT, message: pb.GenerateRequest, request: Request) -> Response:
         origin = origin_of(request, body.timeout)
         wrong, after = list(body.conflicts()), request.headers.get("last-event-id")
         if after is not None:
             wrong.append(Violation("Last-Event-ID", f"is {shown(after)}; a stream of this route cannot be continued"))
-        read = ParsedBody(message, tuple(wrong), body.timeout)
-        if not body.stream:
-            return await unless_gone(self._whole(body, read, origin), request.receive)
-        call = await unless_gone(admit(self._admission, read, origin), request.receive)
+        read = ParsedBody(message, tuple(wrong), body.timeout, called=body.called)
+        with read.naming():
+            if not body.stream:
+                return await unless_gone(self._whole(body, read, origin), request.receive)
+            call = await unless_gone(admit(self._admission, read, origin), request.receive)
         answer, reader = self._protocol.answer(body, call), _reader(message, call)
         return NamedEventStream(call, answer, reader, origin, self._stall_seconds)
 
@@ -125,12 +119,6 @@ def fields_of(kind: type[FieldsT], data: bytes, content_type: str) -> FieldsT:
             ]
         )
     raise InvalidRequest(wrong)
-
-
-def origin_of(request: Request, timeout: float | None) -> Origin:
-    """Return where a request comes from, and how long it may take."""
-    ends = math.inf if timeout is None else time.monotonic() + timeout
-    return Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
 
 
 def _reader(message: pb.GenerateRequest, call: Call) -> CallReader:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from engine.errors import ContextExcess, PilotfishError
-from server.http.errors import HttpError, http_error
+from server.http.errors import HttpError, context_words, http_error
 
 _TYPES = {  # by status
     401: "authentication_error",
@@ -37,9 +38,11 @@ class MessagesError(HttpError):
 
 def error_at(path: str, error: HttpError | PilotfishError) -> HttpError:
     """Return an error in the format of the routes at this path: Anthropic's or OpenAI's."""
-    if not path.startswith("/v1/messages"):
-        return http_error(error) if isinstance(error, PilotfishError) else error
-    return MessagesError.of(http_error(error, _context) if isinstance(error, PilotfishError) else error)
+    is_ours = path.startswith("/v1/messages")
+    if isinstance(error, PilotfishError):
+        what = "prompt" if path.startswith(("/v1/completions", "/generate")) else "messages"
+        error = http_error(error, _context if is_ours else partial(context_words, what=what))
+    return MessagesError.of(error) if is_ours else error
 
 
 def _context(field: str, excess: ContextExcess) -> str:

@@ -20,14 +20,8 @@ from server.http.calls import unless_gone
 from server.http.messages.answers import MessagesAnswer
 from server.http.messages.requests import conversation, messages_request
 from server.http.messages.types import ConversationBody, MessagesBody
+from server.http.requests import ParsedBody
 from server.model import ServedModel
-
-_NAMES = {
-    "prompt": "messages",
-    "stop": "stop_sequences",
-    "guided.json_schema": "output_config.format.schema",
-    "thinking_budget": "thinking.budget_tokens",
-}
 
 
 def add_messages(
@@ -35,7 +29,7 @@ def add_messages(
 ) -> None:
     """Add the routes; `driver` raises until the model is loaded."""
     router = APIRouter()
-    protocol = AgentProtocol(MessagesBody, _converted, _answer, _NAMES)
+    protocol = AgentProtocol(MessagesBody, _converted, _answer)
     routes = AgentRoutes(protocol, admission, driver, slow, stall_seconds)
     counter = _Counter(admission, driver, slow)
 
@@ -69,17 +63,19 @@ class _Counter:
         model, found = self._driver().model, list[Violation]()
         if model.codec is None or model.chat is None:
             raise Unsupported(f"{model.name} has no tokenizer or no chat template, so it reads no conversations")
-        message = await self._slow.run(_read, data, content_type)
-        text = await self._slow.run(convert.text_of, message, model, found, is_slow=True)
+        read = await self._slow.run(_read, data, content_type)
+        text = await self._slow.run(convert.text_of, read.message, model, found, is_slow=True)
         if text is None:
-            raise InvalidRequest(found)
+            with read.naming():
+                raise InvalidRequest(found)
         release_turn()
         return len(await self._slow.encode(text, partial(model.codec.encode, bare=True)))
 
 
-def _read(data: bytes, content_type: str) -> pb.GenerateRequest:
+def _read(data: bytes, content_type: str) -> ParsedBody:
     body = fields_of(ConversationBody, data, content_type)
-    return pb.GenerateRequest(model=body.model, messages=conversation(body))
+    message = pb.GenerateRequest(model=body.model, messages=conversation(body))
+    return ParsedBody(message, called=body.called)
 
 
 def _converted(body: MessagesBody, model: ServedModel) -> pb.GenerateRequest:

@@ -148,6 +148,14 @@ class OutputFields(Body):
     format: OutputFormat | None = None
 
 
+_NAMES = {
+    "prompt": "messages",
+    "thinking_budget": "thinking.budget_tokens",
+    r"tools\[(\d+)\]\.parameters": r"tools[\2].input_schema",
+    r"tool_choice\.mode": "tool_choice.type",
+}
+
+
 class ConversationBody(AgentBody):
     """Body of `POST /v1/messages/count_tokens`."""
 
@@ -167,7 +175,11 @@ class ConversationBody(AgentBody):
     def structure(self) -> Structure | None:
         """Return the structure of the text."""
         wanted = self.output_config.format
-        return None if wanted is None else Structure("output_config.format", "json", wanted.schema_)
+        return None if wanted is None else Structure("output_config.format.schema", "json", wanted.schema_)
+
+    def names(self) -> dict[str, str]:
+        """Return the names of all routes, and those of this route's own fields."""
+        return super().names() | _NAMES
 
 
 class MessagesBody(ConversationBody):
@@ -175,3 +187,7 @@ class MessagesBody(ConversationBody):
 
     max_tokens: UInt32
     stop_sequences: Texts = []  # noqa: RUF012
+
+    def names(self) -> dict[str, str]:
+        """Return the names of a conversation, and those of fields about its answer."""
+        return super().names() | ({} if self.stop else {"stop": "stop_sequences"})

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from engine.errors import Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.formats.base import Tool
-from server.http.types import ChatBody, ChatTurn, FunctionBody, ToolBody, ToolChoiceBody
+from server.http.types import ChatBody, ChatTurn, FunctionBody, ToolBody, ToolChoiceBody, text_of
 
 _ROLES = {"developer": "system", "function": "tool"}  # newer and older names, which few templates know
 _MODES = {
@@ -19,24 +16,6 @@ _MODES = {
     "auto": pb.TOOL_CHOICE_MODE_AUTO,
     "required": pb.TOOL_CHOICE_MODE_REQUIRED,
 }
-
-
-_NAMES = (  # of fields that messages have elsewhere
-    (re.compile(r"^messages\.tools(\[\d+\])\."), r"tools\1.function."),
-    (re.compile(r"^messages\.tool_choice\.name$"), "tool_choice.function.name"),
-    (re.compile(r"^messages\.tool_choice\.mode$"), "tool_choice"),
-    (re.compile(r"^messages\.template_arguments$"), "chat_template_kwargs"),
-    (re.compile(r"^messages\.(?=[a-z])"), ""),
-)
-
-
-def as_in_the_body(violation: Violation) -> Violation:
-    """Rename a field of the protocol's conversation as the body has it."""
-    for pattern, name in _NAMES:
-        field, is_renamed = pattern.subn(name, violation.field)
-        if is_renamed:
-            return replace(violation, field=field)
-    return violation
 
 
 def conversation(body: ChatBody) -> pb.ChatMessages:
@@ -112,7 +91,7 @@ def _turn(turn: ChatTurn) -> pb.ChatMessage:
     ]
     return pb.ChatMessage(
         role=_ROLES.get(turn.role, turn.role),
-        content=turn.text,
+        content=text_of(turn.content),
         name=turn.name,
         tool_calls=calls,
         tool_call_id=turn.tool_call_id,

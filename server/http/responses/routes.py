@@ -20,20 +20,13 @@ from server.http.responses.requests import functions, responses_request
 from server.http.responses.types import ResponsesBody
 from server.model import ServedModel
 
-_NAMES = {
-    "messages": "input",
-    "prompt": "input",
-    "max_tokens": "max_output_tokens",
-    "guided.json_schema": "text.format.schema",
-}
-
 
 def add_responses(
     app: FastAPI, admission: Admission, driver: Callable[[], Driver], slow: SlowWork, stall_seconds: float
 ) -> None:
     """Add the routes; `driver` raises until the model is loaded."""
     router = APIRouter()
-    protocol = AgentProtocol(ResponsesBody, _converted, _answer, _NAMES)
+    protocol = AgentProtocol(ResponsesBody, _converted, _answer)
     routes = AgentRoutes(protocol, admission, driver, slow, stall_seconds)
 
     @router.post("/v1/responses", response_model=None)

@@ -231,6 +231,9 @@ def _not_in_background(value: object) -> None:
         raise ValueError("is not false; an answer is sent to its caller alone, while it is made")
 
 
+_NAMES = {"messages|prompt": "input", "max_tokens": "max_output_tokens", r"tool_choice\.mode": "tool_choice"}
+
+
 class ResponsesBody(AgentBody):
     """Body of `POST /v1/responses`."""
 
@@ -259,7 +262,13 @@ class ResponsesBody(AgentBody):
         wanted = self.text.format
         if wanted is None or wanted.type == "text":
             return None
-        return Structure("text.format", "json", ANY_OBJECT if wanted.schema_ is None else wanted.schema_)
+        if wanted.schema_ is None:
+            return Structure("text.format", "json", ANY_OBJECT)
+        return Structure("text.format.schema", "json", wanted.schema_)
+
+    def names(self) -> dict[str, str]:
+        """Return the names of all routes, and those of this route's own fields."""
+        return super().names() | _NAMES
 
     def echo(self) -> Json:
         """Return the fields that an answer repeats. Long ones are left out: instructions and tools."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,19 @@ def test_matrices_in_8_bit_floats_are_refused(folder: Path) -> None:
     [
         ("adapter_config.json", None, "no readable adapter_config.json: No such file"),
         ("adapter_model.safetensors", None, "no readable adapter_model.safetensors: No such file"),
+        ("adapter_config.json", "fifo", "no readable adapter_config.json: Not a file"),
+        ("adapter_model.safetensors", "/dev/zero", "no readable adapter_model.safetensors: Not a file"),
         ("adapter_config.json", b"{", "cannot be read"),
         ("adapter_model.safetensors", b"\0" * 9, "cannot be read"),
     ],
 )
-def test_a_missing_or_broken_file_is_told(folder: Path, name: str, data: bytes | None, problem: str) -> None:
+def test_a_missing_or_broken_file_is_told(folder: Path, name: str, data: bytes | str | None, problem: str) -> None:
     (folder / name).unlink()
-    if data is not None:
+    if isinstance(data, bytes):
         (folder / name).write_bytes(data)
+    elif data is not None:
+        os.mkfifo(folder / "fifo")
+        (folder / name).symlink_to(data)
     with pytest.raises(ModelError, match=problem):
         read_adapter(folder)
 

@@ -55,7 +55,7 @@ async def test_any_mistakes_are_told_together():
         ("/v1/completions", {"prompt": None, "n": 0}, {"prompt is missing", "n is 0"}),
         ("/v1/completions", {"prompt": ["a", 5], "n": 0}, {"prompt[1] is 5", "n is 0"}),
         ("/v1/completions", {"prompt": "", "n": "2"}, {"prompt is empty", "n is '2'"}),
-        ("/v1/completions", {"prompt": "a", "stream": 1, "logprobs": 21}, {"stream is 1", "top_logprobs is 21"}),
+        ("/v1/completions", {"prompt": "a", "stream": 1, "logprobs": 21}, {"stream is 1", "logprobs is 21"}),
         ("/v1/chat/completions", {"messages": [{"role": "user"}], "top_p": 7}, {"messages[0].content", "top_p is 7"}),
         ("/v1/chat/completions", {"messages": [], "n": "2"}, {"messages", "n is '2'"}),
         (
@@ -105,6 +105,8 @@ async def test_another_model_goes_first_as_over_grpc(server):
 NAMED = {"type": "function", "function": {"name": "f"}}
 BADLY_NAMED = {"type": "function", "function": {"name": "a b"}}
 PICTURE = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "b"}}]}
+NAMELESS = {"type": "json_schema", "json_schema": {"name": "n", "schema": None}}
+NOT_SERVED = {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}
 LEGACY = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": ""}}
 
 
@@ -133,7 +135,12 @@ LEGACY = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         ("chat/completions", {"messages": []}, "messages", "0 messages"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools"),
         ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
-        ("chat/completions", {"guided_regex": "a"}, "guided.regex", "'a'"),
+        ("chat/completions", {"response_format": NAMELESS}, "response_format.json_schema.schema", "missing"),
+        ("chat/completions", {"response_format": NOT_SERVED}, "response_format.json_schema.schema", '{"not": {}}'),
+        ("chat/completions", {"guided_regex": "a"}, "guided_regex", "'a'"),
+        ("chat/completions", {"structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "'a'"),
+        ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens", "0; expected 1"),
+        ("chat/completions", {"prompt": "a"}, "prompt", "'a'; this field is not served"),
         ("chat/completions", {"speculation": {"proposer": "oracle"}}, None, "oracle"),
         ("completions", {"prompt": ["a"] * 129}, "prompt", "129 entries; the limit is 128"),
         ("completions", {"prompt": ["a", ""]}, "prompt[1]", "empty"),
@@ -144,7 +151,7 @@ LEGACY = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "'b'; text after the prompt is not served"),
         ("completions", {"prompt": "a", "structured_outputs": {"json": {}, "regex": "a"}}, "body", "outputs.regex"),
         ("completions", {"prompt": "a", "best_of": 2}, "best_of", "not served"),
-        ("completions", {"prompt": [10**6]}, "token_ids[0]", "1000000"),
+        ("completions", {"prompt": [10**6]}, "prompt[0]", "1000000"),
     ],
     ids=str,
 )

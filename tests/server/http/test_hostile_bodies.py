@@ -42,7 +42,7 @@ def told(path, data, content_type="application/json"):
     try:
         read_body(KINDS[path], data if isinstance(data, bytes) else json.dumps(data).encode(), content_type)
     except WrongBody as wrong:
-        return [str(violation) for violation in wrong.wrong]
+        return [str(violation) for violation in wrong.read.wrong]
     except InvalidRequest as invalid:
         return [str(violation) for violation in invalid.violations]
     return []

@@ -183,6 +183,7 @@ async def test_a_page_that_leads_its_own_name_here_is_refused_on_all_paths(serve
     assert repr(host) in message
     assert "localhost" in message
     assert "token_file" in message
+    assert (await server.http.post("/v1/messages", headers={"host": host})).json()["type"] == "error"
     assert not server.engine.requests
 
 

@@ -202,6 +202,10 @@ REFUSED = [
     ({"tool_choice": {"type": "web_search"}}, "is of type 'web_search', which is not served"),
     ({"tool_choice": {"type": "function", "name": "f"}, "tools": [TOOL]}, "tool_choice.name is 'f', which is none"),
     ({"max_output_tokens": 0}, "max_output_tokens is 0; expected 1"),
+    ({"max_tokens": 5}, "max_tokens is 5; this field is not served"),
+    ({"prompt": 5}, "prompt is set; this field is not served"),
+    ({"guided_json": "["}, "guided_json is '['"),
+    ({"tool_choice": "required"}, "tool_choice requires a call"),
     ({"event_ids": True}, "event_ids is True; a stream of this route cannot be continued"),
     ({"input": []}, "input has 0 messages; expected 1"),
 ]
