@@ -21,6 +21,7 @@ from safetensors.torch import load as read_tensors
 from torch import Tensor
 
 from engine.errors import ModelError, shown
+from engine.model.bounded import bounded
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -97,7 +98,7 @@ def read_adapter(folder: Path) -> AdapterFile:
 
 def _bytes_of(folder: Path, name: str) -> bytes:
     try:
-        return (folder / name).read_bytes()
+        return bounded(folder / name).read_bytes()
     except OSError as error:
         raise ModelError(f"{str(folder)!r} has no readable {name}: {error.strerror}") from error
 
