@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.device_loop.repertoire import Repertoire
 from engine.device_loop.results import untold
 from engine.device_loop.round import Round
 from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth
@@ -14,11 +13,11 @@ from engine.engine import Engine
 from engine.startup import warm
 from tests import fakes
 from tests.card import here
-from tests.engine.device_loop.test_repertoire import Recorder
-from tests.loops import AnyK, plainly, recorded, request, steered
+from tests.engine.device_loop.test_repertoire import Recorder, recorded_by, small
+from tests.loops import AnyK, plainly, request, steered
 
 SECONDS = 0.3  # that a recording takes on the clock here
-COVERING, EVERY = covering(6, 4), in_order_of_worth(6, 4)
+COVERING, EVERY = covering(4, 2), in_order_of_worth(4, 2)
 
 
 class Clock:
@@ -33,9 +32,7 @@ class Clock:
 
 
 def engine_on(clock: Clock, recorder: Recorder) -> Engine:
-    engine = steered(AnyK(1), recorded, shapes=())
-    engine.rounds.repertoire = Repertoire(engine.rounds.round_of, recorder, COVERING, clock=clock)
-    return engine
+    return recorded_by(recorder, steered(AnyK(1), small), 4, 2, clock=clock)
 
 
 @pytest.fixture
@@ -87,9 +84,9 @@ def test_what_covers_is_all_that_a_successor_waits_for(options, seconds, num_rec
 def test_an_idle_engine_records_one_at_a_time_the_missed_ones_first(made) -> None:
     clock, recorder, engine = made
     engine.rounds.record(untold, later=True)
-    assert shapes_of(recorder.made) == [(8, k) for k in (4, 0, 1, 2, 3)]
+    assert shapes_of(recorder.made) == [(4, k) for k in (2, 0, 1)]
     serve(engine, recorder, range(1))  # one sequence, which nothing that is recorded fits
-    assert {round_.size for round_ in recorder.ran} == {8}
+    assert {round_.size for round_ in recorder.ran} == {4}
     before = clock.now
     assert engine.rest()
     assert clock.now - before == pytest.approx(SECONDS)
