@@ -57,5 +57,5 @@ def _platform(libraries: list[Path]) -> str:
     """The oldest platform on which the libraries load: that of the newest symbol of glibc that they ask for."""
     ours, machine = list(platform_tags()), platform.machine()
     needed = [int(minor) for path in libraries for minor in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())]
-    oldest = f"manylinux_2_{max(17, *needed)}_{machine}"
+    oldest = f"manylinux_2_{max([17, *needed])}_{machine}"
     return oldest if oldest in ours else next((tag for tag in ours if tag.startswith("musllinux")), ours[0])

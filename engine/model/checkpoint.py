@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError, PilotfishError
+from engine.model.bounded import check_folder
 from engine.model.gguf.architectures import config_of
 from engine.model.gguf.files import gguf_file, open_gguf
 from engine.model.gguf.tokenizer import chat_template_in
@@ -63,6 +64,7 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
             return config_of(gguf)
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelError(f"cannot load model {name!r}: there is no such folder")
+    check_folder(Path(name))
     with told_as_model_error(name):
         _check_numbers(name, PreTrainedConfig.get_config_dict(name, revision=revision)[0])
         whole = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)

@@ -30,6 +30,7 @@ TUNING = ("-mtune=skylake",) if platform.machine() == "x86_64" else ()
 COMPILERS = ("cc", "gcc", "clang")
 ZIG = "ziglang>=0.13,<1"  # a package of PyPI that has a C compiler
 PATIENCE = 600  # seconds for a library
+MOST_BYTES = 1 << 28  # of a library: a hundred times as many as one has
 
 
 class Level(NamedTuple):
@@ -92,9 +93,11 @@ def sources(folder: Path = HERE) -> list[Path]:
 
 def fingerprint(folder: Path = HERE) -> str:
     """A hash of the sources, the headers and the flags."""
-    parts = [repr((FLAGS, TUNING, [level[:2] for level in LEVELS]))]
-    parts += [f"{path.name}\n{path.read_text('utf-8')}" for path in (*sources(folder), *sorted(folder.glob("*.h")))]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    parts = [repr((FLAGS, TUNING, [level[:2] for level in LEVELS])).encode()]
+    parts += [
+        path.name.encode() + b"\n" + path.read_bytes() for path in (*sources(folder), *sorted(folder.glob("*.h")))
+    ]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def read_manifest(folder: Path = HERE) -> Manifest:
@@ -106,13 +109,15 @@ def read_manifest(folder: Path = HERE) -> Manifest:
             str(level): BuiltLibrary(str(found["file"]), int(found["size"]), str(found["sha256"]))
             for level, found in read["libraries"].items()
         }
-        return Manifest(str(read["sources"]), str(read["compiler"]), list(read["levels"]), libraries)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return Manifest(str(read["sources"]), str(read["compiler"]), list(map(str, read["levels"])), libraries)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise OSError(f"{MANIFEST} is damaged: {error!r}") from error
 
 
 def read_library(built: BuiltLibrary, folder: Path = HERE) -> bytes:
     """Read a library. Raises OSError: it cannot be read, or it is not what was built."""
+    if not built.file.isprintable() or not 0 < built.size <= MOST_BYTES:
+        raise OSError(f"{MANIFEST} is damaged: {built.file!r} cannot have {built.size} bytes")
     with (folder / built.file).open("rb") as file:
         content = file.read(built.size + 1)
     if len(content) != built.size:

@@ -14,8 +14,9 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
 from engine.errors import InvalidRequest, ModelError
+from engine.model.bounded import bounded
 from engine.model.gguf.files import gguf_file, open_gguf
-from engine.model.gguf.tokenizer import tokenizer_in
+from engine.model.gguf.tokenizer import tokenizer_faults, tokenizer_in
 from engine.text.spelling import Spelling, steps_of
 from engine.text.stops import NO_ASIDES, NO_STOPS, Asides, Stop, StopSearch, StopStrings
 
@@ -44,10 +45,8 @@ class Codec:
         path = find_file(source, TOKENIZER_FILE, revision)
         if path is None:
             return None
-        try:
+        with tokenizer_faults(path):
             return cls(Tokenizer.from_file(str(path)))
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
 
     @property
     def added_tokens(self) -> dict[str, int]:
@@ -138,7 +137,7 @@ def find_file(source: str | Path, name: str, revision: str | None = None) -> Pat
         return None
     folder = Path(source)
     if folder.is_dir():
-        path = folder / name
+        path = bounded(folder / name)
         return path if path.is_file() else None
     try:
         return Path(hf_hub_download(str(source), name, revision=revision))

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -76,7 +76,7 @@ class Card:
         self.waits = Counter[str]()  # by the nearest function of the engine
         self.uploads, self.sync_debug_mode = 0, "default"
         self.capture: Capture | None = None
-        self._landing, self._num_landed = list[tuple[Tensor, Tensor]](), 0  # copies to the host: where to, and what
+        self._landing, self._num_landed = list[Callable[[], object]](), 0  # what it does as each copy is done
 
     def wait(self, why: str) -> None:
         """The host waits until the card has done all that it was told to do."""
@@ -91,14 +91,13 @@ class Card:
 
     @property
     def num_copies(self) -> int:
-        """Copies to the host so far that nobody waited for when they were asked for."""
+        """Copies to and from the host so far that nobody waited for when they were asked for."""
         return self._num_landed + len(self._landing)
 
     def land(self, count: int) -> None:
-        """Let the first `count` of these copies arrive."""
+        """Let the first `count` of these copies be done."""
         while self._num_landed < count:
-            target, value = self._landing.pop(0)
-            target.copy_(value)
+            self._landing.pop(0)()
             self._num_landed += 1
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,6 +123,8 @@ class Card:
         """A copy on the card."""
         if not (is_async and is_pinned(tensor)):
             self.wait("a copy from memory that is not pinned")
+        elif self.capture is None:
+            self._landing.append(partial(_check_unchanged, tensor, tensor.clone()))
         self.uploads += 1
         return on_card(self.call("copy", torch.clone, (tensor,), {}))
 
@@ -144,8 +145,13 @@ class Card:
             return target.copy_(self.download(source))
         if self.capture is not None:
             raise RuntimeError(f"{REFUSED}: a copy to the host")
-        self._landing.append((target, source.clone()))
+        self._landing.append(partial(target.copy_, source.clone()))
         return target.fill_(poison(target.dtype))
+
+
+def _check_unchanged(source: Tensor, sent: Tensor) -> None:
+    now, then = (tensor.reshape(-1).view(torch.uint8) for tensor in (source, sent))
+    assert torch.equal(now, then), "pinned memory was written before the copy from it was done"
 
 
 class Launches(TorchDispatchMode):

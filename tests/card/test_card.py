@@ -112,6 +112,19 @@ def test_a_copy_to_the_host_arrives_when_it_is_waited_for(card: Card) -> None:
     assert not card.waits
 
 
+def test_what_is_being_copied_up_may_not_be_written(card: Card) -> None:
+    pinned, done = torch.tensor([1.0, float("nan")]).pin_memory(), torch.cuda.Event()
+    for _ in range(2):
+        pinned.to("cuda", non_blocking=True)
+        done.record()
+        done.synchronize()
+        pinned.add_(1)
+    pinned.to("cuda", non_blocking=True)
+    pinned.add_(1)
+    with pytest.raises(AssertionError, match="before the copy from it was done"):
+        torch.cuda.synchronize()
+
+
 def test_a_play_reads_by_address_what_is_there_now(card: Card) -> None:
     """What was written since is read, what was given back is poison, numbers of the host's are those of the capture."""
     kept, lost, number, times = up([1.0, 2.0]), up([10.0, 20.0]), torch.tensor(100.0), [1]

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors.torch import load as read_tensors
 from torch import Tensor
 
 from engine.errors import ModelError, shown
+from engine.model.bounded import bounded
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -98,12 +98,9 @@ def read_adapter(folder: Path) -> AdapterFile:
 
 def _bytes_of(folder: Path, name: str) -> bytes:
     try:
-        if stat.S_ISREG((folder / name).stat().st_mode):  # to read a pipe or a device may never end
-            return (folder / name).read_bytes()
-        problem = "Not a file"
+        return bounded(folder / name).read_bytes()
     except OSError as error:
-        problem = str(error.strerror)
-    raise ModelError(f"{str(folder)!r} has no readable {name}: {problem}")
+        raise ModelError(f"{str(folder)!r} has no readable {name}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ _WORDS: dict[type, str] = {
     Strings: "an array of texts",
     Numbers: "an array of numbers",
 }
-_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+_PART = re.compile(r"(?P<stem>.+)-[0-9]{5}-of-(?P<count>[0-9]{5})\.gguf")
+_MOST_PARTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class Container:
             raise ModelError(f"{self.path} has no {key}")
         return found
 
-    def strings(self, key: str) -> Seq[str]:
+    def strings(self, key: str) -> Strings | tuple[str, ...]:
         """The strings of an array, which are read when they are wanted; none where the file has no such array."""
         return self.get(key, Strings) or ()
 
@@ -202,11 +203,17 @@ class Container:
 
 
 def names_of_parts(name: str) -> list[str]:
-    """The names of all parts of a model, from that of one: `a-00002-of-00003.gguf`; of a whole file its own name."""
+    """The names of all parts of a model, from that of one: `a-00002-of-00003.gguf`; of a whole file its own name.
+
+    Raises:
+        ModelError: they are too many.
+    """
     found = _PART.fullmatch(name)
     if found is None:
         return [name]
     stem, count = found["stem"], int(found["count"])
+    if count > _MOST_PARTS:
+        raise ModelError(f"{name} is one of {count} files by its name; expected at most {_MOST_PARTS}")
     return [f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)] or [name]
 
 

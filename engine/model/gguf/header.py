@@ -9,12 +9,12 @@ from __future__ import annotations
 import mmap
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Numbers:
         return self.count
 
 
-class Strings(Sequence[str]):
+class Strings:
     """An array of strings that is still in the file; each is decoded when it is read."""
 
     def __init__(self, cursor: Cursor, key: str, starts: array[int]) -> None:
@@ -59,13 +59,7 @@ class Strings(Sequence[str]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> str:
         starts = self._starts
         return self._text(starts[index], starts[index + 1] - _LENGTH.size if index + 1 < len(self) else self.stop)
 

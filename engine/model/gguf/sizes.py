@@ -28,12 +28,8 @@ class _Size:
 
 
 def _expert_width(keys: Keys) -> int:
-    return keys.size(_width_key(keys))
-
-
-def _width_key(keys: Keys) -> str:
     own = "expert_feed_forward_length"
-    return own if keys.full(own) in keys.container.metadata else "feed_forward_length"
+    return keys.size(own if keys.full(own) in keys.container.metadata else "feed_forward_length")
 
 
 def _shared_width(keys: Keys) -> int:

@@ -6,9 +6,11 @@ tokenizer needs belongs to its kind, and llama.cpp knows it by the names (`llama
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,9 @@ from engine.model.gguf.header import Strings
 
 _NONE = (None, "none", "no_vocab")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
-# Published tokens have at most 256 bytes, and vocabularies 2 MB; merges are looked for at each place of each token.
-_LONGEST_TOKEN, _MOST_TEXT = 1 << 10, 1 << 23
+# Twice what published vocabularies have, or more: 256 bytes of a token, 2.3 MB of text, 2.2 merges for each token, and
+# 6,400 tokens that are found before text is split. A small file may have what takes minutes, and more than all memory.
+_LONGEST_TOKEN, _MOST_TEXT, _MOST_MERGES, _MOST_ADDED = 1 << 9, 1 << 22, 8, 1 << 15
 _IDS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
 _SPACE = "▁"  # stands for the space in vocabularies of SentencePiece
 # Texts of control tokens that end a turn; few files name them beside the end of a text.
@@ -116,7 +119,7 @@ def tokenizer_in(container: Container) -> Tokenizer | None:
         raise ModelError(f"{container.path} has tokenizer.ggml.tokens and no tokenizer.ggml.model")
     if whole is None and kind in _NONE:
         return None
-    try:
+    with tokenizer_faults(container.path):
         if whole is not None:
             return Tokenizer.from_str(whole)
         vocabulary = _Vocabulary.of(container)
@@ -124,11 +127,20 @@ def tokenizer_in(container: Container) -> Tokenizer | None:
             return _byte_level(container, vocabulary)
         if kind == "llama":
             return _of_pieces(container, vocabulary)
+    raise ModelError(f"{container.path}: tokenizer.ggml.model is {shown(kind)}; expected gpt2 or llama")
+
+
+@contextmanager
+def tokenizer_faults(path: Path) -> Iterator[None]:
+    """Turn any error while the tokenizer of a file is made into a ModelError."""
+    try:
+        yield
     except ModelError:
         raise
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise ModelError(f"cannot read the tokenizer of {container.path}: {error}") from error
-    raise ModelError(f"{container.path}: tokenizer.ggml.model is {shown(kind)}; expected gpt2 or llama")
+    except BaseException as error:  # the tokenizers library raises bare Exception, and no Exception where it panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"cannot read the tokenizer of {path}: {error}") from error
 
 
 def chat_template_in(container: Container) -> str | None:
@@ -173,6 +185,10 @@ class _Vocabulary:
             first, text = next((i, text) for i, text in enumerate(tokens) if ids[text] != i)
             twice = f"{first} and {ids[text]} are both {shown(text)}"
             raise ModelError(f"{container.path}: tokenizer.ggml.tokens {twice}; expected {len(tokens)} different texts")
+        added = sum(kind in (_CONTROL, _USER_DEFINED) for kind in kinds)
+        if added > _MOST_ADDED:
+            told = f"tokenizer.ggml.token_type has {added} tokens of types {_CONTROL} and {_USER_DEFINED}"
+            raise ModelError(f"{container.path}: {told}; expected at most {_MOST_ADDED}")
         return cls(tokens, kinds, ids)
 
     def add_to(self, made: Tokenizer) -> None:
@@ -182,7 +198,7 @@ class _Vocabulary:
         made.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED])
 
 
-def _types(container: Container, tokens: Seq[str]) -> np.ndarray[Any, Any]:
+def _types(container: Container, tokens: Sized) -> np.ndarray[Any, Any]:
     """The types of tokens; all are normal where the file does not say."""
     found = container.numbers("tokenizer.ggml.token_type")
     found = np.ones(len(tokens), np.int32) if found is None else found
@@ -198,8 +214,7 @@ def _byte_level(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
         raise ModelError(f"{container.path}: tokenizer.ggml.pre is {shown(name)}; expected one of {', '.join(_RULES)}")
     rule, stored = _RULES[name], container.strings("tokenizer.ggml.merges")
     places = sum(map(len, vocabulary.tokens))
-    if len(stored) > places:
-        raise ModelError(f"{container.path} has {len(stored)} merges, and tokens that can be cut at {places} places")
+    _check_merges(container, len(stored), len(vocabulary.tokens))
     if not stored and not rule.whole_words and places > len(vocabulary.tokens):
         raise ModelError(f"{container.path} has no tokenizer.ggml.merges, and tokens of several bytes")
     merges = [(first, second) for first, _, second in (merge.partition(" ") for merge in stored)]
@@ -225,7 +240,7 @@ def _of_pieces(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     made = Tokenizer(
         BPE(
             vocabulary.ids,
-            _merges(vocabulary.ids, scores.tolist()),
+            _merges(container, vocabulary, scores.tolist()),
             fuse_unk=True,
             byte_fallback=True,
             unk_token=unknown,
@@ -247,18 +262,24 @@ def _of_pieces(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     return made
 
 
-def _merges(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def _merges(container: Container, vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
     """The merges that a vocabulary with scores implies: of each token any two that make it, the best tokens first.
 
     Tokens a 0, b 0, ab -1, aba -2 -> (a, b), (ab, a).
     """
-    found = list[tuple[float, int, int, str, str]]()
+    tokens, ids, found = vocabulary.tokens, vocabulary.ids, list[tuple[float, int, int]]()
     for token, i in ids.items():
         for cut in range(1, len(token)):
-            first, second = token[:cut], token[cut:]
-            if first in ids and second in ids:
-                found.append((-scores[i], ids[first], ids[second], first, second))
-    return [(first, second) for *_, first, second in sorted(found)]
+            if (first := ids.get(token[:cut])) is not None and (second := ids.get(token[cut:])) is not None:
+                found.append((-scores[i], first, second))
+        _check_merges(container, len(found), len(tokens))
+    return [(tokens[first], tokens[second]) for _, first, second in sorted(found)]
+
+
+def _check_merges(container: Container, count: int, num_tokens: int) -> None:
+    """Refuse merges that no vocabulary needs, and of which a small file may have millions."""
+    if count > _MOST_MERGES * num_tokens:
+        raise ModelError(f"{container.path} has {count} merges or more; expected at most {_MOST_MERGES} for each token")
 
 
 def _begin(container: Container, vocabulary: _Vocabulary, made: Tokenizer, *, otherwise: bool) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine.errors import ModelError
+from engine.model.bounded import bounded
 
 _FILES = ("*.json", "*.safetensors")
 PICKLES = ("*.pt", "*.bin", "*.pth", "*.pkl")
@@ -34,9 +35,9 @@ def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], di
         why = "it has pickled weights, which are refused: convert them (safetensors.torch.save_file)" if pickled else ""
         raise ModelError(f"{name!r} has no safetensors; {why or 'expected config.json and *.safetensors'}")
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config = json.loads(bounded(folder / "config.json").read_text("utf-8"))
         tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ModelError(f"cannot load {name!r}: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{name!r}: config.json holds no object")

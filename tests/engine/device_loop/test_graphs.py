@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.device_loop import graphs, layout
+from engine.device_loop import graphs, layout, slate
 from engine.device_loop.graphs import Graphs, MemoryBudget, RecordedRound
 from engine.device_loop.layout import Layout
 from engine.device_loop.results import PendingRound
@@ -128,8 +128,33 @@ def read_after_the_next_play(patch: Patch) -> None:
     patch.setattr(PendingRound, "read", late)
 
 
-def read_before_it_has_come(patch: Patch) -> None:
-    patch.setattr(PendingRound, "read", lambda self: self._rows.tolist())
+def mark_before_the_copy(patch: Patch) -> None:
+    """The event that is waited for lies before what it is to tell of."""
+    begin = PendingRound.__post_init__
+
+    def early(self):
+        mark = torch.cuda.Event() if self.brought.drawn.is_cuda else None
+        if mark:
+            mark.record()
+        begin(self)
+        self._event = mark
+
+    patch.setattr(PendingRound, "__post_init__", early)
+
+
+def write_what_is_being_sent(patch: Patch) -> None:
+    """Pinned memory is allocated once, and written while the copy before is on its way."""
+    held = []
+
+    def sent(numbers, device):
+        if device.type != "cuda":
+            return numbers.to(device)
+        if not held:
+            held.append(torch.zeros(4096, dtype=numbers.dtype, pin_memory=True))
+        held[0][: len(numbers)].copy_(numbers)
+        return held[0].to(device, non_blocking=True)[: len(numbers)]
+
+    patch.setattr(slate, "send", sent)
 
 
 def decide_on_the_host(patch: Patch) -> None:
@@ -137,17 +162,10 @@ def decide_on_the_host(patch: Patch) -> None:
     patch.setattr(Round, "propose", lambda self, slots: propose(self, slots if slots.any().item() else slots.clone()))
 
 
-def send_a_constant(patch: Patch) -> None:
-    of = Layout.of
-    patch.setattr(
-        Layout, "of", lambda self, slots: of(self, slots + torch.zeros(1, dtype=torch.int64).to(slots.device))
-    )
-
-
 SOON = forget_the_round, read_after_the_next_play, decide_on_the_host
 LATER = (
-    play_for_other_slots, freeze_the_temperature, freeze_a_length, move_what_has_grown, read_before_it_has_come,
-    send_a_constant,
+    play_for_other_slots, freeze_the_temperature, freeze_a_length, move_what_has_grown, mark_before_the_copy,
+    write_what_is_being_sent,
 )  # fmt: skip
 
 

@@ -84,8 +84,8 @@ def test_no_state_of_the_cache_changes_what_is_loaded(
 
 
 def test_a_changed_source_is_told_and_compiled_by_nobody(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("matmul.c", "vectors.h"):
-        (fresh / name).write_text((fresh / name).read_text() + "\n#error never\n")
+    for name, change in (("matmul.c", b"\n#error never\n"), ("vectors.h", b"// na\xefve\n")):
+        (fresh / name).write_bytes((fresh / name).read_bytes() + change)
         caplog.clear()
         compiled.loaded.cache_clear()
         assert compiled.loaded().file == BEST
@@ -146,6 +146,9 @@ def test_no_manifest_however_damaged_makes_a_start_fail(fresh: Path) -> None:
     whole = manifest.read_bytes()
     damaged = [whole[: len(whole) * i // 12] for i in range(12)]
     damaged += [b"[]", b"null", b'{"libraries": 3}', b"\xff\xfe", b"9" * 9999, b"[" * 99999]
+    size, file = (str(getattr(LIBRARIES[ORDER[0]], name)).encode() for name in ("size", "file"))
+    damaged += [whole.replace(size, other) for other in (b"1e999", b"9" * 13, b"9" * 30, b"-2", b"NaN", b"[]")]
+    damaged += [whole.replace(file, other) for other in (b"a\\u0000", b"", b"..", b"/dev/zero", b"\\ud800")]
     for _ in range(30):
         content = bytearray(whole)
         content[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)

@@ -140,6 +140,8 @@ def test_names_of_files(file: Path, tmp_path: Path) -> None:
     assert gguf_file(tmp_path) is None
     with pytest.raises(ModelError, match="there is no such file"):
         gguf_file(str(tmp_path / "missing.gguf"))
+    with pytest.raises(ModelError, match="is one of 99999 files by its name; expected at most 1024"):
+        Container.open(tmp_path / "a-00001-of-99999.gguf")
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(ModelError, match=r"holds 2 GGUF files: name one of a\.gguf, b\.gguf"):

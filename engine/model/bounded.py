@@ -1,0 +1,40 @@
+"""Files of strangers that are read as a whole: a pipe would never end, and a large file would take all memory."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from engine.errors import ModelError
+
+_MOST = 1 << 22  # bytes of configs and chat templates; published ones have a quarter of it at most
+_LARGER = {  # twice those of the largest published, or more
+    "tokenizer.json": 1 << 26,
+    "model.safetensors.index.json": 1 << 25,
+    "adapter_model.safetensors": 1 << 33,
+}
+_READ_WHOLE = ("*config.json", "*tokenizer.json", "*.index.json", "*_map.json", "*.jinja")
+
+
+def bounded(path: Path) -> Path:
+    """The path of a file, which may be missing.
+
+    Raises:
+        ModelError: it is no regular file, or larger than any that is published.
+    """
+    try:
+        status = path.stat()
+    except OSError:  # who opens it says why
+        return path
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path} is no regular file")
+    if status.st_size > (most := _LARGER.get(path.name, _MOST)):
+        raise ModelError(f"{path} has {status.st_size} bytes; expected at most {most}")
+    return path
+
+
+def check_folder(folder: Path) -> None:
+    """Look at those files of a checkpoint that libraries read as a whole; ModelError as `bounded`."""
+    for pattern in _READ_WHOLE:
+        for path in folder.glob(pattern):
+            bounded(path)
