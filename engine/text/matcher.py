@@ -7,8 +7,10 @@ this matcher fails as well, the request itself has caused the fault.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,15 +34,20 @@ INITIAL_LEXER_FUEL = 1_000_000
 MAX_LEXER_STATES = 50_000
 MAX_GRAMMAR_SIZE = 20_000
 
+# The library goes from rule to rule by recursion, without a limit: some 3 kB for each rule of a chain, and a crash of
+# the process where they do not fit. Only what is used takes memory.
+_STACK_BYTES = 256 * 2**20
+_STACK_LOCK = threading.Lock()  # the size is one of the process
+
 RENEWAL_SECONDS = 0.1  # longest time inside a step to give one state its own matcher
 _LEXER_FAILED = "lexer error"  # how the library's report begins; the stop reason is always `InternalError`
 
 
-def parser_limits() -> LLParserLimits:
+def parser_limits(initial_lexer_fuel: int = INITIAL_LEXER_FUEL) -> LLParserLimits:
     """The limits of every matcher."""
     return LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
-        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        initial_lexer_fuel=initial_lexer_fuel,
         step_lexer_fuel=STEP_LEXER_FUEL,
         step_max_items=STEP_MAX_ITEMS,
         max_lexer_states=MAX_LEXER_STATES,
@@ -59,7 +66,14 @@ class GrammarVocabulary:
 
     def matcher(self, source: str) -> LLMatcher:
         """Make a matcher with its own lexer; its `get_error` reports what is wrong with `source`."""
-        return LLMatcher(self.tokenizer, source, log_level=0, limits=parser_limits())
+        with ThreadPoolExecutor(1, thread_name_prefix="matcher") as thread:
+            with _STACK_LOCK:
+                usual = threading.stack_size(_STACK_BYTES)
+                try:
+                    made = thread.submit(LLMatcher, self.tokenizer, source, log_level=0, limits=parser_limits())
+                finally:
+                    threading.stack_size(usual)
+            return made.result()
 
 
 class CompiledGrammar:

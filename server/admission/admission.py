@@ -227,7 +227,7 @@ class Admission:
             except InvalidRequest as invalid:
                 i = answer.tool_of(name)
                 if i is not None and not answer.tools[i].strict:
-                    answer = answer.relaxed(i)
+                    answer = answer.relaxed(i, invalid.violations[0].problem)
                 elif i is not None:
                     raise InvalidRequest([replace(v, field=name) for v in invalid.violations]) from None
                 else:

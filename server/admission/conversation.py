@@ -95,7 +95,7 @@ def _sound(answer: Answer, model: ServedModel) -> Answer:
         wrong = list(_part_violations(field, part, model.engine.config))
         i = answer.tool_of(field) if wrong else None
         if i is not None and not answer.tools[i].strict:
-            sound = sound.relaxed(i)
+            sound = sound.relaxed(i, wrong[0].problem)
         else:
             found += wrong
     if found:

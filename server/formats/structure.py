@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from engine.params import Guided, ThinkingBudget
@@ -57,9 +58,10 @@ class Answer:
             (i for i in range(len(self.tools)) if field == f"messages.tools[{self.first_tool + i}].parameters"), None
         )
 
-    def relaxed(self, index: int) -> Answer:
-        """The same with any object as the arguments of one tool."""
+    def relaxed(self, index: int, problem: str) -> Answer:
+        """The same with any object as the arguments of one tool, with the reason in the log."""
         tools = list(self.tools)
+        log.warning("the parameters of %r, which is not strict, are not enforced: %s", tools[index].name, problem)
         tools[index] = replace(tools[index], parameters=ANY_OBJECT)
         return replace(self, tools=tuple(tools))
 
@@ -67,10 +69,8 @@ class Answer:
 def _arguments(tool: Tool) -> Guided:
     """The structure of the arguments alone: if the tool is not strict, without what cannot be followed exactly."""
     if not tool.strict:
-        try:
+        with suppress(ValueError, RecursionError):
             return Guided(grammar=f"start: {arguments_rule(tool)}")
-        except (ValueError, RecursionError):
-            log.info("the arguments of %s may be any object: its schema cannot be used", tool.name)
     return Guided(json_schema=tool.parameters)
 
 

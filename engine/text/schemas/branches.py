@@ -9,8 +9,10 @@ from typing import Any
 from engine.text.schemas.documents import Schema
 from engine.text.schemas.keywords import VALUES, Branch, Keywords
 from engine.text.schemas.numbers import checked
+from engine.text.schemas.patterns import writable
 
 MAX_PARTS = 20_000  # schemas and branches that are looked at; each takes some 20 us
+_PARTS_PER_COUNT = 100  # of a branch that is copied
 _REFUSED = (
     "contains", "dependencies", "dependentRequired", "dependentSchemas", "if", "not", "propertyNames",
     "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "$dynamicRef", "$recursiveRef",
@@ -43,10 +45,14 @@ class Branches:
         """The ways to satisfy all of these schemas: one of the branches is to be satisfied."""
         found: list[Branch] = [[]]
         for schema in schemas:
-            further = self._of_one(schema, around)
-            self.count(len(found) * len(further))
-            found = [[*one, *other] for one in found for other in further]
+            found = self._both(found, self._of_one(schema, around))
         return found
+
+    def _both(self, some: list[Branch], others: list[Branch]) -> list[Branch]:
+        """The ways to satisfy one branch of each. ValueError: they are too many, or too long."""
+        size = len(some) * sum(map(len, others)) + len(others) * sum(map(len, some))
+        self.count(len(some) * len(others) + size // _PARTS_PER_COUNT)
+        return [list({id(part): part for part in [*one, *other]}.values()) for one in some for other in others]
 
     def _of_one(self, schema: Schema, around: tuple[int, ...]) -> list[Branch]:
         if schema is True or schema is False:
@@ -63,39 +69,53 @@ class Branches:
     def _split(self, schema: dict[str, Any], around: tuple[int, ...]) -> list[Branch]:
         self.count()
         if "$ref" in schema and self._keywords.document.draft <= 7:  # which ignores all keywords beside it
-            return self.of([self._keywords.document.resolved(schema, schema["$ref"])], around)
+            return self.of([self._referenced(schema)], around)
         for keyword in _REFUSED:
-            if (
-                keyword in schema
-                and self._keywords.document.draft >= _SINCE.get(keyword, 0)
-                and schema[keyword] is not False
-            ):
+            is_known = self._keywords.document.draft >= _SINCE.get(keyword, 0)
+            if is_known and schema.get(keyword, False) is not False:
                 self._keywords.refuse(keyword, "is not supported", schema)
         own = "properties" if "properties" in schema else next((key for key in schema if key in _ASSERTIONS), None)
         found: list[Branch] = [[]]
-        for keyword, value in schema.items():
+        for keyword in schema:
             if keyword == own:
                 further = [[schema]]
             elif keyword in ("allOf", "anyOf", "oneOf"):
                 further = self._combined(schema, keyword, around)
             elif keyword == "$ref":
-                further = self.of([self._keywords.document.resolved(schema, value)], around)
+                further = self.of([self._referenced(schema)], around)
             elif keyword in ("const", "enum"):
-                values = [value] if keyword == "const" else self._keywords.read(schema, keyword, list, [])
-                further = [[self.keep(one)] for one in _constants(values)]
+                further = self._given(schema, keyword)
             else:
                 continue
-            self.count(len(found) * len(further))
-            found = [[*one, *other] for one in found for other in further]
+            found = self._both(found, further)
         return found
+
+    def _referenced(self, schema: dict[str, Any]) -> Schema:
+        try:
+            return self._keywords.document.resolved(schema, schema["$ref"])
+        except ValueError as problem:
+            self._keywords.refuse("$ref", str(problem), schema)
+            return True
+
+    def _given(self, schema: dict[str, Any], keyword: str) -> list[Branch]:
+        """Branches of the values of `const` or `enum`."""
+        values = [schema["const"]] if keyword == "const" else self._keywords.read(schema, keyword, list, None)
+        try:
+            return [[]] if values is None else [[self.keep(one)] for one in _constants(values)]
+        except ValueError as problem:
+            self._keywords.refuse(keyword, str(problem), schema)
+            return [[]]
 
     def _combined(self, schema: dict[str, Any], keyword: str, around: tuple[int, ...]) -> list[Branch]:
         options = self._keywords.read(schema, keyword, list, [])
         if not options:
-            self._keywords.fail(f"{keyword} is empty", schema)
+            self._keywords.refuse(keyword, "is empty", schema)
+            return [[]]
         if keyword == "allOf":
             return self.of(options, around)
-        if keyword == "oneOf" and not self._keywords.is_lenient:
+        if keyword == "oneOf" and self._keywords.is_lenient:
+            self._keywords.refuse(keyword, "is taken for anyOf", schema)
+        elif keyword == "oneOf":
             rest = {key: value for key, value in schema.items() if key != "oneOf"}
             self.one_ofs.setdefault(id(schema), (schema, [self.keep(rest), *options]))
         return [branch for option in options for branch in self._of_one(option, around)]
@@ -117,7 +137,7 @@ def _constants(values: Sequence[Any]) -> Iterator[Schema]:
         elif isinstance(value, Decimal):
             simple.setdefault("number", {})[checked(value)] = None
         elif isinstance(value, str):
-            simple.setdefault("string", {})[value] = None
+            simple.setdefault("string", {})[writable(value)] = None
     for kind, found in simple.items():
         yield {"type": kind, VALUES: found}
     for value in values:

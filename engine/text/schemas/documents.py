@@ -79,7 +79,7 @@ class Document:
                 name = key.replace("~1", "/").replace("~0", "~")
                 found = found[int(name)] if isinstance(found, list) else found[name]
         except (KeyError, IndexError, TypeError, ValueError):
-            raise ValueError(f"$ref {reference[:80]!r} names no part of the schema") from None
+            raise ValueError(f"{reference[:80]!r} names no part of the schema") from None
         return found
 
 

@@ -16,7 +16,7 @@ Branch: TypeAlias = list[Schema]  # schemas that apply together, without those t
 
 JSON = Alphabet(is_json=True)
 VALUES = object()  # a key of our own schemas: the values of one type that `const` or `enum` has
-_MAX_SIZE = 2**32 - 2  # of what a keyword counts: the library counts in 32 bits
+_MAX_SIZE = 2**31 - 1  # of what a keyword counts: the library counts in 32 bits
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _WITH_INTEGERS = frozenset({*_TYPES, "integer"})
 _KINDS = {dict: "an object", list: "an array", str: "a string", Decimal: "a number"}
@@ -47,10 +47,11 @@ class Keywords:
         raise ValueError(f"{problem}{f', at {place}' if place else ''}")
 
     def read(self, part: Schema, keyword: str, kind: type, default: Any) -> Any:
-        """The value of a keyword, if it is of its type."""
+        """The value of a keyword; `default` if there is none, or none of its type."""
         value = part.get(keyword, default)
         if value is not default and not isinstance(value, kind):
-            self.fail(f"{keyword} has {str(value)[:40]!r}; expected {_KINDS[kind]}", part)
+            self.refuse(keyword, f"has {str(value)[:40]!r}; expected {_KINDS[kind]}", part)
+            return default
         return value
 
     def _size(self, part: Schema, keyword: str) -> int | None:
@@ -58,7 +59,8 @@ class Keywords:
         if value is None:
             return None
         if not 0 <= value <= _MAX_SIZE or value != value.to_integral_value():
-            self.fail(f"{keyword} has {str(value)[:40]}; expected an integer from 0 to {_MAX_SIZE}", part)
+            self.refuse(keyword, f"has {str(value)[:40]}; expected an integer from 0 to {_MAX_SIZE}", part)
+            return None
         return int(value)
 
     def sizes(self, branch: Branch, least: str, most: str) -> tuple[int, int | None]:
@@ -71,12 +73,13 @@ class Keywords:
         """The numbers that a schema allows."""
         low, high = (self._bound(part, *keywords) for keywords in _BOUNDS)
         step = self._decimal(part, "multipleOf")
-        if step is not None and not step:
-            self.fail("multipleOf is 0", part)
+        if step is not None and step <= 0:
+            self.refuse("multipleOf", f"has {step}; expected a number above 0", part)
+            step = None
         values = part.get(VALUES)
         names = part.get("type")
         is_integer = names == "integer" or (isinstance(names, list) and "integer" in names and "number" not in names)
-        found = NumberSet(low=low, high=high, step=Fraction(abs(step)) if step else None)
+        found = NumberSet(low=low, high=high, step=Fraction(step) if step else None)
         found &= NumberSet(
             step=Fraction(1) if is_integer else None, values=None if values is None else frozenset(values)
         )
@@ -87,7 +90,8 @@ class Keywords:
         try:
             return None if value is None else checked(value)
         except ValueError as problem:
-            self.fail(f"{keyword} {problem}", part)
+            self.refuse(keyword, str(problem), part)
+            return None
 
     def _bound(self, part: Schema, inclusive: str, exclusive: str) -> Bound | None:
         value = self._decimal(part, inclusive)
@@ -128,7 +132,8 @@ class Keywords:
         """The names of the properties that there have to be."""
         names: list[Any] = self.read(part, "required", list, [])
         if wrong := [name for name in names if not isinstance(name, str)]:
-            self.fail(f"required has {str(wrong[0])[:40]!r}; expected names", part)
+            self.refuse("required", f"has {str(wrong[0])[:40]!r}; expected names", part)
+            return []
         return names
 
     def name_terminal(self, pattern: str, part: Schema) -> str | None:
@@ -144,11 +149,13 @@ class Keywords:
         """The types of the values of a branch; an integer is a number with another condition."""
         allowed = set(_WITH_INTEGERS)
         for part in branch:
-            given = part.get("type")
+            if "type" not in part:
+                continue
+            given = part["type"]
             names = given if isinstance(given, list) else [given]
-            if "type" in part and not all(isinstance(name, str) and name in _WITH_INTEGERS for name in names):
-                self.fail(f"type has {str(given)[:40]!r}, which is no type", part)
-            if "type" in part:
+            if not all(isinstance(name, str) and name in _WITH_INTEGERS for name in names):
+                self.refuse("type", f"has {str(given)[:40]!r}, which is no type", part)
+            else:
                 allowed &= {*names, "integer"} if "number" in names else set(names)
         return (kind for kind in _TYPES if kind in allowed or (kind == "number" and "integer" in allowed))
 

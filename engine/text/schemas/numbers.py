@@ -46,7 +46,7 @@ class NumberSet:
     values: frozenset[Decimal] | None = None
 
     def __and__(self, other: NumberSet) -> NumberSet:
-        """The numbers that are in both."""
+        """The numbers that are in both. ValueError: their steps have too large a multiple."""
         steps = [one.step for one in (self, other) if one.step is not None]
         sets = [one.values for one in (self, other) if one.values is not None]
         lows = [one.low for one in (self, other) if one.low is not None]
@@ -157,9 +157,10 @@ def _negative(bound: Bound) -> Bound:
 
 
 def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
-    return Fraction(
-        math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator)
-    )  # fmt: skip
+    found = Fraction(math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator))
+    if found >= 10**MAX_EXPONENT:
+        raise ValueError(f"has numbers whose least common multiple is above 1e{MAX_EXPONENT}")
+    return found
 
 
 def _decimal(value: Fraction) -> Decimal:

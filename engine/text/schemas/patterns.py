@@ -21,6 +21,7 @@ _ESCAPED = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\
 _CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 _PLAIN = frozenset(" !%',:;<=>@_`")  # besides letters and digits: no regex gives them a meaning
 _MAX_REPEATS = 1_000_000
+_MAX_SIZE = 4_000_000  # characters of regexes that are made for one pattern
 
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 _DIGITS: _Ranges = ((48, 57),)
@@ -54,11 +55,16 @@ def escaped(text: str) -> str:
     return "".join(c if c.isalnum() or c in _PLAIN else f"\\x{{{ord(c):x}}}" for c in text)
 
 
+def writable(text: str) -> str:
+    """The same text. ValueError: it needs escapes that are not allowed."""
+    if found := _CONTROLS.search(text):
+        raise ValueError(f"has a string with the control character \\u{ord(found[0]):04x}, which no output can hold")
+    return text
+
+
 def json_text(text: str) -> str:
     """A text between quotes in JSON, with the only escapes that are allowed. ValueError: it needs others."""
-    if found := _CONTROLS.search(text):
-        raise ValueError(f"a string has the control character \\u{ord(found[0]):04x}, which no output can hold")
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return json.dumps(writable(text), ensure_ascii=False)[1:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +90,10 @@ class Alphabet:
     def __init__(self, *, is_json: bool) -> None:
         self._excluded: _Ranges = ((0, 31), (34, 34), (92, 92), (127, 127)) if is_json else ()
         self._escapes = _ESCAPED if is_json else {}
+        self.written = lru_cache(maxsize=4096)(self._written)
         self.any = self.written(_Chars(negated=True)) or ""
 
-    def written(self, chars: _Chars) -> str | None:
+    def _written(self, chars: _Chars) -> str | None:
         """A regex of one of these characters; None if there is none."""
         letters = "".join(escaped(letter) for char, letter in self._escapes.items() if chars.has(char))
         plain = self._plain(chars)
@@ -182,7 +189,7 @@ def _joined(one: _Anchors, first: _Part, two: _Anchors, second: _Part) -> _Node 
 # ------------------------------------------------------------------------------------------------------ patterns
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def searched(pattern: str, alphabet: Alphabet) -> str | None:
     """A regex of the whole texts in which the pattern is found; None if it is found in none.
 
@@ -198,7 +205,7 @@ class _Parser:
     """Reads a pattern from left to right."""
 
     def __init__(self, pattern: str, alphabet: Alphabet) -> None:
-        self._pattern, self._at, self._alphabet = pattern, 0, alphabet
+        self._pattern, self._at, self._size, self._alphabet = pattern, 0, 0, alphabet
 
     def node(self) -> _Node:
         found = self._alternatives()
@@ -233,9 +240,13 @@ class _Parser:
         return _either(nodes)
 
     def _terms(self) -> _Node:
-        node = _NOTHING
+        node, size = _NOTHING, 0
         while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
             node = _then(node, self._term())
+            size = sum(len(part.text) for part in node.values())  # anchors that are optional double it each time
+            if self._size + size > _MAX_SIZE:
+                raise self._error("is too large")
+        self._size += size
         return node
 
     def _term(self) -> _Node:
@@ -243,6 +254,8 @@ class _Parser:
             return self._once({(True, False): _Part("", True)})
         if self._take("$"):
             return self._once({(False, True): _Part("", True)})
+        if plain := self._match(r"[A-Za-z0-9 _]+(?![*+?{])"):  # at once, because patterns may be long
+            return {(False, False): _Part(self._alphabet.text(plain[0]), False)}
         atom = self._group() if self._take("(") else self._chars(self._atom())
         return self._repeated(atom)
 
@@ -261,15 +274,15 @@ class _Parser:
         return {anchors: replace(part, text=f"(?:{part.text})") for anchors, part in node.items()}
 
     def _quantifier(self) -> tuple[int, int | None] | None:
-        found = self._match(r"(?:([*+?])|\{(\d{1,9})(,?)(\d{0,9})\})\??")
+        found = self._match(r"(?:([*+?])|\{([0-9]+)(,?)([0-9]*)\})\??")
         if found is None:
-            if re.compile(r"\{,\d+\}|\{\d+,?\d*\}").match(self._pattern, self._at):
+            if re.compile(r"\{,[0-9]+\}").match(self._pattern, self._at):
                 raise self._error("has a { whose number of repetitions is not supported")
             return None
         if found[1]:
             return {"*": (0, None), "+": (1, None), "?": (0, 1)}[found[1]]
-        least = int(found[2])
-        most = int(found[4]) if found[4] else None if found[3] else least
+        least, last = (int(digits.lstrip("0")[:8] or 0) for digits in found.group(2, 4))  # of more digits: too many
+        most = last if found[4] else None if found[3] else least
         if most is not None and most < least:
             raise self._error("has the numbers of a repetition out of order")
         if max(least, most or 0) > _MAX_REPEATS:

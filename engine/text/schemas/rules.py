@@ -30,6 +30,7 @@ from engine.text.schemas.terminals import Texts, is_empty
 MAX_WHITESPACE = 64  # so that a small model cannot write spaces for ever
 _MAX_STATES = 2_000  # of an object whose properties are counted
 _MAX_CLASSES = 64  # of the names that match some of the patterns
+_QUESTION, _NAME = 100, 4  # parts: what it costs to ask whether a terminal is empty, and whether a name fits
 _STRING = f'/"{JSON.any}*"/'
 _SPACES = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
 _OPTIONS = {"x-guidance": {"whitespace_pattern": _SPACES}}  # as ours, so that the library joins the lexers
@@ -189,7 +190,11 @@ class _SchemaRules:
     def _number(self, branch: Branch) -> str | None:
         found = NumberSet()
         for part in branch:
-            found &= self._keywords.numbers(part)
+            further = self._keywords.numbers(part)
+            try:
+                found &= further
+            except ValueError as problem:
+                self._keywords.refuse("multipleOf", str(problem), part)
         try:
             return found.terminal()
         except ValueError as endings:
@@ -217,7 +222,11 @@ class _SchemaRules:
         elif low or high is not None:
             found.append(f"{JSON.any}{{{low},{'' if high is None else high}}}")
         terminal = " & ".join(f'/"{one}"/' for one in found) or _STRING
-        return None if len(found) > 1 and is_empty(terminal) else terminal
+        return None if len(found) > 1 and self._is_empty(terminal) else terminal
+
+    def _is_empty(self, terminal: str) -> bool:
+        self._branches.count(_QUESTION)
+        return is_empty(terminal)
 
     # ---------------------------------------------------------------------------------------------------- arrays
 
@@ -284,6 +293,7 @@ class _SchemaRules:
         terminal = self._keywords.name_terminal(pattern, part)
         if terminal not in self._names_in and terminal is not None:
             self._names_in[terminal] = Texts(terminal)
+        self._branches.count(_NAME)
         return terminal is not None and f'"{json_text(name)}"' in self._names_in[terminal]
 
     def _others(self, branch: Branch, taken: Sequence[str]) -> str | None:
@@ -291,7 +301,7 @@ class _SchemaRules:
         found, without = list[str](), f' & ~/"(?:{"|".join(escaped(name) for name in taken)})"/' if taken else ""
         for names, matched in self._classes(branch):
             value = self.value(self._of_class(branch, matched))
-            if value is not None and not (matched and is_empty(names + without)):
+            if value is not None and not (matched and self._is_empty(names + without)):
                 found.append(f'{self._terminal(names + without)} ":" {value}')
         return self._rule(" | ".join(found)) if found else None
 
@@ -304,7 +314,7 @@ class _SchemaRules:
             if terminal is None:
                 continue
             inside = [(f"{names} & {terminal}", matched | {pattern}) for names, matched in found]
-            inside = [(names, matched) for names, matched in inside if not is_empty(names)]
+            inside = [(names, matched) for names, matched in inside if not self._is_empty(names)]
             found = [(f"{names} & ~{terminal}", matched) for names, matched in found] + inside
             if len(found) > _MAX_CLASSES:
                 raise ValueError(f"patternProperties has more than {_MAX_CLASSES} classes of names")

@@ -8,6 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.text.matcher import first_line, parser_limits
 
+_LIMITS = parser_limits(initial_lexer_fuel=300_000)  # some 20 ms: a schema may ask hundreds of questions
 _NO_WAY_ON = "NoExtensionBias"  # the library's report where neither a byte nor the end is possible
 
 
@@ -18,7 +19,7 @@ def _bytes() -> LLTokenizer:
 
 def _matcher(terminal: str) -> LLMatcher:
     source = LLMatcher.grammar_from_lark(f"start: T\nT: {terminal}\n")
-    matcher = LLMatcher(_bytes(), source, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(_bytes(), source, log_level=0, limits=_LIMITS)
     _check(matcher)
     return matcher
 

@@ -291,6 +291,24 @@ HOSTILE = {
     "library's options": (Guided(grammar='start: %json {"x-guidance": {}}'), "x-guidance"),
     "multiples": (schema({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 9973}]}), "multipleOf"),
     "multiple in a grammar": (Guided(grammar='start: %json {"type": "integer", "multipleOf": 999983}'), "multipleOf"),
+    "multiples at many places": (
+        schema({"prefixItems": [{"type": "integer", "multipleOf": 19_000 + i} for i in range(9)]}),
+        "multipleOf has large numbers at many places",
+    ),
+    "least common multiple": (
+        schema({"allOf": [{"multipleOf": 10**90 + i} for i in range(5)]}),
+        "whose least common multiple is above 1e400",
+    ),
+    "names that many patterns match": (
+        schema({"patternProperties": {f"^x{i}_": True for i in range(60)}}),
+        "schema too large",
+    ),
+    "strings to compare": (
+        schema({"oneOf": [{"pattern": f"^a{i}_"} for i in range(60)], "type": "string"}),
+        "too large",
+    ),
+    "optional anchors": (schema({"pattern": "(^|a?)($|b?)" * 40}), "is too large"),
+    "many items": (schema({"prefixItems": [True] * 9000}), "grammar size"),
     "many objects": (schema({"enum": [{"a": i, "b": [i]} for i in range(2500)]}), "too large"),
     "many optional properties": (
         schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}}),
@@ -308,6 +326,24 @@ HOSTILE = {
 def test_what_cannot_be_served_is_refused_with_its_reason(name):
     guided, reason = HOSTILE[name]
     assert reason in refusal(guided)
+
+
+LARGE = {
+    "rules": Guided(grammar="start: a0\n" + "".join(f'a{i}: "x" a{i + 1}?\n' for i in range(3500)) + 'a3500: "x"'),
+    "terminals": Guided(grammar="start: T0\n" + "".join(f'T{i}: "x" T{i + 1}\n' for i in range(3500)) + 'T3500: "x"'),
+    "doubled": schema({
+        "$defs": {"d0": {"type": "string"}} | {
+            f"d{i + 1}": {"allOf": [{"$ref": f"#/$defs/d{i}"}] * 2} for i in range(40)
+        },
+        "$ref": "#/$defs/d40",
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_leads_far_from_rule_to_rule_compiles(name):
+    state = COMPILER.compile(LARGE[name]).start()
+    assert fill(state)
 
 
 COSTLY_LATER = {

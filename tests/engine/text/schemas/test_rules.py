@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -157,3 +158,32 @@ def test_many_documents_are_accepted_if_and_only_if_they_are_valid() -> None:
     schemas, documents = check(range(1000, 1700))
     assert schemas > 400
     assert documents > 2000
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"type": "int"}, "type has 'int'"),
+        ({"maximum": "9"}, "maximum has '9'"),
+        ({"maximum": 1e999}, "maximum has 1E"),
+        ({"multipleOf": 0}, "multipleOf has 0"),
+        ({"maxItems": -1}, "maxItems has -1"),
+        ({"required": "a"}, "required has 'a'"),
+        ({"required": [1]}, "required has '1'"),
+        ({"$ref": "#/nowhere"}, "$ref '#/nowhere' names no part"),
+        ({"enum": [1, "\x07"]}, "enum has a string with the control character"),
+        ({"enum": "a"}, "enum has 'a'"),
+        ({"const": 1e999}, "const has 1E"),
+        ({"anyOf": []}, "anyOf is empty"),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 1}]}, "oneOf"),
+    ],
+)
+def test_what_is_wrong_is_ignored_alone_and_named_if_the_schema_is_not_strict(wrong, problem, caplog) -> None:
+    schema = {"type": "object", "properties": {"a": wrong, "b": {"type": "null"}}, "required": ["b"]}
+    text = json.dumps(schema).replace("Infinity", "1e999")
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Accepted(text)
+    accepted = Accepted(text, lenient=True)
+    assert '{"a":5,"b":null}' in accepted
+    assert '{"a":5,"b":7}' not in accepted
+    assert problem in caplog.text
