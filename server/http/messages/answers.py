@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from pilotfish.v1 import generation_pb2 as pb
 from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
+from server.formats.json_text import object_in
 from server.http.agents.answers import AgentAnswer
 from server.http.agents.fields import Json
 from server.http.errors import HttpError
@@ -39,7 +38,11 @@ class _BlockTexts:
             case "thinking":
                 return {"type": "thinking", "thinking": text, "signature": SIGNATURE if text else ""}
             case "tool_use":
-                return {"type": "tool_use", **self._fields, "input": _object(text)}
+                return {
+                    "type": "tool_use",
+                    **self._fields,
+                    "input": object_in(text) or {},
+                }  # this API has no place for a part
         return {"type": "text", "text": text}
 
 
@@ -131,15 +134,6 @@ class MessagesAnswer(AgentAnswer):
 
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
-
-
-def _object(arguments: str) -> Json:
-    """Return the arguments of a call; none where they were cut short, because this API has no place for a part."""
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _usage(usage: pb.Usage) -> Json:
