@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import MutableSequence
 from typing import Any
 
@@ -11,7 +13,7 @@ MAX_DEPTH = 256  # of arrays and objects in each other: readers have limits
 MAX_NUMBER = 1000  # characters
 
 _SPACE, _PLAIN, _WORD = re.compile(r"[ \t\r\n]+"), re.compile(r'[^"\\\x00-\x1f]+'), re.compile(r"[-+.0-9A-Za-z_]+")
-_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_NEAREST = {math.inf: repr(sys.float_info.max), -math.inf: repr(-sys.float_info.max)}
 _HEX = "[0-9a-fA-F]"
 _HIGH, _LOW = rf"\\u[dD][89abAB]{_HEX}{{2}}", rf"\\u[dD][c-fC-F]{_HEX}{{2}}"
 _ESCAPE = re.compile(rf'{_HIGH}{_LOW}|\\u(?![dD][89a-fA-F]){_HEX}{{4}}|\\["\\/bfnrt]')
@@ -23,7 +25,8 @@ class JsonText:
     r"""Reads one JSON value in pieces, and writes it again.
 
     What has one obvious meaning is repaired: control characters in strings are escaped, backslashes that escape nothing
-    are doubled (`C:\dir`), and half of a pair of surrogates becomes U+FFFD. All else that is no JSON breaks the value.
+    are doubled (`C:\dir`), half of a pair of surrogates becomes U+FFFD, and a number too large for most readers the
+    largest one that they take. All else that is no JSON breaks the value.
     """
 
     def __init__(self) -> None:
@@ -74,11 +77,14 @@ class JsonText:
         if found is None or self._next[0] != "v" or found.end() - at > MAX_NUMBER:
             self.is_broken = True
         elif found.end() < len(text) or is_end:
-            self.is_broken = not _SCALAR.fullmatch(found.group())
-            if not self.is_broken:
-                written.append(found.group())
-                self._end_value()
-                return found.end()
+            try:
+                value = _DECODER.decode(found.group())
+            except ValueError:
+                self.is_broken = True
+                return at
+            written.append(_NEAREST.get(value, found.group()))
+            self._end_value()
+            return found.end()
         return at
 
     def _string(self, text: str, at: int, written: MutableSequence[str]) -> int:
@@ -110,10 +116,17 @@ class JsonText:
         self._next, self.is_over = ",e", not self._closing
 
 
+def value_in(text: str) -> str | None:
+    """The JSON value that a text is, as `JsonText` writes it; None if it is none."""
+    value, written = JsonText(), list[str]()
+    end = value.read(text, 0, written, is_end=True)
+    return "".join(written) if value.is_over and end == len(text) else None
+
+
 def object_in(text: str) -> dict[str, Any] | None:
     """The JSON object that a text is; None unless every reader takes it: NaN, infinities, very long numbers."""
     try:
-        found = json.loads(text, parse_constant=_refuse)
+        found = _FINITE_DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -124,5 +137,15 @@ def is_object(text: str) -> bool:
     return object_in(text) is not None
 
 
+def _finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{digits} is too large")
+    return value
+
+
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_FINITE_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)

@@ -93,7 +93,6 @@ class _MistralParser(CallParser):
             yield from self._surplus(",", "]")
             mark = yield from self._expect(",", "]")
             if mark == "]":
-                self._openings = (_CALLS,)
                 return True
             if not mark and not (yield from self._sees("{")):
                 return False

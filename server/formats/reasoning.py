@@ -181,7 +181,7 @@ class TextParser(Parser):
         openings = self._openings if self._reads_on_at_openings else ()
         begins = (text.find(opening, 1) for opening in openings)  # what was taken may begin with its own
         found = [at for at in (self._length_of_broken(text), *begins) if at is not None and at >= 0]
-        length = min(found, default=len(text))
+        length = min(found, default=len(text) - num_open(text, openings, 1))
         self._num_calls += self.is_in_call
         self._scanner.rewind(length)
         self._add_content(self._text.add(text[:length]))

@@ -26,6 +26,7 @@ class _JsonCall:
     name: str = ""
     early: str = ""
     has_arguments: bool = False
+    has_others: bool = False  # members that are none of a call's
     is_broken: bool = False
 
 
@@ -187,26 +188,25 @@ class CallParser(TextParser):
         """
         if not (yield from self._expect("{")):
             return False
-        call, is_complete = _JsonCall(), False
+        call = _JsonCall()
         while key := (yield from self._key()):
             if not (yield from self._member(key, call)):
                 break
-            if call.name and call.has_arguments and not ends and not is_complete:
-                is_complete = self._complete_call()
             yield from self._space()
             if (yield from self._sees(", {", ",{")) or not (yield from self._expect(",")):
                 break
         is_closed = yield from self._expect("}")
-        if is_complete:
-            if is_closed:
-                self._scanner.mark()
-            return not call.is_broken
+        if call.has_others and (not is_closed or (yield from self._sees("}"))):
+            return False  # a brace too many may have ended the arguments, and the others are of them
         if not call.name or not (call.has_arguments or (is_closed and not call.is_broken)):
             return False
         if not call.has_arguments:
             self._start_call(call.name)
             self._add_arguments("{}")
-        return (yield from self._ended(*ends)) if ends else self._complete_call()
+        if ends:
+            return (yield from self._ended(*ends))
+        is_whole = not call.is_broken and (is_closed or key not in _IGNORED)
+        return (is_whole or self._ran_out) and self._complete_call()
 
     def _member(self, key: str, call: _JsonCall) -> Steps[bool]:
         """Read the value of a member; return whether it is one of a call's."""
@@ -225,7 +225,8 @@ class CallParser(TextParser):
                 call.early = yield from self._value()
                 call.has_arguments = call.early.startswith("{")
             call.is_broken = not call.has_arguments
-        elif key in _IGNORED or call.has_arguments:
+        elif key in _IGNORED or (call.has_arguments and key not in (_NAME, *_ARGUMENTS)):
+            call.has_others |= key not in _IGNORED
             call.is_broken = not (yield from self._value())
         return not call.is_broken
 

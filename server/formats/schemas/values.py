@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 from engine.text.schemas.documents import Document, parsed
 from engine.text.schemas.rules import schema_rule
 from server.formats.base import Tool
+from server.formats.json_text import value_in
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -50,9 +51,10 @@ class Parameters:
     def json_of(self, name: str, text: str) -> str:
         """The JSON of the value of a parameter that was written as `text`."""
         types, written = self.types(name), text.strip(SPACE)
-        written = _PYTHON.get(written, written)
-        is_value = types != STRING and _type_of_json(written) in types - STRING
-        return written if is_value else json.dumps(text, ensure_ascii=False)
+        value = None if types == STRING else value_in(_PYTHON.get(written, written))
+        if value is None or type_of(json.loads(value)) not in types - STRING:
+            return json.dumps(text, ensure_ascii=False)
+        return value
 
     def resolved(self, schema: Any, depth: int = 0) -> Schema:
         """The keywords of a schema and of the one that it refers to; with `$ref` if that is nowhere."""
@@ -118,16 +120,3 @@ def type_of(value: Any) -> str:
     if isinstance(value, float | Decimal):
         return "integer" if value % 1 == 0 else "number"
     return {str: "string", int: "integer", list: "array", dict: "object"}.get(type(value), "null")
-
-
-def _type_of_json(text: str) -> str | None:
-    """The type of the value that is written as this JSON; None if this is no JSON."""
-    try:
-        # The digits of integers are not converted: that can take long, and has a limit.
-        return type_of(json.loads(text, parse_int=len, parse_constant=_refuse_constant))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
 from pilotfish.v1 import generation_pb2 as pb
+from server.formats.json_text import object_in
 from server.http.agents.fields import Json
 from server.http.agents.requests import effort_arguments, without_conversation
 from server.http.agents.turns import SEPARATOR, Turns
@@ -108,11 +109,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 def custom_input(arguments: str) -> str:
     """Return the text of a custom tool's call; where the arguments were cut short, the arguments as they are."""
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        return arguments
-    text = found.get(_CUSTOM_INPUT) if isinstance(found, dict) else None
+    text = (object_in(arguments) or {}).get(_CUSTOM_INPUT)
     return text if isinstance(text, str) else arguments
 
 

@@ -117,8 +117,8 @@ def test_matrices_in_8_bit_floats_are_refused(folder: Path) -> None:
     [
         ("adapter_config.json", None, "no readable adapter_config.json: No such file"),
         ("adapter_model.safetensors", None, "no readable adapter_model.safetensors: No such file"),
-        ("adapter_config.json", "fifo", "no readable adapter_config.json: Not a file"),
-        ("adapter_model.safetensors", "/dev/zero", "no readable adapter_model.safetensors: Not a file"),
+        ("adapter_config.json", "fifo", "adapter_config.json is no regular file"),
+        ("adapter_model.safetensors", "/dev/zero", "adapter_model.safetensors is no regular file"),
         ("adapter_config.json", b"{", "cannot be read"),
         ("adapter_model.safetensors", b"\0" * 9, "cannot be read"),
     ],

@@ -58,6 +58,7 @@ HERMES = Family(
                 CALL.replace('"a"', "a"),
                 CALL.replace("1", "[" * 400 + "]" * 400),
                 CALL.replace("1", "1" * 2000),
+                CALL.replace("1}", '1}, "b": [2]}'),  # a brace too many has ended the arguments
             )
         },
         f"{CALL.replace('1', '')} and {CALL}!": called(A, content=f"{CALL.replace('1', '')} and !"),
@@ -96,6 +97,7 @@ HERMES = Family(
         '<tool_call>{"name": "get", "other": {}}</tool_call>',
         '<tool_call>"name": "get", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "get", "name": "get"}</tool_call>',
+        '<tool_call>{"name": "get", "arguments": {}, "arguments": {"a": 1}}</tool_call>',
         '<tool_call>{"name": "get", "arguments": 5}</tool_call>',
         '<tool_call>{"name": "ge',
         '<tool_call>{"name": "get", "arguments": {"a": 1, "',

@@ -50,6 +50,7 @@ def test_what_is_written_is_json(some):
         ('"a\nb\x1f"', r'"a\nb\u001f"'),
         (r'"C:\dir\new"', r'"C:\\dir\new"'),
         (r'"\u12"', r'"\\u12"'),
+        ("[1e400, -1e999]", "[1.7976931348623157e+308, -1.7976931348623157e+308]"),
         (r'"\ud83d\ude00\ud83d\\\ude00"', r'"\ud83d\ude00\ufffd\\\ufffd"'),
     ],
 )
@@ -64,3 +65,7 @@ def test_what_has_one_meaning_is_repaired(text, expected):
 def test_all_else_is_broken(text):
     assert written([text])[1] is None
     assert not is_object(f'{{"a": {text}}}') or text == "1" * 1001
+
+
+def test_infinite_numbers_are_not_for_every_reader():
+    assert not is_object('{"a": 1e400}')

@@ -41,6 +41,11 @@ MISTRAL = Family(
         '[TOOL_CALLS][{"name": "get",[TOOL_CALLS] {}}, {"name": "get", "arguments": {"a": 1}}]': called(
             A, content='[TOOL_CALLS][{"name": "get",[TOOL_CALLS] {}}'
         ),
+        '[TOOL_CALLS]get[ARGS]{"a": [[TOOL_CALLS]get[ARGS]{"a": 1}': called(A, content='[TOOL_CALLS]get[ARGS]{"a": ['),
+        '[TOOL_CALLS][{"name": "get", "arguments": {"a": 1}}], {"name": "get", "arguments": {"a": 1}}]': called(A, A),
+        '[TOOL_CALLS][{"name": "get", "arguments": {}, "a": 1}}, {"name": "get", "arguments": {"a": 1}}]': called(
+            A, content='[TOOL_CALLS][{"name": "get", "arguments": {}, "a": 1}}'
+        ),
         '[TOOL_CALLS] [{"name": "get", "arguments": {"a": 1}}]\n': called(A),
         '[TOOL_CALLS][{"id": "x", "name": "get", "arguments": {"a": 1}}': called(A),
         '[TOOL_CALLS]get[CALL_ID]x[ARGS] {"a": 1}': called(A),
