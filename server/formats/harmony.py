@@ -158,9 +158,10 @@ class _HarmonyParser(CallParser):
         if not (yield from self._call_of(name, *_MARKERS, has_end=False)):
             return False
         yield from self._braces()
-        if (yield from self._sees(*_MARKERS)) or self._scanner.is_cut(*_MARKERS):
-            return self._complete_call()
-        return False
+        is_whole = bool((yield from self._sees(*_MARKERS))) or self._scanner.is_cut(*_MARKERS)
+        if is_whole:
+            self._complete_call()
+        return is_whole
 
     def _called(self, header: Sequence[str]) -> str:
         """The function that is the recipient of a message; "" if none is."""

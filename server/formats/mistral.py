@@ -104,12 +104,9 @@ class _MistralParser(CallParser):
             return False
         if mark == _ID:
             _, mark = yield from self._until(_ARGUMENTS, " ", "\n", "{", _CALLS)
-        if (
-            mark != _ARGUMENTS
-            or not (yield from self._call_of(name, _CALLS, has_end=False))
-            or not self._complete_call()
-        ):
+        if mark != _ARGUMENTS or not (yield from self._call_of(name, _CALLS, has_end=False)):
             return False
+        self._complete_call()
         self._openings = (_CALLS,)
         yield from self._surplus(_CALLS)
         return False

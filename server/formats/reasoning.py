@@ -19,7 +19,6 @@ from server.formats.base import (
     Trimmed,
     num_open,
 )
-from server.formats.json_text import is_object
 
 Step: TypeAlias = Callable[[], bool]  # reads some text; returns False to wait for more
 
@@ -140,18 +139,15 @@ class TextParser(Parser):
             self._scanner.mark()
         self._arguments.append(text)
 
-    def _complete_call(self) -> bool:
-        """Pass on the call that was read; return False if its arguments are no JSON object."""
+    def _complete_call(self) -> None:
+        """Pass on the call that was read."""
         if not self._is_early:
-            arguments = "".join(self._arguments)
-            if not is_object(arguments):
-                return False
             self._text.pause()
+            arguments = "".join(self._arguments)
             self._pieces += [CallStart(self._num_calls, self._name), CallArguments(self._num_calls, arguments)]
         self._num_calls += 1
         self.is_in_call = False
         self._scanner.mark()
-        return True
 
     def _is_unfinished(self) -> bool:
         """Whether the end of the text has cut a call. Then what was taken of it is neither a call nor content.

@@ -165,7 +165,8 @@ class CallParser(TextParser):
             if not self._ran_out:
                 return False
             self._scanner.take_all()  # the beginning of an end
-        return self._complete_call()
+        self._complete_call()
+        return True
 
     def _braces(self) -> Steps[bool]:
         """Take white space and braces; return whether there were braces."""
@@ -205,8 +206,10 @@ class CallParser(TextParser):
             self._add_arguments("{}")
         if ends:
             return (yield from self._ended(*ends))
-        is_whole = not call.is_broken and (is_closed or key not in _IGNORED)
-        return (is_whole or self._ran_out) and self._complete_call()
+        is_whole = self._ran_out or (not call.is_broken and (is_closed or key not in _IGNORED))
+        if is_whole:
+            self._complete_call()
+        return is_whole
 
     def _member(self, key: str, call: _JsonCall) -> Steps[bool]:
         """Read the value of a member; return whether it is one of a call's."""

@@ -174,7 +174,8 @@ class _TaggedParser(CallParser):
         end = self._tags.end[1]
         if tag != end and not (yield from self._next(end)) and self._scanner.is_cut(end):
             self._scanner.take_all()
-        return self._complete_call()
+        self._complete_call()
+        return True
 
     def _next(self, *tags: str) -> Steps[str]:
         """Take that of `tags` which comes after white space; "" if there is none."""

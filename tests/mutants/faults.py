@@ -298,7 +298,7 @@ FAULTS = tuple(
 68 | structures | engine/text/schemas/numbers.py | an exclusive bound is in the range
 -above = low is None or not (low.digits or low.is_open)
 +above = low is None or not low.digits
-69 | structures | engine/text/schemas/numbers.py | of decimals with a bound only those are written that have no more digits than it
+69 | structures | engine/text/schemas/numbers.py | decimals with more digits than a bound are refused
 -if high is not None and not high.digits:
 +if high is not None and len(high.digits) <= 1:
 70 | structures | server/formats/base.py | one keyword that is refused is the end of a function that is not strict
@@ -311,6 +311,7 @@ FAULTS = tuple(
 72 | formats | server/formats/json_text.py | any bracket closes any other one
 -elif char in "}]" and self._next[-1] == "e" and self._closing[-1] == char:
 +elif char in "}]" and self._next[-1] == "e":
+=tests/server/formats/test_json_text.py
 73 | formats | server/formats/json_text.py | control characters in strings stay as they are
 -char if char == '"' else json.dumps(char)[1:-1]
 +char
