@@ -249,6 +249,7 @@ class Driver:
         outlook = self._turns.outlook(request.caller, self.estimates)
         self.queue.push(request, request.sampling.n * max_len, due, outlook)
         self._live[request.request_id] = stream
+        self._turns.requests_changed()
         self._idle.clear()
         self._wake.set()
         self._report_load()
@@ -368,6 +369,7 @@ class Driver:
 
     def _forget(self, stream: OutputStream, reason: FinishReason) -> None:
         del self._live[stream.request_id]
+        self._turns.requests_changed()
         self._endings.pop(stream.request_id, None)
         self._recovery.forget(stream)
         self._metrics.requests.end(reason, stream.timeline)

@@ -101,13 +101,14 @@ class Estimates:
         """
         self._used.add(tokens / most)
 
-    def left(self, tokens: int, sure: int, most: int, *, likely: bool) -> float:
-        """Return the number of further tokens of an output that has `tokens` of at least `sure` and at most `most`.
+    def left(self, outputs: Iterable[tuple[int, int, int]], *, likely: bool) -> list[float]:
+        """Return the numbers of further tokens of outputs: each has `tokens` of at least `sure` and at most `most`.
 
         Most outputs end before their maximum, so that is scaled by the share of it that ended outputs used: the mean or
         the least.
         """
-        return max(0.0, sure - tokens, most * (self._used.value(likely=likely) or 0.0) - tokens)
+        used = self._used.value(likely=likely) or 0.0
+        return [max(0.0, sure - tokens, most * used - tokens) for tokens, sure, most in outputs]
 
     def wait(self, left: Iterable[float], ahead: Iterable[float], *, likely: bool) -> float:
         """Return the seconds until a request has a place that comes after others, which wait `ahead` of it.

@@ -40,13 +40,20 @@ class CallerTurns:
     def __init__(self, queue: AdmissionQueue, engine: EngineView, live: Mapping[str, OutputStream]) -> None:
         self._queue, self._engine, self._live = queue, engine, live
         self._running: _Running | None = None  # None: to be computed
+        self._outlooks: dict[str, Outlook] = {}  # by caller: hundreds may be refused between two steps
 
     def renew(self) -> None:
         """Outputs have got tokens, or have ended."""
         self._running = None
+        self.requests_changed()
+
+    def requests_changed(self) -> None:
+        """Requests have come or gone."""
+        self._outlooks.clear()
 
     def start(self, stream: OutputStream) -> None:
         """The engine gets a request."""
+        self.requests_changed()
         for index in stream.request.unfinished:
             self._now.add(stream.request, stream.outputs[index].num_tokens)
 
@@ -66,7 +73,9 @@ class CallerTurns:
 
     def outlook(self, caller: str, estimates: Estimates) -> Outlook:
         """Return the likely outlook of a new request of a caller, behind all its others."""
-        return estimates.outlook(*self._before(caller, math.inf, estimates, likely=True))
+        if caller not in self._outlooks:
+            self._outlooks[caller] = estimates.outlook(*self._before(caller, math.inf, estimates, likely=True))
+        return self._outlooks[caller]
 
     def least_wait(self, caller: str, due: float, estimates: Estimates) -> float:
         """Return the fewest seconds until a request of a caller that is due at `due` can have a place."""
@@ -88,13 +97,14 @@ class CallerTurns:
             outputs = [output for output in running.outputs if output[0].caller == caller]
         else:
             outputs = running.outputs
-        left, behind = ([self._left(*x, estimates, likely=likely) for x in some] for some in (outputs, waiting))
+        left, behind = (estimates.left(map(self._lengths, some), likely=likely) for some in (outputs, waiting))
         return left, behind
 
-    def _left(self, request: Request, tokens: int, estimates: Estimates, *, likely: bool) -> float:
-        most = max_len_of(request, self._engine)
-        sure = sure_tokens(request, most)
-        return estimates.left(tokens, sure, most - len(request.token_ids), likely=likely)
+    def _lengths(self, output: tuple[Request, int]) -> tuple[int, int, int]:
+        """Return an output's number of tokens, the number that it has for certain, and the maximum."""
+        request, tokens = output
+        max_len = max_len_of(request, self._engine)
+        return tokens, sure_tokens(request, max_len), max_len - len(request.token_ids)
 
     def _equal_part(self, caller: str) -> int:
         """Return the places that a caller can have beside the other live ones; 0 if there is no other one."""

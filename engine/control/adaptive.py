@@ -96,7 +96,7 @@ class AdaptiveK:
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """AUTO gets what pays, FIXED its own K; now and then a plain step for comparison, or an exploration."""
         self.is_exploring, self._rows = False, budget
-        if self._is_resting(sequences):
+        if budget <= 0 or self._is_resting(sequences):
             return [0] * len(sequences)
         free = [
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)

@@ -63,7 +63,7 @@ def test_what_is_not_known_takes_no_time():
     assert work(estimates, asked(10_000, min_tokens=1000)) == 0.0
     assert estimates.outlook([1.0] * 4, []).retry == 1.0
     for likely in (False, True):
-        assert estimates.left(0, 0, 600, likely=likely) == 0.0
+        assert estimates.left([(0, 0, 600)], likely=likely)[0] == 0.0
         assert estimates.wait([5.0], [20.0] * 100, likely=likely) == 0.0
 
 
@@ -83,9 +83,9 @@ def test_an_output_is_likely_to_use_as_much_as_others_did_and_may_use_as_little_
     estimates = Estimates()
     for tokens in (80, 80, 40, 0):
         estimates.end_output(tokens, 80)
-    assert estimates.left(10, 0, 80, likely=True) == pytest.approx(80 * 200 / 320 - 10)
-    assert estimates.left(10, 0, 80, likely=False) == 0.0
-    assert estimates.left(10, 60, 80, likely=False) == 50.0, "before that it cannot end"
+    assert estimates.left([(10, 0, 80)], likely=True)[0] == pytest.approx(80 * 200 / 320 - 10)
+    assert estimates.left([(10, 0, 80)], likely=False)[0] == 0.0
+    assert estimates.left([(10, 60, 80)], likely=False)[0] == 50.0, "before that it cannot end"
 
 
 def test_what_is_known_fades_with_time():
@@ -97,11 +97,11 @@ def test_what_is_known_fades_with_time():
     for now, known in ((0, True), (60, True), (120, False)):
         clock.now = now
         assert (estimates.wait([1.0] * 64, [], likely=True) > 0) is known
-        assert (estimates.left(0, 0, 600, likely=True) > 0) is known
+        assert (estimates.left([(0, 0, 600)], likely=True)[0] > 0) is known
     clock.now = 60
     for _ in range(3):
         estimates.end_output(60, 600)
-    assert estimates.left(0, 0, 600, likely=True) < 300, "few new ones count more than many old ones"
+    assert estimates.left([(0, 0, 600)], likely=True)[0] < 300, "few new ones count more than many old ones"
 
 
 def test_the_pace_is_that_of_about_as_many_and_at_best_that_of_no_more():
@@ -237,6 +237,30 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
         await waits
 
 
+async def test_a_wait_is_estimated_once_until_requests_have_come_or_gone(monkeypatch):
+    """However many are refused meanwhile: they would hold up the first tokens of others."""
+    async with busy(max_queue_seconds=80.0) as server:
+        driver, estimated = server.app.driver, []
+        outlook = driver.estimates.outlook
+        monkeypatch.setattr(driver.estimates, "outlook", lambda *a: estimated.append(a) or outlook(*a))
+        driver.estimates.observe(step(1.0, generated=1))
+        endless = request(stopping=pb.StoppingParams(max_tokens=50, ignore_eos=True))
+        queued = []
+        for _ in range(2):
+            queued.append(server.inference.GenerateStream(endless))
+            await until(lambda: len(driver.queue) == len(queued))
+        before = len(estimated)
+        for _ in range(20):
+            error = await error_of(server.inference.Generate(endless, timeout=200))
+            assert "a request would wait for 100 seconds; the limit is 80" in error.details()
+        assert len(estimated) <= before + 1
+        queued.pop().cancel()
+        await until(lambda: len(driver.queue) == 1)
+        queued.append(server.inference.GenerateStream(endless))
+        await until(lambda: len(driver.queue) == 2)
+        server.engine.gate.set()
+
+
 PAST = {
     "64 long ones": lambda estimates: [estimates.end_output(600, 600) for _ in range(64)],
     "64 that were cancelled": lambda estimates: [estimates.end_output(0, 400) for _ in range(64)],
@@ -269,7 +293,7 @@ async def test_callers_who_cancel_teach_that_places_become_free():
                 await call.read()
                 call.cancel()
         await until(lambda: not server.app.driver.live())
-        assert estimates.left(0, 0, 400, likely=True) < 40
+        assert estimates.left([(0, 0, 400)], likely=True)[0] < 40
 
 
 async def test_work_that_takes_longer_than_the_deadline_is_refused(server):

@@ -208,6 +208,16 @@ def test_limits_and_budget_are_kept(wishes: list[tuple[SpeculationMode, int]], b
             control.learn(round_of(sequences, chosen))
 
 
+def test_nothing_is_weighed_without_room_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes some 10 ms, which first tokens of others wait for."""
+    control, weighed = AdaptiveK(), list[object]()
+    monkeypatch.setattr(control, "_look_up", lambda sequences, limits: weighed.append(sequences))
+    sequences = [sequence(str(i), 5, max_len=60) for i in range(3)]
+    for budget, expected in ((0, 0), (8, 1)):
+        control.choose(sequences, [4] * 3, budget, 0)
+        assert len(weighed) == expected
+
+
 def round_of(sequences: Seq[object], chosen: list[int], seconds: float = 0.01) -> StepFeedback:
     passes = [(len(sequences), len(sequences))] * max(chosen)
     lengths = [len(s.tokens) for s in sequences]
