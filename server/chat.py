@@ -26,7 +26,7 @@ from engine.model.gguf.files import open_gguf
 from engine.model.gguf.tokenizer import chat_template_in, special_tokens_in
 from engine.text.codec import find_file
 from server.formats.base import Tool
-from server.formats.json_text import object_in
+from server.formats.json_text import object_in, value_in
 
 MAX_TURNS = 200_000  # iterations of all loops plus calls of all macros
 MAX_TEXT = 4 << 20  # characters of a rendered conversation; also items of the result of one `*`
@@ -233,8 +233,8 @@ def _record(turn: Message) -> dict[str, Any]:
 
 
 def _called(call: ToolCall) -> dict[str, Any]:
-    """Convert a call. Some templates take nothing but an object, so arguments that are none are the text in one."""
-    found = object_in(call.arguments.strip() or "{}")
+    """Convert a call. Its arguments are repaired as those of a model; what is no object then is the text in one."""
+    found = object_in(value_in(call.arguments.strip() or "{}") or "")
     arguments = {NO_JSON: call.arguments} if found is None else found
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 

@@ -24,9 +24,9 @@ from engine.model.gguf.header import Strings
 
 _NONE = (None, "none", "no_vocab")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
-# Twice what published vocabularies have, or more: 256 bytes of a token, 2.3 MB of text, 2.2 merges for each token, and
-# 6,400 tokens that are found before text is split. A small file may have what takes minutes, and more than all memory.
-_LONGEST_TOKEN, _MOST_TEXT, _MOST_MERGES, _MOST_ADDED = 1 << 9, 1 << 22, 8, 1 << 15
+# More than published vocabularies have: 256 bytes of a token, 2.3 MB of text, 2.2 merges for each token, and 0.7 MB of
+# tokens that are found before text is split, those of speech. A small file may have what takes minutes and all memory.
+_LONGEST_TOKEN, _MOST_TEXT, _MOST_MERGES, _MOST_ADDED = 1 << 9, 1 << 22, 8, 1 << 20
 _IDS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
 _SPACE = "▁"  # stands for the space in vocabularies of SentencePiece
 # Texts of control tokens that end a turn; few files name them beside the end of a text.
@@ -185,9 +185,10 @@ class _Vocabulary:
             first, text = next((i, text) for i, text in enumerate(tokens) if ids[text] != i)
             twice = f"{first} and {ids[text]} are both {shown(text)}"
             raise ModelError(f"{container.path}: tokenizer.ggml.tokens {twice}; expected {len(tokens)} different texts")
-        added = sum(kind in (_CONTROL, _USER_DEFINED) for kind in kinds)
+        typed = zip(tokens, kinds, strict=True)
+        added = sum(len(text.encode()) for text, kind in typed if kind in (_CONTROL, _USER_DEFINED))
         if added > _MOST_ADDED:
-            told = f"tokenizer.ggml.token_type has {added} tokens of types {_CONTROL} and {_USER_DEFINED}"
+            told = f"tokens of types {_CONTROL} and {_USER_DEFINED} have {added} bytes"
             raise ModelError(f"{container.path}: {told}; expected at most {_MOST_ADDED}")
         return cls(tokens, kinds, ids)
 

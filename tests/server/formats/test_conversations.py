@@ -134,12 +134,16 @@ async def test_what_is_wrong_is_named(client, name):
 
 
 @pytest.mark.parametrize(
-    "arguments", ['{"days": 2, "pl', "null", "[1]", '{"days": NaN}', "\u00fc", "[" * 500, "", " \n"]
-)
-async def test_arguments_of_earlier_calls_that_are_no_object_are_text(client, arguments):
+    ("arguments", "given"),
+    [
+        *((text, {"INVALID_JSON": text}) for text in ('{"a": 2, "b', "null", "[1]", '{"a": NaN}', "\u00fc", "[" * 500)),
+        *((text, {}) for text in ("", " \n")),
+        (r'{"place": "C:\dir\ud800"}', {"place": "C:\\dir\ufffd"}),
+    ],
+)  # fmt: skip
+async def test_arguments_of_earlier_calls_are_repaired_or_text(client, arguments, given):
     turns = [*ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}]
     done = await client.generate(turns, max_tokens=1, prompt_token_ids=True)
-    given = {"INVALID_JSON": arguments} if arguments.strip() else {}
     assert f'"arguments": {json.dumps(given, ensure_ascii=False)}}}' in CODEC.decode(done.prompt_token_ids)
 
 

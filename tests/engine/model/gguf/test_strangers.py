@@ -239,7 +239,7 @@ SPARSE: Mapping[str, tuple[bytes, int, int, str]] = {
     "tokens that are found first": (
         vocabulary(b"gpt2", *(b"%014x" % (i * 7919**3) for i in range(1 << 17)))
         + entry("tokenizer.ggml.token_type", array(5, 1 << 17, struct.pack("<i", 3) * (1 << 17))),
-        3, 1 << 23, "has 131072 tokens of types 3 and 4; expected at most 32768",
+        3, 1 << 23, "tokens of types 3 and 4 have 1835008 bytes; expected at most 1048576",
     ),
 }  # fmt: skip
 _READ = """
