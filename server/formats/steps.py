@@ -196,7 +196,7 @@ class CallParser(TextParser):
             yield from self._space()
             if (yield from self._sees(", {", ",{")) or not (yield from self._expect(",")):
                 break
-        is_closed = yield from self._expect("}")
+        is_closed = bool((yield from self._expect("}")))
         if call.has_others and (not is_closed or (yield from self._sees("}"))):
             return False  # a brace too many may have ended the arguments, and the others are of them
         if not call.name or not (call.has_arguments or (is_closed and not call.is_broken)):
