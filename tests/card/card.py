@@ -16,9 +16,11 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import engine
 from tests.card.graph import ONLY_ALLOCATES, Capture, mapped, tensors_of
 from tests.card.memory import poison
 
+_ENGINE = engine.__path__[0]
 DEVICE = torch.device("cuda", 0)
 WAITS = "called a synchronizing CUDA operation"  # in torch's words
 REFUSED = "operation not permitted when stream is capturing"  # in CUDA's
@@ -291,9 +293,7 @@ def _frames() -> Iterator[FrameType]:
 def _nearest() -> str:
     """The nearest function of the engine: verification.py:_decide."""
     places = ((frame.f_code.co_filename.rpartition("/"), frame.f_code.co_name) for frame in _frames())
-    return next(
-        (f"{file}:{name}" for (path, _, file), name in places if "/engine" in path and "/tests" not in path), "a test"
-    )
+    return next((f"{file}:{name}" for (path, _, file), name in places if path.startswith(_ENGINE)), "a test")
 
 
 def _depth() -> int:
