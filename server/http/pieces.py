@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from pilotfish.v1 import generation_pb2 as pb
 from server.formats.base import (
@@ -65,6 +66,24 @@ def joined(pieces: Sequence[Piece], reasoning_tokens: int = 0) -> ReadOutput:
     )
 
 
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """Join neighbours of the same kind: a message has a piece for each token."""
+    found: list[Piece] = []
+    for _, group in groupby(pieces, lambda piece: (type(piece), getattr(piece, "index", 0))):
+        some = list(group)
+        text = "".join(piece.text for piece in some if not isinstance(piece, CallStart))
+        match some[0]:
+            case Reasoning():
+                found.append(Reasoning(text))
+            case Content():
+                found.append(Content(text))
+            case CallArguments(index):
+                found.append(CallArguments(index, text))
+            case CallStart():
+                found += some
+    return found
+
+
 class CallReader:
     """Reads the messages of one call, each output with a parser of its own.
 
@@ -93,14 +112,14 @@ class CallReader:
         return found
 
     async def read(self, message: pb.GenerateStreamResponse) -> list[Piece]:
-        """Read the next message of a stream. The pieces are of the output that the message is of."""
+        """Read the next message of a stream: neighbouring pieces, of the output that it is of, differ in kind."""
         if self._format is None:
             return [Content(message.delta.text)] if message.delta.text else []
         if self._starts_in_reasoning is None:  # only the first message of a stream tells
             self._starts_in_reasoning = message.starts_in_reasoning
         if message.HasField("finished"):
-            return self._reader(message.finished.index, self._format).finish(message.finished)
-        return [piece async for piece in self._reader(message.delta.index, self._format).read(message.delta)]
+            return merged(self._reader(message.finished.index, self._format).finish(message.finished))
+        return merged([piece async for piece in self._reader(message.delta.index, self._format).read(message.delta)])
 
     def reasoning_tokens(self, index: int) -> int:
         """How many tokens of this output were reasoning so far."""

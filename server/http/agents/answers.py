@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
-from itertools import groupby
+from collections.abc import AsyncIterator
 
 from engine.errors import PilotfishError
 from pilotfish.v1 import generation_pb2 as pb
 from server.errors import Aborted, DeadlinePassed
-from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
+from server.formats.base import Piece
 from server.http.agents.fields import Json
 from server.http.errors import HttpError
 from server.http.pieces import CallReader
@@ -47,7 +46,7 @@ async def events_of(
     """Yield the events of each message of a stream."""
     yield answer.begin()
     async for message in messages:
-        events = [event for piece in merged(await reader.read(message)) for event in answer.add(piece)]
+        events = [event for piece in await reader.read(message) for event in answer.add(piece)]
         if message.HasField("finished"):
             if message.finished.finish_reason not in ENDED:
                 raise _interrupted(message.finished.finish_reason)
@@ -61,24 +60,6 @@ async def whole_of(answer: AgentAnswer, reader: CallReader, response: pb.Generat
     async for _ in events_of(answer, reader, _as_stream(response)):
         pass
     return answer.whole()
-
-
-def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """Join neighbours of the same kind, so that a round of tokens makes few events."""
-    found: list[Piece] = []
-    for _, group in groupby(pieces, type):
-        some = list(group)
-        text = "".join(piece.text for piece in some if not isinstance(piece, CallStart))
-        match some[0]:
-            case Reasoning():
-                found.append(Reasoning(text))
-            case Content():
-                found.append(Content(text))
-            case CallArguments(index):
-                found.append(CallArguments(index, text))
-            case CallStart():
-                found += some
-    return found
 
 
 async def _as_stream(response: pb.GenerateResponse) -> AsyncIterator[pb.GenerateStreamResponse]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from engine.errors import Violation
 from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
-from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
+from server.formats.base import CallStart, Content, Piece, Reasoning
 from server.http.long_json import LongList
 from server.http.openai.answers import (
     IMPOSSIBLE,
@@ -88,7 +88,7 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
             is_text = message.HasField("delta")
             return [{"delta": {"content": message.delta.text}, "logprobs": logprobs}] if is_text else []
         index = message.delta.index if message.HasField("delta") else message.finished.index
-        deltas = [self._delta(index, piece) for piece in _merged(await self._reader.read(message))]
+        deltas = [self._delta(index, piece) for piece in await self._reader.read(message)]
         if not deltas and logprobs is not None:
             deltas = [{}]
         return [{"delta": delta, "logprobs": None if i else logprobs} for i, delta in enumerate(deltas)]
@@ -162,35 +162,3 @@ def fitted(read: ParsedBody, body: ChatBody, model: ServedModel, *, continues: b
     if body.skip_special_tokens is None:
         read.message.output.skip_special_tokens = True  # nothing reads them
     return read
-
-
-def _merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """Join neighbouring pieces of the same kind: a message has a piece for each token."""
-    groups: list[list[Piece]] = []
-    for piece in pieces:
-        if groups and _continues(piece, groups[-1][-1]):
-            groups[-1].append(piece)
-        else:
-            groups.append([piece])
-    return [_one(group) for group in groups]
-
-
-def _continues(piece: Piece, before: Piece) -> bool:
-    match piece, before:
-        case (Reasoning(), Reasoning()) | (Content(), Content()):
-            return True
-        case CallArguments(index=index), CallArguments(index=other):
-            return index == other
-    return False
-
-
-def _one(group: Sequence[Piece]) -> Piece:
-    text = "".join(piece.text for piece in group if not isinstance(piece, CallStart))
-    match group[0]:
-        case Reasoning():
-            return Reasoning(text)
-        case Content():
-            return Content(text)
-        case CallArguments(index=index):
-            return CallArguments(index, text)
-    return group[0]
