@@ -24,6 +24,7 @@ from tests.deploy.prometheus import DEPLOY
 from tests.serving import until
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0", "RAY_AUTH_MODE": "disabled"}
+os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # the proxy's imports alone take more than 5 on busy cores
 ray = pytest.importorskip("ray")
 from ray import serve  # noqa: E402
 from ray._common.utils import import_attr  # noqa: E402
