@@ -127,7 +127,7 @@ class Scheduler:
     def add(self, first: Sequence, *siblings: Sequence) -> None:
         """Queue a sequence: of one caller first come, first served. `siblings` have the same prompt and wait for it."""
         caller = first.request.caller
-        if not any(s.request.caller == caller for s in self.waiting):  # of thousands of one caller's, the first tells
+        if not any(s.request.caller == caller for s in self.waiting):  # thousands of one caller's may wait
             present = {s.request.caller for s in self.sequences} - {caller}
             self.shares.join(caller, self._heads().keys(), present)
         self.waiting.append(first)

@@ -185,7 +185,7 @@ class CallParser(TextParser):
     def _json_call(self, *ends: str) -> Steps[bool]:
         """Read an object with the name and the arguments of a call, and what ends the call; return whether it is one.
 
-        The last brace may be missing. Without `ends` a call is complete with its arguments, whatever follows.
+        The last brace may be missing, unless members of no call are behind the arguments. Without `ends` it is the end.
         """
         if not (yield from self._expect("{")):
             return False

@@ -66,7 +66,7 @@ def joined(pieces: Sequence[Piece], reasoning_tokens: int = 0) -> ReadOutput:
     )
 
 
-def merged(pieces: Iterable[Piece]) -> list[Piece]:
+def _merged(pieces: Iterable[Piece]) -> list[Piece]:
     """Join neighbours of the same kind: a message has a piece for each token."""
     found: list[Piece] = []
     for _, group in groupby(pieces, lambda piece: (type(piece), getattr(piece, "index", 0))):
@@ -118,8 +118,8 @@ class CallReader:
         if self._starts_in_reasoning is None:  # only the first message of a stream tells
             self._starts_in_reasoning = message.starts_in_reasoning
         if message.HasField("finished"):
-            return merged(self._reader(message.finished.index, self._format).finish(message.finished))
-        return merged([piece async for piece in self._reader(message.delta.index, self._format).read(message.delta)])
+            return _merged(self._reader(message.finished.index, self._format).finish(message.finished))
+        return _merged([piece async for piece in self._reader(message.delta.index, self._format).read(message.delta)])
 
     def reasoning_tokens(self, index: int) -> int:
         """How many tokens of this output were reasoning so far."""

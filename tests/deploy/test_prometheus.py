@@ -87,6 +87,8 @@ async def _load(client: AsyncClient, seen: Seen) -> None:
             seen.completions.append(await client.generate(prompt, max_tokens=MAX_TOKENS))
 
     await asyncio.gather(*(call(prompt[-300:]) for prompt in prompts))
+    always = {"speculation": "fixed", "num_draft_tokens": 8, "seed": 1}  # AUTO may find few drafts worth their time
+    seen.completions.append(await client.generate(prompts[0][-300:], max_tokens=MAX_TOKENS, **always))
 
 
 async def _ask(prometheus: Prometheus, seen: Seen, start: float, end: float) -> None:
@@ -111,7 +113,7 @@ def test_batch_sizes_are_those_of_the_steps(seen):
 def test_acceptance_is_what_callers_were_told(seen):
     told = [completion.finished.speculation_stats for completion in seen.completions]
     drafted, accepted = sum(t.drafted for t in told), sum(t.accepted for t in told)
-    assert drafted >= accepted > 0
+    assert drafted > accepted > 0
     assert seen.answers["drafted"] == seen.answers["K"] == drafted
     assert seen.answers["rounds"] == sum(t.rounds for t in told)
     assert seen.answers["acceptance"] == pytest.approx(accepted / drafted)
