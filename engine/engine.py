@@ -347,17 +347,20 @@ class Engine:
         finally:
             self.rounds, self.control, self.scheduler.prefill = kept
             self.scheduler.control = self.control
+            self.scheduler.forget_callers()
 
     def recover(self) -> None:
         """After a step that raised: end every request, then run a self-test. Raises if the engine still fails."""
         self.finish_all(FinishReason.ERROR)
         self.check_invariants()
         self.warm_up()
+        self.scheduler.forget_callers()
 
     def end_calibration(self) -> None:
-        """End calibration: keep costs and acceptance priors, discard the speed-up that was measured meanwhile."""
+        """End calibration: keep costs and acceptance priors, discard the speed-up and who asked."""
         self.control.begin()
         self.round_control.begin()
+        self.scheduler.forget_callers()
 
     def recall(self) -> bool:
         """Load what an earlier process learned about this pair here; save from now on. False if there is nothing."""

@@ -124,6 +124,11 @@ class Scheduler:
         """The control that chooses the sequence's K."""
         return self.round_control if sequence.on_device else self.control
 
+    def forget_callers(self) -> None:
+        """What was done for nobody, as at start-up, is no caller's share."""
+        assert not self.sequences, "shares are forgotten by an idle engine"
+        self.shares = Shares()
+
     def add(self, first: Sequence, *siblings: Sequence) -> None:
         """Queue a sequence: of one caller first come, first served. `siblings` have the same prompt and wait for it."""
         caller = first.request.caller
@@ -256,11 +261,11 @@ class Scheduler:
         self._renew_outgrown()
         _follow_predictions(self.running)
         self._reserve_pages()
-        running = in_step(self.running, self.shares, self.prefill, self._max_batch_tokens)
+        running, is_short = in_step(self.running, self.shares, self.prefill, self._max_batch_tokens)
         both = [s for s in running if s.todo == 1 and not s.grammar_lag]
         steady = [Work.feeding(s, 1) for s in in_turn([s for s in both if not s.on_device])]
         budget = self._max_batch_tokens - len(steady)
-        fitting = self.prefill.tokens(len(both), alone=len(self.running) == 1)
+        fitting = self.prefill.tokens(len(both), alone=len(running) == 1, short=is_short)
         chunks = list(_chunks(running, int(min(budget, fitting))))
         prompt_rows = sum(len(work.span) for work in chunks)
         self.prefill.spend(prompt_rows)

@@ -14,29 +14,41 @@ from engine.types import Sequence
 MASK_SECONDS = 0.05
 
 
-def in_step(running: list[Sequence], shares: Shares, prefill: PrefillBudget, most_tokens: int) -> list[Sequence]:
-    """The sequences that may take part in a step, so that callers with small shares get their first tokens soon.
+def in_step(
+    running: list[Sequence], shares: Shares, prefill: PrefillBudget, most_tokens: int
+) -> tuple[list[Sequence], bool]:
+    """The sequences that may take part in a step, and whether what it reads is to be short.
 
-    Prompts of such a caller are read without the sequences of callers with large shares. Before it asks, steps are as
-    short as costs little: the step under way is the other half of its wait. Rounds on the device are short anyway.
+    So callers with small shares get their first tokens soon. Prompts of such a caller are read without the sequences of
+    callers with large shares. Before it asks, steps are as short as costs little, as the step under way is the other
+    half of its wait: they decode or read, in turn, and never all at once. Rounds on the device are short anyway.
     """
-    behind = [s for s in running if s.is_behind]
+    behind, others = [s for s in running if s.is_behind], set[str]()
     if behind:
         reader = min((s.request.caller for s in behind), key=shares.rank)
         fed = min(sum(s.todo for s in behind if s.request.caller == reader), most_tokens)
         others = {caller for caller in shares.holders if shares.goes_alone(reader, caller, fed)}
         running = [s for s in running if s.on_device or s.request.caller not in others]
     if not shares.is_uneven:
-        return running
-    decoding = [s for s in running if s.todo == 1 and not s.on_device]
-    decoding.sort(key=lambda s: (shares.rank(s.request.caller), -s.num_missed))
-    most = prefill.few(len(decoding))
-    for sequence in decoding[:most]:
+        return running, False
+    decoding = [s for s in running if s.todo == 1 and not s.on_device and not s.grammar_lag]
+    is_short = bool(behind) and not others
+    if is_short and (not decoding or any(s.num_missed for s in behind)):
+        late = _late(behind, decoding)
+    else:
+        decoding.sort(key=lambda s: (shares.rank(s.request.caller), -s.num_missed))
+        most = prefill.few(len(decoding))
+        late = _late(decoding[:most], decoding[most:] + behind if is_short else decoding[most:])
+    return [s for s in running if id(s) not in late], is_short
+
+
+def _late(turn: list[Sequence], others: list[Sequence]) -> set[int]:
+    """Note whose turn it is. Returns the identities of the others."""
+    for sequence in turn:
         sequence.num_missed = 0
-    for sequence in decoding[most:]:
+    for sequence in others:
         sequence.num_missed += 1
-    late = {id(sequence) for sequence in decoding[most:]}
-    return [s for s in running if id(s) not in late]
+    return {id(sequence) for sequence in others}
 
 
 def in_turn(sequences: list[Sequence]) -> list[Sequence]:

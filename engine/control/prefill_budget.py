@@ -40,15 +40,16 @@ class PrefillBudget:
         self._left = math.inf  # seconds that the step under way has for reading
         self._read = 0  # tokens that draft models have caught up with in it
 
-    def tokens(self, decoding: int, *, alone: bool) -> float:
+    def tokens(self, decoding: int, *, alone: bool, short: bool = False) -> float:
         """How many fit in a step in which so many decode, at least one; `alone`: it serves a single sequence.
 
         225 ms to be filled, decoding takes 45, each token 2: 90 tokens. Decoding takes 200: another 200, 100 tokens.
+        `short`: reading takes no longer than decoding, or than decoding of one where nobody decodes.
         """
         self._read = 0
         if self._per_token is not None:  # without a measurement no step is bounded
             taken = self._of(decoding)
-            seconds = _ALONE * self._seconds if alone else self._seconds
+            seconds = 0.0 if short else _ALONE * self._seconds if alone else self._seconds
             self._left = max(seconds - taken, taken)
             self._fitting = max(1.0, self._left / self._per_token)
         return self._fitting

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.choices import KVType
 from engine.kv.rounded import SCALE_BYTES, round_heads
+from engine.machine.mapped import in_pages
 
 _ALIGNED = 64  # bytes, like torch's own tensors
 
@@ -129,10 +130,15 @@ def _stored(dim: int, dtype: torch.dtype) -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like `torch.zeros`, but on a CPU the system zeroes each page at first access, so start-up waits for none."""
+    """Like `torch.zeros`, but on a CPU the system zeroes each page at first access, so start-up waits for none.
+
+    Small pages, as one token may be the first of a page in every layer: large ones made it wait for half a second.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     memory = np.zeros(size + _ALIGNED, np.uint8)
     start = -memory.ctypes.data % _ALIGNED
-    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
+    zeros = torch.from_numpy(memory[start : start + size])
+    in_pages(zeros, large=False)
+    return zeros.view(dtype).view(shape)

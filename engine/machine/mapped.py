@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-_DONTNEED, _HUGEPAGE = 4, 14  # MADV_*, of Linux
+_DONTNEED, _HUGEPAGE, _NOHUGEPAGE = 4, 14, 15  # MADV_*, of Linux
 _PAGES = Path("/proc/self/pagemap")  # 8 bytes for each page
 _SWAPPED, _OF_FILE, _PRESENT = (1 << bit for bit in (62, 61, 63))
 
@@ -81,11 +81,11 @@ def release_mapped(tensor: Tensor) -> None:
             watcher.add(tensor.nbytes)
 
 
-def in_large_pages(tensor: Tensor) -> None:
-    """Ask the system for large pages for a tensor that has not been written yet. This is only a hint."""
+def in_pages(tensor: Tensor, *, large: bool) -> None:
+    """Ask the system for large or small pages for a tensor that has not been written yet. This is only a hint."""
     advise, (start, length) = _madvise(), _pages(tensor)
     if advise is not None and length and tensor.is_cpu:
-        advise(start, length, _HUGEPAGE)
+        advise(start, length, _HUGEPAGE if large else _NOHUGEPAGE)
 
 
 def _pages(tensor: Tensor) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.machine.mapped import in_large_pages
+from engine.machine.mapped import in_pages
 from engine.machine.threads import most_threads
 from engine.native.attention import BITS
 from engine.native.compiled import function, library
@@ -95,7 +95,7 @@ def placed(parts: Seq[Tensor]) -> Iterator[tuple[int, Tensor]]:
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Allocate memory for weights in large pages, which the system provides faster and addresses faster."""
     made = torch.empty(*shape, dtype=dtype)
-    in_large_pages(made)
+    in_pages(made, large=True)
     return made
 
 

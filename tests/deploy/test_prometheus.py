@@ -78,17 +78,18 @@ async def _run(folder) -> Seen:
 
 
 async def _load(client: AsyncClient, seen: Seen) -> None:
-    """Twice as many callers as there is room for, each with one request after the other, for some scrapes."""
-    prompts = held_out_prompts(2 * BATCH)
+    """Twice as many callers as there is room for, each with one request after the other, for some scrapes.
+
+    One of them wants drafts in each step: AUTO may find none worth its time on this machine.
+    """
+    first, *others = (prompt[-300:] for prompt in held_out_prompts(2 * BATCH))
     end = time.monotonic() + LOAD_SECONDS
 
-    async def call(prompt: str) -> None:
+    async def call(prompt: str, **options: Any) -> None:
         while time.monotonic() < end:
-            seen.completions.append(await client.generate(prompt, max_tokens=MAX_TOKENS))
+            seen.completions.append(await client.generate(prompt, max_tokens=MAX_TOKENS, **options))
 
-    await asyncio.gather(*(call(prompt[-300:]) for prompt in prompts))
-    always = {"speculation": "fixed", "num_draft_tokens": 8, "seed": 1}  # AUTO may find few drafts worth their time
-    seen.completions.append(await client.generate(prompts[0][-300:], max_tokens=MAX_TOKENS, **always))
+    await asyncio.gather(call(first, speculation="fixed", num_draft_tokens=8), *map(call, others))
 
 
 async def _ask(prometheus: Prometheus, seen: Seen, start: float, end: float) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import shares
+from engine.control.prefill_budget import PrefillBudget
 from engine.kv.pages import PagePool
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, Work
 from engine.shares import TURN, Shares, equal_parts
+from engine.startup.warm import make_ready
 from engine.types import Sequence
 from tests import fakes
 
@@ -32,7 +36,8 @@ class Service:
         self.had: Counter[str] = Counter()  # tokens of prompts and outputs, by caller
         self.first: dict[str, int] = {}  # steps from the arrival to the first token, by name
         self.fed: list[set[str]] = []  # callers of each step
-        self.num_preempted = self.num_fed = self._count = 0
+        self.works: tuple[Work, ...] = ()
+        self.num_preempted = self._count = 0
         self._arrived: dict[str, int] = {}
         self._fed: dict[str, int] = {}
 
@@ -47,7 +52,7 @@ class Service:
         self.schedule.admit()
         plan = self.schedule.plan()
         self.num_preempted += plan.num_preempted
-        self.num_fed = len(plan.works)
+        self.works = plan.works
         self.fed.append({work.sequence.request.caller for work in plan.works})
         for work in plan.works:
             one = work.sequence
@@ -209,7 +214,7 @@ def test_steps_are_short_where_somebody_may_ask_at_any_moment(monkeypatch: pytes
         sizes = []
         for _ in range(steps):
             service.step()
-            sizes.append(service.num_fed)
+            sizes.append(len(service.works))
             service.schedule.prefill.learn(sizes[-1], 0, 0.008 + 0.002 * sizes[-1])
         return sizes
 
@@ -226,6 +231,103 @@ def test_steps_are_short_where_somebody_may_ask_at_any_moment(monkeypatch: pytes
     assert max(lengths) - min(lengths) <= 4, "in turn"
     timed(service, 1000 // (PLACES // 2))
     assert set(timed(service, 20)) == {PLACES}, "who has not come back is not expected any more"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of a step: of the pass, of each sequence that decodes, of each token of a prompt."""
+
+    step: float
+    sequence: float
+    token: float
+
+
+class Timed(Service):
+    """A service whose steps take time, from which it learns as an engine does."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(places=64, budget=1024)
+        self.schedule.prefill = PrefillBudget(0.25)
+        self.machine, self.now, self.num_decoding, self.num_reading = machine, 0.0, 0, 0
+
+    def step(self) -> None:
+        super().step()
+        newest = [len(work.span) == 1 and work.reaches_end for work in self.works]
+        self.num_decoding = sum(newest)
+        self.num_reading = sum(len(work.span) for work in self.works) - self.num_decoding
+        costs = self.machine
+        seconds = costs.step + costs.sequence * self.num_decoding + costs.token * self.num_reading
+        self.schedule.prefill.learn(self.num_decoding, self.num_reading, seconds)
+        self.now += seconds
+
+    def first_token(self, after: float, prompt: int) -> float:
+        """Seconds to the first token of one that asks so long from now; the step under way goes on."""
+        start = self.now + after
+        while self.schedule.sequences and self.now < start:
+            self.step()
+        self.now = max(self.now, start)
+        one = self.ask("meek", prompt, 8)
+        while one.request_id not in self.first:
+            self.step()
+        seconds = self.now - start
+        while one in self.schedule.sequences:
+            self.step()
+        return seconds
+
+
+def test_a_step_decodes_or_reads_where_somebody_may_ask_at_any_moment() -> None:
+    """In turn, so that neither prompts nor outputs of the large caller wait for the other."""
+    service = Timed(Machine(step=0.02, sequence=0.006, token=0.006))
+    service.first_token(0.0, 17)
+    for _ in range(3 * PLACES):
+        service.ask("hog", prompt=300, tokens=400)
+    service.run(400)
+    kinds = []
+    for _ in range(40):
+        service.step()
+        kinds.append((service.num_decoding > 0, service.num_reading > 0))
+    assert kinds in ([(True, False), (False, True)] * 20, [(False, True), (True, False)] * 20)
+
+
+def test_a_server_that_has_just_started_expects_nobody_back() -> None:
+    """What it ran to be ready, or to see that it works again, was of no caller."""
+    law = fakes.hashed_law(20)
+    engine = fakes.fake_engine(law, draft_law=law, vocab_size=20, num_pages=400, max_batch_size=2 * PLACES)
+    for get_ready in (lambda: make_ready(engine, 0.1), engine.recover):
+        get_ready()
+        asked = fakes.requests([[1, 2]] * 2 * PLACES, max_tokens=2)
+        for one in asked:
+            engine.add(replace(one, caller="lone"))
+        engine.step()
+        assert not engine.scheduler.shares.is_uneven
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        Machine(step=0.02, sequence=0.006, token=0.006),  # each row takes time: a small model, a few cores
+        Machine(step=0.003, sequence=0.0006, token=0.0003),
+        Machine(step=0.3, sequence=0.005, token=0.02),  # a large one, of which a pass reads all weights
+        Machine(step=0.01, sequence=0.00002, token=0.00002),  # a GPU
+    ],
+    ids=["small", "tiny", "large", "gpu"],
+)
+@pytest.mark.parametrize(("prompt", "tokens"), [(12, 600), (300, 20)], ids=["outputs", "prompts"])
+def test_a_first_token_beside_endless_streams_takes_at_most_three_times_as_long(
+    machine: Machine, prompt: int, tokens: int
+) -> None:
+    rng, service = random.Random(1), Timed(machine)
+    for _ in range(20):
+        alone = service.first_token(0.05, 17)
+    for _ in range(200):
+        service.ask("hog", prompt, tokens)
+    had, taken = service.had["hog"], list[float]()
+    for _ in range(30):
+        taken.append(service.first_token(rng.uniform(0, 0.1), 17))
+        for _ in range(200 - sum(s.request.caller == "hog" for s in service.schedule.sequences)):
+            service.ask("hog", prompt, tokens)
+    assert sorted(taken)[-3] <= 3 * alone, "but for steps that try how long they take"
+    assert service.had["hog"] - had > 0
 
 
 calls = st.tuples(st.sampled_from("abc"), st.integers(1, 200), st.integers(1, 60))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.kv.arena import KVArena, KVLayout, LayerKV
 from engine.machine.mapped import release_mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux")
@@ -69,3 +70,15 @@ def test_numbers_of_our_own_survive() -> None:
     release_mapped(numbers[:3])
     release_mapped(numbers[:0])
     assert torch.equal(numbers, torch.arange(2**20))
+
+
+def test_the_first_token_of_an_arena_waits_for_no_memory_but_its_own() -> None:
+    """A large page in every layer takes half a second to be zeroed."""
+    layers, rows = 8, torch.tensor([8192])  # in the middle: the ends share no large page
+    arena = KVArena(KVLayout([LayerKV(4, 64, 64)] * layers, torch.bfloat16), 1024, 16, torch.device("cpu"))
+    one, statm = torch.ones(1, 4, 64, dtype=torch.bfloat16), Path("/proc/self/statm")
+    arena.write(0, rows, one, one)
+    before = int(statm.read_text().split()[1])
+    for layer in range(1, layers):
+        arena.write(layer, rows, one, one)
+    assert int(statm.read_text().split()[1]) - before < 100 * layers, "pages of the system"
