@@ -26,7 +26,8 @@ class _JsonCall:
     name: str = ""
     early: str = ""
     has_arguments: bool = False
-    has_others: bool = False  # members that are none of a call's
+    has_more: bool = False  # members behind the arguments
+    has_others: bool = False  # some of them none of a call's
     is_broken: bool = False
 
 
@@ -197,8 +198,8 @@ class CallParser(TextParser):
             if (yield from self._sees(", {", ",{")) or not (yield from self._expect(",")):
                 break
         is_closed = bool((yield from self._expect("}")))
-        if call.has_others and (not is_closed or (yield from self._sees("}"))):
-            return False  # a brace too many may have ended the arguments, and the others are of them
+        if (call.has_others and not is_closed) or (call.has_more and (yield from self._sees("}"))):
+            return False  # a brace too many may have ended the arguments, and the members behind are of them
         if not call.name or not (call.has_arguments or (is_closed and not call.is_broken)):
             return False
         if not call.has_arguments:
@@ -229,6 +230,7 @@ class CallParser(TextParser):
                 call.has_arguments = call.early.startswith("{")
             call.is_broken = not call.has_arguments
         elif key in _IGNORED or (call.has_arguments and key not in (_NAME, *_ARGUMENTS)):
+            call.has_more |= call.has_arguments
             call.has_others |= key not in _IGNORED
             call.is_broken = not (yield from self._value())
         return not call.is_broken

@@ -40,6 +40,7 @@ HERMES = Family(
         ),
         f"<tool_call>{CALL}": called(A, content="<tool_call>"),
         '<tool_call>{"name": "get", "arguments": {}, "why": "?"}</tool_call>': called("{}"),
+        '<tool_call>{"name": "get", "arguments": {"a": 1}, "id": "1"}</tool_call>': called(A),
         # The end may be missing, or a brace beside it; arguments may be missing.
         CALL[:-14]: called(A),
         CALL[:-5]: called(A),
@@ -59,6 +60,7 @@ HERMES = Family(
                 CALL.replace("1", "[" * 400 + "]" * 400),
                 CALL.replace("1", "1" * 2000),
                 CALL.replace("1}", '1}, "b": [2]}'),  # a brace too many has ended the arguments
+                CALL.replace("1}", '1}, "id": 2}'),  # also before a parameter that is called as a member of calls
             )
         },
         f"{CALL.replace('1', '')} and {CALL}!": called(A, content=f"{CALL.replace('1', '')} and !"),
