@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.admission import answers, convert
 from server.admission.convert import with_structure
 from server.admission.grammars import GrammarPool
+from server.admission.refusals import Refusals
 from server.admission.resume import require_fit, resume_info
 from server.admission.security import ANYBODY, Caller, Quotas
 from server.admission.slow_work import SlowWork, release_turn
@@ -103,10 +105,14 @@ class Admission:
     ) -> None:
         self._driver, self._metrics, self._grammars, self._slow = driver, metrics, grammars, slow
         self._quotas, self._tracing = quotas, tracing
+        self._refusals = Refusals()
         self._arriving: FairBound | None = None
 
     async def admit(self, message: pb.GenerateRequest, origin: Origin, known: Sequence[Violation] = ()) -> Call:
-        """Admit a request, or count the refusal and raise the error, which also lists the `known` violations."""
+        """Admit a request, or count the refusal and raise the error, which also lists the `known` violations.
+
+        Of a caller that is refused again and again the errors come later (`Refusals`).
+        """
         trace = self._tracing.begin(origin.headers)
         try:
             leave = self._quotas.enter(origin.caller, _num_outputs(message, self._driver()))
@@ -119,6 +125,9 @@ class Admission:
             trace.refuse(error)
             if isinstance(error, PilotfishError):
                 self._metrics.requests.reject(refusal(error).metric)
+            if isinstance(error, QueueFull):
+                now = asyncio.get_running_loop().time()
+                await asyncio.sleep(self._refusals.delay(origin.caller.share, error, origin.remaining(), now))
             raise
 
     @contextmanager

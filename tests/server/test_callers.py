@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from types import SimpleNamespace
 
+import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.params import SamplingParams
 from engine.types import Request
+from server.admission.refusals import AT_ONCE, LONGEST, Refusals
+from server.errors import QueueFull
 from server.estimates import Estimates
 from server.queue import AdmissionQueue
 from server.streams.stream import OutputStream
 from server.turns import CallerTurns
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_generate import request
+from tests.server.test_generate import error_of, request
 from tests.server.test_order import step
 from tests.serving import serving, until
 
@@ -96,6 +102,40 @@ def test_the_wait_of_a_caller_is_for_its_own_requests() -> None:
     for _ in range(PLACES // 2):
         front.ask("meek")
     assert front.turns.least_wait("meek", 1.0, estimates) == pytest.approx(600), "its part of the places is taken"
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 0.2)), max_size=200), st.floats(0.1, 9), st.floats(0, 9))
+def test_who_asks_again_at_once_hears_later_that_it_is_refused(asked, retry: float, remaining: float) -> None:
+    """The first ones at once, all in the time in which a retry is refused too, and none after its deadline."""
+    refusals, now, held = Refusals(), 0.0, defaultdict[str, list[float]](list)
+    error = QueueFull("full", bound="requests", retry_seconds=retry)
+    for caller, pause in asked:
+        now += pause
+        held[caller].append(refusals.delay(caller, error, remaining, now))
+        assert 0 <= held[caller][-1] <= min(retry, remaining, LONGEST)
+    assert all(not any(delays[:AT_ONCE]) for delays in held.values())
+    if now < 1:
+        assert all(all(delays[AT_ONCE + 21 :]) for delays in held.values() if remaining)
+    later = [refusals.delay("a", error, remaining, now + LONGEST + 1.001) for _ in range(AT_ONCE)]
+    assert not any(later), "forgotten"
+
+
+async def test_a_refused_caller_waits_for_its_answer_and_others_do_not(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Refusals, "delay", lambda _self, *one: asked.append(one) or 60.0)
+    (tmp_path / "tokens").write_text("hog hog-0123456789abcdef\nmeek meek-0123456789abcdef\n")
+    async with serving(token_file=tmp_path / "tokens", max_requests_per_token=1) as server:
+        ask = server.inference.Generate
+        refused = asyncio.ensure_future(ask(request(sampling={"n": 2}), metadata=TOKENS["hog"], timeout=100))
+        await until(lambda: asked)
+        (caller, error, remaining, _), *_ = asked
+        assert (caller, error.bound, 0 < remaining <= 100) == ("hog", "live requests", True)
+        for name in ("hog", "meek"):
+            assert (await ask(request(), metadata=TOKENS[name])).outputs
+        invalid = await error_of(ask(request(sampling={"top_p": 2}), metadata=TOKENS["hog"]))
+        assert invalid.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert not refused.done()
+        refused.cancel()
 
 
 async def test_a_full_queue_of_one_tenant_refuses_nothing_of_another(tmp_path):
