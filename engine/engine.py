@@ -70,9 +70,8 @@ class Engine:
         self.proposers, self.scheduler = proposers, scheduler
         self.pages = scheduler.target_pool  # with the prefix cache, whose changes can be watched
         self.rounds: Rounds = rounds or NoRounds()
-        self.runner = target  # for whoever measures its passes
         self.target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
-        self.dtype = dtype  # of the target's activations and K/V
+        self.runner, self.dtype = target, dtype  # for whoever measures its passes; of its activations and K/V
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._keeps_at: float | None = None  # when what was learned is saved again; None: never
         self._has_learned = False  # since it was saved: an idle engine must not overwrite what another one learned
@@ -347,7 +346,6 @@ class Engine:
         finally:
             self.rounds, self.control, self.scheduler.prefill = kept
             self.scheduler.control = self.control
-            self.scheduler.forget_callers()
 
     def recover(self) -> None:
         """After a step that raised: end every request, then run a self-test. Raises if the engine still fails."""
@@ -357,10 +355,9 @@ class Engine:
         self.scheduler.forget_callers()
 
     def end_calibration(self) -> None:
-        """End calibration: keep costs and acceptance priors, discard the speed-up and who asked."""
+        """End calibration: keep costs and acceptance priors, discard the speed-up that was measured meanwhile."""
         self.control.begin()
         self.round_control.begin()
-        self.scheduler.forget_callers()
 
     def recall(self) -> bool:
         """Load what an earlier process learned about this pair here; save from now on. False if there is nothing."""

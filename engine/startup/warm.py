@@ -115,6 +115,7 @@ def make_ready(
         seconds *= _REPETITION
     if seconds:
         calibrate(engine, seconds, text=_text(engine))
+    engine.scheduler.forget_callers()
     if uses_saved_calibration:
         engine.keep_learned()
 
