@@ -21,7 +21,7 @@ def in_step(
 
     So callers with small shares get their first tokens soon. Prompts of such a caller are read without the sequences of
     callers with large shares. Before it asks, steps are as short as costs little, as the step under way is the other
-    half of its wait: they decode or read, in turn, and never all at once. Rounds on the device are short anyway.
+    half of its wait: a step decodes or reads, in turn, and not all at once. Rounds on the device are short anyway.
     """
     behind, others = [s for s in running if s.is_behind], set[str]()
     if behind:
@@ -38,7 +38,7 @@ def in_step(
     else:
         decoding.sort(key=lambda s: (shares.rank(s.request.caller), -s.num_missed))
         most = prefill.few(len(decoding))
-        late = _late(decoding[:most], decoding[most:] + behind if is_short else decoding[most:])
+        late = _late(decoding[:most], decoding[most:] + (behind if is_short else []))
     return [s for s in running if id(s) not in late], is_short
 
 

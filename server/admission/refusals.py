@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from server.admission.security import TokenBuckets
 from server.errors import QueueFull
 
 AT_ONCE = 20  # refusals of one caller that are answered at once, and per second after that
@@ -12,15 +13,16 @@ _SHARE = 0.5  # of the seconds that are left to the caller, which is to hear why
 
 
 class Refusals:
-    """A token bucket for each caller that was refused of late."""
+    """The refusals of each caller, as far as they are recent."""
 
     def __init__(self) -> None:
-        self._due: dict[str, float] = {}  # by caller: when its latest refusal is answered, at a steady rate
+        self._buckets = TokenBuckets(AT_ONCE)
 
     def delay(self, caller: str, error: QueueFull, remaining: float, now: float) -> float:
-        """Count a refusal at `now`; return for how many seconds it is held back: never until a retry can succeed.
+        """Count a refusal at `now`, and return for how many seconds its answer is held back.
 
-        What came together and would be held for longer than the longest time is answered at random times before it.
+        That is no longer than until a retry can succeed. Answers that would be held for longer than `LONGEST` come at
+        random times before it, so that those to requests that arrived together do not come together.
 
         Args:
             caller: who is refused.
@@ -28,9 +30,10 @@ class Refusals:
             remaining: seconds until the caller's deadline.
             now: seconds, of any one clock.
         """
-        self._due = {other: due for other, due in self._due.items() if due > now - 1}
-        due = self._due.get(caller, now - 1) + 1 / AT_ONCE
-        self._due[caller] = min(due, now + LONGEST)
-        if due > now + LONGEST:
-            due = now + LONGEST * random.uniform(0.5, 1.0)  # noqa: S311  # no secret
-        return max(0.0, min(due - now, error.retry_seconds, _SHARE * remaining))
+        self._buckets.forget_full(now)
+        seconds = max(0.0, 1 - self._buckets.held(caller, now)) / AT_ONCE
+        if seconds <= LONGEST:
+            self._buckets.take(caller, 1, now)
+        else:
+            seconds = LONGEST * random.uniform(0.5, 1.0)  # noqa: S311  # no secret
+        return max(0.0, min(seconds, error.retry_seconds, _SHARE * remaining))

@@ -134,6 +134,27 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
+class TokenBuckets:
+    """A token bucket for each caller. It fills at `per_second` and holds the tokens of one second, at least one."""
+
+    def __init__(self, per_second: float) -> None:
+        self.per_second, self._most = per_second, max(1.0, per_second)
+        self._held: dict[str, tuple[float, float]] = {}  # tokens, and the time of this count
+
+    def held(self, caller: str, now: float) -> float:
+        """Return the tokens of a caller at `now`, in seconds; negative if more were taken than it held."""
+        held, then = self._held.get(caller, (self._most, now))
+        return min(self._most, held + (now - then) * self.per_second)
+
+    def take(self, caller: str, n: int, now: float) -> None:
+        """Take `n` tokens, also more than the bucket holds: then it is empty for so much longer."""
+        self._held[caller] = (self.held(caller, now) - n, now)
+
+    def forget_full(self, now: float) -> None:
+        """Forget callers whose buckets are full: a caller that is not known has a full one."""
+        self._held = {caller: state for caller, state in self._held.items() if self.held(caller, now) < self._most}
+
+
 class Quotas:
     """Limits on the live requests of each caller, and on those that it may begin per second.
 
@@ -141,9 +162,9 @@ class Quotas:
     """
 
     def __init__(self, max_live: int | None, per_second: float | None, clock: Clock) -> None:
-        self._max_live, self._per_second, self._clock = max_live, per_second, clock
+        self._max_live, self._clock = max_live, clock
         self._live: dict[str, int] = defaultdict(int)
-        self._buckets: dict[str, tuple[float, float]] = {}  # (requests that may begin, time of this count)
+        self._buckets = None if per_second is None else TokenBuckets(per_second)
 
     def enter(self, caller: Caller, n: int = 1) -> Callable[[], None]:
         """Count a request of `caller` for `n` outputs, or raise QuotaExceeded.
@@ -173,21 +194,15 @@ class Quotas:
         return leave
 
     def _spend(self, caller: Caller, n: int) -> None:
-        """Take `n` requests from the caller's token bucket, or raise QuotaExceeded.
-
-        The bucket fills at the configured rate and holds the requests of one second, at least one. More than it holds
-        can be taken while it has one: then it is empty for so much longer.
-        """
-        if self._per_second is None:
+        """Take `n` requests from the caller's token bucket while it has one, or raise QuotaExceeded."""
+        if self._buckets is None:
             return
-        now, most = self._clock(), max(1.0, self._per_second)
-        held, then = self._buckets.get(caller.name, (most, now))
-        held = min(most, held + (now - then) * self._per_second)
+        now, per_second = self._clock(), self._buckets.per_second
+        held = self._buckets.held(caller.name, now)
         if held < 1:
-            self._buckets[caller.name] = (held, now)
-            problem = f"{caller.name} sends more than {self._per_second:g} requests per second"
-            raise QuotaExceeded(problem, bound="requests per second", retry_seconds=(1 - held) / self._per_second)
-        self._buckets[caller.name] = (held - n, now)
+            problem = f"{caller.name} sends more than {per_second:g} requests per second"
+            raise QuotaExceeded(problem, bound="requests per second", retry_seconds=(1 - held) / per_second)
+        self._buckets.take(caller.name, n, now)
 
 
 def _nothing() -> None:
