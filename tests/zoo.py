@@ -9,10 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, FalconForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.attention.registry import ATTENTION_NAME
+from engine.choices import Rounded
+from engine.model.architecture import Architecture
+from engine.model.decoder import Decoder
 from engine.model.fusion.fuse import fuse
-from engine.model.fusion.stack import stack
 from engine.model.linear.packed import pack
+from engine.model.quantize import quantise
 from engine.model.runner import prepare
+from engine.model.weights import WeightReader
 
 VOCAB = 97
 END = 2
@@ -238,11 +242,16 @@ def ours(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def as_served(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, its layers as a server on a CPU runs them: in our C, where that multiplies here."""
+def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> Decoder | PreTrainedModel:
+    """The same model as a server on a CPU runs it: in our C, where that multiplies here."""
+    architecture = Architecture.of(model.config)
+    if architecture is not None:
+        read = WeightReader(model.state_dict(), model.dtype, weights)
+        return Decoder(architecture, copy.deepcopy(model.config), read).eval()
+    if weights is not None:
+        quantise(model, weights)
     fuse(model)
     pack(model)
-    stack(model)
     return model
 
 

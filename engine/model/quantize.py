@@ -30,21 +30,18 @@ from engine.model.linear.activations import make_row_wise
 from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear
 from engine.model.linear.packed import MATMULS, matrix
-from engine.model.linear.rounding import group_of, round_weight
+from engine.model.linear.rounding import bits_of, group_of, round_weight
 from engine.model.linear.routing import make_routing_row_wise
 from engine.model.linear.swap import bytes_after_swap, is_router
 from engine.model.linear.unstack import unstack
 from engine.model.published.files import folder_of, read_tensors
 from engine.model.published.methods import quantisation_of
+from engine.model.published.saved import CODES, SCALES
 from engine.model.runner import load_model, prepare
 
 # In `quantization_config`, so that software that does not know the method refuses the weights.
 _METHODS: dict[str, Rounded] = {f"pilotfish-{weights}": weights for weights in get_args(Rounded)}
 _VERSIONS: dict[Rounded, int] = {"int8": 3, "int4": 5}
-# Names that other software does not mistake for the name of a float weight. `_SCALES` are fields of `GroupedCodes`.
-_CODES = "weight_codes"
-_SCALES = ("scale", "offset", "steps", "zeros")
-_KEYS_AND_VALUES = ("k_proj", "v_proj")
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -92,16 +89,6 @@ def _round_table(
         bits = bits_of(weights, "", table.weight)
         found = replace(codes, bias=None) if is_shared else round_weight(table.weight, bits)
         model.set_input_embeddings(CodedEmbedding.of(found, table, dtype))
-
-
-def bits_of(weights: Rounded, name: str, weight: Tensor, *, is_head: bool = False) -> int:
-    """The bits of the codes of the matrix `[out, in]` of this name.
-
-    Keys and values that several heads share keep 8 in `int4`: few weights, and each of their errors meets every head.
-    Of what 4 bits lose on Gemma 3 270M they are a third.
-    """
-    is_shared = name.rpartition(".")[2] in _KEYS_AND_VALUES and weight.shape[0] < weight.shape[1]
-    return 8 if weights == "int8" or is_head or is_shared else 4
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
@@ -217,8 +204,8 @@ def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, dtyp
     floats = dict(tensors)
     for key in tensors:
         path, _, kind = key.rpartition(".")
-        if kind == _CODES:
-            fields = {field: floats.pop(f"{path}.weight_{field}", None) for field in _SCALES}
+        if kind == CODES:
+            fields = {field: floats.pop(f"{path}.weight_{field}", None) for field in SCALES}
             codes, bias = floats.pop(key), floats.pop(f"{path}.bias", None)
             _put_codes(model, path, _read_codes(key, codes, fields, bias, model.get_submodule(path)), dtype)
     _share_table(model, floats, dtype)
@@ -266,7 +253,7 @@ def _read_codes(
     bits, scale = 8 if codes.dtype == torch.int8 else 4, fields["scale"]
     if scale is None:
         raise ModelError(f"the checkpoint lacks the scales of {key}")
-    made = GroupedCodes(codes, bits, scale, bias=bias, **{name: fields[name] for name in _SCALES[1:]})
+    made = GroupedCodes(codes, bits, scale, bias=bias, **{name: fields[name] for name in SCALES[1:]})
     try:
         made.check()
     except ValueError as error:
@@ -312,8 +299,8 @@ def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
             del tensors[f"{path}.weight"]  # holds nothing
         if isinstance(module, GroupedLinear) or (is_table and module.codes.codes is not head.codes.codes):
             codes = module.codes
-            fields = {name: getattr(codes, name) for name in _SCALES}
-            tensors[f"{path}.{_CODES}"] = codes.codes
+            fields = {name: getattr(codes, name) for name in SCALES}
+            tensors[f"{path}.{CODES}"] = codes.codes
             tensors |= {f"{path}.weight_{name}": x for name, x in fields.items() if x is not None}
             if codes.bias is not None:
                 tensors[f"{path}.bias"] = codes.bias

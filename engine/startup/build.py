@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -29,15 +29,17 @@ from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
 from engine.model.adapters.peft import read_adapter
 from engine.model.adapters.store import Adapters
+from engine.model.architecture import Architecture
 from engine.model.checkpoint import read_config, weights_size
+from engine.model.decoder import is_of_table
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
 from engine.model.fusion.latent import EXPANDING, compress, has_latents
-from engine.model.fusion.stack import stack
 from engine.model.linear.fp8 import to_fp8
 from engine.model.linear.packed import is_batch_invariant, pack, runs_in_c
 from engine.model.linear.w4 import to_w4
+from engine.model.load import load_decoder
 from engine.model.one_by_one import OneByOneRunner
 from engine.model.published.load import load_published
 from engine.model.quantize import load_quantised, quantise
@@ -168,11 +170,20 @@ def _load(
         if config.fuse:
             log.info("%r stays unfused: a share of it has transformers' hooks on its matrices", name)
         return load_model(name, revision, held.dtype, device, shares)
+    on_cpu = config.fuse and device.type == "cpu" and config.loop != "rounds"  # our C cannot read the batches of rounds
+    described = read_config(name, revision)
+    architecture = Architecture.of(described) if on_cpu and held.weights != "fp8" else None
+    if architecture is not None:
+        keeps_codes = held.keeps_codes or held.quantisation is None
+        as_rounded = None if held.weights == "native" else cast("Rounded", held.weights)
+        made: Any = load_decoder(
+            name, revision, described, architecture, held.dtype, as_rounded, held.quantisation, keeps_codes=keeps_codes
+        )
+        return cast("PreTrainedModel", made)
     model = _read(name, revision, held, device)
-    if config.fuse and device.type == "cpu" and config.loop != "rounds":  # our C cannot read the batches of rounds
+    if on_cpu:
         fuse(model)
         pack(model)
-        stack(model)
     ours = config.fuse and device.type == "cuda" and has_triton()
     if ours:
         fuse_for_cuda(model)
@@ -420,6 +431,8 @@ def _ragged(
 
 def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
     """Choose the attention that is asked for, or else the fastest one, that passes the self-test with this model."""
+    if is_of_table(model):
+        return attention.choose(config.attention, model.device, row_wise=row_wise)
     try_out = partial(check_ragged_contract, model, layout)
     return attention.fitting(config.attention, model.device, try_out, row_wise=row_wise)
 

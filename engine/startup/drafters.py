@@ -15,6 +15,7 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.model.checkpoint import shape_of
+from engine.model.decoder import is_of_table
 from engine.model.one_by_one import OneByOneRunner
 from engine.model.runner import ModelRunner, Runner, end_tokens, layout_of_model, vocab_size
 from engine.model.tap import Tap
@@ -138,7 +139,7 @@ class Drafters:
         """Make the proposers that read the target's hidden states, all through one tap."""
         made = dict[str, Proposer]()
         for name, head in self.heads.items():
-            if head.places and not verdict(partial(_is_read, tap, head)):
+            if not is_of_table(self.target) and head.places and not verdict(partial(_is_read, tap, head)):
                 raise ModelError(f"{type(self.target).__name__} runs past its layers: no features can be read off it")
             arena = make_arena(self.layouts[name]) if name in self.layouts else None
             made[name] = head.proposer(HeadContext(target, tap, arena, attend, prefill, adapters.get(name)))

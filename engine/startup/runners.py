@@ -23,6 +23,7 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
 from engine.model.checkpoint import shape_of
+from engine.model.decoder import is_of_table
 from engine.model.one_by_one import (
     FAULTS,
     OneByOneRunner,
@@ -81,6 +82,8 @@ class Ways:
 
 
 def _tried(model: PreTrainedModel, ragged: Callable[[PreTrainedModel], Attend]) -> Attend:
+    if is_of_table(model):
+        return ragged(model)
     if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
         raise ModelError(f"{_name(model)} attends in code of its own, which knows nothing of ragged batches")
     try:

@@ -10,16 +10,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from engine import LLM, SamplingParams
 from engine.attention import choose
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.machine.threads import exactly
-from engine.model.fusion.fuse import fuse
-from engine.model.fusion.stack import stack
-from engine.model.linear.packed import is_batch_invariant, pack
-from engine.model.quantize import quantise
+from engine.model.linear.packed import is_batch_invariant
 from engine.model.runner import ModelRunner, kv_layout
 from engine.native import multiplies
 from engine.params import SpeculationMode, SpeculationParams
@@ -29,16 +27,14 @@ from tests import zoo
 OFF = SpeculationParams(mode=SpeculationMode.OFF)
 
 
-def int8(model: nn.Module) -> None:
-    quantise(model)
-    fuse(model)
+def int8(model: PreTrainedModel) -> nn.Module:
+    return zoo.as_served(model, "int8")
 
 
-def packed(model: nn.Module) -> None:
-    fuse(model)
-    pack(model)
-    stack(model)
-    assert is_batch_invariant(model)
+def packed(model: PreTrainedModel) -> nn.Module:
+    made = zoo.as_served(model)
+    assert is_batch_invariant(made)
+    return made
 
 
 needs_c = pytest.mark.skipif(not multiplies(torch.float32), reason="needs a C compiler")
@@ -55,11 +51,11 @@ FEW = ("llama", "gpt2")  # rotary and learned positions
     ],
 )
 def test_logits_are_bitwise_the_same_in_any_batch(
-    family: str, prepare: Callable[[nn.Module], None], dtype: torch.dtype
+    family: str, prepare: Callable[[PreTrainedModel], nn.Module], dtype: torch.dtype
 ) -> None:
     """One token at a time, all at once, and the last alone; on one thread or two."""
     model = zoo.ours(zoo.reference(family)).to(dtype)
-    prepare(model)
+    model = prepare(model)
     arena = KVArena(kv_layout(model.config, dtype), 8, 64, torch.device("cpu"))
     runner = ModelRunner(model, arena, choose("rows" if prepare is int8 else "auto", model.device, row_wise=True))
     draw = random.Random(family)

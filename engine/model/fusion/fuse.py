@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -211,13 +211,37 @@ def _activates(module: nn.Module, activation: Activation) -> bool:
     return callable(act) and torch.allclose(act(x), x * bend.sigmoid(), rtol=1e-4, atol=1e-5)
 
 
+class AttentionShape(Protocol):
+    """The sizes of a layer's attention, and what it computes."""
+
+    @property
+    def heads(self) -> int:
+        """Heads of queries."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        ...
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Scale, window and cap."""
+        ...
+
+
 class RotaryAttention(nn.Module):
     """Attention with rotary positions on joined q, k and v: one rotation for q and k, no transposed copies.
 
     Without a ragged batch, as in transformers' own forward pass, the original runs.
     """
 
-    def __init__(self, inner: nn.Module, seen: _RecordedAttention) -> None:
+    def __init__(self, inner: nn.Module, seen: AttentionShape) -> None:
         super().__init__()
         self.inner, self.layer_idx, self.seen = inner, cast("int", inner.layer_idx), seen
 

@@ -1,101 +1,53 @@
-"""Runs all decoder layers of a fused model in one call of our C; uses shapes of modules and no family by name.
+"""Runs all layers of a decoder in one call of our C, where that can run the pass; else layer by layer.
 
 In a small model the Python code between two matmuls takes longer than the matmuls.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.attention import native
 from engine.attention.registry import Ragged
 from engine.kv.arena import KVArena
-from engine.kv.batch import Feed, RaggedBatch
 from engine.model.fusion.fuse import Gated, RMSNorm, RotaryAttention
 from engine.model.fusion.kernel_layers import NAMES
-from engine.model.fusion.straight import Rotary, bypass_model_code
-from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.packed import packed_of
-from engine.model.runner import kv_layout
 from engine.model.tap import FINAL, Tap
 from engine.native import rows_for
 from engine.native.layers import LayerParts, Layers
-from engine.verdicts import verdict
 
-log = logging.getLogger(__name__)
-
-_PAGE, _ROWS = 8, 3  # of the equivalence test
-
-
-def stack(model: PreTrainedModel) -> bool:
-    """Make the decoder layers of a fused `model` run in one call, if all their parts are known; returns whether."""
-    for name, layers in list(model.named_modules()):
-        if not isinstance(layers, nn.ModuleList) or not len(layers):
-            continue
-        parts = [_parts(layer) for layer in layers]
-        if all(part is not None for part in parts):
-            together = Stack(layers)
-            if verdict(partial(_agrees, together, model)):
-                model.set_submodule(name, together)
-                log.info("%d layers run in one call", len(layers))
-                bypass_model_code(model, together)
-                return True
-    return False
+Rotary = tuple[Tensor, Tensor]  # cos and sin, [1, T, head_dim]
 
 
 class Stack(nn.ModuleList):
-    """A list of layers of which, where C can run the pass, the last one runs all when the model calls them in turn."""
+    """The layers of a decoder."""
 
-    def __init__(self, layers: nn.ModuleList) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__(layers)
+        parts = [_parts(layer) for layer in self]
+        self._parts = [part for part in parts if part is not None] if None not in parts else []  # none: not in C
         self._ready: tuple[KVArena, Layers] | None = None  # for the arena that was used last
         self.taps: tuple[Tap, ...] = ()  # read hidden states between layers
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        told: list[Rotary] = []
-        return iter([cast("nn.Module", partial(self._step, layer, told)) for layer in self._modules.values()])
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):  # the model iterates over the first n of n layers
-            kept = list(self._modules.values())[index]
-            return self if len(kept) == len(self) else Stack(nn.ModuleList(kept))
-        return super().__getitem__(index)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": None, "taps": ()}  # a copy has its own arena, and nobody reads it
 
-    def _step(
-        self,
-        layer: Any,
-        told: list[Rotary],
-        hidden_states: Tensor,  # [1, T, width]
-        position_embeddings: Rotary | None = None,
-        ragged: Ragged | None = None,
-        **others: Any,
-    ) -> Tensor:
-        """Take the place of a layer in the model's loop: in a ragged batch the last one runs all of them."""
-        if ragged is None or position_embeddings is None:
-            others |= {} if ragged is None else {"ragged": ragged}
-            return cast("Tensor", layer(hidden_states, position_embeddings=position_embeddings, **others))
-        told.append(position_embeddings)
-        if len(told) < len(self):
-            return hidden_states
-        if self.serves(hidden_states, told, ragged):
-            return self.at_once(hidden_states, told, ragged)
-        return self.one_by_one(hidden_states, told, ragged=ragged, **others)
+    def run(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
+        """Run all layers `[1, T, width]` -> `[1, T, width]`; `rotary` has cos and sin for each."""
+        if self.serves(hidden_states, rotary, ragged):
+            return self.at_once(hidden_states, rotary, ragged)
+        return self.one_by_one(hidden_states, rotary, ragged)
 
-    def one_by_one(self, hidden_states: Tensor, rotary: Seq[Rotary], **others: Any) -> Tensor:
-        """Run layer after layer; `rotary` has an item for each."""
-        for layer, each in zip(self._modules.values(), rotary, strict=True):
-            hidden_states = cast("Any", layer)(hidden_states, position_embeddings=each, **others)
+    def one_by_one(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
+        """Run layer after layer."""
+        for layer, each in zip(self, rotary, strict=True):
+            hidden_states = cast("Any", layer)(hidden_states, each, ragged=ragged)
         return hidden_states
 
     def at_once(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
@@ -123,7 +75,7 @@ class Stack(nn.ModuleList):
     def serves(self, hidden: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> bool:
         """Whether C can run this pass."""
         layout, shape = ragged.arena.layout, ragged.arena.layout.same
-        if shape is None or shape.key_dim % 2 or ragged.batch.has_adapters:
+        if not self._parts or shape is None or shape.key_dim % 2 or ragged.batch.has_adapters:
             return False
         ours = getattr(ragged.attend, "func", ragged.attend) is native.attend
         fits = layout.takes(hidden.dtype) and hidden.is_cpu
@@ -135,8 +87,8 @@ class Stack(nn.ModuleList):
     def _layers(self, arena: KVArena) -> Layers:
         """All layers, over this arena."""
         if self._ready is None or self._ready[0] is not arena:
-            parts = [cast("LayerParts", _parts(layer)) for layer in self._modules.values()]
-            self._ready = arena, Layers(parts, arena.k[: len(parts)], arena.v[: len(parts)])
+            depth = len(self._parts)
+            self._ready = arena, Layers(self._parts, arena.k[:depth], arena.v[:depth])
         return self._ready[1]
 
 
@@ -171,20 +123,3 @@ def _parts(layer: nn.Module) -> LayerParts | None:
     )
     parts |= {"norm_query": heads[0], "norm_key": heads[1], "activation": cast("Any", mlp).activation}
     return LayerParts(scale=spec.scale, softcap=spec.softcap, window=spec.window, **parts)
-
-
-def _agrees(together: Stack, model: PreTrainedModel) -> bool:
-    """Whether an equivalence test gives the same result in C and module by module."""
-    layout = kv_layout(model.config, model.dtype)
-    if layout.same is None:
-        return False
-    arena = KVArena(layout, 1, _PAGE, model.device)
-    ragged = Ragged(RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device), arena, native.attend)
-    angles = random_rows(model, 1, _ROWS, layout.same.key_dim // 2).float().repeat(1, 1, 2) * 3
-    # Not the same in two layers: some families have several.
-    rotary = [((angles + i).cos().to(model.dtype), (angles + i).sin().to(model.dtype)) for i in range(len(together))]
-    x = random_rows(model, 1, _ROWS, model.config.get_text_config().hidden_size)
-    if not together.serves(x, rotary, ragged):
-        return False
-    ways = (together.one_by_one, together.at_once)
-    return agree(lambda way: cast("Any", way)(x, rotary, ragged=ragged), *cast("Any", ways))

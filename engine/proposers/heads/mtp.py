@@ -33,7 +33,6 @@ from engine.kv.batch import Feed, RaggedBatch
 from engine.model.checkpoint import check_complete, read_config, told_as_model_error
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.latent import compress
-from engine.model.fusion.stack import stack
 from engine.model.gguf.files import gguf_file
 from engine.model.linear.packed import pack, runs_in_c
 from engine.model.published.base import Codes, Weights
@@ -84,7 +83,6 @@ def load_mtp(name: str, revision: str | None, target: PreTrainedModel) -> Head:
     if runs_in_c(target):
         fuse(model)
         pack(model)
-        stack(model)
     compress(model, row_wise=False)
     tables = model if has_tables else target
 

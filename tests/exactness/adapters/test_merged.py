@@ -19,8 +19,6 @@ from engine import LLM, InvalidRequest, SamplingParams
 from engine.config import EngineConfig
 from engine.llm import CompletionOutput
 from engine.model.fusion.fuse import fuse
-from engine.model.fusion.stack import stack
-from engine.model.quantize import quantise
 from engine.model.runner import kv_layout
 from engine.params import SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
@@ -56,14 +54,11 @@ def prompts() -> list[list[int]]:
     return zoo.prompts(len(NAMES))
 
 
-def _int8(model: PreTrainedModel) -> PreTrainedModel:
-    quantise(model)
-    fuse(model)
-    stack(model)
-    return model
+def _int8(model: PreTrainedModel) -> nn.Module:
+    return zoo.as_served(model, "int8")
 
 
-def _bfloat16(model: PreTrainedModel) -> PreTrainedModel:
+def _bfloat16(model: PreTrainedModel) -> nn.Module:
     return zoo.as_served(model.to(torch.bfloat16))
 
 

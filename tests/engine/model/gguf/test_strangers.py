@@ -350,7 +350,7 @@ def test_configs_of_folders_are_bounded_too(key: str, value: object, complaint: 
 def test_a_config_that_is_larger_than_its_files_is_refused_before_it_is_made(tmp_path: Path) -> None:
     with bounded("a large vocabulary"):
         told = problems(folder_with(tmp_path, "vocab_size", 1 << 26), load=True)
-    assert re.search(r"has \d+ weights; its config describes \d+", told[0])
+    assert re.search(r"is of shape \[\d+, \d+\]; its config says \[67108864, \d+\]", told[0])
 
 
 @pytest.mark.parametrize(

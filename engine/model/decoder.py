@@ -1,0 +1,214 @@
+"""The decoder that runs every architecture of the table (`architecture.py`), over ragged batches, on a CPU.
+
+Its modules have transformers' names, which adapters and heads use. Layers run in one call of C where that can run the
+pass, and else module by module, with the same bits.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.registry import Ragged
+from engine.model.architecture import Architecture, AttentionLayer
+from engine.model.fusion.fuse import Gated, Joined, JoinedPart, RMSNorm, RotaryAttention
+from engine.model.fusion.stack import Stack
+from engine.model.linear.activations import ELEMENTWISE, RowWise
+from engine.model.linear.grouped import GroupedLinear
+from engine.model.linear.packed import PackedLinear
+from engine.model.tap import FINAL
+from engine.native.rows import SILU
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedConfig
+
+    from engine.model.weights import WeightReader
+
+
+class Decoder(nn.Module):
+    """A model of the table."""
+
+    def __init__(self, architecture: Architecture, config: PreTrainedConfig, weights: WeightReader) -> None:
+        """Take the weights, one matrix at a time.
+
+        Raises:
+            ModelError: one cannot be read.
+        """
+        super().__init__()
+        self.architecture, self.config, self.dtype = architecture, config, weights.dtype
+        self.generation_config = None  # the config has the end tokens
+        self.lm_head, table = weights.head_and_table(architecture)
+        self.model: Any = nn.Module()
+        self.model.embed_tokens = table
+        self.model.layers = Stack(
+            DecoderLayer(architecture, number, weights.below(f"model.layers.{number}."))
+            for number in range(len(architecture.layers))
+        )
+        self.model.norm = _norm(architecture, weights, "model.norm")
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return torch.device("cpu")
+
+    @property
+    def held(self) -> str:
+        """How its matrices are held, in words."""
+        kinds = {type(m).__name__ for m in self.modules() if isinstance(m, GroupedLinear | PackedLinear | nn.Linear)}
+        return " and ".join(sorted(kinds))
+
+    def get_decoder(self) -> nn.Module:
+        """Everything but the output matrix."""
+        trunk: nn.Module = self.model
+        return trunk
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Token ids to hidden states."""
+        table: nn.Module = self.model.embed_tokens
+        return table
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Hidden states to logits."""
+        return self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,  # [1, T]
+        position_ids: Tensor,  # [1, T]
+        logits_to_keep: Tensor,  # [R]
+        ragged: Ragged,
+        *,
+        use_cache: bool = False,
+    ) -> SimpleNamespace:
+        """`logits` `[1, R, vocab]` of these rows, as transformers' models return them."""
+        del use_cache  # keys and values lie in the arena
+        trunk = self.model
+        hidden: Tensor = trunk.embed_tokens(input_ids)
+        each = [layer.rotary for layer in self.architecture.layers[: len(trunk.layers)]]
+        tables = {rotary: rotary.table(position_ids[0], hidden.dtype) for rotary in set(each)}
+        hidden = trunk.layers.run(hidden, [tables[rotary] for rotary in each], ragged)
+        readers = [tap for tap in trunk.layers.taps if FINAL in tap.places]
+        if readers:
+            hidden = trunk.norm(hidden)
+            for tap in readers:
+                tap.keep(FINAL, hidden[0])
+            kept = hidden[:, logits_to_keep]
+        else:
+            kept = trunk.norm(hidden[:, logits_to_keep])
+        logits: Tensor = self.lm_head(kept)
+        cap = self.architecture.softcap
+        return SimpleNamespace(logits=logits if cap is None else ELEMENTWISE[torch.tanh](logits / cap) * cap)
+
+
+class DecoderLayer(nn.Module):
+    """x += attention(norm(x)); x += mlp(norm(x)), with norms of both results in families of four norms."""
+
+    def __init__(self, architecture: Architecture, number: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.self_attn = RotaryAttention(
+            _Projections(architecture, number, weights.below("self_attn.")), architecture.layers[number]
+        )
+        inner = _Projected(architecture, weights.below("mlp."))
+        self.mlp = Gated(inner, architecture.activation)
+        for name in filter(None, architecture.norms):
+            setattr(self, name, _norm(architecture, weights, name))
+        self._norms = architecture.norms
+
+    def forward(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+        """`[1, T, width]` -> `[1, T, width]`."""
+        norms: list[Any] = [None if name is None else getattr(self, name) for name in self._norms]
+        first, after_attention, second, after_mlp = norms
+        attended, _ = self.self_attn(first(hidden_states), rotary, ragged=ragged)
+        hidden_states = hidden_states + (attended if after_attention is None else after_attention(attended))
+        made = self.mlp(second(hidden_states))
+        out: Tensor = hidden_states + (made if after_mlp is None else after_mlp(made))
+        return out
+
+
+class _Projections(nn.Module):
+    """The matrices of attention; queries, keys and values in one."""
+
+    def __init__(self, architecture: Architecture, number: int, weights: WeightReader) -> None:
+        super().__init__()
+        layer, self.layer_idx = architecture.layers[number], number
+        width, queries = architecture.width, layer.heads * layer.head_dim
+        sizes = [queries, *[layer.kv_heads * layer.head_dim] * 2]
+        _join(self, weights, ("q_proj", "k_proj", "v_proj"), sizes, width, has_bias=layer.qkv_bias)
+        self.o_proj = weights.matrix({"o_proj": width}, queries, has_bias=layer.out_bias)
+        if layer.head_norms:
+            self.q_norm, self.k_norm = (
+                _norm(architecture, weights, name, layer.head_dim) for name in ("q_norm", "k_norm")
+            )
+
+
+class _Projected(nn.Module):
+    """The matrices of a gated MLP, gate and up in one; what it computes where C does not."""
+
+    def __init__(self, architecture: Architecture, weights: WeightReader) -> None:
+        super().__init__()
+        width, inner, bias = architecture.width, architecture.inner, architecture.mlp_bias
+        _join(self, weights, ("gate_proj", "up_proj"), [inner, inner], width, has_bias=bias)
+        self.down_proj = weights.matrix({"down_proj": width}, inner, has_bias=bias)
+        self.act_fn = RowWise(nn.SiLU() if architecture.activation is SILU else nn.GELU(approximate="tanh"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., width]` -> `[..., width]`."""
+        parts: Any = self
+        made: Tensor = self.down_proj(self.act_fn(parts.gate_proj(x)) * parts.up_proj(x))
+        return made
+
+
+def _join(
+    module: nn.Module, weights: WeightReader, names: tuple[str, ...], sizes: list[int], inputs: int, *, has_bias: bool
+) -> None:
+    matmul = weights.matrix(dict(zip(names, sizes, strict=True)), inputs, has_bias=has_bias)
+    joined = Joined(matmul, sizes)
+    for index, name in enumerate(names):
+        setattr(module, name, JoinedPart(joined, index))
+
+
+def _norm(architecture: Architecture, weights: WeightReader, name: str, size: int | None = None) -> RMSNorm:
+    weight = weights.vector(f"{name}.weight", size or architecture.width)
+    return RMSNorm(1 + weight.float() if architecture.one_in_norms else weight, architecture.eps)
+
+
+def is_of_table(model: nn.Module) -> bool:
+    """Whether a model is a decoder, whose table CI has tested: no load needs to."""
+    return isinstance(model, Decoder)
+
+
+def shapes_of(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight, by its name in a checkpoint; a tied head is the table."""
+    width, inner, a = architecture.width, architecture.inner, architecture
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (a.vocab_size, width),
+        "model.norm.weight": (width,),
+    }
+    if not a.is_tied:
+        found["lm_head.weight"] = a.vocab_size, width
+    for number, layer in enumerate(a.layers):
+        at = f"model.layers.{number}."
+        found |= {f"{at}{name}.weight": (width,) for name in a.norms if name is not None}
+        found |= _with_biases(f"{at}self_attn.", _attention_shapes(layer, width), layer.qkv_bias, layer.out_bias)
+        matrices = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+        found |= _with_biases(f"{at}mlp.", matrices, a.mlp_bias, a.mlp_bias)
+        if layer.head_norms:
+            found |= {f"{at}self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
+    return found
+
+
+def _attention_shapes(layer: AttentionLayer, width: int) -> dict[str, tuple[int, int]]:
+    queries, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    return {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width), "o_proj": (width, queries)}
+
+
+def _with_biases(
+    at: str, matrices: dict[str, tuple[int, int]], has_bias: bool, last_has_bias: bool
+) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {f"{at}{name}.weight": shape for name, shape in matrices.items()}
+    *several, last = matrices
+    biased = [*several] * has_bias + [last] * last_has_bias
+    return found | {f"{at}{name}.bias": matrices[name][:1] for name in biased}

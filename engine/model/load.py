@@ -1,0 +1,71 @@
+"""Loads a model of the table (`architecture.py`) from any checkpoint into a decoder."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from engine.choices import Rounded
+from engine.model.architecture import Architecture
+from engine.model.checkpoint import end_tokens_of, read_generation_config, told_as_model_error
+from engine.model.decoder import Decoder
+from engine.model.gguf.files import open_gguf
+from engine.model.published.files import read_tensors
+from engine.model.published.gguf import weights_in
+from engine.model.published.saved import with_saved_codes
+from engine.model.text_part import names_in_whole
+from engine.model.weights import WeightReader, check, renamed
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+    from engine.model.published.base import Weights
+    from engine.model.published.methods import Quantisation
+
+log = logging.getLogger(__name__)
+
+
+def load_decoder(
+    name: str,
+    revision: str | None,
+    config: PreTrainedConfig,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    rounded: Rounded | None = None,
+    quantisation: Quantisation | None = None,
+    *,
+    keeps_codes: bool = True,
+) -> Decoder:
+    """Load the checkpoint `name`, which `config` describes.
+
+    Args:
+        name: a folder, a GGUF file, or their name on the hub.
+        revision: of the hub.
+        config: of the checkpoint.
+        architecture: what the config describes.
+        dtype: of everything that is neither rounded nor codes.
+        rounded: how matrices of floats are rounded; None for not at all.
+        quantisation: how others have quantised the checkpoint; None if they have not.
+        keeps_codes: whether our kernels multiply its codes; else they are dequantised.
+
+    Raises:
+        ModelError: weights cannot be read, are missing or of another shape.
+    """
+    names = (names_in_whole(config) or {}).items()
+    with told_as_model_error(name):
+        weights = renamed(_weights(name, revision, quantisation), (*architecture.names, *names))
+        check(name, architecture, weights)
+        made = Decoder(architecture, config, WeightReader(weights, dtype, rounded, keeps_codes=keeps_codes))
+    ends = end_tokens_of(config, read_generation_config(name, revision))
+    config.eos_token_id = sorted(ends) or None
+    log.info("%r: %d layers of the table; matrices are %s", name, len(architecture.layers), made.held)
+    return made.eval()
+
+
+def _weights(name: str, revision: str | None, quantisation: Quantisation | None) -> Weights:
+    gguf = open_gguf(name, revision)
+    if gguf is not None:
+        return weights_in(gguf)
+    tensors = read_tensors(name, revision)
+    return with_saved_codes(tensors) if quantisation is None else quantisation.read(tensors)

@@ -1,0 +1,106 @@
+"""Frequencies of rotary positions, from the parameters of a config.
+
+Su et al. 2021 (RoFormer, arXiv 2104.09864); scaled: linear (Chen et al. 2023, arXiv 2306.15595), YaRN (Peng et al.
+2023, arXiv 2309.00071, section 3) and Llama 3's. Floats are those of transformers, to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+
+_Parameters = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotary positions of some layers: a frequency for each pair of numbers, and the factor of cos and sin."""
+
+    frequencies: tuple[float, ...]  # float32
+    scaling: float = 1.0
+
+    @classmethod
+    def of(cls, parameters: _Parameters, dim: int) -> Rotary:
+        """The rotary positions of heads of `dim` numbers.
+
+        Raises:
+            ModelError: the type of scaling is not in the table, or it lacks a number.
+        """
+        kind = parameters.get("rope_type", "default")
+        if kind not in _SCALED:
+            raise ModelError(f"rope_type {kind!r} is not supported; expected one of {', '.join(sorted(_SCALED))}")
+        rotated = int(dim * parameters.get("partial_rotary_factor", 1.0))
+        try:
+            frequencies, scaling = _SCALED[kind](parameters, _plain(parameters["rope_theta"], rotated))
+        except KeyError as error:
+            raise ModelError(f"rope_parameters of rope_type {kind!r} lack {error.args[0]}") from error
+        return cls(tuple(frequencies.tolist()), scaling)
+
+    def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions `[T]`, each `[1, T, 2 * len(frequencies)]`: both halves of a head are alike."""
+        frequencies = torch.tensor(self.frequencies, device=positions.device)
+        angles = positions[None, :, None].float() * frequencies
+        both = torch.cat((angles, angles), -1)
+        return (both.cos() * self.scaling).to(dtype), (both.sin() * self.scaling).to(dtype)
+
+
+def _plain(theta: float, dim: int) -> Tensor:
+    """Frequencies without scaling, `[dim / 2]`."""
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+
+
+def _linear(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
+    return plain / parameters["factor"], 1.0
+
+
+def _llama3(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
+    """Slow frequencies are divided by a factor, fast ones stay, and those between are mixed."""
+    factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    original, waves = parameters["original_max_position_embeddings"], 2 * math.pi / plain
+    smooth = (original / waves - low) / (high - low)
+    slow = torch.where(waves > original / low, plain / factor, plain)
+    mixed = (1 - smooth) * slow / factor + smooth * slow
+    is_between = ~(waves < original / high) * ~(waves > original / low)
+    return torch.where(is_between, mixed, slow), 1.0
+
+
+def _yarn(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
+    """Fast frequencies stay, slow ones are divided by a factor, with a ramp between."""
+    dim, theta, factor = 2 * len(plain), parameters["rope_theta"], parameters["factor"]
+    original = parameters["original_max_position_embeddings"]
+    turns = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
+    first, last = (dim * math.log(original / (each * 2 * math.pi)) / (2 * math.log(theta)) for each in turns)
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    span = last - first or 0.001
+    stays = 1 - ((torch.arange(dim // 2, dtype=torch.float) - first) / span).clamp(0, 1)
+    waves = theta ** (torch.arange(0, dim, 2).float() / dim)
+    return 1.0 / (factor * waves) * (1 - stays) + 1.0 / waves * stays, _of_yarn(parameters, factor)
+
+
+def _of_yarn(parameters: _Parameters, factor: float) -> float:
+    """The factor of cos and sin, which is the root of what attention's scores are multiplied by."""
+
+    def growth(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    asked, own, of_all = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if asked is not None:
+        return float(asked)
+    return growth(own) / growth(of_all) if own and of_all else growth(1.0)
+
+
+_SCALED: dict[str, Callable[[_Parameters, Tensor], tuple[Tensor, float]]] = {
+    "default": lambda _, plain: (plain, 1.0),
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

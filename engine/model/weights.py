@@ -1,0 +1,196 @@
+"""The weights of a checkpoint, on their way into a decoder: read, rounded or kept as codes, joined and packed.
+
+Source weights stay mapped from their files and are converted one matrix at a time, so that memory never holds all of
+them twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.choices import Rounded
+from engine.errors import ModelError
+from engine.machine.mapped import release_mapped
+from engine.model.decoder import shapes_of
+from engine.model.linear.embedding import CodedEmbedding
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide
+from engine.model.linear.packed import PackedLinear
+from engine.model.linear.rounding import bits_of, round_weight
+from engine.native import PackedMatrix, multiplies, rows_for
+
+if TYPE_CHECKING:
+    from engine.model.architecture import Architecture
+    from engine.model.published.base import Codes
+
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Embedding(nn.Embedding):
+    """A table of floats, whose rows are multiplied by a scale (Gemma)."""
+
+    def __init__(self, weight: Tensor, scale: float | None) -> None:
+        with torch.device("meta"):
+            super().__init__(*weight.shape)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.embed_scale: Tensor | None
+        self.register_buffer("embed_scale", None if scale is None else torch.tensor(scale), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids `[...]` -> rows `[..., width]`."""
+        found = super().forward(ids)
+        return found if self.embed_scale is None else found * self.embed_scale.to(found.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReader:
+    """Weights by their names in a float checkpoint, and how they are to be held.
+
+    Attributes:
+        weights: floats, and codes as they were published or saved.
+        dtype: of what is neither rounded nor codes.
+        rounded: how matrices of floats are rounded; None where they stay floats.
+        keeps_codes: whether matmuls keep codes that have a form for our kernels.
+        path: what the names that it is asked for begin with.
+    """
+
+    weights: Mapping[str, Tensor | Codes]
+    dtype: torch.dtype
+    rounded: Rounded | None = None
+    keeps_codes: bool = True
+    path: str = ""
+
+    def below(self, path: str) -> WeightReader:
+        """The weights of a part."""
+        return replace(self, path=self.path + path)
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A float for each number of a row, `[size]`."""
+        found = self.weights[self.path + name]
+        vector = found if isinstance(found, Tensor) else found.dequantised()
+        return vector.view(size).to(self.dtype)
+
+    def matrix(self, outputs: Mapping[str, int], inputs: int, *, has_bias: bool) -> nn.Module:
+        """The matrices of these names and numbers of outputs, which read the same rows, as one matmul."""
+        names = [self.path + name for name in outputs]
+        weights = [self.weights[f"{name}.weight"] for name in names]
+        biases = [self._bias(name) if has_bias else None for name in names]
+        each = zip(names, weights, biases, strict=True)
+        if self.rounded is not None or all(map(self._keeps, weights)):
+            return SideBySide.of([self._codes(*one, None) for one in each])
+        return self._floats(weights, biases, None)
+
+    def head_and_table(self, architecture: Architecture) -> tuple[nn.Module, nn.Module]:
+        """The output matrix, whose products are float32, and the table of embeddings."""
+        scale = architecture.embedding_scale
+        head, table = (
+            self.weights[name if name in self.weights else other] for name, other in ((HEAD, TABLE), (TABLE, HEAD))
+        )
+        is_shared = head is table or (isinstance(head, Tensor) and isinstance(table, Tensor) and _same(head, table))
+        # Logits must be in float32: rounded to bfloat16, many would be equal.
+        is_coded = self.rounded is not None or self._keeps(head)
+        made = (
+            self._codes("lm_head", head, None, torch.float32)
+            if is_coded
+            else self._floats([head], [None], torch.float32)
+        )
+        codes = made.codes if is_shared and isinstance(made, GroupedLinear) else None
+        return made, self._table(table, codes, scale)
+
+    def _table(self, table: Tensor | Codes, shared: GroupedCodes | None, scale: float | None) -> nn.Module:
+        """The table of embeddings; `shared` are the codes of a head that has the same weights."""
+        with torch.device("meta"):
+            place = Embedding(torch.empty(*table.shape), None)
+        place.embed_scale = None if scale is None else torch.tensor(scale)
+        if self._keeps(table) and hasattr(table, "embedding"):
+            return cast("nn.Module", cast("Any", table).embedding(place, self.dtype))
+        if self.rounded is None:
+            return Embedding(self._plain(table), scale)
+        weight = table if isinstance(table, Tensor) else self._plain(table)
+        codes = shared or round_weight(weight, bits_of(self.rounded, "", weight))
+        return CodedEmbedding.of(codes, place, self.dtype)
+
+    def _keeps(self, weight: Tensor | Codes) -> bool:
+        return self.keeps_codes and not isinstance(weight, Tensor) and weight.num_bytes() is not None
+
+    def _codes(
+        self, name: str, weight: Tensor | Codes, bias: Tensor | None, dtype: torch.dtype | None
+    ) -> GroupedLinear:
+        """A matmul of codes: those of the checkpoint, or floats that are rounded here."""
+        if self._keeps(weight):
+            made = cast("Codes", weight).linear(bias, dtype)
+            assert isinstance(made, GroupedLinear), "it has a form"
+            return made
+        assert self.rounded is not None
+        floats = weight if isinstance(weight, Tensor) else self._plain(weight)
+        bits = bits_of(self.rounded, name, floats, is_head=name == "lm_head")
+        codes = round_weight(floats, bits, bias)
+        if not codes.scale.isfinite().all():
+            raise ModelError(f"{name}.weight has a number that is not finite")
+        release_mapped(floats)
+        return GroupedLinear(codes, dtype)
+
+    def _floats(self, weights: Seq[Tensor | Codes], biases: Seq[Tensor | None], dtype: torch.dtype | None) -> nn.Module:
+        """One matmul of floats, in our C where that multiplies them."""
+        parts = [self._plain(weight) for weight in weights]
+        bias = None if biases[0] is None else torch.cat([cast("Tensor", bias) for bias in biases])
+        made: nn.Module
+        if multiplies(self.dtype) and rows_for(self.dtype, parts[0].shape[1]) is not None:
+            made = PackedLinear(PackedMatrix.of(parts, None if bias is None else bias.float()), dtype)
+        else:
+            with torch.device("meta"):
+                made = nn.Linear(parts[0].shape[1], sum(map(len, parts)), bias=bias is not None)
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+            made.weight = nn.Parameter(joined, requires_grad=False)
+            if bias is not None:
+                made.bias = nn.Parameter(bias.to(self.dtype), requires_grad=False)
+        for part in parts:
+            release_mapped(part)
+        return made
+
+    def _plain(self, weight: Tensor | Codes) -> Tensor:
+        return (weight if isinstance(weight, Tensor) else weight.dequantised()).to(self.dtype)
+
+    def _bias(self, name: str) -> Tensor:
+        found = self.weights[f"{name}.bias"]
+        assert isinstance(found, Tensor), "nobody rounds a bias"
+        return found.to(self.dtype)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape
+
+
+def renamed(weights: Mapping[str, Tensor | Codes], names: Iterable[tuple[str, str]]) -> Mapping[str, Tensor | Codes]:
+    """Weights by the names of a causal language model: `names`: regular expressions, with what they become."""
+    if TABLE.removeprefix("model.") in weights:  # the checkpoint of a model without an output matrix
+        weights = {key if key == HEAD else f"model.{key}": weight for key, weight in weights.items()}
+    for pattern, becomes in names:
+        weights = {re.sub(pattern, becomes, key): weight for key, weight in weights.items()}
+    return weights
+
+
+def check(name: str, architecture: Architecture, weights: Mapping[str, Tensor | Codes]) -> None:
+    """Refuse weights that are missing, or of another shape than the config says.
+
+    Raises:
+        ModelError: names the checkpoint and the first of them.
+    """
+    wanted = shapes_of(architecture)
+    if architecture.is_tied and HEAD in weights:
+        wanted[HEAD] = wanted[TABLE]
+        if TABLE not in weights:
+            del wanted[TABLE]
+    missing = sorted(wanted.keys() - weights.keys())
+    if missing:
+        raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {missing[0]} among them")
+    for key, shape in wanted.items():
+        if tuple(weights[key].shape) != shape:
+            has = list(weights[key].shape)
+            raise ModelError(f"model {name!r}: {key} is of shape {has}; its config says {list(shape)}")
