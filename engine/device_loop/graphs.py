@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +15,25 @@ from engine.device_loop.repertoire import Run
 from engine.device_loop.round import Drafts, Round, RoundOutput
 from engine.device_loop.slots import IDLE
 
+A_ROUND = 16 << 20  # bytes that the driver takes for one recorded round at most: about a kilobyte for each kernel
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of a device that are taken."""
+
+    in_all: int  # by any process, the driver's own included
+    here: int  # of these, by torch in this process
+
 
 class MemoryBudget:
-    """Bytes of device memory that may be taken, and how many have been, by what the device reports as free."""
+    """Bytes of device memory that recorded rounds may take, and how many they have taken.
 
-    def __init__(self, most: int, free: Callable[[], int]) -> None:
-        self._most, self._free, self._taken = most, free, 0
+    What the driver takes for them only shows in the memory of the device, where other processes load models meanwhile:
+    of what torch has not taken here, no more than `A_ROUND` counts for a round.
+    """
+
+    def __init__(self, most: int, use: Callable[[], MemoryUse]) -> None:
+        self._most, self._use, self._taken = most, use, 0
 
     @property
     def is_left(self) -> bool:
@@ -28,10 +42,13 @@ class MemoryBudget:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Count what the device has less of after the block than before it."""
-        before = self._free()
+        """Count what is taken within, while one round is recorded."""
+        before = self._use()
         yield
-        self._taken += max(0, before - self._free())
+        after = self._use()
+        here = after.here - before.here
+        others = after.in_all - before.in_all - here
+        self._taken += max(0, here + min(max(0, others), A_ROUND))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ WORDS = (
 TILE_OUTPUTS = 64  # the fewest outputs of such a matrix that one program takes
 LARGEST = 448.0  # of 8-bit floats with 4 bits of exponent and 3 of mantissa (e4m3)
 TINIEST = 1e-12  # a row of zeros has a scale all the same
+LARGEST_CODE = 127  # of a key or a value in int8
+TINIEST_PEAK = 1e-30  # so that a vector of zeros has a scale too
 RUNNING, STOPPED, FULL, UNSOUND = range(4)  # what `Committed.ended` says
 
 

@@ -13,9 +13,11 @@ from torch.nn import functional as F
 from engine.kernels.args import (
     FULL,
     LARGEST,
+    LARGEST_CODE,
     RUNNING,
     STOPPED,
     TINIEST,
+    TINIEST_PEAK,
     UNSOUND,
     Committed,
     ExpertStacks,
@@ -88,15 +90,29 @@ def rotate_and_write(
     v: Tensor,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    scaled: int = 0,
 ) -> Tensor:
     """As `rows.rotate_and_write`."""
-    heads = projected.unflatten(1, (-1, k.shape[2])).float()
+    heads = projected.unflatten(1, (-1, k.shape[2] - scaled)).float()
     query, key, value = heads.split([heads.shape[1] - 2 * k.shape[1], k.shape[1], k.shape[1]], 1)
     if norms is not None:
         query, key = _normed(query, norms[0], eps), _normed(key, norms[1], eps)
-    k.index_copy_(0, kv_rows, _rotated(key, cos, sin).to(k.dtype))
-    v.index_copy_(0, kv_rows, value.to(v.dtype))
+    for arena, new in ((k, _rotated(key, cos, sin)), (v, value)):
+        arena.index_copy_(0, kv_rows, round_heads(new.to(projected.dtype)) if scaled else new.to(arena.dtype))
     return _rotated(query, cos, sin).to(projected.dtype)
+
+
+def round_heads(heads: Tensor) -> Tensor:
+    """Vectors `[..., dim]` to int8 `[..., 4 + dim]`: to nearest, the largest number of each to 127 or -127.
+
+    The first four are the bytes of the scale, float32. A vector that holds a NaN or an infinity gets the scale NaN.
+    `rotate_row` in `native/rows.c` computes the same bits.
+    """
+    x = heads.float()
+    peak = x.abs().amax(-1, keepdim=True).clamp_min_(TINIEST_PEAK)
+    scale = peak * (1 / LARGEST_CODE) + (x - x).sum(-1, keepdim=True)  # 0, but NaN where there is no number
+    codes = (x * (1 / peak * LARGEST_CODE)).round_().nan_to_num_(0, 0, 0).to(torch.int8)
+    return torch.cat([scale.view(torch.int8), codes], -1)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.args import LARGEST, TINIEST, Fp8Rows
+from engine.kernels.args import LARGEST, LARGEST_CODE, TINIEST, TINIEST_PEAK, Fp8Rows
 
 Activation = Literal["silu", "gelu_tanh"]
 _BLOCK = 1024  # numbers of a gate that one program takes
 _LARGEST, _TINIEST = tl.constexpr(LARGEST), tl.constexpr(TINIEST)
+_LARGEST_CODE, _TINIEST_PEAK = tl.constexpr(float(LARGEST_CODE)), tl.constexpr(TINIEST_PEAK)
+_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float32 near it is whole: adding it rounds to nearest, the even one of two
 
 
 def rotate_and_write(
@@ -21,14 +23,19 @@ def rotate_and_write(
     cos: Tensor,  # [T, rotary_dim]; the head's numbers behind rotary_dim stay as they are
     sin: Tensor,
     kv_rows: Tensor,  # [T] int64, the arena row of each; of padding, a spare one
-    k: Tensor,  # [rows, kv_heads, head_dim], the arena of one layer, written in place
+    k: Tensor,  # [rows, kv_heads, scaled + head_dim], the arena of one layer, written in place
     v: Tensor,
     norms: tuple[Tensor, Tensor] | None = None,  # scales of q and k, float32 [head_dim], of families that norm heads
     eps: float = 0.0,
+    scaled: int = 0,
 ) -> Tensor:  # [T, heads, head_dim]
-    """Rotate q and k, store k and v at `kv_rows`, give back q. Computed in float32, rounded once."""
+    """Rotate q and k, store k and v at `kv_rows`, give back q. Computed in float32, rounded once.
+
+    `scaled` as in `attention.attend`: above 0, k and v are rounded again, to int8 as `kv.rounded.round_heads` does it.
+    On a GPU a code may differ from that by 1 where it lies halfway between two: its product is not rounded before it.
+    """
     num_rows, width = projected.shape
-    _, kv_heads, dim = k.shape
+    kv_heads, dim = k.shape[1], k.shape[2] - scaled
     heads = width // dim - 2 * kv_heads
     query = torch.empty((num_rows, heads, dim), dtype=projected.dtype, device=projected.device)
     q_scale, k_scale = norms or (cos, cos)
@@ -37,7 +44,7 @@ def rotate_and_write(
             projected, cos, sin, kv_rows, k, v, query, q_scale, k_scale, eps,
             projected.stride(0), cos.stride(0), sin.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROTARY=cos.shape[1], DIM_PADDED=triton.next_power_of_2(dim),
-            NORMED=norms is not None, num_warps=1,
+            NORMED=norms is not None, SCALED=scaled, num_warps=1,
         )  # fmt: skip
     return query
 
@@ -46,7 +53,7 @@ def rotate_and_write(
 def _rotate_kernel(
     x_ptr, cos_ptr, sin_ptr, rows_ptr, k_ptr, v_ptr, q_ptr, q_scale_ptr, k_scale_ptr, eps, x_stride, cos_stride,
     sin_stride, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
-    DIM_PADDED: tl.constexpr, NORMED: tl.constexpr,
+    DIM_PADDED: tl.constexpr, NORMED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row."""
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -70,12 +77,27 @@ def _rotate_kernel(
     if head < HEADS:
         tl.store(q_ptr + (t * HEADS + head) * DIM + d, x.to(q_ptr.dtype.element_ty), mask=inside)
     else:
-        row = tl.load(rows_ptr + t)
+        row = tl.load(rows_ptr + t) * KV_HEADS
+        if SCALED > 0:
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)  # as it is where keys and values are floats
         if head < HEADS + KV_HEADS:
-            tl.store(k_ptr + (row * KV_HEADS + head - HEADS) * DIM + d, x.to(k_ptr.dtype.element_ty), mask=inside)
+            _store_head(k_ptr + (row + head - HEADS) * (SCALED + DIM), x, d, inside, SCALED)
         else:
-            v_ptr += (row * KV_HEADS + head - HEADS - KV_HEADS) * DIM
-            tl.store(v_ptr + d, x.to(v_ptr.dtype.element_ty), mask=inside)
+            _store_head(v_ptr + (row + head - HEADS - KV_HEADS) * (SCALED + DIM), x, d, inside, SCALED)
+
+
+@triton.jit
+def _store_head(ptr, x, d, inside, SCALED: tl.constexpr):
+    """A key or a value: as it is, or the bytes of its scale and its codes behind them."""
+    if SCALED > 0:
+        peak = tl.maximum(tl.max(tl.abs(x), 0), _TINIEST_PEAK)
+        fault = tl.sum(x - x, 0)  # 0, but NaN where there is no number
+        byte = tl.arange(0, SCALED)
+        scale = (peak * (1.0 / _LARGEST_CODE) + fault).to(tl.int32, bitcast=True)
+        tl.store(ptr + byte, (scale >> 8 * byte).to(tl.int8))  # byte by byte: it may begin anywhere
+        codes = x * (tl.math.div_rn(1.0, peak) * _LARGEST_CODE) + _WHOLE - _WHOLE
+        x = tl.where(fault == 0.0, codes, 0.0)
+    tl.store(ptr + SCALED + d, x.to(ptr.dtype.element_ty), mask=inside)
 
 
 def add_norm(

@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.reference import round_heads
+
+__all__ = ["SCALE_BYTES", "floats_of", "is_rounded", "round_heads", "width_of"]
+
 SCALE_BYTES = 4
-_TINY = 1e-30  # so that a vector of zeros has a scale too
-_LARGEST = 127
 
 
 def is_rounded(heads: Tensor) -> bool:
@@ -23,18 +25,6 @@ def is_rounded(heads: Tensor) -> bool:
 def width_of(heads: Tensor) -> int:
     """Numbers in each vector of `[..., stored]`, however they are stored."""
     return heads.shape[-1] - (SCALE_BYTES if is_rounded(heads) else 0)
-
-
-def round_heads(heads: Tensor) -> Tensor:
-    """Vectors `[..., dim]` to int8 `[..., SCALE_BYTES + dim]`, to nearest, the largest number of each to 127 or -127.
-
-    A vector that holds a NaN or an infinity gets the scale NaN. `rotate_row` in `native/rows.c` computes the same bits.
-    """
-    x = heads.float()
-    peak = x.abs().amax(-1, keepdim=True).clamp_min_(_TINY)
-    scale = peak * (1 / _LARGEST) + (x - x).sum(-1, keepdim=True)  # 0, but NaN where there is no number
-    codes = (x * (1 / peak * _LARGEST)).round_().nan_to_num_(0, 0, 0).to(torch.int8)
-    return torch.cat([scale.view(torch.int8), codes], -1)
 
 
 def floats_of(heads: Tensor, dtype: torch.dtype) -> Tensor:

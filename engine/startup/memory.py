@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig
 
-from engine.device_loop.graphs import MemoryBudget
+from engine.device_loop.graphs import A_ROUND, MemoryBudget, MemoryUse
 from engine.device_loop.shapes import MOST_RECORDED, allows_rounds, in_order_of_worth, places_for
 from engine.errors import ModelError
 from engine.kernels.paging import scratch_bytes
@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 ON_A_CPU = 2.0  # GiB; a fixed size, because other processes may later need the memory that is free now
 _SHARE = 0.95  # share of a card's free memory that we use: the rest is for unforeseen needs, such as fragmentation
-_A_ROUND = 16 << 20  # bytes that one recorded round takes in all: about a kilobyte for each of its kernels
 _GRAPHS = 0.1  # largest share of free memory for recorded rounds; shapes beyond it run in recorded larger shapes
 _NUMBER = 8  # bytes; the noise of a draw is float64
 _COPIES = 4  # copies of the logits while tokens are drawn from them
@@ -56,11 +55,11 @@ class DeviceMemory:
         return min(self.free, self.total // engines - self.held)
 
 
-def unreserved_on(device: torch.device) -> int:
-    """Bytes that no process has allocated from the driver, after torch has returned what it does not use."""
+def use_of(device: torch.device) -> MemoryUse:
+    """What is taken once torch has returned what it does not use."""
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryUse(total - free, torch.cuda.memory_reserved(device))
 
 
 def kv_gib(
@@ -103,13 +102,13 @@ def graph_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:
     rows = places_for(config.max_batch_size) * (most_drafts + 1)
     pool: int = rows * (text.vocab_size * _LOGITS * 4 + _widest(target) * _WIDTHS * _NUMBER)
     pool += _shared_attention(rows, config, text)
-    return pool + _A_ROUND * min(MOST_RECORDED, len(in_order_of_worth(config.max_batch_size, most_drafts)))
+    return pool + A_ROUND * min(MOST_RECORDED, len(in_order_of_worth(config.max_batch_size, most_drafts)))
 
 
 def graph_budget(config: EngineConfig, target: PreTrainedConfig, device: torch.device) -> MemoryBudget:
     """Memory for recorded rounds after K/V are allocated: as planned, or what passes leave free if that is less."""
     left = DeviceMemory.of(device).part(config.engines_per_device) - pass_bytes(config, target)
-    return MemoryBudget(min(graph_bytes(config, target), left), lambda: unreserved_on(device))
+    return MemoryBudget(min(graph_bytes(config, target), left), lambda: use_of(device))
 
 
 def pass_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:

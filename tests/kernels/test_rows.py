@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import is_interpreted, reference, rows
+from engine.kv.rounded import SCALE_BYTES, floats_of, round_heads
 from tests.interpreting import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -47,6 +48,32 @@ def test_rotate_and_write(seed, num_rows, heads, dims, normed, dtype):
     assert torch.equal(v, want_v)
     untouched = [i for i in range(9) if i not in kv_rows.tolist()]
     assert torch.equal(k[untouched], arenas[0][untouched])
+    codes = torch.zeros(2, 9, kv_heads, SCALE_BYTES + dim, dtype=torch.int8, device=DEVICE)
+    query = rows.rotate_and_write(projected, cos, sin, kv_rows, *codes, norms, 1e-5, scaled=SCALE_BYTES)
+    assert torch.equal(query, got)
+    assert all(are_codes_of(mine[kv_rows], heads[kv_rows]) for mine, heads in zip(codes, (k, v), strict=True))
+    assert not codes[:, untouched].any()
+
+
+def are_codes_of(got, heads):
+    """Whether `got` is `heads` rounded to int8: by the interpreter bit by bit, by a card but for the side of a tie."""
+    want = round_heads(heads)
+    exact = heads.float() / got[..., :SCALE_BYTES].contiguous().view(torch.float32)
+    nearest = (got[..., SCALE_BYTES:] - exact).abs() <= 0.5 + 1e-4
+    same_scale = torch.equal(got[..., :SCALE_BYTES], want[..., :SCALE_BYTES])
+    return same_scale and bool(nearest.all()) and (torch.equal(got, want) or not is_interpreted())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_value_that_is_no_number_stays_none_in_int8():
+    projected = torch.randn(4, 3 * 20, device=DEVICE)
+    for i, number in enumerate((0.0, float("nan"), float("inf"))):
+        projected[i, 40 if number else slice(40, 60)] = number
+    codes, angles = torch.zeros(2, 4, 1, 24, dtype=torch.int8, device=DEVICE), torch.zeros(4, 20, device=DEVICE)
+    rows.rotate_and_write(projected, angles, angles, torch.arange(4, device=DEVICE), *codes, scaled=SCALE_BYTES)
+    want = round_heads(projected[:, None, 40:])
+    assert torch.equal(codes[1][..., SCALE_BYTES:], want[..., SCALE_BYTES:])
+    assert torch.equal(floats_of(codes[1], torch.float32).isnan(), floats_of(want, torch.float32).isnan())
 
 
 def is_rounded(got, x):

@@ -11,6 +11,7 @@ import torch
 
 from engine.kernels import experts, rows, w4
 from engine.kernels.args import GROUP, WORDS
+from engine.kv.rounded import SCALE_BYTES
 from engine.model.linear.experts import StackedExperts
 from engine.native.experts import ExpertGate
 from tests.no_gpu.stand_in import Specialised, StandIn
@@ -34,7 +35,12 @@ def row_kernels() -> None:
     arena, cos = torch.zeros(9, 2, 128, dtype=dtype), torch.zeros(3, 128, dtype=dtype)
     norms = torch.zeros(128), torch.zeros(128)
     where = torch.zeros(3, dtype=torch.int64)
-    rows.rotate_and_write(torch.zeros(3, 8 * 128, dtype=dtype), cos, cos, where, arena, arena, norms)
+    codes = torch.zeros(9, 2, SCALE_BYTES + 128, dtype=torch.int8)
+    for stored in (arena, codes):
+        scaled = SCALE_BYTES if stored is codes else 0
+        rows.rotate_and_write(
+            torch.zeros(3, 8 * 128, dtype=dtype), cos, cos, where, stored, stored, norms, scaled=scaled
+        )
 
 
 def matmuls() -> None:

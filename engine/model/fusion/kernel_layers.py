@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
 from engine.kernels.args import Fp8Rows
-from engine.kv.rounded import is_rounded
+from engine.kv.rounded import SCALE_BYTES, is_rounded
 from engine.model.fusion.fuse import RMSNorm, RotaryAttention
 from engine.model.linear.experts import Mix
 
@@ -135,14 +133,8 @@ class KernelAttention(nn.Module):
         norms = (self.head_norms[0].scale, self.head_norms[1].scale) if self.head_norms else None
         eps = self.head_norms[0].eps if self.head_norms else 0.0
         k, v, rows = ragged.arena.k[self.layer_idx], ragged.arena.v[self.layer_idx], ragged.batch.kv_rows
-        turn = partial(self.ops.rotate_and_write, projected, rotary[0][0], rotary[1][0])
-        if not is_rounded(k):
-            return turn(rows, k, v, norms, eps)
-        # The kernel writes floats: to a place from which the arena rounds them.
-        key, value = projected.new_empty(2, len(rows), self.seen.kv_heads, self.seen.head_dim)
-        query = turn(torch.arange(len(rows), device=rows.device), key, value, norms, eps)
-        ragged.arena.write(self.layer_idx, rows, key, value)
-        return query
+        scaled = SCALE_BYTES if is_rounded(k) else 0
+        return self.ops.rotate_and_write(projected, rotary[0][0], rotary[1][0], rows, k, v, norms, eps, scaled)
 
 
 # In the order of their use: before attention, on attention's result, before the MLP, on the MLP's result.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.device_loop import graphs, layout, slate
-from engine.device_loop.graphs import Graphs, MemoryBudget, RecordedRound
+from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse, RecordedRound
 from engine.device_loop.layout import Layout
 from engine.device_loop.results import PendingRound
 from engine.device_loop.round import Round
@@ -28,9 +28,9 @@ Patch = pytest.MonkeyPatch
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_round_is_warmed_up_captured_and_played(k: int, card: Card) -> None:
-    free = iter([100, 60])
+    taken = iter([MemoryUse(100, 100), MemoryUse(140, 140)])
     loop = loop_of(on_the_card())
-    record = Graphs(MemoryBudget(30, lambda: next(free)))
+    record = Graphs(MemoryBudget(30, lambda: next(taken)))
     assert record.has_room
     play = record(loop.round_of(RoundShape(2, k, True)))
     drafting = ["capture", "captured"] if k else []
@@ -49,7 +49,7 @@ def test_a_capture_that_fails_leaves_collection_on(card: Card, monkeypatch: Patc
     monkeypatch.setattr(Graphs, "_warm_up", lambda *_: None)
     monkeypatch.setattr(Round, "propose", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        Graphs(MemoryBudget(30, lambda: 0))(round_)
+        Graphs(MemoryBudget(30, lambda: MemoryUse(0, 0)))(round_)
     assert gc.isenabled()
     assert card.capture is None
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 
 import pytest
+import torch
 
 from engine.attention import registry
 from engine.config import EngineConfig
-from engine.device_loop.graphs import Graphs, MemoryBudget
+from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
 from engine.device_loop.repertoire import Repertoire, Run, as_it_is
 from engine.device_loop.round import Round, RoundOps
 from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth, sizes_for
@@ -65,7 +67,7 @@ def small(**options) -> Engine:
 def small_on_the_card(**options) -> tuple[Engine, Callable[[Round], Run]]:
     """The same on the card, and what records its rounds."""
     engine = recorded(shapes=(), max_batch_size=4, num_draft_tokens=2, **options)
-    return engine, Graphs(MemoryBudget(1, lambda: 0))
+    return engine, Graphs(MemoryBudget(1, lambda: MemoryUse(0, 0)))
 
 
 def test_shapes_in_order_of_worth() -> None:
@@ -156,13 +158,24 @@ def test_no_timing_holds_a_capture() -> None:
     assert max(learned) == 0
 
 
-def test_a_budget_is_what_is_gone() -> None:
-    free = [100]
-    room = MemoryBudget(30, lambda: free[0])
-    for taken, left in ((20, True), (-5, True), (10, False)):
-        with room.taken():
-            free[0] -= taken
-        assert room.is_left is left
+@pytest.mark.parametrize(
+    ("here", "others", "is_left"),
+    [(20, 0, True), (40, 0, False), (-5, 0, True), (0, 20, True), (0, 40, False), (20, 15, False), (20, -15, True)],
+)
+def test_a_budget_is_what_is_gone(here: int, others: int, is_left: bool) -> None:
+    """Bytes that torch has taken here, and those that somebody else has, such as the driver for graphs."""
+    use = iter([MemoryUse(100, 10), MemoryUse(100 + here + others, 10 + here)])
+    room = MemoryBudget(30, lambda: next(use))
+    with room.taken():
+        pass
+    assert room.is_left is is_left
+
+
+def test_what_another_process_takes_meanwhile_ends_no_recording(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gigabyte between any two looks at the device, as where others load models on it; no graph is of such a size."""
+    free = count(GIB * 80, -GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (next(free), GIB * 80))
+    assert set(covering(6, 4)) <= recorded().rounds.repertoire._recorded.keys()
 
 
 def test_memory_for_rounds_follows_from_their_shapes() -> None:

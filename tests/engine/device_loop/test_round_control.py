@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.control.controller import DelayedFeedback, FixedK, levelled
 from engine.control.controller import StepFeedback as Done
 from engine.control.cost_model import KNOTS
-from engine.device_loop.graphs import Graphs, MemoryBudget
+from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
 from engine.device_loop.repertoire import Repertoire
 from engine.device_loop.round import Round, RoundOutput
 from engine.device_loop.shapes import covering
@@ -108,7 +108,7 @@ class Costly:
     has_room = True
 
     def __init__(self, costs: Costs) -> None:
-        self._costs, self._graphs = costs, Graphs(MemoryBudget(1, lambda: 0))
+        self._costs, self._graphs = costs, Graphs(MemoryBudget(1, lambda: MemoryUse(0, 0)))
 
     def __call__(self, round_: Round):
         play, costs = self._graphs(round_), self._costs
