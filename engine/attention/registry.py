@@ -11,7 +11,6 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from engine.attention import fixed, native, paged, reference, rows, sdpa
 from engine.attention.spec import AttentionSpec
@@ -208,4 +207,8 @@ def _chunk(module: nn.Module, layer: int) -> int | None:
     return chunk
 
 
-AttentionInterface.register(ATTENTION_NAME, _hook)
+def register_hook() -> None:
+    """Let transformers' models find our attention by its name; called before one is made."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _hook)

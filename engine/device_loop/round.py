@@ -10,11 +10,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from engine.attention.paged import keys_of
 from engine.attention.registry import Attend, CurrentPass, Ragged
@@ -28,6 +27,9 @@ from engine.kv.batch import RaggedBatch
 from engine.sampling import noise
 from engine.sampling.noise import Stream
 from engine.verify import NO_DRAFT, rejection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Choose(Protocol):

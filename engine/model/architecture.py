@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.model.rotary import Rotary
+from engine.native import ALIGNED
 from engine.native.rows import GELU_TANH, SILU, Activation
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -87,6 +88,12 @@ class Architecture:
     softcap: float | None = None
     is_tied: bool = False
     names: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether our C multiplies all matrices: rows are whole vectors."""
+        rows = {self.width, self.inner, *(layer.heads * layer.head_dim for layer in self.layers)}
+        return not any(size % ALIGNED for size in rows)
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Architecture | None:

@@ -9,23 +9,25 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub import get_safetensors_metadata
 from safetensors import safe_open
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.hub import cached_file
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError, PilotfishError
 from engine.model.bounded import check_folder
+from engine.model.described import described_by
 from engine.model.gguf.architectures import config_of
 from engine.model.gguf.files import gguf_file, open_gguf
 from engine.model.gguf.tokenizer import chat_template_in
+from engine.model.hub import find_file
 from engine.model.rope import longrope_border
 from engine.model.text_part import text_part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Types by their names in safetensors headers.
 _STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -50,10 +52,11 @@ _LIMITS = ("max_position_embeddings", "max_seq_len")  # fields of configs, MPT's
 _UNBOUNDED = 1 << 17  # positions of a model whose config names no limit, as of one without attention
 
 
-def read_config(name: str, revision: str | None) -> PreTrainedConfig:
+def read_config(name: str, revision: str | None, *, of_transformers: bool = False) -> PreTrainedConfig:
     """Read the config of a causal language model, without running the checkpoint's own code.
 
-    Of a model that also sees or hears it is the config of its language model.
+    Of a model that also sees or hears it is the config of its language model. That of a well-known family is read
+    without transformers (`described.py`), and has the same fields; with `of_transformers` it is always transformers'.
 
     Raises:
         ModelError: there is no config, or it describes another kind of model.
@@ -61,11 +64,17 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     gguf = open_gguf(name, revision)
     if gguf is not None:
         with told_as_model_error(name):
-            return config_of(gguf)
+            return config_of(gguf, of_transformers=of_transformers)
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelError(f"cannot load model {name!r}: there is no such folder")
     check_folder(Path(name))
     with told_as_model_error(name):
+        own = None if of_transformers else _described(name, revision)
+        if own is not None:
+            return own
+        from transformers import AutoConfig, PreTrainedConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
         _check_numbers(name, PreTrainedConfig.get_config_dict(name, revision=revision)[0])
         whole = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         config = text_part(whole)
@@ -80,6 +89,20 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     return config
 
 
+def _described(name: str, revision: str | None) -> PreTrainedConfig | None:
+    """The config of a family that is read without transformers; None of any other, or where there is none."""
+    try:
+        path = find_file(name, "config.json", revision)
+        table = None if path is None else json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError, ModelError):  # transformers says what is wrong
+        return None
+    if not isinstance(table, dict):
+        return None
+    _check_numbers(name, table)
+    found: Any = described_by(table)
+    return cast("PreTrainedConfig | None", found)
+
+
 def _check_numbers(name: str, table: Mapping[str, Any]) -> None:
     """Refuse a config with numbers that no language model can have, at any depth, before transformers computes."""
     for key, value in table.items():
@@ -92,14 +115,16 @@ def _check_numbers(name: str, table: Mapping[str, Any]) -> None:
             raise ModelError(f"{name!r}: {key} of its config is {value}; expected a positive number")
 
 
-def read_generation_config(name: str, revision: str | None) -> GenerationConfig | None:
-    """Read the generation config; None if there is none. A server uses only its end tokens."""
-    if gguf_file(name, revision) is not None:  # its config has the end tokens
-        return None
+def read_end_tokens(name: str, revision: str | None) -> list[int] | None:
+    """The end tokens that the generation config names; None if it names none, or there is none."""
     try:
-        return GenerationConfig.from_pretrained(name, revision=revision or "main")
-    except OSError:
+        path = find_file(name, "generation_config.json", revision)
+        found = None if path is None else json.loads(path.read_text("utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
+    tokens = found if isinstance(found, list) else [found]
+    whole = [token for token in tokens if isinstance(token, int)]
+    return whole if len(whole) == len(tokens) else None
 
 
 def named_type(config: PreTrainedConfig) -> torch.dtype | None:
@@ -115,8 +140,10 @@ def stored_type(name: str, revision: str | None) -> torch.dtype | None:
         ModelError: the checkpoint has no safetensors, or they cannot be read.
     """
     with told_as_model_error(name):
-        found = cached_file(name, "config.json", revision=revision)
-        folder, counts = Path(str(found)).parent, Counter[str]()
+        found = find_file(name, "config.json", revision)
+        if found is None:
+            raise ModelError(f"{name!r} has no config.json")
+        folder, counts = found.parent, Counter[str]()
         for path in folder.glob("*.safetensors"):
             with safe_open(path, "pt") as file:
                 parts = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118 - it is no mapping
@@ -128,9 +155,9 @@ def stored_type(name: str, revision: str | None) -> torch.dtype | None:
     return _STORED[floats[0]] if floats else None
 
 
-def end_tokens_of(config: PreTrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:
-    """Tokens at which the model was trained to stop: from its generation config, or else from its config."""
-    found = generation.eos_token_id if generation is not None else None
+def end_tokens_of(config: PreTrainedConfig, generation: list[int] | int | None) -> frozenset[int]:
+    """Tokens at which the model was trained to stop: those of its generation config, or else of its config."""
+    found = generation
     if found is None:
         found = getattr(config.get_text_config(), "eos_token_id", None)
     if found is None:
@@ -143,11 +170,10 @@ def has_chat_template(name: str, revision: str | None) -> bool:
     gguf = open_gguf(name, revision)
     if gguf is not None:
         return chat_template_in(gguf) is not None
-    optional = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    if cached_file(name, "chat_template.jinja", **optional) is not None:
+    if find_file(name, "chat_template.jinja", revision) is not None:
         return True
-    settings = cached_file(name, "tokenizer_config.json", **optional)
-    return settings is not None and bool(json.loads(Path(settings).read_text("utf-8")).get("chat_template"))
+    settings = find_file(name, "tokenizer_config.json", revision)
+    return settings is not None and bool(json.loads(settings.read_text("utf-8")).get("chat_template"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +263,8 @@ def weights_size(name: str, revision: str | None) -> int:
     gguf = open_gguf(name, revision)
     if gguf is not None:
         return sum(path.stat().st_size for path in gguf.paths)
-    found = cached_file(name, "config.json", revision=revision)
-    return sum(path.stat().st_size for path in Path(str(found)).parent.glob("*.safetensors"))
+    found = find_file(name, "config.json", revision)
+    return 0 if found is None else sum(path.stat().st_size for path in found.parent.glob("*.safetensors"))
 
 
 def check_complete(name: str, report: Mapping[str, Collection[Any]]) -> None:

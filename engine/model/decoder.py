@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # its import takes seconds
 class Decoder(nn.Module):
     """A model of the table."""
 
+    keeps_no_state = True
+
     def __init__(self, architecture: Architecture, config: PreTrainedConfig, weights: WeightReader) -> None:
         """Take the weights, one matrix at a time.
 

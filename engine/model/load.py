@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.choices import Rounded
 from engine.model.architecture import Architecture
-from engine.model.checkpoint import end_tokens_of, read_generation_config, told_as_model_error
+from engine.model.checkpoint import end_tokens_of, read_end_tokens, told_as_model_error
 from engine.model.decoder import Decoder
 from engine.model.gguf.files import open_gguf
 from engine.model.published.files import read_tensors
@@ -57,7 +57,7 @@ def load_decoder(
         weights = renamed(_weights(name, revision, quantisation), (*architecture.names, *names))
         check(name, architecture, weights)
         made = Decoder(architecture, config, WeightReader(weights, dtype, rounded, keeps_codes=keeps_codes))
-    ends = end_tokens_of(config, read_generation_config(name, revision))
+    ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None
     log.info("%r: %d layers of the table; matrices are %s", name, len(architecture.layers), made.held)
     return made.eval()

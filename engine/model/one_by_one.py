@@ -28,8 +28,6 @@ _NOTHING: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer that keep
 _TOKENS = LayerKV(heads=1, key_dim=1, value_dim=1, is_latent=True)  # in float32, which holds all ids below 2**24
 _CACHE_NAMES = ("cache", "past_key_values")  # the second is its name before transformers 5.2x
 _PROBE = 2  # tokens of the pass that records the shapes of keys and values
-# What the code of a model raises that is not made for a cache like ours.
-FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError)
 
 
 def use_own_attention(model: PreTrainedModel) -> None:

@@ -11,14 +11,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
-from transformers.pytorch_utils import Conv1D
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.choices import Rounded, Weights
@@ -29,7 +27,7 @@ from engine.model.linear import fp8, w4
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear
-from engine.model.linear.packed import MATMULS, matrix
+from engine.model.linear.packed import is_matmul, matrix
 from engine.model.linear.rounding import bits_of, group_of, round_weight
 from engine.model.linear.routing import make_routing_row_wise
 from engine.model.linear.swap import bytes_after_swap, is_router
@@ -38,6 +36,9 @@ from engine.model.published.files import folder_of, read_tensors
 from engine.model.published.methods import quantisation_of
 from engine.model.published.saved import CODES, SCALES
 from engine.model.runner import load_model, prepare
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # In `quantization_config`, so that software that does not know the method refuses the weights.
 _METHODS: dict[str, Rounded] = {f"pilotfish-{weights}": weights for weights in get_args(Rounded)}
@@ -66,7 +67,7 @@ def _round(model: PreTrainedModel, weights: Rounded, dtype: torch.dtype) -> None
     head = model.get_output_embeddings()
     # By name, one at a time: a list of modules would keep all float weights in memory until the loop ends.
     for name in [name for name, module in model.named_modules() if _is_matmul(name, module)]:
-        module = cast("nn.Linear | Conv1D", model.get_submodule(name))
+        module = cast("nn.Linear", model.get_submodule(name))
         # Logits must be in float32: rounded to bfloat16, many would be equal.
         dtype_of_out = torch.float32 if module is head else None
         weight = matrix(module)
@@ -92,7 +93,7 @@ def _round_table(
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
-    return type(module) in MATMULS and not is_router(name)
+    return is_matmul(module) and not is_router(name)
 
 
 def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights, *, on_cuda: bool = False) -> int:
@@ -110,9 +111,7 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights, *
     modules = dict(model.named_modules())
     matmuls = {name: module for name, module in modules.items() if _is_matmul(name, module)}
     # All parameters of other modules, even shared ones: a head that shares the embedding's weights gets its own copy.
-    others = {
-        id(p): p for m in modules.values() if not isinstance(m, nn.Linear | Conv1D) for p in m.parameters(recurse=False)
-    }
+    others = {id(p): p for m in modules.values() if not is_matmul(m) for p in m.parameters(recurse=False)}
     rounded = cast("Rounded", weights)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     held: int = sum(p.numel() for p in others.values()) * dtype.itemsize
@@ -162,7 +161,7 @@ def load_quantised(name: str, revision: str | None, dtype: torch.dtype, weights:
     Raises:
         ModelError: there is no loadable checkpoint, or weights are missing.
     """
-    config = read_config(name, revision)
+    config = read_config(name, revision, of_transformers=True)
     with told_as_model_error(name):
         if quantised_as(config):
             tensors: Mapping[str, Tensor] = read_tensors(name, revision)
@@ -190,6 +189,8 @@ class _NoStorage(TorchFunctionMode):
 
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model with our attention, whose parameters are on the meta device until it is filled."""
+    from transformers import AutoModelForCausalLM, initialization
+
     with _NoStorage(), initialization.no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME

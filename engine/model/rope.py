@@ -8,13 +8,15 @@ table.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from engine.kv.batch import TABLE_MARK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Families whose `generate` discards K/V made with the short table at the border, so that the result of a sequence
 # depends only on its length. Other families continue with K/V of both tables; we serve them up to the border only.
@@ -25,6 +27,8 @@ class TwoTables(nn.Module):
     """Longrope's embedding, which reads the table of each token from its position id."""
 
     def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         super().__init__()
         init, border = ROPE_INIT_FUNCTIONS["longrope"], longrope_border(config)
         assert border is not None
@@ -57,6 +61,8 @@ def install_tables(model: PreTrainedModel) -> None:
     """Replace the rotary embedding of a model with two tables by ours; any other model stays as it is."""
     if longrope_border(model.config) is None:
         return
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
     for name, module in list(model.named_modules()):
         if isinstance(module, Phi3RotaryEmbedding):
             model.set_submodule(name, TwoTables(model.config, module.inv_freq.device))

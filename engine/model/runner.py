@@ -9,16 +9,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.utils import logging
 
-from engine.attention.registry import ATTENTION_NAME, Attend, CurrentPass, Ragged
+from engine.attention.registry import ATTENTION_NAME, Attend, CurrentPass, Ragged, register_hook
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout, LayerKV
 from engine.kv.batch import Feed, RaggedBatch
@@ -41,6 +38,9 @@ from engine.model.rope import install_tables
 from engine.model.temperature import install_temperatures
 from engine.model.text_part import names_in_whole, rest_untold
 from engine.recurrent.arena import StateArena, StateLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class Runner(Protocol):
@@ -113,8 +113,12 @@ def load_model(
     Raises:
         ModelError: there is no loadable checkpoint, or it would need its own code.
     """
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.utils import logging
+
     logging.disable_progress_bar()  # it would write into the log of a server
-    config = read_config(name, revision)
+    config = read_config(name, revision, of_transformers=True)
     check_weights(name)
     stored = sum(check_whole(path) for path in sorted(Path(name).glob("*.safetensors")))
     if stored:  # the files are on this machine
@@ -156,6 +160,8 @@ def _read(read: Callable[..., Any], config: PreTrainedConfig) -> tuple[Any, Any]
 @contextmanager
 def _tensors_told() -> Iterator[None]:
     """Report the tensors that transformers counts in its progress bar to the current `ReadProgress`, if any."""
+    from transformers.utils import logging
+
     watcher, set_hook = reading(), getattr(logging, "set_tqdm_hook", None)
     if watcher is None or set_hook is None:
         yield
@@ -175,7 +181,8 @@ def _tensors_told() -> Iterator[None]:
 
 
 def prepare(config: PreTrainedConfig) -> None:
-    """Change a config of any family so that the model can run ragged batches."""
+    """Change a config of any family so that the model can run ragged batches, and register our attention."""
+    register_hook()
     # Some embeddings treat the pad token specially and read its place on the host; a ragged batch has no padding.
     if getattr(config, "pad_token_id", None) is not None:
         config.pad_token_id = None
@@ -253,4 +260,4 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Tokens at which the model was trained to stop, from its generation config or its config."""
-    return end_tokens_of(model.config, model.generation_config)
+    return end_tokens_of(model.config, getattr(model.generation_config, "eos_token_id", None))

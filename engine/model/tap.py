@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.errors import ModelError
 from engine.model.checkpoint import shape_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FINAL = -1  # the place after the final norm: what the output matrix reads
 

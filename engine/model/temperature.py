@@ -8,13 +8,15 @@ to a later part of its own.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.attention.registry import CurrentPass
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def install_temperatures(model: PreTrainedModel, current: CurrentPass) -> None:

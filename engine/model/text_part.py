@@ -8,10 +8,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Text parts that have no class of their own, and the families that compute the same from text alone: all three
 # coordinates of a token's position are then equal, so rotary tables by coordinate are the usual ones.
@@ -26,6 +26,8 @@ def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
 
     Of the whole it has the end tokens, the type of weights, the quantisation and whether the head is the embedding.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     text = config.get_text_config(decoder=True)
     kind = _SAME_AS.get(text.model_type, text.model_type)
     if text is config or config.is_encoder_decoder or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -47,6 +49,8 @@ def names_in_whole(config: PreTrainedConfig) -> dict[str, str] | None:
 @contextmanager
 def rest_untold(config: PreTrainedConfig) -> Iterator[None]:
     """Where only the language model of a checkpoint is loaded, keep transformers from listing all other weights."""
+    from transformers.utils import logging
+
     before = logging.get_verbosity()
     if names_in_whole(config) is not None:
         logging.set_verbosity_error()
@@ -57,6 +61,8 @@ def rest_untold(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def _same(text: PreTrainedConfig, kind: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
     rope = dict(text.rope_parameters)
     for name in ("mrope_section", "mrope_interleaved"):
         rope.pop(name, None)

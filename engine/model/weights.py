@@ -36,8 +36,10 @@ class Embedding(nn.Embedding):
     """A table of floats, whose rows are multiplied by a scale (Gemma)."""
 
     def __init__(self, weight: Tensor, scale: float | None) -> None:
-        with torch.device("meta"):
-            super().__init__(*weight.shape)
+        nn.Module.__init__(self)  # torch's own would draw a weight
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.padding_idx = self.max_norm = None
+        self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.embed_scale: Tensor | None
         self.register_buffer("embed_scale", None if scale is None else torch.tensor(scale), persistent=False)
@@ -46,6 +48,16 @@ class Embedding(nn.Embedding):
         """Token ids `[...]` -> rows `[..., width]`."""
         found = super().forward(ids)
         return found if self.embed_scale is None else found * self.embed_scale.to(found.dtype)
+
+
+class FloatLinear(nn.Linear):
+    """A matmul of torch's, over a matrix that our C does not multiply."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)  # torch's own would draw a weight
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +117,7 @@ class WeightReader:
 
     def _table(self, table: Tensor | Codes, shared: GroupedCodes | None, scale: float | None) -> nn.Module:
         """The table of embeddings; `shared` are the codes of a head that has the same weights."""
-        with torch.device("meta"):
-            place = Embedding(torch.empty(*table.shape), None)
-        place.embed_scale = None if scale is None else torch.tensor(scale)
+        place = Embedding(torch.empty(table.shape, device="meta"), scale)
         if self._keeps(table) and hasattr(table, "embedding"):
             return cast("nn.Module", cast("Any", table).embedding(place, self.dtype))
         if self.rounded is None:
@@ -144,12 +154,7 @@ class WeightReader:
         if multiplies(self.dtype) and rows_for(self.dtype, parts[0].shape[1]) is not None:
             made = PackedLinear(PackedMatrix.of(parts, None if bias is None else bias.float()), dtype)
         else:
-            with torch.device("meta"):
-                made = nn.Linear(parts[0].shape[1], sum(map(len, parts)), bias=bias is not None)
-            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-            made.weight = nn.Parameter(joined, requires_grad=False)
-            if bias is not None:
-                made.bias = nn.Parameter(bias.to(self.dtype), requires_grad=False)
+            made = FloatLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
         for part in parts:
             release_mapped(part)
         return made

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from engine.errors import ModelError, RankLost
 from engine.kv.arena import KVLayout
@@ -23,6 +22,8 @@ from engine.model.checkpoint import shape_of
 from engine.model.runner import Runner
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from engine.parallel.group import Ranks
 
 log = logging.getLogger(__name__)

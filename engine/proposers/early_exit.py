@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from engine.errors import ModelError
 from engine.model.checkpoint import shape_of
 from engine.model.fusion.fuse_cuda import link
 from engine.model.tap import layers_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from engine.kv.arena import LayerKV
 from engine.kv.batch import RaggedBatch
 from engine.recurrent import registry
-from engine.recurrent.mixers import prepare
 from engine.recurrent.parts import StatePart
 from engine.recurrent.plan import ScanPlan
-from engine.recurrent.probe import probe
-from engine.recurrent.states import RaggedStates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,11 @@ class StateLayout:
         Raises:
             ModelError: it keeps a state in a way that we do not know.
         """
+        if getattr(model, "keeps_no_state", False):
+            return None
+        from engine.recurrent.mixers import prepare
+        from engine.recurrent.probe import probe
+
         if model not in _KNOWN:
             _KNOWN[model] = cls(*probe(model)) if prepare(model) else None
         return _KNOWN[model]
@@ -59,6 +64,8 @@ class StateArena:
 
     def keywords(self, batch: RaggedBatch) -> dict[str, object]:
         """Keywords for the model's forward: our cache object for this pass, under the name that the model gives it."""
+        from engine.recurrent.states import RaggedStates
+
         return {self.layout.keyword: RaggedStates(ScanPlan.of(batch, self.log_rows), self, self._rules)}
 
     def of(self, number: int, part: StatePart) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine import attention
 from engine.choices import Rounded, Weights
@@ -33,16 +32,9 @@ from engine.model.architecture import Architecture
 from engine.model.checkpoint import read_config, weights_size
 from engine.model.decoder import is_of_table
 from engine.model.fixed_shape import TILE, FixedShapeRunner
-from engine.model.fusion.fuse import fuse
-from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
 from engine.model.fusion.latent import EXPANDING, compress, has_latents
-from engine.model.linear.fp8 import to_fp8
-from engine.model.linear.packed import is_batch_invariant, pack, runs_in_c
-from engine.model.linear.w4 import to_w4
+from engine.model.linear.packed import is_batch_invariant, runs_in_c
 from engine.model.load import load_decoder
-from engine.model.one_by_one import OneByOneRunner
-from engine.model.published.load import load_published
-from engine.model.quantize import load_quantised, quantise
 from engine.model.rope import longrope_border
 from engine.model.runner import ModelRunner, Runner, end_tokens, known_positions, layout_of_model, load_model
 from engine.model.tap import Tap
@@ -54,17 +46,17 @@ from engine.proposers.heads.uno import adapter_folder
 from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
-from engine.startup.batch_invariance import ensure_batch_invariance
 from engine.startup.drafters import Drafters, match_vocabularies
 from engine.startup.loop import rounds_for, wants_rounds
 from engine.startup.memory import GIB, kv_gib
-from engine.startup.precision import HeldPrecision, held_as
-from engine.startup.runners import RoundsByShape, Ways
-from engine.startup.self_test import check_ragged_contract
+from engine.startup.precision import held_as
+from engine.startup.runners import RoundsByShape, Ways, alone
 from engine.startup.states import TARGET, StatePlan
 from engine.types import AUTO
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedConfig, PreTrainedModel
+
     from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -130,7 +122,7 @@ def _load_target(
     use_threads(config.threads or max(1, cores() // place.local_size))
     if shares > 1:
         place.check(shares)
-        check_shards(config.target, read_config(config.target, config.revision), shares)
+        check_shards(config.target, read_config(config.target, config.revision, of_transformers=True), shares)
         progress(f"meeting {shares - 1} other ranks")
         ranks = Ranks.join(place, device)
     progress(f"loading target {config.target}")
@@ -180,33 +172,9 @@ def _load(
             name, revision, described, architecture, held.dtype, as_rounded, held.quantisation, keeps_codes=keeps_codes
         )
         return cast("PreTrainedModel", made)
-    model = _read(name, revision, held, device)
-    if on_cpu:
-        fuse(model)
-        pack(model)
-    ours = config.fuse and device.type == "cuda" and has_triton()
-    if ours:
-        fuse_for_cuda(model)
-    if held.weights == "fp8":
-        to_fp8(model)
-        if ours:
-            round_ahead(model)
-    if held.weights == "int4" and device.type == "cuda":
-        to_w4(model)
-    return model
+    from engine.startup.fallback import load_fallback
 
-
-def _read(name: str, revision: str | None, held: HeldPrecision, device: torch.device) -> PreTrainedModel:
-    """Read a whole model, on a CPU with its matrices rounded as they are to be held."""
-    is_rounded = device.type == "cpu" and (held.weights == "int8" or held.weights == "int4")
-    if held.quantisation is not None:
-        model = load_published(name, revision, held.quantisation, held.dtype, device, keeps_codes=held.keeps_codes)
-        if is_rounded:
-            quantise(model, cast("Rounded", held.weights))
-        return model
-    if is_rounded:
-        return load_quantised(name, revision, held.dtype, cast("Rounded", held.weights))
-    return load_model(name, revision, held.dtype, device)
+    return load_fallback(config, name, revision, held, device)
 
 
 def assemble(
@@ -403,7 +371,7 @@ def _runner(
     adapters: Adapters | None = None,
 ) -> Runner:
     if model in ways.alone:
-        return OneByOneRunner(model, make_arena(ways.alone[model]))
+        return alone(model, make_arena(ways.alone[model]))
     arena = make_arena(layout_of(config, model))
     return ModelRunner(model, arena, ways.attends[model], adapters, states.arena(TARGET, model.device))
 
@@ -426,15 +394,21 @@ def _ragged(
     layout = layout_of(config, target)
     if not needs_tiles:
         return _attention(config, target, layout, row_wise=row_wise)
-    return attention.fitting("fixed", target.device, partial(check_ragged_contract, target, layout))
+    return attention.fitting("fixed", target.device, _test_of(target, layout))
 
 
 def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
     """Choose the attention that is asked for, or else the fastest one, that passes the self-test with this model."""
     if is_of_table(model):
         return attention.choose(config.attention, model.device, row_wise=row_wise)
-    try_out = partial(check_ragged_contract, model, layout)
-    return attention.fitting(config.attention, model.device, try_out, row_wise=row_wise)
+    return attention.fitting(config.attention, model.device, _test_of(model, layout), row_wise=row_wise)
+
+
+def _test_of(model: PreTrainedModel, layout: KVLayout) -> Callable[[attention.Attend], None]:
+    """The self-test of a model that is not of the table."""
+    from engine.startup.self_test import check_ragged_contract
+
+    return partial(check_ragged_contract, model, layout)
 
 
 def _tiled_runner(
@@ -446,6 +420,8 @@ def _tiled_runner(
     tap: Tap | None,
     adapters: Adapters | None = None,
 ) -> Runner:
+    from engine.startup.batch_invariance import ensure_batch_invariance
+
     layout = layout_of(config, model)
     ensure_batch_invariance(model, layout)
     arena = make_arena(layout, spare_rows=TILE)

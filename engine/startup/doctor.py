@@ -96,13 +96,13 @@ class Facts:
     @classmethod
     def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig) -> Facts:
         """Read configs and tokenizer, and build the model on the meta device, where weights take no memory."""
-        described = checkpoint.read_config(name, revision)
+        described = checkpoint.read_config(name, revision, of_transformers=True)
         device = pick_device(config.device)
         held = held_as(config, name, revision, asked, device)
         checkpoint.check_weights(name)
         model = on_meta(name, described)
         with checkpoint.told_as_model_error(name):
-            generation = checkpoint.read_generation_config(name, revision)
+            generation = checkpoint.read_end_tokens(name, revision)
             ends = checkpoint.end_tokens_of(described, generation)
             has_chat_template = checkpoint.has_chat_template(name, revision)
         codec, width = Codec.load(name, revision), model.get_output_embeddings().weight.shape[0]

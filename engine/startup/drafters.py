@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-from transformers import PreTrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from engine.attention import Attend
 from engine.control.prefill_budget import PrefillBudget
@@ -16,21 +14,24 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.model.checkpoint import shape_of
 from engine.model.decoder import is_of_table
-from engine.model.one_by_one import OneByOneRunner
+from engine.model.hub import find_file
 from engine.model.runner import ModelRunner, Runner, end_tokens, layout_of_model, vocab_size
 from engine.model.tap import Tap
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
 from engine.proposers.early_exit import first_layers
 from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
-from engine.startup.runners import Ways
+from engine.startup.runners import Ways, alone
 from engine.startup.states import StatePlan
-from engine.text.codec import TOKENIZER_FILE, Codec, find_file
+from engine.text.codec import TOKENIZER_FILE, Codec
 from engine.types import Adapter
 from engine.verdicts import verdict
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedConfig, PreTrainedModel
+
     from engine.config import EngineConfig
+    from engine.model.one_by_one import OneByOneRunner
 
 MakeArena = Callable[[KVLayout], KVArena]
 
@@ -62,7 +63,7 @@ class Drafters:
         Raises:
             ModelError: the draft does not fit this target.
         """
-        models, layouts, stored = dict[str, PreTrainedModel](), dict[str, KVLayout](), config.kv_cache_dtype
+        models, layouts, stored = dict[str, Any](), dict[str, KVLayout](), config.kv_cache_dtype
         if draft is not None:
             if vocab is None:
                 _check_vocabulary(config, target, draft)
@@ -88,11 +89,11 @@ class Drafters:
         Raises:
             ModelError: a model does not keep the contract of a ragged batch.
         """
-        made = dict[str, ModelRunner | OneByOneRunner]()
+        made: dict[str, ModelRunner | OneByOneRunner] = {}
         for name, model in self.models.items():
             arena = make_arena(self.layouts[name])
             if model in ways.alone:
-                made[name] = OneByOneRunner(model, arena)
+                made[name] = alone(model, arena)
                 continue
             attend = ways.attends.get(model) or attention_of(model, self.layouts[name])
             made[name] = ModelRunner(model, arena, attend, states=states.arena(name, model.device))

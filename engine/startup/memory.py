@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig
 
 from engine.device_loop.graphs import A_ROUND, MemoryBudget, MemoryUse
 from engine.device_loop.shapes import MOST_RECORDED, allows_rounds, in_order_of_worth, places_for
@@ -16,6 +15,8 @@ from engine.errors import ModelError
 from engine.kernels.paging import scratch_bytes
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedConfig
+
     from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)

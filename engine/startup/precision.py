@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.choices import Weights
 from engine.errors import ModelError
 from engine.kernels import has_triton
+from engine.model.architecture import Architecture
 from engine.model.checkpoint import named_type, read_config, stored_type, told_as_model_error
 from engine.model.linear.packed import packs_whole
 from engine.model.published.methods import Quantisation, quantisation_of
@@ -23,6 +23,8 @@ from engine.model.quantize import quantised_as
 from engine.native import multiplies
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedConfig, PreTrainedModel
+
     from engine.config import EngineConfig
 
 Multiplies = Callable[[torch.dtype], bool]
@@ -155,6 +157,8 @@ def on_meta(name: str, described: PreTrainedConfig) -> PreTrainedModel:
     Raises:
         ModelError: transformers cannot build it.
     """
+    from transformers import AutoModelForCausalLM
+
     with told_as_model_error(name), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(described)
     return model
@@ -187,6 +191,9 @@ def _against_bfloat16(
         (not multiplies(torch.bfloat16), "our C multiplies no bfloat16 here (`pilotfish check` says why)"),
     )
     found = next((reason for stands, reason in reasons if stands), None)
-    if found is None and not packs_whole(on_meta(name, described)):
+    architecture = Architecture.of(described)
+    if found is None and not (
+        packs_whole(on_meta(name, described)) if architecture is None else architecture.is_aligned
+    ):
         found = "our C does not multiply all its matrices"
     return None if found is None else f"{found}, and torch rounds bfloat16 by the shape of a batch"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from engine.choices import Weights
 from engine.errors import ModelError
@@ -27,6 +26,8 @@ from engine.startup.build import build_engine, load, pick_device
 from engine.types import EMPTY_STATE, StateSpan
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from engine.config import EngineConfig
     from engine.engine import Engine
 

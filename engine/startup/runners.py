@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from engine.attention import Attend
 from engine.attention.registry import ATTENTION_NAME
@@ -24,24 +23,22 @@ from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
 from engine.model.checkpoint import shape_of
 from engine.model.decoder import is_of_table
-from engine.model.one_by_one import (
-    FAULTS,
-    OneByOneRunner,
-    cache_layout,
-    plain_logits,
-    tokens_layout,
-    use_own_attention,
-)
-from engine.startup.self_test import check_equal
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedModel
+
     from engine.config import EngineConfig
+    from engine.model.one_by_one import OneByOneRunner
 
 log = logging.getLogger(__name__)
 
 _LENGTH, _PAGE = 12, 5  # tokens of each sequence of the self-test, in pages of a size that divides no part of it
 _MINE, _OTHER = (4, 0, 2), (1, 3, 5)  # their pages
 _NEVER = {"xlm": "takes the tokens of its text that equal its pad token for padding"}  # by model type
+
+
+# What the code of a model raises that is not made for a cache like ours.
+_FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError)
 
 
 class RoundsByShape(ModelError):
@@ -69,7 +66,7 @@ class Ways:
             RoundsByShape: the target should be loaded once more, in float32.
             ModelError: a model runs in no way; the message gives the reason for each.
         """
-        attends, alone = dict[PreTrainedModel, Attend](), dict[PreTrainedModel, KVLayout]()
+        attends, alone = dict[Any, Attend](), dict[Any, KVLayout]()
         for model in (target,) if draft is None else (target, draft):
             try:
                 attends[model] = _tried(model, ragged)
@@ -129,6 +126,8 @@ def _check_type(config: EngineConfig, target: PreTrainedModel, error: ModelError
 
 def _layout_alone(model: PreTrainedModel, error: ModelError) -> KVLayout:
     """What the arena of a model holds that runs one sequence at a time; `error` says why it runs in no other way."""
+    from engine.model.one_by_one import plain_logits, tokens_layout, use_own_attention
+
     _check_kinds(model)
     use_own_attention(model)
     try:
@@ -138,7 +137,7 @@ def _layout_alone(model: PreTrainedModel, error: ModelError) -> KVLayout:
             layout = tokens_layout()
             _check_alone(model, layout, plain)
             log.warning("%s is fed its whole text for every token: %s", _name(model), why)
-    except (ModelError, *FAULTS) as other:
+    except (ModelError, *_FAULTS) as other:
         told = str(other) if isinstance(other, ModelError) else repr(other)
         raise ModelError(f"{error}; one sequence at a time: {told}") from error
     log.warning("%s runs one sequence at a time, which is slower: %s", _name(model), error)
@@ -156,12 +155,14 @@ def _check_kinds(model: PreTrainedModel) -> None:
 
 def _with_cache(model: PreTrainedModel, plain: Tensor) -> tuple[KVLayout | None, str]:
     """The layout of the model's keys and values if it runs with them; else None, and why not."""
+    from engine.model.one_by_one import cache_layout
+
     try:
         layout = cache_layout(model)
         if layout is None:
             return None, "transformers has no cache of keys and values for it"
         _check_alone(model, layout, plain)
-    except (ModelError, *FAULTS) as error:
+    except (ModelError, *_FAULTS) as error:
         return None, f"with a cache of keys and values {error!r}"
     return layout, ""
 
@@ -171,8 +172,10 @@ def _check_alone(model: PreTrainedModel, layout: KVLayout, plain: Tensor) -> Non
 
     `plain` are the logits of its own plain pass over the first text: `[_LENGTH, vocab]`.
     """
+    from engine.startup.self_test import check_equal
+
     arena = KVArena(layout, num_pages=len(_MINE) + len(_OTHER), page_size=_PAGE, device=model.device)
-    runner = OneByOneRunner(model, arena)
+    runner = alone(model, arena)
     mine, other = _tokens(model)[:_LENGTH], _tokens(model)[_LENGTH:]
     whole = runner.forward([Feed(mine, 0, _MINE, _LENGTH), Feed(other, 0, _OTHER, 0)])
     drafted = [Feed(mine[:4], 0, _MINE, 4), Feed([*mine[4:6], *other[:3]], 4, _MINE, 5)]
@@ -181,6 +184,13 @@ def _check_alone(model: PreTrainedModel, layout: KVLayout, plain: Tensor) -> Non
     kept = torch.cat([parts[:6], parts[9:]])  # without the rows of the three drafts, which are taken back
     check_equal(model, whole, plain, "its logits are others than those of a pass without a cache")
     check_equal(model, kept, plain, "its logits depend on how its text is cut into passes, or on later tokens")
+
+
+def alone(model: PreTrainedModel, arena: KVArena) -> OneByOneRunner:
+    """The runner of a model whose sequences run one at a time."""
+    from engine.model.one_by_one import OneByOneRunner  # imports transformers
+
+    return OneByOneRunner(model, arena)
 
 
 def _tokens(model: PreTrainedModel) -> list[int]:

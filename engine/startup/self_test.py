@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention import Attend
 from engine.attention.registry import ATTENTION_NAME
@@ -29,6 +29,9 @@ from engine.model.runner import ModelRunner
 from engine.recurrent.arena import StateArena, StateLayout
 from engine.types import EMPTY_STATE, StateSpan
 from engine.verdicts import verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _LENGTH = 6
 _CHUNK = 4  # of layers with chunks while the self-test runs: shorter than its sequences, so that it sees them

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from engine.errors import ModelError
 from engine.kv.states import StatePool, slots_per_sequence
@@ -19,6 +18,8 @@ from engine.recurrent.arena import StateArena, StateLayout
 from engine.startup.memory import GIB
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedModel
+
     from engine.config import EngineConfig
 
 TARGET = "target"  # as a key beside the names of proposers

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
-from engine.errors import InvalidRequest, ModelError
-from engine.model.bounded import bounded
-from engine.model.gguf.files import gguf_file, open_gguf
+from engine.errors import InvalidRequest
+from engine.model.gguf.files import open_gguf
 from engine.model.gguf.tokenizer import tokenizer_faults, tokenizer_in
+from engine.model.hub import find_file
 from engine.text.spelling import Spelling, steps_of
 from engine.text.stops import NO_ASIDES, NO_STOPS, Asides, Stop, StopSearch, StopStrings
 
@@ -129,22 +127,6 @@ def _keeps_length(step: Mapping[str, Any]) -> bool:
         case {"type": "Replace", "pattern": {"String": before}, "content": after}:
             return len(after.encode()) >= len(before.encode())
     return False
-
-
-def find_file(source: str | Path, name: str, revision: str | None = None) -> Path | None:
-    """The path of one file of a local folder or hub id; None if there is no file of that name, as in a GGUF file."""
-    if gguf_file(source, revision) is not None:
-        return None
-    folder = Path(source)
-    if folder.is_dir():
-        path = bounded(folder / name)
-        return path if path.is_file() else None
-    try:
-        return Path(hf_hub_download(str(source), name, revision=revision))
-    except EntryNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # no such repository, no network, no valid name
-        raise ModelError(f"{source} is no local folder, and no such checkpoint came from the hub: {error}") from error
 
 
 class Decoder:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Fields by which families scale their logits, and whether they multiply.
 _FACTORS = {"logit_scale": True, "lm_head_multiplier": True, "logits_scaling": False}

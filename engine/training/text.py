@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -33,6 +33,9 @@ from engine.training.recipe import TextPlan
 from engine.training.recorder import RECORDER, RowRecorder
 from engine.training.store import WrittenText
 from engine.types import Request, TokenEvent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from engine.errors import ModelError
 from engine.kv.latent import latent_of
@@ -14,7 +13,11 @@ from engine.model.fusion.fuse import Joined, JoinedPart
 from engine.model.fusion.kernel_layers import KernelGate
 from engine.model.fusion.latent import EXPANDING
 from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.packed import is_transposed
 from engine.model.linear.rows import matmul_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ORIGINALS = ("inner", "fused")  # where a replacement keeps what it replaces
 _OF_JOINED = ("gate_proj", "up_proj")  # names of the parts of `KernelGate.both`
@@ -84,7 +87,7 @@ def _part(joined: Joined, index: int) -> Place:
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:
     """Inputs and outputs of a matmul; None for any other module."""
-    if isinstance(module, Conv1D):
+    if is_transposed(module):
         weight = module.weight
         assert isinstance(weight, Tensor)
         return weight.shape[0], weight.shape[1]

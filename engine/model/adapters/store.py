@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from engine.errors import ModelError
 from engine.kv.batch import Feed
@@ -30,6 +30,9 @@ from engine.model.linear.low_rank import (
     grouped,
 )
 from engine.types import Adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

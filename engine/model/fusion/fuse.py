@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.attention.registry import Ragged
 from engine.attention.spec import AttentionSpec
@@ -27,6 +26,9 @@ from engine.model.linear.low_rank import add_products
 from engine.native import Rows, rows_for
 from engine.native.rows import GELU_TANH, SILU, Activation, WeightAndEps
 from engine.verdicts import verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

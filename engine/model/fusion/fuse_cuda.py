@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.attention import reference
 from engine.attention.registry import Ragged
@@ -28,6 +27,9 @@ from engine.model.linear.experts import StackedExperts
 from engine.model.linear.fp8 import Fp8Linear
 from engine.model.linear.unstack import recognised, together
 from engine.model.runner import kv_layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

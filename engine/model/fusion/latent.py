@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.attention.registry import is_ours
 from engine.kv.latent import LatentHeads, latent_of
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.rows import matmul_shape
 from engine.verdicts import verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
 
 from engine.errors import ModelError
+from engine.model.described import described_by
 from engine.model.gguf.blocks import float_type
 from engine.model.gguf.container import Container
 from engine.model.gguf.families import architecture_of
@@ -26,12 +26,15 @@ from engine.model.gguf.ropes import TABLES, rope_of
 from engine.model.gguf.sizes import check_sizes
 from engine.model.gguf.tokenizer import check_tokens, end_tokens_in
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 _RMS_EPSILON = "attention.layer_norm_rms_epsilon"
 METHOD, HAS_CODES = "gguf", "has_codes"  # in `quantization_config`, with which configs of GGUF files are marked
 
 
-def config_of(container: Container) -> PreTrainedConfig:
-    """The config of the model in a file.
+def config_of(container: Container, *, of_transformers: bool = False) -> PreTrainedConfig:
+    """The config of the model in a file; with `of_transformers` always one of transformers' classes.
 
     Raises:
         ModelError: the file holds a model that is not read, or lacks a number of its config.
@@ -43,6 +46,11 @@ def config_of(container: Container) -> PreTrainedConfig:
     fields = _common(keys) | family.describe(keys)
     _check_heads(keys, fields["rope_parameters"])
     fields["quantization_config"] = {"quant_method": METHOD, HAS_CODES: has_codes}
+    own: Any = None if of_transformers else described_by(fields, family.model_type)
+    if own is not None:
+        return cast("PreTrainedConfig", own)
+    from transformers import AutoConfig
+
     config: PreTrainedConfig = AutoConfig.for_model(family.model_type, **fields)
     return config
 

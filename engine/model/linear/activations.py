@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel, activations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _VECTOR = 64  # twice the numbers in the longest vector of the shortest type
 _SERIAL = 16384  # GELU uses several threads for more numbers than this; other activations for twice as many
-_KINDS = frozenset(found[0] if isinstance(found, tuple) else found for found in dict.values(activations.ACT2CLS)) | {
-    nn.SiLU,
-    nn.GELU,
-    nn.ReLU,
-    nn.Tanh,
-    nn.Sigmoid,
-}
 
 
 class RowWise(nn.Module):
@@ -95,10 +91,19 @@ class _Replaced(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@cache
+def _kinds() -> frozenset[object]:
+    """Of modules that are activations."""
+    from transformers import activations
+
+    known = (found[0] if isinstance(found, tuple) else found for found in dict.values(activations.ACT2CLS))
+    return frozenset(known) | {nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid}
+
+
 def make_row_wise(model: PreTrainedModel) -> None:
     """Wrap every activation module of `model`, and every module that calls activations in its own code."""
     for name, module in list(model.named_modules()):
-        if type(module) in _KINDS:
+        if type(module) in _kinds():
             model.set_submodule(name, RowWise(module))
     wrapped = [name for name, module in model.named_modules() if isinstance(module, RowWiseFunctions)]
     for name in [name for name, module in model.named_modules() if name and _calls_activations(module)]:

@@ -8,15 +8,18 @@ the model as loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.errors import ModelError
 from engine.kernels import reference
 from engine.kernels.args import Fp8Rows
 from engine.model.linear.swap import Swapped, swap_matmuls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _STEP = 16  # sizes of matrices are multiples of this
 

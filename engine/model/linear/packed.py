@@ -7,12 +7,10 @@ the operands; here it is always the order of the inputs. So floats are batch-inv
 from __future__ import annotations
 
 import logging
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from engine.machine.mapped import release_mapped
 from engine.model.linear.activations import make_row_wise
@@ -22,9 +20,10 @@ from engine.model.linear.swap import is_in_router
 from engine.model.linear.unstack import has_whole_vectors, recognised, stacked_weights, unstack
 from engine.native import ALIGNED, PackedMatrix, multiplies, rows_for
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-MATMULS = (nn.Linear, Conv1D)  # not their subclasses, which may do more
+log = logging.getLogger(__name__)
 
 
 class PackedLinear(nn.Module):
@@ -57,8 +56,8 @@ def pack(model: PreTrainedModel) -> int:
         return 0
     if multiplies(model.dtype):
         unstack(model, whole_vectors=True)
-    for name in [name for name, module in model.named_modules() if type(module) in MATMULS]:
-        module = cast("nn.Linear | Conv1D", model.get_submodule(name))
+    for name in [name for name, module in model.named_modules() if is_matmul(module)]:
+        module = cast("nn.Linear", model.get_submodule(name))
         weight = matrix(module)
         if is_in_router(name):  # its own code multiplies the matrix, row-wise where it is a mixture's
             continue
@@ -79,24 +78,34 @@ def pack(model: PreTrainedModel) -> int:
 
 def packs_whole(model: nn.Module) -> bool:
     """Whether `pack` would replace all matmuls where C multiplies their type; the model may be on the meta device."""
-    matmuls = [module for module in model.modules() if isinstance(module, MATMULS)]
+    matmuls = [module for module in model.modules() if isinstance(module, nn.Linear) or is_transposed(module)]
     packable = {name for name, form in recognised(model) if has_whole_vectors(model.get_submodule(name), form)}
     stacked = {name.rpartition(".")[0] for name, _ in stacked_weights(model)}
     return stacked <= packable and all(
-        type(module) in MATMULS and not matrix(module).shape[1] % ALIGNED for module in matmuls
+        is_matmul(module) and not matrix(module).shape[1] % ALIGNED for module in matmuls
     )
+
+
+def is_matmul(module: nn.Module | None) -> bool:
+    """Whether a module is a plain matmul of floats, and not of a subclass, which may do more."""
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def is_transposed(module: nn.Module | None) -> bool:
+    """Whether a module is a `Conv1D` of transformers, whose matrix is `[in, out]`: as in GPT-2."""
+    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def matrix(matmul: nn.Module) -> Tensor:
     """The matrix as `[out, in]`; GPT-2 stores it as `[in, out]`."""
     weight = cast("Tensor", matmul.weight)
-    return weight.t() if isinstance(matmul, Conv1D) else weight
+    return weight.t() if is_transposed(matmul) else weight
 
 
 def is_batch_invariant(model: nn.Module) -> bool:
     """Whether every matmul of `model` is batch-invariant, because it is in int8, packed or a row-wise router."""
     blocks = [module for module in model.modules() if isinstance(module, RowWiseRouting)]
-    matmuls = [module for module in model.modules() if isinstance(module, MATMULS)]
+    matmuls = [module for module in model.modules() if isinstance(module, nn.Linear) or is_transposed(module)]
     return not _has_experts(model) and all(
         any(block.multiplies(matmul.weight) for block in blocks) for matmul in matmuls
     )

@@ -11,17 +11,19 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.model.linear.equivalence import agree
 from engine.model.linear.experts import Mix, OwnGate, RoutedExperts, StackedExperts
 from engine.native import ALIGNED
 from engine.native.experts import ExpertGate
 from engine.native.rows import GELU_TANH
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.errors import ModelError
 from engine.kernels import has_triton, reference
 from engine.kernels.args import GROUP, TILE_OUTPUTS
 from engine.model.linear.equivalence import EquivalenceTests, random_rows
 from engine.model.linear.swap import Swapped, swap_matmuls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import torch
 from huggingface_hub import get_safetensors_metadata, snapshot_download
 from safetensors import safe_open
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from engine.errors import ModelError
 from engine.model.checkpoint import check_weights, check_whole, told_as_model_error
+from engine.model.hub import find_file
 
 _FILES = "*.safetensors"
 # Types by their names in safetensors headers.
@@ -61,8 +61,8 @@ def _type(key: str, kind: str) -> torch.dtype:
 
 def _infos(name: str, revision: str | None) -> Iterator[tuple[str, str, list[int]]]:
     """Names, types and shapes: from files on this machine, or else from the hub."""
-    config = Path(str(cached_file(name, "config.json", revision=revision)))
-    paths = sorted(config.parent.glob(_FILES))
+    config = find_file(name, "config.json", revision)
+    paths = [] if config is None else sorted(config.parent.glob(_FILES))
     for path in paths:
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no mapping

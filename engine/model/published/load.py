@@ -23,10 +23,10 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError
-from engine.model.checkpoint import check_complete, check_size, read_config, read_generation_config, told_as_model_error
+from engine.model.checkpoint import check_complete, check_size, read_config, read_end_tokens, told_as_model_error
 from engine.model.gguf.files import open_gguf
 from engine.model.linear.activations import make_row_wise
-from engine.model.linear.packed import MATMULS
+from engine.model.linear.packed import is_matmul
 from engine.model.linear.unstack import StackedForm, recognised, routed
 from engine.model.published.base import Codes, Weights
 from engine.model.published.files import read_tensors
@@ -56,7 +56,7 @@ class _Place:
         has_form = self.codes.num_bytes() is not None
         is_table = isinstance(self.module, nn.Embedding) and hasattr(self.codes, "embedding")
         is_stack = self.form is not None and isinstance(self.codes, StackedCodes)
-        return has_form and (type(self.module) in MATMULS or is_table or is_stack)
+        return has_form and (is_matmul(self.module) or is_table or is_stack)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,9 +98,9 @@ def load_published(
     """
     with told_as_model_error(name):
         weights = read_weights(name, revision, quantisation, read_tensors)
-        config = without_quantisation(read_config(name, revision))
+        config = without_quantisation(read_config(name, revision, of_transformers=True))
         model = fill(config, weights, name, dtype, keeps_codes=keeps_codes)
-    model.generation_config = read_generation_config(name, revision) or model.generation_config
+    model.generation_config.eos_token_id = read_end_tokens(name, revision) or model.generation_config.eos_token_id
     placed: Any = model
     return cast("PreTrainedModel", placed.to(device))
 

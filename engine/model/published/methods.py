@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from engine.errors import ModelError
 from engine.model.gguf.architectures import HAS_CODES, METHOD
 from engine.model.published import awq, compressed, fp8, gptq, mxfp4
 from engine.model.published.base import Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _Settings = Mapping[str, Any]
 _OURS = "pilotfish-"  # `engine.model.quantize` reads these

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.errors import ModelError
 from engine.model.published.base import FloatCodes, Weights, expect, taken
@@ -50,5 +49,7 @@ def _experts(name: str, blocks: Tensor, scales: Tensor) -> FloatCodes:
 
 
 def _plain(blocks: Tensor, scales: Tensor) -> Tensor:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     made: Tensor = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     return made.contiguous()

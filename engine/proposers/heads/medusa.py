@@ -7,13 +7,12 @@ nothing and is right less often the deeper it is.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import PreTrainedModel
 
 from engine.errors import ModelError
 from engine.model.linear.rows import matmul_shape
@@ -25,6 +24,9 @@ from engine.proposers.heads.features import Features
 from engine.proposers.heads.weights import fill, load_checkpoint, number
 from engine.stats import Forward
 from engine.types import Sequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class _Residual(nn.Module):

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from engine.errors import ModelError, shown
 from engine.kv.batch import Feed
@@ -36,6 +36,9 @@ from engine.recurrent.arena import StateLayout
 from engine.sampling.noise import Stream, uniform
 from engine.stats import Forward
 from engine.types import Adapter, Sequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _INNER = "adapter"  # its folder in a checkpoint that holds the base model as well, such as s-sahoo/uno-qwen3-8B
 _LOWEST = 1  # token id of noise, in training and in the authors' engine
