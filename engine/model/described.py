@@ -57,12 +57,9 @@ def described_by(table: Mapping[str, Any], model_type: str | None = None) -> Mod
     defaults, needed = family
     fields = _COMMON | defaults | dict(table)
     fields["model_type"] = model_type or table["model_type"]
-    names = [*_SIZES, "rms_norm_eps", "eos_token_id", "bos_token_id", *needed]
-    if not all(name in fields for name in names) or not all(
-        map(_is_size, (fields[n] for n in _SIZES if fields[n] is not None))
-    ):
-        return None
-    if None in (fields[name] for name in _SIZES if name != "num_key_value_heads"):
+    must = {*_SIZES, "rms_norm_eps", "eos_token_id", "bos_token_id", *needed} - defaults.keys()
+    sizes = [fields.get(name) for name in _SIZES if (name, fields.get(name)) != ("num_key_value_heads", None)]
+    if not must <= table.keys() or not all(map(_is_size, sizes)):
         return None
     heads = fields["num_attention_heads"]
     fields["num_key_value_heads"] = fields["num_key_value_heads"] or heads
