@@ -83,7 +83,10 @@ class GrammarVocabulary:
         self._made: LLTokenizer | str | None = None  # or why it cannot be made
 
     def prepare(self) -> LLTokenizer:
-        """The library's form, which the first call makes, on whatever thread; Unsupported if it cannot be made."""
+        """The library's form, which the first call makes; Unsupported if it cannot be made.
+
+        The library holds the interpreter's lock meanwhile: up to a second with 262,144 tokens.
+        """
         with self._lock:
             self._made = self._made or self._make()
         if isinstance(self._made, str):
