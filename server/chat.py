@@ -22,9 +22,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import InvalidRequest, ModelError, shown
+from engine.model.bounded import find_file
 from engine.model.gguf.files import open_gguf
 from engine.model.gguf.tokenizer import chat_template_in, special_tokens_in
-from engine.model.hub import find_file
 from server.formats.base import Tool
 from server.formats.json_text import object_in, value_in
 

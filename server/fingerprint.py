@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.model.bounded import find_file
 from engine.model.gguf.files import open_gguf
-from engine.model.hub import find_file
 
 VERSION = 1  # to be increased when sampling gives other tokens for the same logits, seed and position
 _WHOLE = (

@@ -1,4 +1,4 @@
-"""Files of strangers that are read as a whole: a pipe would never end, and a large file would take all memory."""
+"""Files of strangers, found and looked at before they are read: a pipe never ends, a large file takes all memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import stat
 from pathlib import Path
 
 from engine.errors import ModelError
+from engine.model.gguf.files import gguf_file
+from engine.model.hub import file_from_hub
 
 _MOST = 1 << 22  # bytes of configs and chat templates; published ones have a quarter of it at most
 _LARGER = {  # twice those of the largest published, or more
@@ -38,3 +40,23 @@ def check_folder(folder: Path) -> None:
     for pattern in _READ_WHOLE:
         for path in folder.glob(pattern):
             bounded(path)
+
+
+def find_file(source: str | Path, name: str, revision: str | None = None) -> Path | None:
+    """The path of one file of a local folder or hub id; None if there is no file of that name, as in a GGUF file.
+
+    Raises:
+        ModelError: there is no such checkpoint.
+    """
+    if gguf_file(source, revision) is not None:
+        return None
+    folder = Path(source)
+    if folder.is_dir():
+        path = bounded(folder / name)
+        return path if path.is_file() else None
+    try:
+        return file_from_hub(str(source), name, revision)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # no such repository, no network, no valid name
+        raise ModelError(f"{source} is no local folder, and no such checkpoint came from the hub: {error}") from error

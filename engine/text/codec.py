@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
+from engine import heap
 from engine.errors import InvalidRequest
+from engine.model.bounded import find_file
+from engine.model.gguf.container import Container
 from engine.model.gguf.files import open_gguf
 from engine.model.gguf.tokenizer import tokenizer_faults, tokenizer_in
-from engine.model.hub import find_file
 from engine.text.spelling import Spelling, steps_of
 from engine.text.stops import NO_ASIDES, NO_STOPS, Asides, Stop, StopSearch, StopStrings
 
@@ -23,38 +26,33 @@ _SHORT = 2000  # characters or tokens: converting more takes longer than a milli
 
 
 class Codec:
-    """A checkpoint's tokenizer. Special tokens have no text where nothing else is asked for."""
+    """A checkpoint's tokenizer. Special tokens have no text where nothing else is asked for.
+
+    Args:
+        added_tokens: ids of the tokens that were added to the vocabulary, special or not, by their texts.
+        special_tokens: ids of the special tokens, which have no text where they are skipped.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         # A checkpoint may ask for padding or truncation, which are for training and wrong for a single prompt.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer = tokenizer
-        self._longest = _longest_token(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self.added_tokens = {token.content: i for i, token in added.items()}
+        self.special_tokens = frozenset(i for i, token in added.items() if token.special)
+        self._longest = _longest_token(tokenizer, added.values())
         self.spelling = Spelling(tokenizer)
+        heap.give_back()  # what a tokenizer is made of takes several times its own memory
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None) -> Codec | None:
         """Load the tokenizer of a checkpoint; None if there is none: then only token ids can be served."""
         gguf = open_gguf(source, revision)
         if gguf is not None:
-            tokenizer = tokenizer_in(gguf)
-            return None if tokenizer is None else cls(tokenizer)
+            return _of_container(gguf)
         path = find_file(source, TOKENIZER_FILE, revision)
-        if path is None:
-            return None
-        with tokenizer_faults(path):
-            return cls(Tokenizer.from_file(str(path)))
-
-    @property
-    def added_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that were added to the vocabulary, special or not, by their texts."""
-        return {token.content: i for i, token in self.tokenizer.get_added_tokens_decoder().items()}
-
-    @property
-    def special_tokens(self) -> frozenset[int]:
-        """Ids of the special tokens, which have no text where they are skipped."""
-        return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
+        return None if path is None else _of_file(path, path.stat().st_mtime_ns)
 
     def encode(self, text: str, *, bare: bool = False) -> tuple[int, ...]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds, or without them if `bare`."""
@@ -90,30 +88,48 @@ class Codec:
         return text
 
 
+# A target's and a draft's: whoever makes a model ready asks several times.
+@lru_cache(maxsize=2)
+def _of_container(container: Container) -> Codec | None:
+    tokenizer = tokenizer_in(container)
+    return None if tokenizer is None else Codec(tokenizer)
+
+
+@lru_cache(maxsize=2)
+def _of_file(path: Path, _changed_at: int) -> Codec:
+    with tokenizer_faults(path):
+        return Codec(Tokenizer.from_file(str(path)))
+
+
 def _size(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
-def _longest_token(tokenizer: Tokenizer) -> int | None:
+def _longest_token(tokenizer: Tokenizer, added: Collection[AddedToken]) -> int | None:
     """Most bytes of text that one token stands for; None where that is not known.
 
     It is known of byte-pair encodings that have a token for every byte: each byte of a text is part of one token, and
     tokens are spelt with at least one character or byte for each. What is done before must not shorten the text.
     """
-    model, vocabulary = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
-    added = tokenizer.get_added_tokens_decoder().values()
+    model, normalizer = tokenizer.model, tokenizer.normalizer
     try:
-        steps = [*steps_of(tokenizer.normalizer), *steps_of(tokenizer.pre_tokenizer)]
+        steps = [*steps_of(normalizer), *steps_of(tokenizer.pre_tokenizer)]
     except Exception:  # noqa: BLE001  # a part that is written in Python; the library raises bare Exception
         return None
     is_of_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    if not isinstance(model, BPE) or not (is_of_bytes or model.byte_fallback):
+        return None
     every = pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
-    is_complete = isinstance(model, BPE) and (is_of_bytes or model.byte_fallback) and vocabulary.keys() >= set(every)
+    is_complete = all(model.token_to_id(byte) is not None for byte in every)
     # A token that takes the white space around it has no longest text.
     if not is_complete or not all(map(_keeps_length, steps)) or any(token.lstrip or token.rstrip for token in added):
         return None
-    normal = (lambda text: text) if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
-    spelt = max(map(len, vocabulary)) if is_of_bytes else max(len(token.encode()) for token in vocabulary)
+    size = tokenizer.get_vocab_size(with_added_tokens=False)
+    texts = [text for text in map(model.id_to_token, range(size)) if text is not None]
+    if len(texts) < size:  # some ids have no token, so others are beyond these
+        texts = [*tokenizer.get_vocab(with_added_tokens=False)]
+    spelt = max(map(len, texts)) if is_of_bytes else max(len(text.encode()) for text in texts)
+    normal = (lambda text: text) if normalizer is None else normalizer.normalize_str
     return max([spelt, *(len(normal(token.content).encode()) for token in added)])
 
 

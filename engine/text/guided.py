@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, regex_to_lark
 
 from engine.config import Bounds
 from engine.errors import GrammarFault, InvalidRequest, ModelError, Violation
@@ -93,7 +93,8 @@ class GrammarCompiler:
         self, codec: Codec, vocab_size: int, eos_token_ids: Iterable[int], limits: GuidedLimits | None = None
     ) -> None:
         self._limits = limits or GuidedLimits()
-        self._codec, self._vocabulary = codec, _vocabulary(codec, vocab_size, tuple(dict.fromkeys(eos_token_ids)))
+        self._codec, ends = codec, tuple(dict.fromkeys(eos_token_ids))
+        self._vocabulary = GrammarVocabulary(codec, vocab_size, ends)
         # The library releases the GIL while it compiles, so a thread after its deadline does not slow other threads.
         self._threads = ThreadPoolExecutor(self._limits.compile_threads, thread_name_prefix="guided")
         self._lock = threading.Lock()
@@ -116,8 +117,17 @@ class GrammarCompiler:
             return None
 
     def compile(self, guided: Guided) -> Grammar:
-        """Return the grammar, compiled or from the cache; InvalidRequest if it does not compile, or not in time."""
+        """Return the grammar, compiled or from the cache.
+
+        The first call takes a second longer with a large tokenizer, which does not count as time to compile.
+
+        Raises:
+            InvalidRequest: it does not compile, or not in time.
+            Unsupported: the library cannot use the tokenizer.
+        """
         num_bytes = check(guided, self._limits)
+        if not guided.is_free:
+            self._vocabulary.prepare()
         entry = self._entry(replace(guided, thinking=None), num_bytes)
         try:
             result = entry.result.result(max(0.0, entry.deadline - time.monotonic()))
@@ -162,21 +172,6 @@ def _is_useless(result: Future[_Result]) -> bool:
         return True
     grammar = result.result()
     return isinstance(grammar, CompiledGrammar) and grammar.worn
-
-
-def _vocabulary(codec: Codec, vocab_size: int, end_tokens: tuple[int, ...]) -> GrammarVocabulary:
-    size = codec.tokenizer.get_vocab_size(with_added_tokens=True)
-    if size > vocab_size:
-        raise ModelError(f"structured output: the tokenizer has {size} tokens, the model's logits only {vocab_size}")
-    outside = [token for token in end_tokens if not 0 <= token < vocab_size]
-    if outside or not end_tokens:
-        wrong = f"has {outside[0]}; expected 0 to {vocab_size - 1}" if outside else "is empty: no output could end"
-        raise ModelError(f"structured output: eos_token_ids {wrong}")
-    try:
-        tokenizer = LLTokenizer(codec.tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(end_tokens))
-    except (ValueError, RuntimeError) as error:
-        raise ModelError(f"structured output cannot use this tokenizer: {first_line(str(error))}") from error
-    return GrammarVocabulary(tokenizer, vocab_size, end_tokens)
 
 
 # Checks before the structure is parsed

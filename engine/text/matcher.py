@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from engine.errors import GrammarFault
+from engine import heap
+from engine.errors import GrammarFault, ModelError, Unsupported
+from engine.text.codec import Codec
 from engine.types import GRAMMAR_TOKENS
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _STACK_BYTES = 256 * 2**20
 _STACK_LOCK = threading.Lock()  # the size is one of the process
 
 RENEWAL_SECONDS = 0.1  # longest time inside a step to give one state its own matcher
+_NAME = b"\xff"  # begins the name of a token that is no text
 _LEXER_FAILED = "lexer error"  # how the library's report begins; the stop reason is always `InternalError`
 
 
@@ -56,24 +58,84 @@ def parser_limits(initial_lexer_fuel: int = INITIAL_LEXER_FUEL) -> LLParserLimit
     )
 
 
-@dataclass(frozen=True, slots=True)
 class GrammarVocabulary:
     """The tokens in the library's form; ids of the logits beyond the tokenizer's are never allowed."""
 
-    tokenizer: LLTokenizer
-    vocab_size: int
-    end_tokens: tuple[int, ...]
+    def __init__(self, codec: Codec, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
+        """Look at what can be known without the library's form, which takes a second and much memory to make.
+
+        Raises:
+            ModelError: the tokenizer is wider than the logits, or of another kind; or there is no sound end token.
+        """
+        size = codec.tokenizer.get_vocab_size(with_added_tokens=True)
+        if size > vocab_size:
+            raise ModelError(
+                f"structured output: the tokenizer has {size} tokens, the model's logits only {vocab_size}"
+            )
+        outside = [token for token in end_tokens if not 0 <= token < vocab_size]
+        if outside or not end_tokens:
+            wrong = f"has {outside[0]}; expected 0 to {vocab_size - 1}" if outside else "is empty: no output could end"
+            raise ModelError(f"structured output: eos_token_ids {wrong}")
+        if not codec.spelling.has_bytes:
+            raise ModelError("structured output cannot use this tokenizer: its decoder is not of bytes")
+        self.vocab_size, self.end_tokens = vocab_size, end_tokens
+        self._codec, self._lock = codec, threading.Lock()
+        self._made: LLTokenizer | str | None = None  # or why it cannot be made
+
+    def prepare(self) -> LLTokenizer:
+        """The library's form, which the first call makes; Unsupported if it cannot be made.
+
+        The library holds the interpreter's lock meanwhile: up to a second with 262,144 tokens.
+        """
+        with self._lock:
+            self._made = self._made or self._make()
+        if isinstance(self._made, str):
+            raise Unsupported(f"structured output cannot use this tokenizer: {self._made}")
+        return self._made
+
+    def _make(self) -> LLTokenizer | str:
+        tokens = _Tokens(self._codec, self.vocab_size, self.end_tokens[0])
+        try:
+            return LLTokenizer(TokenizerWrapper(tokens), eos_token=list(self.end_tokens))
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            return first_line(str(error))
+        finally:
+            tokens.tokens.clear()  # the library keeps the object, and has a copy of these
+            heap.give_back()
 
     def matcher(self, source: str) -> LLMatcher:
         """Make a matcher with its own lexer; its `get_error` reports what is wrong with `source`."""
+        tokenizer = self.prepare()
         with ThreadPoolExecutor(1, thread_name_prefix="matcher") as thread:
             with _STACK_LOCK:
                 usual = threading.stack_size(_STACK_BYTES)
                 try:
-                    made = thread.submit(LLMatcher, self.tokenizer, source, log_level=0, limits=parser_limits())
+                    made = thread.submit(LLMatcher, tokenizer, source, log_level=0, limits=parser_limits())
                 finally:
                     threading.stack_size(usual)
             return made.result()
+
+
+class _Tokens:
+    """What the library asks of a tokenizer. Its own reader of tokenizer.json would keep all merges a second time."""
+
+    bos_token_id = None
+    special_token_ids = ()
+
+    def __init__(self, codec: Codec, vocab_size: int, end_token: int) -> None:
+        """The bytes of tokens; special ones and those that look like it are names, which no text is taken for."""
+        spell, names = codec.spelling.bytes_of, {i: t for t, i in codec.added_tokens.items() if i < vocab_size}
+        named = {i for i, text in names.items() if i in codec.special_tokens or (text[:1], text[-1:]) == ("<", ">")}
+        self.tokens = [spell(i) or b"" for i in range(vocab_size)]
+        size = codec.tokenizer.get_vocab_size(with_added_tokens=True)
+        for i in named | {i for i in range(size, vocab_size) if not self.tokens[i]}:
+            self.tokens[i] = _NAME + names.get(i, f"<[{i}]>").encode()
+        self.eos_token_id, self._encode = end_token, codec.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._encode(text, bare=True))
 
 
 class CompiledGrammar:

@@ -4,39 +4,46 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from tokenizers import Tokenizer
 
 _BYTE = re.compile(b"<0x[0-9A-Fa-f]{2}>")
 _REPLACED = "\ufffd"  # what a decoder writes in place of bytes that are no character
+_Write = Callable[[bytes], bytes]
 
 
 class Spelling:
     """Spells tokens one by one: their bytes, joined, are those of the text that the decoder makes of all of them.
 
     Decoders of SentencePiece drop the space before the first token of a text; so that token has other bytes there.
+    `has_bytes`: there are tokens for parts of characters.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         try:
-            self._steps = steps_of(tokenizer.decoder)
+            steps = steps_of(tokenizer.decoder)
         except Exception:  # noqa: BLE001  # a part that is written in Python; the library raises bare Exception
-            self._steps = []
-        self._is_known = bool(self._steps) and all(map(_is_known, self._steps))
+            steps = []
+        self._first, self._others = (_writers(steps, leads=leads) for leads in (True, False))
+        self.has_bytes = any(step["type"] in ("ByteLevel", "ByteFallback") for step in steps)
 
     def bytes_of(self, token: int, *, leads: bool = False) -> bytes | None:
         """Return the bytes of a token; None where they are not known. `leads`: it is the first of a text."""
-        text = self._tokenizer.id_to_token(token)
+        text, writers = self._tokenizer.id_to_token(token), self._first if leads else self._others
         if text is None:
             return None
-        if not self._is_known:
+        if not writers:
             text = self._tokenizer.decode([token], skip_special_tokens=False)
             return None if _REPLACED in text else text.encode()
-        return _written(text, self._steps, leads=leads)
+        data: bytes = text.encode()
+        for write in writers:
+            data = write(data)
+        return data
 
 
 def steps_of(part: Any) -> list[dict[str, Any]]:
@@ -50,41 +57,48 @@ def steps_of(part: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _is_known(step: Mapping[str, Any]) -> bool:
+def _writers(steps: list[dict[str, Any]], *, leads: bool) -> list[_Write]:
+    """What the steps write of the bytes of one token; nothing if one of them is not known."""
+    writers = [_writer(step, leads=leads) for step in steps]
+    return [] if None in writers else [write for write in writers if write is not None]
+
+
+def _writer(step: Mapping[str, Any], *, leads: bool) -> _Write | None:
     match step:
-        case {"type": "ByteLevel" | "ByteFallback" | "Fuse" | "Metaspace"} | {
-            "type": "Replace",
-            "pattern": {"String": _},
-        }:
-            return True
-        case {"type": "Strip", "stop": 0}:
-            return True
-    return False
+        case {"type": "ByteLevel"}:
+            return _of_byte_level
+        case {"type": "ByteFallback"}:
+            return _of_byte_fallback
+        case {"type": "Replace", "pattern": {"String": before}, "content": after}:
+            return methodcaller("replace", before.encode(), after.encode())
+        case {"type": "Metaspace", "replacement": space, "prepend_scheme": scheme}:
+            return methodcaller("replace", space.encode(), b"" if leads and scheme != "never" else b" ")
+        case {"type": "Strip", "content": char, "start": most, "stop": 0} if leads:
+            return partial(_stripped, char.encode(), most)
+        case {"type": "Fuse"} | {"type": "Strip", "stop": 0}:
+            return bytes
+    return None
 
 
-def _written(text: str, steps: list[dict[str, Any]], *, leads: bool) -> bytes:
-    """What the steps write of one token."""
-    data = text.encode()
-    for step in steps:
-        match step:
-            case {"type": "ByteLevel"}:
-                known = _byte_of()
-                data = bytes(known[char] for char in text) if known.keys() >= set(text) else data
-            case {"type": "ByteFallback"} if _BYTE.fullmatch(data):
-                data = bytes([int(data[3:5], 16)])
-            case {"type": "Replace", "pattern": {"String": before}, "content": after}:
-                data = data.replace(before.encode(), after.encode())
-            case {"type": "Metaspace", "replacement": space, "prepend_scheme": scheme}:
-                data = data.replace(space.encode(), b"" if leads and scheme != "never" else b" ")
-            case {"type": "Strip", "content": char, "start": most} if leads:
-                for _ in range(most):
-                    data = data.removeprefix(char.encode())
+def _of_byte_level(data: bytes) -> bytes:
+    try:
+        return data.decode().translate(_BYTES).encode("latin-1")
+    except UnicodeError:  # another character stands in it, as in some added tokens: it is spelt as it is
+        return data
+
+
+def _of_byte_fallback(data: bytes) -> bytes:
+    return bytes([int(data[3:5], 16)]) if _BYTE.fullmatch(data) else data
+
+
+def _stripped(char: bytes, most: int, data: bytes) -> bytes:
+    for _ in range(most):
+        data = data.removeprefix(char)
     return data
 
 
-@cache
-def _byte_of() -> dict[str, int]:
-    """The byte for which each character of a byte-level vocabulary stands: itself if it can be printed."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(printed))
-    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
+# For the characters of a byte-level vocabulary the bytes for which they stand: themselves if they can be printed. A
+# byte that is spelt in another way becomes what has no byte.
+_PRINTED = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTES = dict.fromkeys(_OTHERS, 0xFFFF) | {256 + i: byte for i, byte in enumerate(_OTHERS)}

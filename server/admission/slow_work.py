@@ -12,7 +12,6 @@ Encoding holds no lock, but it can take seconds, so it has threads of its own, o
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import heapq
 import itertools
@@ -23,6 +22,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeVar, TypeVarTuple
+
+from engine import heap
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
@@ -173,13 +174,11 @@ def release_turn() -> None:
 
 
 def _give_memory_back() -> None:
-    """Give freed memory back to the system, where the C library can, which holds no lock of the interpreter.
+    """Give freed memory back to the system.
 
     What only cycles hold, such as exceptions with the messages that they refused, is freed before, where loaded objects
     are excluded from collections: else a collection would take a second.
     """
     if gc.get_freeze_count():
         gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    heap.give_back()

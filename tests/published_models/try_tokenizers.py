@@ -12,10 +12,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from engine.text.codec import Codec, OutputText
+from engine.text.matcher import GrammarVocabulary
 from models import published
 from server.chat import ChatTemplate, Message, Rendering, ToolCall
 from server.formats.base import Tool
@@ -104,6 +106,15 @@ def test_text_is_that_of_the_libraries_token_by_token_too(name: str, text: str) 
 def test_no_text_that_fits_is_refused_for_its_length(name: str) -> None:
     for text in TEXTS.values():
         ours(name).require_room("prompt", text, max(1, len(ours(name).encode(text))))
+
+
+@pytest.mark.parametrize("name", published.TOKENIZERS)
+def test_structures_have_the_tokens_that_their_library_reads_in_the_file(name: str) -> None:
+    size = ours(name).tokenizer.get_vocab_size() + 2
+    expected = LLTokenizer(file_of(name).to_str(), n_vocab=size, eos_token=[1])
+    made = GrammarVocabulary(ours(name), size, (1,)).prepare()
+    assert [made.dbg_tokens([i]) for i in range(size)] == [expected.dbg_tokens([i]) for i in range(size)]
+    assert [made.decode_bytes([i]) for i in range(size)] == [expected.decode_bytes([i]) for i in range(size)]
 
 
 @pytest.mark.parametrize("opens_turn", [True, False])

@@ -146,7 +146,7 @@ class Container:
         if kind is float and is_number:
             found = float(found)
         if isinstance(found, Text):
-            found = self._cursor.text(key, found.start, found.stop)
+            found = self._cursor.text(key, found)
         if not isinstance(found, kind) or (kind is int and not is_number):
             value = f"an array of {len(found)}" if isinstance(found, Strings | Numbers) else shown(found)
             raise ModelError(f"{self.path}: {key} is {value}; expected {_WORDS[kind]}")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
-
 from engine.errors import ModelError
 from engine.model.gguf.container import Container, names_of_parts
+from engine.model.hub import file_from_hub
 
 _SUFFIX = ".gguf"
 _CHECKPOINT = ("config.json", "*.safetensors")  # what a folder holds that is another kind of checkpoint
@@ -37,8 +35,8 @@ def gguf_file(name: str | Path, revision: str | None = None) -> Path | None:
     try:
         folder, slash, last = file.rpartition("/")
         parts = [f"{folder}{slash}{part}" for part in names_of_parts(last)]
-        first, *_ = [Path(hf_hub_download(f"{owner}/{model}", part, revision=revision)) for part in parts]
-    except (EntryNotFoundError, OSError, ValueError) as error:
+        first, *_ = [file_from_hub(f"{owner}/{model}", part, revision) for part in parts]
+    except (OSError, ValueError) as error:
         raise ModelError(f"{str(name)!r} is no local file, and no such file came from the hub: {error}") from error
     return first
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import mmap
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +53,19 @@ class Strings:
     """An array of strings that is still in the file; each is decoded when it is read."""
 
     def __init__(self, cursor: Cursor, key: str, starts: array[int]) -> None:
-        self._text, self._starts, self.stop = partial(cursor.text, key), starts, cursor.at
+        self._texts, self._starts, self.stop = partial(cursor.texts, key), starts, cursor.at
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> str:
         starts = self._starts
-        return self._text(starts[index], starts[index + 1] - _LENGTH.size if index + 1 < len(self) else self.stop)
+        stop = starts[index + 1] - _LENGTH.size if index + 1 < len(self) else self.stop
+        return next(self._texts([(starts[index], stop)]))
 
     def __iter__(self) -> Iterator[str]:
-        afters = chain(self._starts[1:], (self.stop + _LENGTH.size,))
-        return (self._text(start, after - _LENGTH.size) for start, after in zip(self._starts, afters, strict=False))
+        stops = (np.array(self._starts, np.int64) + self.sizes()).tolist()
+        return self._texts(zip(self._starts, stops, strict=True))
 
     def sizes(self) -> np.ndarray[Any, Any]:
         """Bytes of each string."""
@@ -88,18 +88,24 @@ class Cursor:
     def string(self) -> str:
         """Read a length and as many bytes of UTF-8."""
         found = self._text()
-        return self.text("a name", found.start, found.stop)
+        return self.text("a name", found)
 
-    def text(self, key: str, start: int, stop: int) -> str:
-        """Decode bytes of the file, which are of the value of `key`.
+    def text(self, key: str, found: Text) -> str:
+        """Decode a text, which is of the value of `key`; ModelError as `texts`."""
+        return next(self.texts(key, [(found.start, found.stop)]))
+
+    def texts(self, key: str, places: Iterable[tuple[int, int]]) -> Iterator[str]:
+        """Decode bytes of the file from one place to another, which are of the value of `key`.
 
         Raises:
             ModelError: they are no UTF-8.
         """
-        try:
-            return self._map[start:stop].decode()
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{self.path}: {key} has a text that is no UTF-8, at byte {start}") from error
+        mapped = self._map
+        for start, stop in places:
+            try:
+                yield mapped[start:stop].decode()
+            except UnicodeDecodeError as error:
+                raise ModelError(f"{self.path}: {key} has a text that is no UTF-8, at byte {start}") from error
 
     def array(self, found: Numbers) -> np.ndarray[Any, Any]:
         """The numbers of an array: a view of the file."""

@@ -6,10 +6,9 @@ tokenizer needs belongs to its kind, and llama.cpp knows it by the names (`llama
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from engine.errors import ModelError, shown
 from engine.model.gguf.container import Container
 from engine.model.gguf.header import Strings
+from engine.model.gguf.merges import merges_of
 
 _NONE = (None, "none", "no_vocab")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
@@ -107,7 +107,6 @@ def check_tokens(container: Container) -> None:
             raise ModelError(f"{path}: {key} is {found}; expected one of {count} tokens")
 
 
-@lru_cache(maxsize=2)  # a target's and a draft's: whoever makes a model ready asks several times
 def tokenizer_in(container: Container) -> Tokenizer | None:
     """The tokenizer of a file; None if it has none.
 
@@ -171,32 +170,42 @@ class _Vocabulary:
     """Tokens in the order of their ids, and their types."""
 
     tokens: list[str]
-    kinds: list[int]
+    kinds: np.ndarray[Any, Any]
     ids: dict[str, int]
 
     @classmethod
     def of(cls, container: Container) -> _Vocabulary:
         check_tokens(container)
-        tokens = list(container.strings("tokenizer.ggml.tokens"))
-        kinds, ids = _types(container, tokens).tolist(), {token: i for i, token in enumerate(tokens)}
-        if not tokens:
+        stored = container.get("tokenizer.ggml.tokens", Strings)
+        if not stored:
             raise ModelError(f"{container.path} has no tokenizer.ggml.tokens")
+        kinds = _types(container, stored)
+        added = int(stored.sizes()[np.isin(kinds, (_CONTROL, _USER_DEFINED))].sum())
+        if added > _MOST_ADDED:
+            told = f"tokens of types {_CONTROL} and {_USER_DEFINED} have {added} bytes"
+            raise ModelError(f"{container.path}: {told}; expected at most {_MOST_ADDED}")
+        tokens = list(stored)
+        ids = dict(zip(tokens, range(len(tokens)), strict=True))
         if len(ids) < len(tokens):
             first, text = next((i, text) for i, text in enumerate(tokens) if ids[text] != i)
             twice = f"{first} and {ids[text]} are both {shown(text)}"
             raise ModelError(f"{container.path}: tokenizer.ggml.tokens {twice}; expected {len(tokens)} different texts")
-        typed = zip(tokens, kinds, strict=True)
-        added = sum(len(text.encode()) for text, kind in typed if kind in (_CONTROL, _USER_DEFINED))
-        if added > _MOST_ADDED:
-            told = f"tokens of types {_CONTROL} and {_USER_DEFINED} have {added} bytes"
-            raise ModelError(f"{container.path}: {told}; expected at most {_MOST_ADDED}")
         return cls(tokens, kinds, ids)
+
+    def respell(self, texts: Mapping[str, str]) -> None:
+        """Spell some tokens in another way; of two with one spelling the last has it, as in a dictionary."""
+        for text in texts.keys() & self.ids.keys():
+            i, new = self.ids.pop(text), texts[text]
+            self.tokens[i], self.ids[new] = new, max(i, self.ids.get(new, i))
+
+    def of_kind(self, kind: int) -> list[str]:
+        """The tokens of a type."""
+        return [self.tokens[i] for i in np.flatnonzero(self.kinds == kind).tolist()]
 
     def add_to(self, made: Tokenizer) -> None:
         """Have tokens that are no text, and those that are never cut, found before anything else is done."""
-        typed = list(zip(self.tokens, self.kinds, strict=True))
-        made.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in typed if k == _CONTROL])
-        made.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED])
+        made.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in self.of_kind(_CONTROL)])
+        made.add_tokens([AddedToken(t, normalized=False) for t in self.of_kind(_USER_DEFINED)])
 
 
 def _types(container: Container, tokens: Sized) -> np.ndarray[Any, Any]:
@@ -218,7 +227,7 @@ def _byte_level(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     _check_merges(container, len(stored), len(vocabulary.tokens))
     if not stored and not rule.whole_words and places > len(vocabulary.tokens):
         raise ModelError(f"{container.path} has no tokenizer.ggml.merges, and tokens of several bytes")
-    merges = [(first, second) for first, _, second in (merge.partition(" ") for merge in stored)]
+    merges = [merge.partition(" ")[::2] for merge in stored]
     made = Tokenizer(BPE(vocabulary.ids, merges, ignore_merges=rule.whole_words))
     made.pre_tokenizer, made.decoder = rule.pre_tokenizer(), decoders.ByteLevel()
     vocabulary.add_to(made)
@@ -229,23 +238,18 @@ def _byte_level(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
 def _of_pieces(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     """A tokenizer of SentencePiece, whose spaces are a character of their own and whose other bytes are tokens."""
     family = container.get("general.architecture", str) or ""
-    unknown = next((t for t, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind == _UNKNOWN), None)
+    unknown = next(iter(vocabulary.of_kind(_UNKNOWN)), None)
     scores = container.numbers("tokenizer.ggml.scores")
     if family.startswith("gemma"):  # blank tokens are written with real spaces, and ids are in the order of merges
-        blank = [_SPACE * len(t) if not t.strip(" ") else t for t in vocabulary.tokens]
-        vocabulary = _Vocabulary(blank, vocabulary.kinds, {token: i for i, token in enumerate(blank)})
-        scores = -np.arange(len(blank))
+        vocabulary.respell({" " * size: _SPACE * size for size in range(1, _LONGEST_TOKEN + 1)})
+        scores = -np.arange(len(vocabulary.tokens))
     if scores is None or len(scores) != len(vocabulary.tokens) or not np.isfinite(scores).all():
         found = "none" if scores is None else f"{len(scores)}, of which {int(np.isfinite(scores).sum())} are finite"
         raise ModelError(f"{container.path} has {len(vocabulary.tokens)} tokens; tokenizer.ggml.scores are {found}")
+    halves = merges_of(vocabulary.ids, scores)
+    _check_merges(container, len(halves[0]), len(vocabulary.tokens))
     made = Tokenizer(
-        BPE(
-            vocabulary.ids,
-            _merges(container, vocabulary, scores.tolist()),
-            fuse_unk=True,
-            byte_fallback=True,
-            unk_token=unknown,
-        )
+        BPE(vocabulary.ids, _Pairs(vocabulary.tokens, *halves), fuse_unk=True, byte_fallback=True, unk_token=unknown)
     )
     leading = not family.startswith("gemma") and container.get("tokenizer.ggml.add_space_prefix", bool) is not False
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -263,18 +267,20 @@ def _of_pieces(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     return made
 
 
-def _merges(container: Container, vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that a vocabulary with scores implies: of each token any two that make it, the best tokens first.
+class _Pairs(Sequence[tuple[str, str]]):
+    """Tokens side by side, each pair made when it is read: half a million tuples take as long as all the rest."""
 
-    Tokens a 0, b 0, ab -1, aba -2 -> (a, b), (ab, a).
-    """
-    tokens, ids, found = vocabulary.tokens, vocabulary.ids, list[tuple[float, int, int]]()
-    for token, i in ids.items():
-        for cut in range(1, len(token)):
-            if (first := ids.get(token[:cut])) is not None and (second := ids.get(token[cut:])) is not None:
-                found.append((-scores[i], first, second))
-        _check_merges(container, len(found), len(tokens))
-    return [(tokens[first], tokens[second]) for _, first, second in sorted(found)]
+    def __init__(self, tokens: list[str], *halves: np.ndarray[Any, Any]) -> None:
+        self._tokens, self._halves = tokens, halves
+
+    def __len__(self) -> int:
+        return len(self._halves[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self._tokens[half[index]] for half in self._halves)
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*(map(self._tokens.__getitem__, half.tolist()) for half in self._halves), strict=True)
 
 
 def _check_merges(container: Container, count: int, num_tokens: int) -> None:

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.model.bounded import find_file
 from engine.model.checkpoint import check_weights, check_whole, told_as_model_error
-from engine.model.hub import find_file
 
 _FILES = "*.safetensors"
 # Types by their names in safetensors headers.

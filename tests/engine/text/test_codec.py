@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,6 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from engine.errors import InvalidRequest, ModelError
 from engine.text.codec import Codec, OutputText
 from engine.text.stops import StopStrings
+from models import embedded_target
 from tests.pauses import while_counting
 
 END = "<|end|>"
@@ -260,6 +265,44 @@ ENDLESS = {  # tokenizers of which one token can stand for a text of any length
 @pytest.mark.parametrize("why", ENDLESS)
 def test_bytes_say_nothing_where(why: str) -> None:
     assert bytes_of(ENDLESS[why], 1_000_000, 1) is None
+
+
+def test_the_longest_token_counts_where_some_ids_have_no_token() -> None:
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"x" * 9: 1000}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert bytes_of(Codec(tokenizer), 18, 2) is None
+    assert "the limit is 18 bytes" in (bytes_of(Codec(tokenizer), 19, 2) or "")
+
+
+_IMPORTED = """
+import sys
+from engine.text import guided
+from engine.text.codec import Codec
+from server.chat import ChatTemplate
+from server.formats.detect import detect
+codec, chat = Codec.load(sys.argv[1]), ChatTemplate.load(sys.argv[1])
+detect(chat.source, codec.added_tokens)
+print(*(name for name in ("huggingface_hub", "torch", "transformers") if name in sys.modules))
+"""
+
+
+def test_text_needs_no_library_of_models_and_no_client_of_the_hub() -> None:
+    """Each of them takes longer to import than a tokenizer to load."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTED, str(embedded_target())], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_a_tokenizer_is_read_again_where_its_file_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    CODEC.tokenizer.save(str(path))
+    codec = Codec.load(tmp_path)
+    assert Codec.load(tmp_path) is codec
+    byte_fallback().tokenizer.save(str(path))
+    os.utime(path, ns=(1, 1))
+    assert Codec.load(tmp_path).decode([256]) == "a"
 
 
 def test_no_tokenizer_is_none_and_a_broken_one_an_error(tmp_path) -> None:

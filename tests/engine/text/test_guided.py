@@ -15,14 +15,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
+from tokenizers import Tokenizer, decoders, models
 
 import engine.text.guided
-from engine.errors import GrammarFault, InvalidRequest, ModelError
-from engine.params import Guided
+import engine.text.matcher
+from engine.errors import GrammarFault, InvalidRequest, ModelError, Unsupported
+from engine.params import Guided, ThinkingBudget
 from engine.text.codec import Codec
 from engine.text.guided import GrammarCompiler, GuidedLimits
 from engine.text.matcher import MAX_LEXER_STATES
 from engine.text.schemas.rules import MAX_WHITESPACE
+from tests.engine.text.test_spelling import CODECS
 from tests.schemas import random_schema
 
 TARGET = Path(__file__).resolve().parents[3] / "models" / "target"
@@ -32,7 +36,7 @@ VOCAB = 2100  # as wide as logits that were padded
 END, SECOND_END = 0, 2047
 GENEROUS = 60.0  # seconds: no test of speed, only that there is an end
 COMPILER = GrammarCompiler(CODEC, VOCAB, [END, SECOND_END], GuidedLimits(compile_seconds=GENEROUS))
-BYTES = {text: i for i in range(1, TOKENS) if len(text := COMPILER._vocabulary.tokenizer.decode_bytes([i])) == 1}
+BYTES = {text: i for i in range(1, TOKENS) if len(text := COMPILER._vocabulary.prepare().decode_bytes([i])) == 1}
 
 
 def fill(state) -> list[int]:
@@ -154,7 +158,7 @@ def test_any_tokenization_is_allowed(rng):
         size = rng.randint(1, 12)
         token = next(i for n in range(size, 0, -1) if (i := TOKEN_OF.get(data[:n])) is not None)
         pieces.append(token)
-        data = data.removeprefix(COMPILER._vocabulary.tokenizer.decode_bytes([token]))
+        data = data.removeprefix(COMPILER._vocabulary.prepare().decode_bytes([token]))
     state = start(OBJECT)
     for token in pieces:
         assert token in fill(state)
@@ -162,7 +166,7 @@ def test_any_tokenization_is_allowed(rng):
     assert fill(state) == [END, SECOND_END]
 
 
-TOKEN_OF = {COMPILER._vocabulary.tokenizer.decode_bytes([i]): i for i in range(TOKENS) if i not in (END, SECOND_END)}
+TOKEN_OF = {COMPILER._vocabulary.prepare().decode_bytes([i]): i for i in range(TOKENS) if i not in (END, SECOND_END)}
 
 
 # End tokens
@@ -221,6 +225,49 @@ def test_ids_beyond_the_tokenizer_are_never_allowed():
 def test_a_tokenizer_that_cannot_serve_is_refused_at_load(vocab_size, eos, problem):
     with pytest.raises(ModelError, match=problem):
         GrammarCompiler(CODEC, vocab_size, eos)
+
+
+def test_a_decoder_without_bytes_is_refused_at_load():
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    tokenizer.decoder = decoders.Metaspace()
+    with pytest.raises(ModelError, match="its decoder is not of bytes"):
+        GrammarCompiler(Codec(tokenizer), 2, [0])
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_library_has_the_tokens_that_it_reads_in_the_file(name):
+    codec = CODECS[name]
+    if not codec.spelling.has_bytes:
+        return
+    size = codec.tokenizer.get_vocab_size() + 3
+    expected = LLTokenizer(codec.tokenizer.to_str(), n_vocab=size, eos_token=[0, 1])
+    made = GrammarCompiler(codec, size, [0, 1])._vocabulary.prepare()
+    for token in range(size):
+        assert made.decode_bytes([token]) == expected.decode_bytes([token])
+        assert made.dbg_tokens([token]) == expected.dbg_tokens([token])
+        assert made.is_special_token(token) == expected.is_special_token(token)
+    assert (made.vocab_size, made.eos_tokens) == (expected.vocab_size, expected.eos_tokens)
+
+
+def test_tokens_are_prepared_once_and_not_before_a_structure_needs_them(monkeypatch):
+    made = []
+
+    def make(*args, **options):
+        made.append(args)
+        if len(made) == 1:
+            raise ValueError("no room")
+        return LLTokenizer(*args, **options)
+
+    monkeypatch.setattr(engine.text.matcher, "LLTokenizer", make)
+    failing, sound = (GrammarCompiler(CODEC, VOCAB, [END]) for _ in range(2))
+    sound.compile(Guided(thinking=ThinkingBudget(max_tokens=2, end="</think>")))
+    assert made == []
+    for _ in range(2):
+        with pytest.raises(Unsupported, match="cannot use this tokenizer: no room"):
+            failing.compile(Guided(regex="a"))
+    for text in "ab":
+        assert sound.compile(Guided(regex=text)).start().advance(bytewise(text)) == 1
+    assert len(made) == 2
 
 
 # Going forward and back is going there directly

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 from gguf import TokenType
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from engine.errors import ModelError
 from engine.model.gguf.container import Container
+from engine.model.gguf.merges import merges_of
 from engine.model.gguf.tokenizer import chat_template_in, end_tokens_in, special_tokens_in, tokenizer_in
 from engine.text.codec import Codec
 from models import embedded_target
@@ -248,3 +252,16 @@ def test_gemma_writes_runs_of_spaces_as_they_are(tmp_path: Path) -> None:
     found = read_back(tmp_path, describing(original, "llama", None, add_bos_token_id=1), "gemma3")
     assert found.encode("  x").tokens[1:] != found.encode("x").tokens[1:]
     assert found.decode(found.encode("  x").ids) == "  x"
+
+
+@given(
+    st.dictionaries(st.text("ab▁🙂", max_size=5), st.integers(0, 99), max_size=40).filter(bool),
+    st.lists(st.integers(-3, 3), min_size=100, max_size=100),
+)
+def test_merges_are_all_pairs_of_tokens_that_make_a_token(ids: dict[str, int], scores: list[int]) -> None:
+    ids = {text: i for i, text in {i: text for text, i in ids.items()}.items()}
+    pairs = ((text, text[:cut], text[cut:]) for text in ids for cut in range(1, len(text)))
+    found = [[ids[part] for part in pair] for pair in pairs if ids.keys() >= {*pair}]
+    first, second = merges_of(ids, np.array(scores))
+    expected = sorted(found, key=lambda pair: (-scores[pair[0]], *pair[1:]))
+    assert [*zip(first, second, strict=True)] == [(before, after) for _, before, after in expected]
