@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,6 +75,7 @@ class Engine:
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._keeps_at: float | None = None  # when what was learned is saved again; None: never
         self._has_learned = False  # since it was saved: an idle engine must not overwrite what another one learned
+        self.calibrate: Callable[[Callable[[], bool]], bool] = lambda _: False  # the part that was left for `rest`
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step
@@ -327,10 +328,13 @@ class Engine:
         """Record rounds of every size and K, or of `sizes` and `ks`, at load, so that no request waits for it."""
         self.rounds.record(progress, sizes, ks)
 
-    def rest(self) -> bool:
-        """Called while the engine is idle: record a missing round, save what was learned; whether more is left."""
+    def rest(self, is_wanted: Callable[[], bool] | None = None) -> bool:
+        """Called while the engine is idle: record a missing round, or calibrate until `is_wanted` (None: do not).
+
+        Saves what was learned. Returns whether more is left.
+        """
         assert not self._live, "rest is for an idle engine"
-        has_more = self.rounds.rest()
+        has_more = self.rounds.rest() or (is_wanted is not None and self.calibrate(is_wanted))
         if self._has_learned and self._keeps_at is not None and self._clock() >= self._keeps_at:
             self.keep_learned()
         return has_more
@@ -347,17 +351,18 @@ class Engine:
             self.rounds, self.control, self.scheduler.prefill = kept
             self.scheduler.control = self.control
 
+    @contextmanager
+    def practising(self) -> Iterator[None]:
+        """Within it the engine serves nobody: control learns costs, and nothing else that requests could notice."""
+        with self.control.practising(), self.round_control.practising(), self.scheduler.apart():
+            yield
+
     def recover(self) -> None:
         """After a step that raised: end every request, then run a self-test. Raises if the engine still fails."""
         self.finish_all(FinishReason.ERROR)
         self.check_invariants()
-        self.warm_up()
-        self.scheduler.forget_callers()
-
-    def end_calibration(self) -> None:
-        """End calibration: keep costs and acceptance priors, discard the speed-up that was measured meanwhile."""
-        self.control.begin()
-        self.round_control.begin()
+        with self.practising():
+            self.warm_up()
 
     def recall(self) -> bool:
         """Load what an earlier process learned about this pair here; save from now on. False if there is nothing."""
