@@ -329,10 +329,7 @@ class Engine:
         self.rounds.record(progress, sizes, ks)
 
     def rest(self, is_wanted: Callable[[], bool] | None = None) -> bool:
-        """Called while the engine is idle: record a missing round, or calibrate until `is_wanted` (None: do not).
-
-        Saves what was learned. Returns whether more is left.
-        """
+        """While idle: record a missing round, else calibrate until `is_wanted`, if given; whether more is left."""
         assert not self._live, "rest is for an idle engine"
         has_more = self.rounds.rest() or (is_wanted is not None and self.calibrate(is_wanted))
         if self._has_learned and self._keeps_at is not None and self._clock() >= self._keeps_at:
@@ -342,14 +339,13 @@ class Engine:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Within it all sequences decode in plain steps with fixed K; times are neither limited nor learned."""
-        kept = self.rounds, self.control, self.scheduler.prefill
+        kept = self.rounds, self.control, self.scheduler.control, self.scheduler.prefill
         self.rounds, self.control, self.scheduler.prefill = NoRounds(), FixedK(), PrefillBudget()
         self.scheduler.control = self.control
         try:
             yield
         finally:
-            self.rounds, self.control, self.scheduler.prefill = kept
-            self.scheduler.control = self.control
+            self.rounds, self.control, self.scheduler.control, self.scheduler.prefill = kept
 
     @contextmanager
     def practising(self) -> Iterator[None]:
@@ -372,8 +368,7 @@ class Engine:
     def keep_learned(self) -> None:
         """Save what control has learned for later processes, now and from now on every minute that ends idle."""
         learned.keep(self.config, self._controls)
-        self._has_learned = False
-        self._keeps_at = self._clock() + _KEEP_EVERY
+        self._has_learned, self._keeps_at = False, self._clock() + _KEEP_EVERY
 
     @property
     def _controls(self) -> dict[str, Control]:

@@ -132,6 +132,7 @@ class EngineServer:
         self._compiling: dict[int, _Compiling] = {}
         self._events: list[wire.Event] = []  # not sent yet
         self._has_chores = True  # for the engine, once nobody waits: until it says that nothing is left
+        self._is_calm = False  # whether no order has come for a while
 
     def run(self) -> NoReturn:
         """Read orders, step and report until the connection is closed, or a step raises."""
@@ -142,7 +143,8 @@ class EngineServer:
         """Execute the orders that have arrived, report their results, and take a step if there is work.
 
         An engine that is idle rests: one chore at a time, after a moment in which no order has come. It calibrates
-        until the next order; a standby does not, because another engine needs the machine.
+        from its first sign of life without an order until the next order, so that whoever asks as soon as the server is
+        ready, or again and again, never waits for it. A standby does not: another engine needs the machine.
         """
         told, is_quiet = self._order, True
         for message in self._link.receive(self._patience):
@@ -158,8 +160,9 @@ class EngineServer:
             return
         is_due = self._beat()
         if self._is_idle and (is_due or (is_quiet and self._has_chores)):
-            is_standby = self._is_successor and not self._order
-            self._has_chores = self._engine.rest(None if is_standby else self._is_wanted)
+            self._is_calm |= is_due
+            calibrates = self._is_calm and not (self._is_successor and not self._order)
+            self._has_chores = self._engine.rest(self._is_wanted if calibrates else None)
 
     def _beat(self) -> bool:
         """Send a sign of life if one is due; whether it was."""
@@ -207,7 +210,7 @@ class EngineServer:
                 self._engine.adapters.unload(message.name)
             case wire.Start():
                 raise wire.WireError("a second start")
-        self._order, self._has_chores = message.order, True
+        self._order, self._has_chores, self._is_calm = message.order, True, False
 
     def _load_adapter(self, order: wire.LoadAdapter) -> None:
         """Load an adapter between two steps, and answer at once."""

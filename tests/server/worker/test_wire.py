@@ -277,12 +277,28 @@ def test_an_engine_at_its_chores_is_alive_and_hears_of_the_next_order(front_ends
 def test_a_standby_does_not_calibrate_until_it_serves(front_ends):
     calls = []
     front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None)
-    front_ends.server._is_successor = True
+    front_ends.server._is_successor, front_ends.server._beat_seconds = True, 0.0
     front_ends.turn(3)
+    assert calls == [False] * 3
     front_ends.say(wire.Add(1, 1, asked("a", max_tokens=1)))
     front_ends.turn(3)
-    assert calls[0] is False
-    assert calls[-1] is True
+    assert calls[3:] == [True] * 2
+
+
+def test_an_engine_calibrates_only_after_a_while_without_an_order(front_ends):
+    """Between the requests of one caller, and between the start and the first request, it does not."""
+    calls = []
+    front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None) or True
+    front_ends.server._beat_seconds = 600.0
+    front_ends.turn(2)
+    front_ends.server._beat_seconds = 0.0
+    front_ends.turn()
+    front_ends.server._beat_seconds = 600.0
+    front_ends.turn()
+    assert calls == [False, False, True, True]
+    front_ends.say(wire.Add(1, 1, asked("a", max_tokens=1)))
+    front_ends.turn(2)
+    assert calls[4:] == [False]
 
 
 def test_what_the_engine_refuses_fails_alone(front_ends):
