@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,6 +75,7 @@ class Engine:
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._keeps_at: float | None = None  # when what was learned is saved again; None: never
         self._has_learned = False  # since it was saved: an idle engine must not overwrite what another one learned
+        self.calibrate: Callable[[Callable[[], bool]], bool] = lambda _: False  # the part that was left for `rest`
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step
@@ -327,10 +328,10 @@ class Engine:
         """Record rounds of every size and K, or of `sizes` and `ks`, at load, so that no request waits for it."""
         self.rounds.record(progress, sizes, ks)
 
-    def rest(self) -> bool:
-        """Called while the engine is idle: record a missing round, save what was learned; whether more is left."""
+    def rest(self, is_wanted: Callable[[], bool] | None = None) -> bool:
+        """While idle: record a missing round, else calibrate until `is_wanted`, if given; whether more is left."""
         assert not self._live, "rest is for an idle engine"
-        has_more = self.rounds.rest()
+        has_more = self.rounds.rest() or (is_wanted is not None and self.calibrate(is_wanted))
         if self._has_learned and self._keeps_at is not None and self._clock() >= self._keeps_at:
             self.keep_learned()
         return has_more
@@ -338,26 +339,26 @@ class Engine:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Within it all sequences decode in plain steps with fixed K; times are neither limited nor learned."""
-        kept = self.rounds, self.control, self.scheduler.prefill
+        kept = self.rounds, self.control, self.scheduler.control, self.scheduler.prefill
         self.rounds, self.control, self.scheduler.prefill = NoRounds(), FixedK(), PrefillBudget()
         self.scheduler.control = self.control
         try:
             yield
         finally:
-            self.rounds, self.control, self.scheduler.prefill = kept
-            self.scheduler.control = self.control
+            self.rounds, self.control, self.scheduler.control, self.scheduler.prefill = kept
+
+    @contextmanager
+    def practising(self) -> Iterator[None]:
+        """Within it the engine serves nobody: control learns costs, and nothing else that requests could notice."""
+        with self.control.practising(), self.round_control.practising(), self.scheduler.apart():
+            yield
 
     def recover(self) -> None:
         """After a step that raised: end every request, then run a self-test. Raises if the engine still fails."""
         self.finish_all(FinishReason.ERROR)
         self.check_invariants()
-        self.warm_up()
-        self.scheduler.forget_callers()
-
-    def end_calibration(self) -> None:
-        """End calibration: keep costs and acceptance priors, discard the speed-up that was measured meanwhile."""
-        self.control.begin()
-        self.round_control.begin()
+        with self.practising():
+            self.warm_up()
 
     def recall(self) -> bool:
         """Load what an earlier process learned about this pair here; save from now on. False if there is nothing."""
@@ -367,8 +368,7 @@ class Engine:
     def keep_learned(self) -> None:
         """Save what control has learned for later processes, now and from now on every minute that ends idle."""
         learned.keep(self.config, self._controls)
-        self._has_learned = False
-        self._keeps_at = self._clock() + _KEEP_EVERY
+        self._has_learned, self._keeps_at = False, self._clock() + _KEEP_EVERY
 
     @property
     def _controls(self) -> dict[str, Control]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -124,10 +125,21 @@ class Scheduler:
         """The control that chooses the sequence's K."""
         return self.round_control if sequence.on_device else self.control
 
-    def forget_callers(self) -> None:
-        """What was done for nobody, as at start-up, is no caller's share."""
-        assert not self.sequences, "shares are forgotten by an idle engine"
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it no caller is served: what runs has no share, and the prefix caches neither give nor get pages."""
+        assert not self.sequences, "this is for an idle engine"
+        pools = [self.target_pool, *self.draft_pools.values()]
+        shares, caches = self.shares, [pool.prefix_cache for pool in pools]
         self.shares = Shares()
+        try:
+            for pool in pools:
+                pool.prefix_cache = False
+            yield
+        finally:
+            self.shares = shares
+            for pool, had in zip(pools, caches, strict=True):
+                pool.prefix_cache = had
 
     def add(self, first: Sequence, *siblings: Sequence) -> None:
         """Queue a sequence: of one caller first come, first served. `siblings` have the same prompt and wait for it."""

@@ -44,6 +44,7 @@ from server.queue import AdmissionQueue
 from server.telemetry.exposition import Exposition
 from server.telemetry.kv_events import ZmqKvEvents
 from server.telemetry.lag import watch_lag
+from server.telemetry.logs import PROGRESS
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import NoTracing, OpenTelemetry, Tracing
 from server.worker.fork_server import ForkServer
@@ -217,7 +218,7 @@ class App:
         """Log a stage of loading; called on any thread. Raises InterruptedError to stop the load."""
         if self._stop.is_set():
             raise InterruptedError("a stop was asked for while loading")
-        logger.info("%s", stage)
+        logger.info("%s", stage, extra=PROGRESS)
         self.lifecycle.progress = stage
 
     async def _open(self) -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +73,14 @@ def _told(error: Exception) -> str:
 
 def serve(arguments: list[str]) -> int:
     """Serve until SIGTERM or SIGINT."""
+    from server.worker.fork_server import ForkServer
+
+    # The fork server starts first: its import of torch takes longer than all work that follows here.
+    with ForkServer.start() as forks:
+        return _serve(arguments, forks)
+
+
+def _serve(arguments: list[str], forks: ForkServer) -> int:
     from pydantic import ValidationError
 
     from engine.errors import ModelError
@@ -87,7 +94,10 @@ def serve(arguments: list[str]) -> int:
     except (ValidationError, OSError, ModelError) as error:
         print(f"pilotfish serve: {_told(error)}", file=sys.stderr)
         return 2
-    return _serve(config) if place.leads else _follow(config)
+    if config.engine_process and place.leads:
+        return _run(config, forks)
+    forks.close()
+    return _run(config, None) if place.leads else _follow(config)
 
 
 def generate(arguments: list[str]) -> int:
@@ -214,20 +224,14 @@ def show_version(_arguments: list[str]) -> int:
     return 0
 
 
-def _serve(config: ServerConfig) -> int:
-    from server.worker.fork_server import ForkServer
-
-    # The fork server starts first: its import of torch takes longer than all work that follows here.
-    with ForkServer.start() if config.engine_process else nullcontext() as forks:
-        return _run(config, forks)
-
-
 def _run(config: ServerConfig, forks: ForkServer | None) -> int:
-    import uvloop
+    from server.worker.garbage import freeze_loaded, importing, map_large_blocks
 
-    from server.app import App
-    from server.telemetry import logs
-    from server.worker.garbage import freeze_loaded, map_large_blocks
+    with importing():
+        import uvloop
+
+        from server.app import App
+        from server.telemetry import logs
 
     def be_ready(app: App) -> None:
         freeze_loaded()
@@ -282,6 +286,9 @@ def _show_banner(app: App) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from server.telemetry.logs import CLEAR_LINE
+
+    sys.stderr.write(CLEAR_LINE)  # of the progress
     grid = Table.grid(padding=(0, 2))
     for name, value in lines:
         grid.add_row(f"[bold cyan]{name}", value)

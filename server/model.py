@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -73,6 +74,20 @@ Load = Callable[[EngineConfig, Progress], "ServedModel"]
 
 
 @dataclass(frozen=True, slots=True)
+class ModelText:
+    """What turns a model's text into tokens and back. It needs no engine, so it is read while one is loaded."""
+
+    codec: Codec | None  # None: the checkpoint has no tokenizer, so requests and answers contain only token ids
+    chat: ChatTemplate | None  # None: the model accepts prompts, but no conversations
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> ModelText:
+        """Read tokenizer and chat template. Raises ModelError if they cannot be used."""
+        codec = Codec.load(config.target, config.revision)
+        return cls(codec, None if codec is None else ChatTemplate.load(config.target, config.revision))
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """A loaded model and everything that requests need of it."""
 
@@ -80,9 +95,9 @@ class ServedModel:
     draft_name: str | None
     device: str
     engine: EngineView
-    codec: Codec | None  # None: the checkpoint has no tokenizer, so requests and answers contain only token ids
+    codec: Codec | None
     compile_grammar: CompileGrammar | None = None  # None: guided decoding is not available
-    chat: ChatTemplate | None = None  # None: the model accepts prompts, but no conversations
+    chat: ChatTemplate | None = None
     format: ChatFormat = PLAIN  # how the model writes reasoning and calls
     fingerprint: str = ""  # names all that the tokens depend on besides the request (`fingerprint.py`)
 
@@ -105,20 +120,25 @@ class ServedModel:
         from engine.startup.build import pick_device
         from engine.startup.warm import load
 
-        engine = load(config, progress, is_successor=is_successor, rests=rests)
-        return cls.around(engine, config, str(pick_device(config.device)), compile_seconds)
+        with ThreadPoolExecutor(1, thread_name_prefix="text") as beside:
+            reading = beside.submit(ModelText.read, config)
+            engine = load(
+                config, progress, is_successor=is_successor, rests=rests, codec=lambda: reading.result().codec
+            )
+            text = reading.result()
+        return cls.around(engine, config, str(pick_device(config.device)), text, compile_seconds)
 
     @classmethod
     def around(
-        cls, engine: EngineView, config: EngineConfig, device: str, compile_seconds: float | None = None
-    ) -> ServedModel:
-        """Load tokenizer, grammar compiler and chat template for a loaded engine of this process or another."""
+        cls, engine: EngineView, config: EngineConfig, device: str, text: ModelText,
+        compile_seconds: float | None = None,
+    ) -> ServedModel:  # fmt: skip
+        """Make the grammar compiler for a loaded engine of this process or another, and put all together."""
         from engine.text.guided import COMPILE_SECONDS, GrammarCompiler
 
-        codec = Codec.load(config.target, config.revision)
+        codec, chat = text.codec, text.chat
         seconds = COMPILE_SECONDS if compile_seconds is None else compile_seconds
         compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config, seconds)
-        chat = None if codec is None else ChatTemplate.load(config.target, config.revision)
         draft_name = None if config.draft is None else model_name(config.draft)
         return cls(
             model_name(config.target),

@@ -142,23 +142,23 @@ class Machine:
 
     def warm_up(self) -> None:
         """What the server does before it takes requests, with text of its own, of which six drafts in ten are kept."""
-        for shape in SHAPES:
-            lengths, ks = [shape.prompt] * shape.batch, [shape.num_draft] * shape.batch
-            sequences = [self._sequence() for _ in lengths]
-            context, rows = float(sum(lengths)), shape.batch * (1 + shape.num_draft)
-            for step in range(shape.steps):
-                tokens = [shape.batch] * shape.num_draft
-                if step == 0 and shape.num_draft:  # the draft model reads the prompts first
-                    tokens[0] = min(shape.batch * shape.prompt, BUDGET)
-                drafting = sum(self.costs.draft(shape.batch, n, context, context) for n in tokens)
-                target = self._target(shape.batch, rows, context, shape.prompt * rows)
-                passes = [(shape.batch, n) for n in tokens]
-                kept = [min(self._coin(0.6), shape.num_draft) for _ in sequences]
-                done = [self.measured(seconds) for seconds in (drafting, target)]
-                self.control.learn(StepFeedback(sequences, lengths, ks, ks, kept, passes, *done, has_prompts=False))
-            for sequence in sequences:
-                self.control.forget(sequence)
-        self.control.begin()
+        with self.control.practising():
+            for shape in SHAPES:
+                lengths, ks = [shape.prompt] * shape.batch, [shape.num_draft] * shape.batch
+                sequences = [self._sequence() for _ in lengths]
+                context, rows = float(sum(lengths)), shape.batch * (1 + shape.num_draft)
+                for step in range(shape.steps):
+                    tokens = [shape.batch] * shape.num_draft
+                    if step == 0 and shape.num_draft:  # the draft model reads the prompts first
+                        tokens[0] = min(shape.batch * shape.prompt, BUDGET)
+                    drafting = sum(self.costs.draft(shape.batch, n, context, context) for n in tokens)
+                    target = self._target(shape.batch, rows, context, shape.prompt * rows)
+                    passes = [(shape.batch, n) for n in tokens]
+                    kept = [min(self._coin(0.6), shape.num_draft) for _ in sequences]
+                    done = [self.measured(seconds) for seconds in (drafting, target)]
+                    self.control.learn(StepFeedback(sequences, lengths, ks, ks, kept, passes, *done, has_prompts=False))
+                for sequence in sequences:
+                    self.control.forget(sequence)
 
     def _sequence(self) -> Sequence:
         self._count += 1

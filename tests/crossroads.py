@@ -174,16 +174,16 @@ class Crossroads:
         text, mode, batch = self.text, self.mode, self.batch
         self.text = {name: replace(right, chance=0.6) for name, right in text.items()}
         self.mode = SpeculationMode.FIXED
-        for shape in SHAPES:
-            for name in self.names if shape.num_draft else self.names[:1]:
-                self.sequences = [self._sequence() for _ in range(shape.batch)]
-                for sequence in self.sequences:
-                    sequence.candidates, sequence.choice = (), name
-                for _ in range(shape.steps):
-                    self._run([shape.num_draft] * shape.batch)
-                for sequence in self.sequences:
-                    self.control.forget(sequence)
-        self.control.begin()
+        with self.control.practising():
+            for shape in SHAPES:
+                for name in self.names if shape.num_draft else self.names[:1]:
+                    self.sequences = [self._sequence() for _ in range(shape.batch)]
+                    for sequence in self.sequences:
+                        sequence.candidates, sequence.choice = (), name
+                    for _ in range(shape.steps):
+                        self._run([shape.num_draft] * shape.batch)
+                    for sequence in self.sequences:
+                        self.control.forget(sequence)
         self.text, self.mode, self.batch, self.sequences = text, mode, batch, []
 
     def _target(self, n: int, rows: float, context: float, attended: float) -> float:

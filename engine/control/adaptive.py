@@ -9,8 +9,9 @@ out. Knows no model and no clock: seconds are passed in. No choice changes a tok
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -387,10 +388,15 @@ class AdaptiveK:
         )
         self._drafting[name].learn(with_rows(work, [tokens for _, tokens in done.draft_passes]), seconds)
 
-    def begin(self) -> None:
-        """End calibration: keep costs and acceptance priors, discard the speed-up and the budget."""
+    @contextmanager
+    def practising(self) -> Iterator[None]:
+        """Within it costs and acceptance are learned, but the measured speed-up and the budget stay as they are."""
+        kept = self.gain, self._budget, self._since_plain, self._expected
         self.gain, self._budget = Speedup(), _Budget()
-        self._since_plain, self._expected = 0, 1.5
+        try:
+            yield
+        finally:
+            self.gain, self._budget, self._since_plain, self._expected = kept
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is known of a sequence that has ended."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -58,8 +59,8 @@ class Control(Protocol):
         """Take the outcome of a step."""
         ...
 
-    def begin(self) -> None:
-        """End calibration: keep costs and acceptance priors, discard the speed-up."""
+    def practising(self) -> AbstractContextManager[None]:
+        """Within it costs and acceptance are learned, but the measured speed-up stays as it is."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -90,8 +91,9 @@ class FixedK:
     def learn(self, done: StepFeedback) -> None:
         """Learn nothing."""
 
-    def begin(self) -> None:
-        """Do nothing."""
+    def practising(self) -> AbstractContextManager[None]:
+        """Nothing is learned anyway."""
+        return nullcontext()
 
     def forget(self, sequence: Sequence) -> None:
         """Do nothing."""
@@ -143,8 +145,10 @@ class DelayedFeedback:
     def learn(self, done: StepFeedback) -> None:
         self._inner.learn(done)
 
-    def begin(self) -> None:
-        self._inner.begin()
+    @contextmanager
+    def practising(self) -> Iterator[None]:
+        with self._inner.practising():
+            yield
         self._last, self._held = {}, None
 
     def forget(self, sequence: Sequence) -> None:

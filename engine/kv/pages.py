@@ -85,6 +85,11 @@ class PagePool:
         """Whether one more sequence could have what it needs besides pages."""
         return self.states is None or self.states.has_room
 
+    def has_empty(self, num_sequences: int, num_tokens: int) -> bool:
+        """Whether so many sequences of so many tokens each fit while the prefix cache keeps all that it has."""
+        has_slots = self.states is None or self.states.has_empty(num_sequences)
+        return has_slots and num_sequences * self.pages_for(num_tokens) <= len(self._free)
+
     @property
     def most_drafts(self) -> int | None:
         """Most tokens of a sequence that may yet be taken back; None for any number."""

@@ -51,6 +51,10 @@ class StatePool:
         """Whether one more sequence could start."""
         return self.num_free >= self.per_sequence
 
+    def has_empty(self, num_sequences: int) -> bool:
+        """Whether so many sequences fit while the prefix cache keeps all that it has."""
+        return num_sequences * self.per_sequence <= len(self._free)
+
     def open(self, cursor: KVCursor) -> bool:
         """Give `cursor` its slots; False, with no change, if too few are free."""
         missing = self.per_sequence - sum(state.is_own for state in cursor.states)

@@ -22,16 +22,17 @@ _SWAPPED, _OF_FILE, _PRESENT = (1 << bit for bit in (62, 61, 63))
 
 
 _SECONDS = 2.0  # between two reports of progress
-_GB = 10**9
+_MB = 10**6
 
 
 class ReadProgress:
-    """Reports every two seconds how much of the weights of a checkpoint has been read."""
+    """Reports every two seconds how much of the weights of a checkpoint has been read, and in how many seconds."""
 
     def __init__(self, what: str, size: Callable[[], int], tell: Callable[[str], None]) -> None:
         """`size` is called at each report, because files of a hub may not be downloaded earlier."""
         self._what, self._size, self._tell = what, size, tell
-        self._bytes, self._told = 0, time.monotonic()
+        self._bytes, self._began = 0, time.monotonic()
+        self._told = self._began
 
     def add(self, num_bytes: int) -> None:
         """Count `num_bytes` more as read."""
@@ -46,7 +47,7 @@ class ReadProgress:
         now = time.monotonic()
         if now - self._told >= _SECONDS:
             self._told, size = now, self._size()
-            self._tell(f"{self._what}: {read(size) / _GB:.1f} of {size / _GB:.1f} GB")
+            self._tell(f"{self._what}: {read(size) / _MB:.0f} of {size / _MB:.0f} MB, {now - self._began:.1f} s")
 
 
 _reading: ContextVar[ReadProgress | None] = ContextVar("reading", default=None)

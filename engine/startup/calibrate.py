@@ -1,8 +1,10 @@
-"""Calibration before the first request: measures the cost of steps of several shapes, and how many drafts are kept."""
+"""Calibration of an idle engine: measures the cost of steps of several shapes, and how many drafts are kept."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from secrets import token_hex
@@ -46,24 +48,57 @@ _GREEDY = SamplingParams()
 _NOT_CHOSEN = ("none", "ngram", AUTO)  # names that `auto` does not stand for
 
 
-def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter, text: Seq[int] = ()) -> None:
-    """Run shapes until the time is over; a shape that has begun is finished. The engine must be idle.
+class Calibration:
+    """The shapes that are still to be run, and the time that is left for them; no request notices any of it.
 
     Shapes with drafts are run with each proposer that `auto` may choose, or else with the default proposer: what it
-    costs, and how often it is right, is known of each before the first request.
+    costs, and how often it is right, is measured of each.
 
     Prompts are parts of `text`. Without a text, prompts are meaningless tokens, and then the measured acceptance of
     drafts means nothing either.
     """
-    assert not engine.has_work, "calibration is for an idle engine"
-    start, everyone = clock(), drafters_of(engine)
-    for shape in SHAPES:
-        for name in everyone if shape.num_draft else (None,):
-            if clock() - start >= seconds:
-                break
+
+    def __init__(
+        self, engine: Engine, seconds: float, clock: Clock = time.perf_counter, text: Callable[[], Seq[int]] = tuple
+    ) -> None:
+        self._engine, self._left, self._clock, self._text = engine, seconds, clock, text
+        everyone = drafters_of(engine)
+        self._todo = deque((shape, name) for shape in SHAPES for name in (everyone if shape.num_draft else (None,)))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all shapes have been run, or the time is used up."""
+        return self._left <= 0 or not self._todo
+
+    def go_on(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
+        """Run one shape; if `is_wanted` after a step, break it off and begin it again the next time."""
+        engine, start = self._engine, self._clock()
+        assert not engine.has_work, "calibration is for an idle engine"
+        if not self.is_over:
+            shape, name = self._todo[0]
             prompts = [shape.prompt] * shape.batch
-            run(engine, prompts, shape.num_draft, shape.steps, text=text, proposer=name)
-    engine.end_calibration()
+            with engine.practising():
+                is_done = not self._has_room(shape) or run(
+                    engine, prompts, shape.num_draft, shape.steps, text=self._text(), proposer=name, is_wanted=is_wanted
+                )
+            if is_done:
+                self._todo.popleft()
+            self._left -= self._clock() - start
+
+    def _has_room(self, shape: CalibrationShape) -> bool:
+        """Whether the shape fits beside all that the prefix caches keep for requests."""
+        engine, scheduler = self._engine, self._engine.scheduler
+        batch = min(shape.batch, engine.config.max_batch_size)
+        output = _longest_output(engine, [shape.prompt] * batch, shape.num_draft, shape.steps)
+        tokens = min(shape.prompt + output, engine.max_model_len)
+        return all(pool.has_empty(batch, tokens) for pool in (scheduler.target_pool, *scheduler.draft_pools.values()))
+
+
+def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter, text: Seq[int] = ()) -> None:
+    """Run shapes until the time is over; a shape that has begun is finished. The engine must be idle."""
+    calibration = Calibration(engine, seconds, clock, lambda: text)
+    while not calibration.is_over:
+        calibration.go_on()
 
 
 def drafters_of(engine: Engine) -> tuple[str | None, ...]:
@@ -75,34 +110,40 @@ def drafters_of(engine: Engine) -> tuple[str | None, ...]:
 
 def run(
     engine: Engine, prompts: Seq[int], num_draft: int, steps: int, sampling: SamplingParams = _GREEDY,
-    text: Seq[int] = (), proposer: str | None = None,
-) -> None:  # fmt: skip
+    text: Seq[int] = (), proposer: str | None = None, is_wanted: Callable[[], bool] = lambda: False,
+) -> bool:  # fmt: skip
     """Feed prompts of these sizes, as many and as long as fit, run `steps` steps, and cancel the rest.
 
-    The number of steps is fixed, so that the time does not depend on how many drafts are accepted.
+    The number of steps is fixed, so that the time does not depend on how many drafts are accepted. Returns False if
+    `is_wanted` ended it after an earlier step.
     """
     prompts = [min(prompt, engine.max_model_len - 2) for prompt in prompts[: engine.config.max_batch_size]]
     mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
     speculation = SpeculationParams(mode=mode, num_draft_tokens=num_draft, proposer=proposer)
     # Each request has its own cache salt, so that it finds no prefix cached by another request or an earlier run.
     names, salt = [f"calibrate-{i}" for i in range(len(prompts))], token_hex(8)
-    passes = -(-sum(prompts) // engine.config.max_batch_tokens)
-    reading = 2 * passes  # steps, approximately: the first prompts decode while the last ones are still being fed
+    output = _longest_output(engine, prompts, num_draft, steps)
     for i, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-        most = min((reading + steps) * (1 + num_draft), engine.max_model_len - prompt)  # room for drafts in every step
-        sampled = replace(sampling, max_tokens=most, ignore_eos=True)
+        sampled = replace(sampling, max_tokens=min(output, engine.max_model_len - prompt), ignore_eos=True)
         request = Request(
             request_id=name, token_ids=_prompt(engine, i, prompt, text),
             sampling=sampled, speculation=speculation, cache_salt=name + salt,
         )  # fmt: skip
         engine.add(request)
-    unread = set(names)
-    while unread and engine.has_work:
+    unread, is_cut = set(names), False
+    while engine.has_work and (unread or steps) and not is_cut:
+        steps -= not unread
         unread -= {event.request_id for event in engine.step().events}
-    for _ in range(steps):
-        if engine.has_work:
-            engine.step()
+        is_cut = is_wanted()
     engine.finish_all(FinishReason.CANCELLED)
+    return not is_cut
+
+
+def _longest_output(engine: Engine, prompts: Seq[int], num_draft: int, steps: int) -> int:
+    """Tokens of each output, so that there is room for drafts in every step."""
+    passes = -(-sum(prompts) // engine.config.max_batch_tokens)
+    reading = 2 * passes  # steps, approximately: the first prompts decode while the last ones are still being fed
+    return (reading + steps) * (1 + num_draft)
 
 
 def _prompt(engine: Engine, number: int, length: int, text: Seq[int]) -> tuple[int, ...]:

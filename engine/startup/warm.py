@@ -1,19 +1,20 @@
-"""Turns a config into a ready engine, so that no request pays for a first compilation, recording or measurement."""
+"""Turns a config into a ready engine. What only makes later requests faster may be left to its idle time."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from engine.device_loop.results import Progress, untold
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.startup.build import build_engine, pick_device
-from engine.startup.calibrate import calibrate, drafters_of, run
+from engine.startup.calibrate import Calibration, drafters_of, run
 from engine.startup.calibration_text import TEXT
 from engine.text.codec import Codec
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
     from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
+
+Tokenizer = Callable[[], Codec | None]  # returns a loaded one; None if the checkpoint has none
 
 # Tokens: attention runs over one split of the keys, over two splits, and over splits of two sizes.
 _SHORT, _MIDDLE, _LONG = 16, 300, 5000
@@ -65,34 +68,33 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
 
 def load(
     config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True, is_successor: bool = False,
-    rests: bool = False,
+    rests: bool = False, codec: Tokenizer | None = None,
 ) -> Engine:  # fmt: skip
     """Build an engine and make it ready; with `calibrates`, calibrate it for `warm_up_seconds`.
 
-    A successor calibrates nothing: it takes what an earlier engine of this server learned. On CUDA it compiles its
-    passes all the same. `rests`: the caller calls `Engine.rest` while the engine is idle, which then records the rounds
-    that it can serve without; an engine that calibrates measures them, and has them all recorded before.
+    A successor takes what an earlier engine of this server learned; on CUDA it compiles its passes all the same.
+
+    `rests`: the caller calls `Engine.rest` while the engine is idle, which then does what requests can be served
+    without: on a CPU the calibration, of a successor only if nothing was saved; on CUDA the rounds. An engine that
+    calibrates on CUDA measures its rounds, and has them all recorded before. `codec`: default: it is loaded.
 
     Raises:
         ModelError: for the reasons given at `build_engine`.
     """
     engine = build_engine(config, progress)
     is_compiled = pick_device(config.device).type == "cuda"
-    uses_saved = config.warm_up_seconds > 0
-    if is_compiled or not is_successor:
-        seconds = config.warm_up_seconds if calibrates and not is_successor else 0.0
-        make_ready(
-            engine, seconds, progress, is_compiled=is_compiled, uses_saved_calibration=uses_saved,
-            records_later=rests and not seconds,
-        )  # fmt: skip
-    elif uses_saved:
-        engine.recall()
+    measures = calibrates and not (is_successor and (is_compiled or not rests))
+    make_ready(
+        engine, config.warm_up_seconds if measures else 0.0, progress, is_compiled=is_compiled,
+        uses_saved_calibration=config.warm_up_seconds > 0, is_successor=is_successor, rests=rests, codec=codec,
+    )  # fmt: skip
     return engine
 
 
 def make_ready(
     engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False,
-    uses_saved_calibration: bool = False, records_later: bool = False,
+    uses_saved_calibration: bool = False, is_successor: bool = False, rests: bool = False,
+    codec: Tokenizer | None = None,
 ) -> None:  # fmt: skip
     """Compile, record, run one request, and calibrate for `seconds`, or for a part of them if it is a repetition.
 
@@ -102,33 +104,65 @@ def make_ready(
         progress: receives the name of each stage.
         is_compiled: passes are compiled for each kind of shape, as on CUDA.
         uses_saved_calibration: load what an earlier process learned, and save what this one learns for a later process.
-        records_later: record only rounds in which all others can run, and leave the others to `Engine.rest`.
+        is_successor: an earlier engine has run here; if nothing has to be compiled, no request is run.
+        rests: leave to `Engine.rest` what it does later, as in `load`.
+        codec: returns the target's tokenizer; default: it is loaded.
     """
     if is_compiled:
         _rehearse(engine, progress)
-        engine.rounds.record(progress, later=records_later)
-    progress("warming up")
-    with engine.rehearsing():  # a first run takes longer, so its time must not enter the cost model
-        engine.warm_up()
-        _run(engine, Rehearsal([_SHORT], engine.config.num_draft_tokens))
+        engine.rounds.record(progress, later=rests and not seconds)
+    if is_compiled or not is_successor:
+        progress("warming up")
+        with engine.rehearsing(), engine.practising():  # a first run takes longer, so its time must not be learned
+            engine.warm_up()
+            _run(engine, Rehearsal([_SHORT], engine.config.num_draft_tokens))
     if uses_saved_calibration and engine.recall():
-        seconds *= _REPETITION
-    if seconds:
-        calibrate(engine, seconds, text=_text(engine))
-    engine.scheduler.forget_callers()
+        seconds *= 0.0 if is_successor else _REPETITION
+    calibration = Calibration(engine, seconds, text=cache(partial(_text, engine, codec)))
+    if rests and not is_compiled:
+        engine.calibrate = _in_parts(engine, calibration, saves=uses_saved_calibration, recalls=is_successor)
+        return
+    while not calibration.is_over:
+        calibration.go_on()
     if uses_saved_calibration:
         engine.keep_learned()
 
 
-def _text(engine: Engine) -> Seq[int]:
+def _in_parts(
+    engine: Engine, calibration: Calibration, *, saves: bool, recalls: bool
+) -> Callable[[Callable[[], bool]], bool]:
+    """`calibration` for `Engine.rest`. At its end what was learned is saved.
+
+    `recalls`: before, see whether another engine has saved something since this one was loaded; then nothing is left.
+    """
+
+    def go_on(is_wanted: Callable[[], bool]) -> bool:
+        nonlocal calibration, recalls
+        if calibration.is_over:
+            return False
+        if recalls and engine.recall():
+            calibration = Calibration(engine, 0.0)
+            return False
+        recalls = False
+        calibration.go_on(is_wanted)
+        if calibration.is_over:
+            log.info("the calibration is over")
+            if saves:
+                engine.keep_learned()
+        return not calibration.is_over
+
+    return go_on
+
+
+def _text(engine: Engine, codec: Tokenizer | None = None) -> Seq[int]:
     """The calibration text in the target's tokens; empty without a tokenizer."""
-    codec = Codec.load(engine.config.target, engine.config.revision)
-    return () if codec is None else [t for t in codec.encode(TEXT) if t < engine.vocab_size]
+    found = Codec.load(engine.config.target, engine.config.revision) if codec is None else codec()
+    return () if found is None else [t for t in found.encode(TEXT) if t < engine.vocab_size]
 
 
 def _rehearse(engine: Engine, progress: Progress) -> None:
     start, every = time.perf_counter(), list(rehearsals(engine))
-    with engine.rehearsing():
+    with engine.rehearsing(), engine.practising():
         for i, one in enumerate(every, 1):
             progress(f"compiling for plain passes: {i} of {len(every)}")
             _run(engine, one)

@@ -26,7 +26,7 @@ from engine.text.codec import Codec
 from server.admission import answers
 from server.app import App
 from server.config import ServerConfig
-from server.model import EngineView, Progress, ServedModel
+from server.model import EngineView, ModelText, Progress, ServedModel
 from server.streams import stream
 from server.telemetry import logs
 from server.worker import engine_process
@@ -128,19 +128,19 @@ def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False
 
 
 def _after_a_check(engine: Engine, rest: Any) -> Any:
-    def checked() -> None:
+    def checked(*wanted: Any) -> Any:
         engine.check_invariants()  # its AssertionError ends the process, which is one restart too many
-        rest()
+        return rest(*wanted)
 
     return checked
 
 
-def around(engine: EngineView, config: EngineConfig, device: str) -> ServedModel:
-    """Load what the front-end process needs, then make it faulty."""
+def around(engine: EngineView, config: EngineConfig, device: str, text: ModelText) -> ServedModel:
+    """What the front-end process needs, made faulty."""
     replace(Codec, "encode", _in_tokenizer)
     replace(stream.OutputStream, "push", _in_text)
     replace(answers, "stream_responses", _in_answers)
-    return ServedModel.around(engine, config, device)
+    return ServedModel.around(engine, config, device, text)
 
 
 def census(app: App) -> dict[str, Any]:

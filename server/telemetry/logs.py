@@ -1,4 +1,4 @@
-"""Format of the log: text for people, or one JSON object per line for programs."""
+"""Format of the log: text for people, or one JSON object per line for programs. On a terminal progress is one line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from typing import TextIO
 
 from server.config import LogFormat
+
+PROGRESS = {"is_progress": True}  # `extra` of a record that the next one may replace
+CLEAR_LINE = "\r\x1b[K"
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Writes every record in place of the progress that stands on the terminal's last line, by whichever process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record; one of progress ends no line."""
+        self.terminator = "" if getattr(record, "is_progress", False) else "\n"
+        super().emit(record)
 
 
 class JsonFormatter(logging.Formatter):
@@ -28,9 +41,12 @@ class JsonFormatter(logging.Formatter):
 
 def configure(log_format: LogFormat) -> None:
     """Send the log to stderr in this format."""
-    as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    on_terminal = sys.stderr.isatty()
+    as_json = log_format == "json" or (log_format == "auto" and not on_terminal)
+    rewrites = on_terminal and not as_json
+    handler: logging.Handler = TerminalHandler() if rewrites else logging.StreamHandler()
+    text = (CLEAR_LINE if rewrites else "") + "%(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(text))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     # Messages of these at INFO repeat our own log, or are of no use to an operator.
     for chatty in ("uvicorn", "httpx", "httpcore", "filelock", "huggingface_hub"):

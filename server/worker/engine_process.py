@@ -75,6 +75,11 @@ class Link:
         if self._socket in ready:
             yield from map(wire.read_to_engine, self._frames.feed(self._received()))
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `receive` would return at once."""
+        return bool(select.select([self._socket, self._woken], [], [], 0.0)[0])
+
     def send(self, message: wire.ToFrontEnd) -> None:
         """Send the whole message. Raises FrontEndGone if the connection is closed."""
         try:
@@ -111,9 +116,9 @@ class EngineServer:
 
     def __init__(
         self, link: Link, engine: Engine, compile_grammar: CompileGrammar | None, beat_seconds: float,
-        *, watches_cache: bool = False,
+        *, watches_cache: bool = False, is_successor: bool = False,
     ) -> None:  # fmt: skip
-        self._watches_cache = watches_cache
+        self._watches_cache, self._is_successor = watches_cache, is_successor
         if watches_cache:
             engine.pages.watch()
         self._link, self._engine, self._compile = link, engine, compile_grammar
@@ -127,6 +132,7 @@ class EngineServer:
         self._compiling: dict[int, _Compiling] = {}
         self._events: list[wire.Event] = []  # not sent yet
         self._has_chores = True  # for the engine, once nobody waits: until it says that nothing is left
+        self._is_calm = False  # whether no order has come for a while
 
     def run(self) -> NoReturn:
         """Read orders, step and report until the connection is closed, or a step raises."""
@@ -136,7 +142,9 @@ class EngineServer:
     def turn(self) -> None:
         """Execute the orders that have arrived, report their results, and take a step if there is work.
 
-        An engine that is idle rests: one chore at a time, after a moment in which no order has come.
+        An engine that is idle rests: one chore at a time, after a moment in which no order has come. It calibrates
+        from its first sign of life without an order until the next order, so that whoever asks as soon as the server is
+        ready, or again and again, never waits for it. A standby does not: another engine needs the machine.
         """
         told, is_quiet = self._order, True
         for message in self._link.receive(self._patience):
@@ -150,11 +158,23 @@ class EngineServer:
             self._note(output.events)
             self._tell(output.stats)
             return
+        is_due = self._beat()
+        if self._is_idle and (is_due or (is_quiet and self._has_chores)):
+            self._is_calm |= is_due
+            calibrates = self._is_calm and not (self._is_successor and not self._order)
+            self._has_chores = self._engine.rest(self._is_wanted if calibrates else None)
+
+    def _beat(self) -> bool:
+        """Send a sign of life if one is due; whether it was."""
         is_due = time.monotonic() - self._spoke >= self._beat_seconds
         if is_due:
             self._send(wire.Beat())
-        if self._is_idle and (is_due or (is_quiet and self._has_chores)):
-            self._has_chores = self._engine.rest()
+        return is_due
+
+    def _is_wanted(self) -> bool:
+        """Whether an order has arrived. Called after each step of a chore."""
+        self._beat()
+        return self._link.has_news
 
     @property
     def _patience(self) -> float:
@@ -190,7 +210,7 @@ class EngineServer:
                 self._engine.adapters.unload(message.name)
             case wire.Start():
                 raise wire.WireError("a second start")
-        self._order = message.order
+        self._order, self._has_chores, self._is_calm = message.order, True, False
 
     def _load_adapter(self, order: wire.LoadAdapter) -> None:
         """Load an adapter between two steps, and answer at once."""
@@ -337,7 +357,8 @@ def serve(link: Link, load: LoadEngine) -> None:
     freeze_loaded()
     link.send(ready(model, engine, verdicts.found))
     compiler, beat = model.compile_grammar, start.beat_seconds
-    EngineServer(link, engine, compiler, beat, watches_cache=start.watches_cache).run()
+    told = {"watches_cache": start.watches_cache, "is_successor": start.is_successor}
+    EngineServer(link, engine, compiler, beat, **told).run()
 
 
 class LoadEngine(Protocol):

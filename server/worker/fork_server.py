@@ -8,7 +8,6 @@ front-end process and ends with it; the engines are its children and end with it
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ from typing import Self
 
 from server.errors import EngineCrashed
 from server.worker.child import Child, die_with_parent
+from server.worker.garbage import importing
 
 # What the engines' processes run, and what the fork server imports before it forks the first one.
 ENGINE = "from server.worker.engine_process import main; main()"
@@ -145,10 +145,9 @@ def main(ahead: Sequence[str], source: str) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     die_with_parent()
-    for module in ahead:
-        import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection would write to every object, and so copy every shared page
+    with importing():  # a later collection would write to every object, and so copy every shared page
+        for module in ahead:
+            import_module(module)
     running: set[int] = set()  # processes that were forked and not ended: nobody else can have their numbers
     while True:
         order, descriptors, _, _ = socket.recv_fds(orders, len(_END) + _NUMBER_BYTES, 1)

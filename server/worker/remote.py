@@ -20,7 +20,7 @@ from engine.request.intake import Intake, Limits
 from engine.types import Adapter, FinishReason, Request
 from server.config import LogFormat
 from server.errors import EngineCrashed, EngineHung, Unavailable
-from server.model import EngineView, Progress, ServedModel
+from server.model import EngineView, ModelText, Progress, ServedModel
 from server.worker import wire
 from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
 from server.worker.host import TurnOutput
@@ -32,20 +32,22 @@ logger = logging.getLogger(__name__)
 _LOADS = 4  # how much longer than the first engine another one may take to load: others may run beside it
 _FULL = wire.LoadReport(order=0, num_running=0, num_waiting=0, free_pages=0, spare_pages=0, spec_gain=1.0)
 
-Around = Callable[[EngineView, EngineConfig, str], ServedModel]
+Read = Callable[[EngineConfig], ModelText]
+Around = Callable[[EngineView, EngineConfig, str, ModelText], ServedModel]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProgram:
-    """What the engine's process runs (Python source; its last argument is a socket), and the loader for this process.
+    """What the engine's process runs (Python source; its last argument is a socket), and the loaders for this process.
 
-    `ahead` are modules that the fork server imports. `around` loads what this process needs: tokenizer, grammar
-    compiler and chat template.
+    `ahead` are modules that the fork server imports. While the engine is loaded, `read` reads what of the model's text
+    this process needs; then `around` makes the served model.
     """
 
     source: str = ENGINE
     around: Around = ServedModel.around
     ahead: tuple[str, ...] = AHEAD
+    read: Read = ModelText.read
 
 
 @dataclass(slots=True)
@@ -88,13 +90,15 @@ class RemoteEngine:
     # ---------------------------------------------------------------------------------- start and end of the process
 
     async def start(self, progress: Progress) -> ServedModel:
-        """Start the process, wait until it is ready, and load the tokenizer and the like in this process."""
+        """Start the process, read the tokenizer and the like in this one, and wait until both are ready."""
         started = time.monotonic()
+        reading = asyncio.ensure_future(asyncio.to_thread(self._program.read, self.config))
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed load is told first
         worker, facts = await self._loaded(progress, is_successor=False)
         self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in facts.adapters.items()}
         self._use(worker, facts)
         self._load_seconds = _LOADS * (time.monotonic() - started)
-        return await asyncio.to_thread(self._program.around, self, self.config, self._facts.device)
+        return await asyncio.to_thread(self._program.around, self, self.config, facts.device, await reading)
 
     async def restart(self) -> None:
         """Put another process in place of the lost one: the standby if it is loaded, else a new one."""

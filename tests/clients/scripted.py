@@ -17,7 +17,7 @@ from engine.types import FinishReason, Request
 from models import embedded_target
 from server.app import App
 from server.config import ServerConfig
-from server.model import ServedModel
+from server.model import ModelText, ServedModel
 from tests.server.fake_engine import EOS, FakeEngine, Live
 
 COMMAND = "echo $((6 * 7))-pilotfish | tee proof.txt"
@@ -79,7 +79,7 @@ class ScriptedEngine(FakeEngine):
 def load(config: EngineConfig, _progress) -> ServedModel:
     codec = Codec.load(embedded_target())
     assert codec is not None
-    return ServedModel.around(ScriptedEngine(config, codec), config, "cpu")
+    return ServedModel.around(ScriptedEngine(config, codec), config, "cpu", ModelText.read(config))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class FakeEngine:
 
     spare_pages = free_pages
 
-    def rest(self) -> bool:
+    def rest(self, is_wanted: object = None) -> bool:
         assert not self._live
         return False
 

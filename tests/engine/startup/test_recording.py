@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from engine.device_loop.repertoire import Repertoire
@@ -66,7 +68,7 @@ def test_what_covers_is_all_that_a_successor_waits_for(options, seconds, num_rec
     monkeypatch.setattr(warm, "pick_device", lambda _: fakes.torch.device("cuda"))
     monkeypatch.setattr(warm, "rehearsals", lambda _: ())
     monkeypatch.setattr(warm, "_text", lambda _: ())
-    monkeypatch.setattr(warm, "calibrate", lambda *_, **__: None)
+    monkeypatch.setattr(warm, "Calibration", lambda *_, **__: SimpleNamespace(is_over=True))
     monkeypatch.setattr(engine, "recall", lambda: False)
     engine.config.warm_up_seconds = seconds
     assert warm.load(engine.config, **options) is engine

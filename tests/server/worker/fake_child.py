@@ -36,6 +36,16 @@ ACCIDENTS = {
 class AccidentProne(FakeEngine):
     """Has the accident in its third step with the request."""
 
+    def rest(self, is_wanted=None):
+        """Where the target is a folder with `calibrating` in it, calibrate until an order comes."""
+        sign = Path(self.config.target) / "calibrating"
+        if is_wanted is None or not sign.exists():
+            return False
+        sign.write_text("now")
+        while not is_wanted():
+            time.sleep(0.001)
+        return True
+
     def step(self):
         for outputs in list(self._live.values()):
             for output in outputs.values():
@@ -70,13 +80,16 @@ class CacheTelling(AccidentProne):
 def load(config, progress, *, is_successor=False):
     """Like `ServedModel.load`. A model `none` there is not; where the target is a file, the first successor hangs.
 
-    Where it is a folder, each load is killed that finds a file in it, which it takes away. `broken` cannot be loaded.
+    Where it is a folder, each load is killed that finds a number in it, which it takes away; with `text` in it, it is
+    waited for that the front ends have read theirs. `broken` cannot be loaded.
     """
     if config.target == "none":
         raise ModelError("no such model")
     if config.target == "broken":
         raise RuntimeError("out of memory")
-    for deadly in Path(config.target).glob("*"):
+    while (Path(config.target) / "text").exists():
+        time.sleep(0.001)
+    for deadly in Path(config.target).glob("[0-9]"):
         deadly.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     hangs = Path(config.target)

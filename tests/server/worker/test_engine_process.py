@@ -26,7 +26,7 @@ from models import embedded_target
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
-from server.model import ServedModel
+from server.model import ModelText, ServedModel
 from server.worker import engine_process
 from server.worker.fork_server import ForkServer
 from server.worker.remote import EngineProgram
@@ -40,11 +40,19 @@ from tests.serving import http_client, serving, until
 EXPECTED = FakeEngine()
 
 
-def around(engine, config, device):
+def around(engine, config, device, text):
+    assert text == config.target
     return served(engine, compile_grammar=FakeCompiler())
 
 
-PROGRAM = EngineProgram(fake_child.PROGRAM, around, ("tests.server.worker.fake_child", "torch"))
+def read(config):
+    """Says in a folder that it was read."""
+    if Path(config.target).is_dir():
+        (Path(config.target) / "text").unlink(missing_ok=True)
+    return config.target
+
+
+PROGRAM = EngineProgram(fake_child.PROGRAM, around, ("tests.server.worker.fake_child", "torch"), read)
 
 
 class KeptForkServer(ForkServer):
@@ -339,6 +347,26 @@ async def test_an_engine_that_is_killed_while_it_loads_is_loaded_again(tmp_path,
             assert (await streamed(server))[0]
 
 
+async def test_the_text_is_read_while_the_engine_loads(tmp_path):
+    """The engine waits for it here, and the front ends must not wait for the engine."""
+    (tmp_path / "text").touch()
+    async with apart(target=str(tmp_path)) as server:
+        assert await answers(server)
+
+
+async def test_an_engine_that_calibrates_serves_at_once_is_alive_and_may_be_killed(tmp_path):
+    (tmp_path / "calibrating").touch()
+    async with apart(target=str(tmp_path), hang_seconds=0.4) as server:
+        for times in (1, 2):
+            await until(lambda: (tmp_path / "calibrating").read_text() == "now")
+            await asyncio.sleep(0.9)  # a silence of that length would be the end of it
+            assert metric(server, "engine_restarts_total") == times - 1
+            server.kill()
+            await restarted(server, times)
+            (tmp_path / "calibrating").write_text("")
+            assert await answers(server), "and calibrates again"
+
+
 async def test_an_engine_that_fails_to_load_is_not_loaded_again(caplog):
     async with apart(target="broken", ready=False) as server:
         assert await server.running == 1
@@ -350,7 +378,7 @@ async def test_a_stop_while_it_loads_leaves_no_process(tmp_path):
     number = tmp_path / "number"
     source = f"""import os, pathlib, time
 pathlib.Path({str(number)!r}).write_text(f"{{os.getpid()}} {{os.getppid()}}."); time.sleep(1000)"""
-    async with serving(program=EngineProgram(source, around, ()), engine_process=True, ready=False) as server:
+    async with serving(program=EngineProgram(source, around, (), read), engine_process=True, ready=False) as server:
         await until(lambda: number.exists() and number.read_text().endswith("."))
         engine, forks = number.read_text()[:-1].split()
         server.app.stop()
@@ -398,13 +426,13 @@ async def test_an_id_that_lives_again_gets_its_own_tokens():
 def test_a_structure_that_its_caller_has_waited_for_may_take_longer_in_the_engines_process(monkeypatch):
     """There it compiles again, beside the prompts of all interrupted streams: that must not end its request."""
     engine, config = FakeEngine(), EngineConfig(target=str(embedded_target()))
-    engine.vocab_size = 2048
+    engine.vocab_size, text = 2048, ModelText.read(config)
     guided, waits, compiles = Guided(regex="[ab]{3}"), threading.Event(), guided_text.regex_to_lark
     monkeypatch.setattr(
         guided_text, "regex_to_lark", lambda *args, **options: waits.wait(60) and compiles(*args, **options)
     )
     with pytest.raises(InvalidRequest, match="did not compile within 0 s"):
-        ServedModel.around(engine, config, "cpu", compile_seconds=0.0).compile_grammar(guided)
+        ServedModel.around(engine, config, "cpu", text, compile_seconds=0.0).compile_grammar(guided)
     waits.set()
-    assert ServedModel.around(engine, config, "cpu", compile_seconds=60.0).compile_grammar(guided).start()
+    assert ServedModel.around(engine, config, "cpu", text, compile_seconds=60.0).compile_grammar(guided).start()
     assert engine_process.LOAD.keywords["compile_seconds"] > COMPILE_SECONDS

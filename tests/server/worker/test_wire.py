@@ -237,7 +237,7 @@ def test_an_output_that_is_finished_while_a_structure_compiles_ends_when_it_is_a
 def test_an_idle_engine_does_one_chore_at_a_time_and_none_while_anybody_waits(front_ends):
     """A chore is a recording: a request that comes meanwhile waits for one at most."""
     chores = ["a", "b", "c"]
-    front_ends.engine.rest = lambda: chores.pop() and bool(chores)
+    front_ends.engine.rest = lambda _: chores.pop() and bool(chores)
     front_ends.server._beat_seconds = 600.0
     front_ends.turn()
     assert chores == ["a", "b"]
@@ -256,6 +256,49 @@ def test_an_idle_engine_does_one_chore_at_a_time_and_none_while_anybody_waits(fr
     assert chores == ["a", "b"]
     front_ends.turn(2)
     assert (front_ends.server._patience, chores) == (600.0, [])
+
+
+def test_an_engine_at_its_chores_is_alive_and_hears_of_the_next_order(front_ends):
+    heard = []
+
+    def rest(is_wanted):
+        heard.extend(is_wanted() for _ in range(3))
+        front_ends.say(wire.Add(1, 1, asked("a", max_tokens=1)))
+        heard.append(is_wanted())
+        return True
+
+    front_ends.engine.rest, front_ends.server._beat_seconds = rest, 0.0
+    front_ends.server.turn()
+    assert heard == [False, False, False, True]
+    beats = [wire.read_to_front_end(p) for p in front_ends.frames.feed(front_ends.socket.recv(1 << 20))]
+    assert [type(beat) for beat in beats] == [wire.Beat] * 5
+
+
+def test_a_standby_does_not_calibrate_until_it_serves(front_ends):
+    calls = []
+    front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None)
+    front_ends.server._is_successor, front_ends.server._beat_seconds = True, 0.0
+    front_ends.turn(3)
+    assert calls == [False] * 3
+    front_ends.say(wire.Add(1, 1, asked("a", max_tokens=1)))
+    front_ends.turn(3)
+    assert calls[3:] == [True] * 2
+
+
+def test_an_engine_calibrates_only_after_a_while_without_an_order(front_ends):
+    """Between the requests of one caller, and between the start and the first request, it does not."""
+    calls = []
+    front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None) or True
+    front_ends.server._beat_seconds = 600.0
+    front_ends.turn(2)
+    front_ends.server._beat_seconds = 0.0
+    front_ends.turn()
+    front_ends.server._beat_seconds = 600.0
+    front_ends.turn()
+    assert calls == [False, False, True, True]
+    front_ends.say(wire.Add(1, 1, asked("a", max_tokens=1)))
+    front_ends.turn(2)
+    assert calls[4:] == [False]
 
 
 def test_what_the_engine_refuses_fails_alone(front_ends):
