@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from huggingface_hub import get_safetensors_metadata
 from safetensors import safe_open
 
 from engine.attention.registry import ATTENTION_NAME
@@ -149,6 +148,8 @@ def stored_type(name: str, revision: str | None) -> torch.dtype | None:
                 for part in parts:
                     counts[part.get_dtype()] += math.prod(part.get_shape())
         if not counts and not Path(name).is_dir():  # on the hub and not downloaded yet: the hub returns the headers
+            from huggingface_hub import get_safetensors_metadata
+
             counts.update(get_safetensors_metadata(name, revision=revision).parameter_count)
     floats = [kind for kind, _ in counts.most_common() if kind in _STORED]
     return _STORED[floats[0]] if floats else None

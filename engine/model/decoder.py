@@ -6,6 +6,8 @@ pass, and else module by module, with the same bits.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
+from engine.machine.threads import most_threads
 from engine.model.architecture import Architecture, AttentionLayer
 from engine.model.fusion.fuse import Gated, Joined, JoinedPart, RMSNorm, RotaryAttention
 from engine.model.fusion.stack import Stack
@@ -45,10 +48,7 @@ class Decoder(nn.Module):
         self.lm_head, table = weights.head_and_table(architecture)
         self.model: Any = nn.Module()
         self.model.embed_tokens = table
-        self.model.layers = Stack(
-            DecoderLayer(architecture, number, weights.below(f"model.layers.{number}."))
-            for number in range(len(architecture.layers))
-        )
+        self.model.layers = Stack(_layers(architecture, weights))
         self.model.norm = _norm(architecture, weights, "model.norm")
 
     @property
@@ -103,6 +103,18 @@ class Decoder(nn.Module):
         logits: Tensor = self.lm_head(kept)
         cap = self.architecture.softcap
         return SimpleNamespace(logits=logits if cap is None else ELEMENTWISE[torch.tanh](logits / cap) * cap)
+
+
+def _layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLayer]:
+    """All layers, several at a time: each of the many steps from a file to panels leaves most threads idle."""
+    numbers, here = range(len(architecture.layers)), copy_context()
+
+    def layer(number: int) -> DecoderLayer:
+        below = weights.below(f"model.layers.{number}.")
+        return here.copy().run(DecoderLayer, architecture, number, below)
+
+    with ThreadPoolExecutor(most_threads()) as threads:
+        return list(threads.map(layer, numbers))
 
 
 class DecoderLayer(nn.Module):

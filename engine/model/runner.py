@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 
 from engine.attention.registry import ATTENTION_NAME, Attend, CurrentPass, Ragged, register_hook
@@ -145,6 +144,8 @@ def load_model(
 
 def _read(read: Callable[..., Any], config: PreTrainedConfig) -> tuple[Any, Any]:
     """Read a model with our attention; one that has attention of its own or insists on a pad token as it is made."""
+    from huggingface_hub.errors import StrictDataclassFieldValidationError
+
     own = copy.deepcopy(config)
     try:
         prepare(config)

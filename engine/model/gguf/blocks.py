@@ -93,6 +93,12 @@ def _bits(bytes_: Tensor) -> Tensor:
     return (bytes_[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
+def _paired(bytes_: Tensor) -> Tensor:
+    """As `_pairs(_nibbles(bytes_))`, with a fourth of the memory traffic."""
+    even, odd = bytes_[..., 0::2], bytes_[..., 1::2]
+    return torch.cat([even & 15 | odd << 4, even >> 4 | odd & 240], -1).flatten(1)
+
+
 def _pairs(codes: Tensor) -> Tensor:
     """Codes 0 to 15, `[out, ..., n]` -> `[out, in / 2]`, two of neighbouring inputs in a byte, the first one low."""
     flat = codes.flatten(1)
@@ -106,12 +112,12 @@ def _q8_0(blocks: Tensor) -> GroupedCodes:
 
 def _q4_0(blocks: Tensor) -> GroupedCodes:
     (scale,) = _halves(blocks, 0)
-    return GroupedCodes(_pairs(_nibbles(blocks[..., 2:])), 4, scale, None)
+    return GroupedCodes(_paired(blocks[..., 2:]), 4, scale, None)
 
 
 def _q4_1(blocks: Tensor) -> GroupedCodes:
     scale, offset = _halves(blocks, 0, 2)
-    return GroupedCodes(_pairs(_nibbles(blocks[..., 4:])), 4, scale, offset)
+    return GroupedCodes(_paired(blocks[..., 4:]), 4, scale, offset)
 
 
 def _q5_0(blocks: Tensor) -> GroupedCodes:
@@ -127,8 +133,7 @@ def _q5_1(blocks: Tensor) -> GroupedCodes:
 
 
 def _q4_k(blocks: Tensor) -> GroupedCodes:
-    codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))  # [out, blocks, 4, 64]
-    return _in_two_levels(blocks, _pairs(codes), 4)
+    return _in_two_levels(blocks, _paired(blocks[..., 16:].unflatten(-1, (4, 32))), 4)
 
 
 def _q5_k(blocks: Tensor) -> GroupedCodes:

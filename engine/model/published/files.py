@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from huggingface_hub import get_safetensors_metadata, snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
@@ -69,6 +68,8 @@ def _infos(name: str, revision: str | None) -> Iterator[tuple[str, str, list[int
                 part = file.get_slice(key)
                 yield key, part.get_dtype(), part.get_shape()
     if not paths:
+        from huggingface_hub import get_safetensors_metadata
+
         for found in get_safetensors_metadata(name, revision=revision).files_metadata.values():
             yield from ((key, info.dtype, info.shape) for key, info in found.tensors.items())
 
@@ -77,4 +78,6 @@ def folder_of(name: str, revision: str | None, *patterns: str) -> Path:
     """The folder of a checkpoint, to which files of the hub that match `patterns` are downloaded."""
     if Path(name).is_dir():
         return Path(name)
+    from huggingface_hub import snapshot_download
+
     return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))

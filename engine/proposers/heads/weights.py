@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -46,6 +44,9 @@ def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], di
 
 def download(name: str, revision: str | None, patterns: Seq[str] = _FILES) -> Path:
     """The folder with those files of a hub id that match `patterns`; ModelError where there is no such id."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     # Names of pickles only tell what to say; their content is never fetched.
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
