@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, FalconForCausalLM, Pr
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.choices import Rounded
-from engine.model.architecture import Architecture
-from engine.model.decoder import Decoder
+from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.weights import WeightReader
 from engine.model.fusion.fuse import fuse
 from engine.model.linear.packed import pack
 from engine.model.quantize import quantise
 from engine.model.runner import prepare
-from engine.model.weights import WeightReader
 
 VOCAB = 97
 END = 2
@@ -242,12 +242,12 @@ def ours(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> Decoder | PreTrainedModel:
+def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> DecoderModel | PreTrainedModel:
     """The same model as a server on a CPU runs it: in our C, where that multiplies here."""
     architecture = Architecture.of(model.config)
     if architecture is not None:
         read = WeightReader(model.state_dict(), model.dtype, weights)
-        return Decoder(architecture, copy.deepcopy(model.config), read).eval()
+        return DecoderModel(architecture, copy.deepcopy(model.config), read).eval()
     if weights is not None:
         quantise(model, weights)
     fuse(model)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError, PilotfishError
 from engine.model.bounded import check_folder, find_file
-from engine.model.described import described_by
+from engine.model.decoder.described import described_by
 from engine.model.gguf.architectures import config_of
 from engine.model.gguf.files import gguf_file, open_gguf
 from engine.model.gguf.tokenizer import chat_template_in

@@ -28,13 +28,13 @@ from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
 from engine.model.adapters.peft import read_adapter
 from engine.model.adapters.store import Adapters
-from engine.model.architecture import Architecture
 from engine.model.checkpoint import read_config, weights_size
-from engine.model.decoder import is_of_table
+from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.decoder import is_of_table
+from engine.model.decoder.load import load_decoder
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.fusion.latent import EXPANDING, compress, has_latents
 from engine.model.linear.packed import is_batch_invariant, runs_in_c
-from engine.model.load import load_decoder
 from engine.model.rope import longrope_border
 from engine.model.runner import ModelRunner, Runner, end_tokens, known_positions, layout_of_model, load_model
 from engine.model.tap import Tap

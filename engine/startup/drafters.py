@@ -14,7 +14,7 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.model.bounded import find_file
 from engine.model.checkpoint import shape_of
-from engine.model.decoder import is_of_table
+from engine.model.decoder.decoder import is_of_table
 from engine.model.runner import ModelRunner, Runner, end_tokens, layout_of_model, vocab_size
 from engine.model.tap import Tap
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer

@@ -15,8 +15,8 @@ import torch
 from engine.choices import Weights
 from engine.errors import ModelError
 from engine.kernels import has_triton
-from engine.model.architecture import Architecture
 from engine.model.checkpoint import named_type, read_config, stored_type, told_as_model_error
+from engine.model.decoder.architecture import Architecture
 from engine.model.linear.packed import packs_whole
 from engine.model.published.methods import Quantisation, quantisation_of
 from engine.model.quantize import quantised_as

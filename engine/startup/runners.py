@@ -22,7 +22,7 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
 from engine.model.checkpoint import shape_of
-from engine.model.decoder import is_of_table
+from engine.model.decoder.decoder import is_of_table
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.model.architecture import Architecture
+from engine.model.decoder.architecture import Architecture
 from engine.startup import self_test
 from engine.startup.build import assemble, build_engine
 from engine.verdicts import Verdicts, collected, verdict

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.described import described_by
+from engine.model.decoder.described import described_by
 from engine.model.gguf.blocks import float_type
 from engine.model.gguf.container import Container
 from engine.model.gguf.families import architecture_of
 from engine.model.gguf.keys import EPSILON, Keys
-from engine.model.gguf.names import GATE_UP, Architecture, part_of
+from engine.model.gguf.names import GATE_UP, GGUFFamily, part_of
 from engine.model.gguf.ropes import TABLES, rope_of
 from engine.model.gguf.sizes import check_sizes
 from engine.model.gguf.tokenizer import check_tokens, end_tokens_in
@@ -140,7 +140,7 @@ def weights_of(container: Container) -> dict[str, Weight]:
     return found
 
 
-def _weight(keys: Keys, family: Architecture, stored: tuple[str, ...]) -> Weight:
+def _weight(keys: Keys, family: GGUFFamily, stored: tuple[str, ...]) -> Weight:
     part = part_of(stored[0])
     in_pairs = family.pairs_experts and part.endswith("_exps")
     return Weight(
@@ -152,7 +152,7 @@ def _weight(keys: Keys, family: Architecture, stored: tuple[str, ...]) -> Weight
     )
 
 
-def _order(keys: Keys, family: Architecture, part: str) -> Callable[[int], Tensor] | None:
+def _order(keys: Keys, family: GGUFFamily, part: str) -> Callable[[int], Tensor] | None:
     heads = {"attn_q": keys.heads, "attn_k": keys.kv_heads}
     if family.permuted and part in heads:
         return partial(_halves, heads[part])

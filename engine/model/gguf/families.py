@@ -12,7 +12,7 @@ from engine.errors import ModelError, shown
 from engine.model.gguf.hybrids import HYBRIDS
 from engine.model.gguf.keys import EPSILON, Keys
 from engine.model.gguf.mixtures import MIXTURES
-from engine.model.gguf.names import NORMS_OF_HEADS, Architecture, scales_of
+from engine.model.gguf.names import NORMS_OF_HEADS, GGUFFamily, scales_of
 from engine.model.gguf.ropes import llama3, longrope, partly, rope_of
 
 _GEMMA = {
@@ -22,7 +22,7 @@ _GEMMA = {
 }
 
 
-def architecture_of(keys: Keys) -> Architecture:
+def architecture_of(keys: Keys) -> GGUFFamily:
     """The family of a file.
 
     Raises:
@@ -148,23 +148,23 @@ _GLM4 = {
 }
 # By llama.cpp's names; Mistral's models are llama. `MIXTURES` has those with experts.
 ARCHITECTURES = {
-    "cohere2": Architecture("cohere2", _cohere2),
-    "ernie4_5": Architecture("ernie4_5"),
-    "exaone4": Architecture("exaone4", _exaone4, names=_AFTER | NORMS_OF_HEADS),
-    "gemma": Architecture("gemma", norms_plus_one=True),
-    "gemma2": Architecture("gemma2", _gemma2, names=_GEMMA, norms_plus_one=True),
-    "gemma3": Architecture("gemma3_text", _gemma3, names=_GEMMA | NORMS_OF_HEADS, norms_plus_one=True),
-    "glm4": Architecture("glm4", _glm4, names=_GLM4),
-    "granite": Architecture("granite", _granite, permuted=True),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", names=_HUNYUAN),
-    "llama": Architecture("llama", _llama, permuted=True),
-    "mistral3": Architecture("ministral3", _mistral3, permuted=True),
-    "olmo2": Architecture("olmo2", _olmo2, names=_AFTER | NORMS_OF_HEADS),
-    "phi3": Architecture("phi3", _phi3, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3", names=NORMS_OF_HEADS),
-    "seed_oss": Architecture("seed_oss", _seed_oss, names={"post_attention_norm": "post_attention_layernorm"}),
-    "smollm3": Architecture("smollm3", _llama, permuted=True),
-    "stablelm": Architecture("stablelm", _stablelm),
-    "starcoder2": Architecture("starcoder2", _starcoder2, names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "cohere2": GGUFFamily("cohere2", _cohere2),
+    "ernie4_5": GGUFFamily("ernie4_5"),
+    "exaone4": GGUFFamily("exaone4", _exaone4, names=_AFTER | NORMS_OF_HEADS),
+    "gemma": GGUFFamily("gemma", norms_plus_one=True),
+    "gemma2": GGUFFamily("gemma2", _gemma2, names=_GEMMA, norms_plus_one=True),
+    "gemma3": GGUFFamily("gemma3_text", _gemma3, names=_GEMMA | NORMS_OF_HEADS, norms_plus_one=True),
+    "glm4": GGUFFamily("glm4", _glm4, names=_GLM4),
+    "granite": GGUFFamily("granite", _granite, permuted=True),
+    "hunyuan-dense": GGUFFamily("hunyuan_v1_dense", names=_HUNYUAN),
+    "llama": GGUFFamily("llama", _llama, permuted=True),
+    "mistral3": GGUFFamily("ministral3", _mistral3, permuted=True),
+    "olmo2": GGUFFamily("olmo2", _olmo2, names=_AFTER | NORMS_OF_HEADS),
+    "phi3": GGUFFamily("phi3", _phi3, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "qwen2": GGUFFamily("qwen2"),
+    "qwen3": GGUFFamily("qwen3", names=NORMS_OF_HEADS),
+    "seed_oss": GGUFFamily("seed_oss", _seed_oss, names={"post_attention_norm": "post_attention_layernorm"}),
+    "smollm3": GGUFFamily("smollm3", _llama, permuted=True),
+    "stablelm": GGUFFamily("stablelm", _stablelm),
+    "starcoder2": GGUFFamily("starcoder2", _starcoder2, names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.model.gguf.keys import Keys
 from engine.model.gguf.mixtures import EXPERTS, OF_SHARED_GATE, SHARED_EXPERT, qwen2_moe
-from engine.model.gguf.names import NORMS_OF_HEADS, Architecture
+from engine.model.gguf.names import NORMS_OF_HEADS, GGUFFamily
 from engine.model.gguf.ropes import partly, rope_of
 
 _LFM2 = {
@@ -84,14 +84,14 @@ def _as_it_is(stored: Tensor) -> Tensor:
 
 
 HYBRIDS = {
-    "lfm2": Architecture(
+    "lfm2": GGUFFamily(
         "lfm2",
         _lfm2,
         names=_LFM2,
         outer=dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm"),
         undo={"shortconv.conv": _channels},
     ),
-    "qwen3next": Architecture(
+    "qwen3next": GGUFFamily(
         "qwen3_next",
         _qwen3_next,
         names=EXPERTS | SHARED_EXPERT | NORMS_OF_HEADS | _QWEN3_NEXT,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.model.gguf.keys import Keys
-from engine.model.gguf.names import NORMS_OF_HEADS, Architecture, scales_of
+from engine.model.gguf.names import NORMS_OF_HEADS, GGUFFamily, scales_of
 from engine.model.gguf.ropes import partly, rope_of
 
 EXPERTS = {
@@ -100,11 +100,11 @@ def _row(stored: Tensor) -> Tensor:
 OF_SHARED_GATE = {"ffn_gate_inp_shexp": _row}
 # With the metadata `expert_count`; llama is Mixtral.
 MIXTURES = {
-    "glm4moe": Architecture("glm4_moe", _glm4_moe, names=EXPERTS | NORMS_OF_HEADS | _GLM4),
-    "gpt-oss": Architecture("gpt_oss", _gpt_oss, names=EXPERTS | _GPT_OSS, pairs_experts=True),
-    "granitemoe": Architecture("granitemoe", _granite_moe, names=_GRANITE, permuted=True),
-    "llama": Architecture("mixtral", _mixture, names=EXPERTS, permuted=True),
-    "olmoe": Architecture("olmoe", _olmoe, names=EXPERTS | NORMS_OF_HEADS),
-    "qwen2moe": Architecture("qwen2_moe", qwen2_moe, names=EXPERTS | SHARED_EXPERT, undo=OF_SHARED_GATE),
-    "qwen3moe": Architecture("qwen3_moe", _qwen3_moe, names=EXPERTS | NORMS_OF_HEADS),
+    "glm4moe": GGUFFamily("glm4_moe", _glm4_moe, names=EXPERTS | NORMS_OF_HEADS | _GLM4),
+    "gpt-oss": GGUFFamily("gpt_oss", _gpt_oss, names=EXPERTS | _GPT_OSS, pairs_experts=True),
+    "granitemoe": GGUFFamily("granitemoe", _granite_moe, names=_GRANITE, permuted=True),
+    "llama": GGUFFamily("mixtral", _mixture, names=EXPERTS, permuted=True),
+    "olmoe": GGUFFamily("olmoe", _olmoe, names=EXPERTS | NORMS_OF_HEADS),
+    "qwen2moe": GGUFFamily("qwen2_moe", qwen2_moe, names=EXPERTS | SHARED_EXPERT, undo=OF_SHARED_GATE),
+    "qwen3moe": GGUFFamily("qwen3_moe", _qwen3_moe, names=EXPERTS | NORMS_OF_HEADS),
 }

@@ -33,7 +33,7 @@ _SCALES = {  # Granite's numbers, and their keys
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class GGUFFamily:
     """One family.
 
     Attributes:

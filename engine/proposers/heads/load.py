@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from engine.choices import HEADS
-from engine.model.decoder import is_of_table
+from engine.model.decoder.decoder import is_of_table
 from engine.proposers.heads.base import Head
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing

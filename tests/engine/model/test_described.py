@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from engine.model.architecture import Architecture
 from engine.model.checkpoint import read_config
-from engine.model.described import ModelConfig, described_by
+from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.described import ModelConfig, described_by
 from models import embedded_target
 
 SIZES = {

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
-from engine.model.rotary import Rotary
+from engine.model.decoder.rotary import RotaryTable
 
 ORIGINAL = {"original_max_position_embeddings": st.sampled_from([512, 2048, 8192, 32768])}
 FACTOR = {"factor": st.sampled_from([1.0, 2.0, 8.0, 16.5, 32.0])}
@@ -41,7 +41,7 @@ def parameters(draw: st.DrawFn) -> dict[str, Any]:
 def test_frequencies_and_tables(found: dict[str, Any], dim: int, positions: list[int]) -> None:
     config = LlamaConfig(hidden_size=2 * dim, num_attention_heads=2, head_dim=dim, rope_parameters=dict(found))
     theirs = LlamaRotaryEmbedding(config)
-    ours, ids = Rotary.of(found, dim), torch.tensor(positions)
+    ours, ids = RotaryTable.of(found, dim), torch.tensor(positions)
     assert torch.equal(torch.tensor(ours.frequencies), theirs.inv_freq)
     for dtype in (torch.float32, torch.bfloat16):
         for got, want in zip(ours.table(ids, dtype), theirs(torch.zeros(1, dtype=dtype), ids[None]), strict=True):
@@ -58,4 +58,4 @@ def test_frequencies_and_tables(found: dict[str, Any], dim: int, positions: list
 def test_what_is_refused(found: dict[str, Any], told: str) -> None:
     assert found["rope_type"] in ROPE_INIT_FUNCTIONS
     with pytest.raises(ModelError, match=told):
-        Rotary.of(found, 64)
+        RotaryTable.of(found, 64)

@@ -14,8 +14,8 @@ from engine.attention import choose
 from engine.choices import KVType
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
-from engine.model.decoder import Decoder
-from engine.model.fusion.stack import Stack
+from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.stack import Stack
 from engine.model.linear.packed import PackedLinear, is_batch_invariant, pack
 from engine.model.runner import ModelRunner, kv_layout
 from engine.model.tap import FINAL, Tap
@@ -44,13 +44,13 @@ def plain_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     return zoo.ours(zoo.with_large_weights(wide_config(family))).to(dtype)
 
 
-def model(family: str, dtype: torch.dtype, *, int8: bool) -> Decoder:
+def model(family: str, dtype: torch.dtype, *, int8: bool) -> DecoderModel:
     made = zoo.as_served(plain_model(family, dtype), "int8" if int8 else None)
-    assert isinstance(made, Decoder)
+    assert isinstance(made, DecoderModel)
     return made
 
 
-def layer_by_layer(made: Decoder) -> Decoder:
+def layer_by_layer(made: DecoderModel) -> DecoderModel:
     """A copy whose layers run one after the other."""
     twin = copy.deepcopy(made)
     twin.model.layers.serves = lambda *_: False

@@ -13,7 +13,7 @@ from engine.attention import reference
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
-from engine.model.fusion.stack import Stack
+from engine.model.decoder.stack import Stack
 from engine.model.runner import ModelRunner, layout_of_model
 from engine.model.tap import FINAL, Tap
 from engine.native import library

@@ -44,7 +44,7 @@ def file_of(folder: Path, family: str, kind: Type | str) -> Written:
 
 
 def loaded(path: Path, *, keeps_codes: bool) -> PreTrainedModel:
-    config = without_quantisation(read_config(str(path), None))
+    config = without_quantisation(read_config(str(path), None, of_transformers=True))
     return fill(config, weights_in(Container.open(path)), str(path), torch.float32, keeps_codes=keeps_codes)
 
 

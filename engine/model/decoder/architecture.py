@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
-from engine.model.rotary import Rotary
+from engine.model.decoder.rotary import RotaryTable
 from engine.native import ALIGNED
 from engine.native.rows import GELU_TANH, SILU, Activation
 
@@ -42,7 +42,7 @@ class AttentionLayer:
     kv_heads: int
     head_dim: int
     spec: AttentionSpec
-    rotary: Rotary
+    rotary: RotaryTable
     head_norms: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -120,7 +120,7 @@ def _llama(
         kv_heads=kv_heads,
         head_dim=head_dim,
         spec=AttentionSpec(head_dim**-0.5),
-        rotary=Rotary.of(rope, head_dim) if "rope_type" in rope else Rotary(()),  # else by kinds of layers
+        rotary=RotaryTable.of(rope, head_dim) if "rope_type" in rope else RotaryTable(()),  # else by kinds of layers
         qkv_bias=bias if qkv_bias is None else qkv_bias,
         out_bias=bias if out_bias is None else out_bias,
     )
@@ -214,7 +214,7 @@ def _gemma3(config: Any) -> Architecture | None:
     made = _gemma2(config)
     if made is None:
         return None
-    rotary = {kind: Rotary.of(config.rope_parameters[kind], config.head_dim) for kind in set(config.layer_types)}
+    rotary = {kind: RotaryTable.of(config.rope_parameters[kind], config.head_dim) for kind in set(config.layer_types)}
     layers = tuple(
         replace(layer, rotary=rotary[kind], head_norms=True)
         for layer, kind in zip(made.layers, config.layer_types, strict=True)
@@ -251,3 +251,37 @@ _FAMILIES: dict[str, Callable[[Any], Architecture | None]] = {
     "qwen3": _qwen3,
     "seed_oss": _seed_oss,
 }
+
+
+def shapes_of(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight, by its name in a checkpoint; a tied head is the table."""
+    width, inner, a = architecture.width, architecture.inner, architecture
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (a.vocab_size, width),
+        "model.norm.weight": (width,),
+    }
+    if not a.is_tied:
+        found["lm_head.weight"] = a.vocab_size, width
+    for number, layer in enumerate(a.layers):
+        at = f"model.layers.{number}."
+        found |= {f"{at}{name}.weight": (width,) for name in a.norms if name is not None}
+        found |= _with_biases(f"{at}self_attn.", _attention_shapes(layer, width), layer.qkv_bias, layer.out_bias)
+        matrices = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+        found |= _with_biases(f"{at}mlp.", matrices, a.mlp_bias, a.mlp_bias)
+        if layer.head_norms:
+            found |= {f"{at}self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
+    return found
+
+
+def _attention_shapes(layer: AttentionLayer, width: int) -> dict[str, tuple[int, int]]:
+    queries, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    return {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width), "o_proj": (width, queries)}
+
+
+def _with_biases(
+    at: str, matrices: dict[str, tuple[int, int]], has_bias: bool, last_has_bias: bool
+) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {f"{at}{name}.weight": shape for name, shape in matrices.items()}
+    *several, last = matrices
+    biased = [*several] * has_bias + [last] * last_has_bias
+    return found | {f"{at}{name}.bias": matrices[name][:1] for name in biased}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engine.choices import Rounded
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.decoder import shapes_of
+from engine.model.decoder.architecture import Architecture, shapes_of
 from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide
 from engine.model.linear.packed import PackedLinear
@@ -26,7 +26,6 @@ from engine.model.linear.rounding import bits_of, round_weight
 from engine.native import PackedMatrix, multiplies, rows_for
 
 if TYPE_CHECKING:
-    from engine.model.architecture import Architecture
     from engine.model.published.base import Codes
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"

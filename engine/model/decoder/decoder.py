@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
 from engine.machine.threads import most_threads
-from engine.model.architecture import Architecture, AttentionLayer
+from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.stack import Stack
+from engine.model.decoder.weights import WeightReader
 from engine.model.fusion.fuse import Gated, Joined, JoinedPart, RMSNorm, RotaryAttention
-from engine.model.fusion.stack import Stack
 from engine.model.linear.activations import ELEMENTWISE, RowWise
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.packed import PackedLinear
@@ -28,10 +29,8 @@ from engine.native.rows import SILU
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig
 
-    from engine.model.weights import WeightReader
 
-
-class Decoder(nn.Module):
+class DecoderModel(nn.Module):
     """A model of the table."""
 
     keeps_no_state = True
@@ -191,38 +190,4 @@ def _norm(architecture: Architecture, weights: WeightReader, name: str, size: in
 
 def is_of_table(model: nn.Module) -> bool:
     """Whether a model is a decoder, whose table CI has tested: no load needs to."""
-    return isinstance(model, Decoder)
-
-
-def shapes_of(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight, by its name in a checkpoint; a tied head is the table."""
-    width, inner, a = architecture.width, architecture.inner, architecture
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (a.vocab_size, width),
-        "model.norm.weight": (width,),
-    }
-    if not a.is_tied:
-        found["lm_head.weight"] = a.vocab_size, width
-    for number, layer in enumerate(a.layers):
-        at = f"model.layers.{number}."
-        found |= {f"{at}{name}.weight": (width,) for name in a.norms if name is not None}
-        found |= _with_biases(f"{at}self_attn.", _attention_shapes(layer, width), layer.qkv_bias, layer.out_bias)
-        matrices = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
-        found |= _with_biases(f"{at}mlp.", matrices, a.mlp_bias, a.mlp_bias)
-        if layer.head_norms:
-            found |= {f"{at}self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
-    return found
-
-
-def _attention_shapes(layer: AttentionLayer, width: int) -> dict[str, tuple[int, int]]:
-    queries, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-    return {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width), "o_proj": (width, queries)}
-
-
-def _with_biases(
-    at: str, matrices: dict[str, tuple[int, int]], has_bias: bool, last_has_bias: bool
-) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {f"{at}{name}.weight": shape for name, shape in matrices.items()}
-    *several, last = matrices
-    biased = [*several] * has_bias + [last] * last_has_bias
-    return found | {f"{at}{name}.bias": matrices[name][:1] for name in biased}
+    return isinstance(model, DecoderModel)

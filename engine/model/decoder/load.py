@@ -6,15 +6,15 @@ import logging
 from typing import TYPE_CHECKING
 
 from engine.choices import Rounded
-from engine.model.architecture import Architecture
 from engine.model.checkpoint import end_tokens_of, read_end_tokens, told_as_model_error
-from engine.model.decoder import Decoder
+from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.weights import WeightReader, check, renamed
 from engine.model.gguf.files import open_gguf
 from engine.model.published.files import read_tensors
 from engine.model.published.gguf import weights_in
 from engine.model.published.saved import with_saved_codes
 from engine.model.text_part import names_in_whole
-from engine.model.weights import WeightReader, check, renamed
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def load_decoder(
     quantisation: Quantisation | None = None,
     *,
     keeps_codes: bool = True,
-) -> Decoder:
+) -> DecoderModel:
     """Load the checkpoint `name`, which `config` describes.
 
     Args:
@@ -56,7 +56,7 @@ def load_decoder(
     with told_as_model_error(name):
         weights = renamed(_weights(name, revision, quantisation), (*architecture.names, *names))
         check(name, architecture, weights)
-        made = Decoder(architecture, config, WeightReader(weights, dtype, rounded, keeps_codes=keeps_codes))
+        made = DecoderModel(architecture, config, WeightReader(weights, dtype, rounded, keeps_codes=keeps_codes))
     ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None
     log.info("%r: %d layers of the table; matrices are %s", name, len(architecture.layers), made.held)

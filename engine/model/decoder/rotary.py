@@ -20,14 +20,14 @@ _Parameters = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
+class RotaryTable:
     """The rotary positions of some layers: a frequency for each pair of numbers, and the factor of cos and sin."""
 
     frequencies: tuple[float, ...]  # float32
     scaling: float = 1.0
 
     @classmethod
-    def of(cls, parameters: _Parameters, dim: int) -> Rotary:
+    def of(cls, parameters: _Parameters, dim: int) -> RotaryTable:
         """The rotary positions of heads of `dim` numbers.
 
         Raises:
