@@ -108,37 +108,29 @@ class ServedModel:
         progress: Progress,
         *,
         is_successor: bool = False,
-        compile_seconds: float | None = None,
-        rests: bool = False,
     ) -> ServedModel:
         """Load the models and warm up. This takes seconds to minutes, so call it on the compute thread.
 
         `is_successor`: an engine of this configuration ran here before; practise and measure nothing.
-        `compile_seconds`: the longest time that a structure may take to compile; default: the limit for callers.
-        `rests`: as in `engine.startup.warm.load`.
         """
         from engine.startup.build import pick_device
         from engine.startup.warm import load
 
         with ThreadPoolExecutor(1, thread_name_prefix="text") as beside:
             reading = beside.submit(ModelText.read, config)
-            engine = load(
-                config, progress, is_successor=is_successor, rests=rests, codec=lambda: reading.result().codec
-            )
+            engine = load(config, progress, is_successor=is_successor, codec=lambda: reading.result().codec)
             text = reading.result()
-        return cls.around(engine, config, str(pick_device(config.device)), text, compile_seconds)
+        return cls.around(engine, config, str(pick_device(config.device)), text)
 
     @classmethod
     def around(
-        cls, engine: EngineView, config: EngineConfig, device: str, text: ModelText,
-        compile_seconds: float | None = None,
+        cls, engine: EngineView, config: EngineConfig, device: str, text: ModelText
     ) -> ServedModel:  # fmt: skip
         """Make the grammar compiler for a loaded engine of this process or another, and put all together."""
-        from engine.text.guided import COMPILE_SECONDS, GrammarCompiler
+        from engine.text.guided import GrammarCompiler
 
         codec, chat = text.codec, text.chat
-        seconds = COMPILE_SECONDS if compile_seconds is None else compile_seconds
-        compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config, seconds)
+        compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config)
         draft_name = None if config.draft is None else model_name(config.draft)
         return cls(
             model_name(config.target),

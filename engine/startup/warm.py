@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from engine import heap
 from engine.device_loop.results import Progress, untold
 from engine.engine import Engine
 from engine.params import SamplingParams
@@ -156,8 +157,11 @@ def _in_parts(
 
 def _text(engine: Engine, codec: Tokenizer | None = None) -> Seq[int]:
     """The calibration text in the target's tokens; empty without a tokenizer."""
-    found = Codec.load(engine.config.target, engine.config.revision) if codec is None else codec()
-    return () if found is None else [t for t in found.encode(TEXT) if t < engine.vocab_size]
+    found = Codec.load(engine.config.target, engine.config.revision, kept=False) if codec is None else codec()
+    tokens = () if found is None else [t for t in found.encode(TEXT) if t < engine.vocab_size]
+    del found
+    heap.give_back()  # a tokenizer that nobody else needs takes more memory than many a model
+    return tokens
 
 
 def _rehearse(engine: Engine, progress: Progress) -> None:

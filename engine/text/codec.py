@@ -46,13 +46,17 @@ class Codec:
         heap.give_back()  # what a tokenizer is made of takes several times its own memory
 
     @classmethod
-    def load(cls, source: str | Path, revision: str | None = None) -> Codec | None:
-        """Load the tokenizer of a checkpoint; None if there is none: then only token ids can be served."""
+    def load(cls, source: str | Path, revision: str | None = None, *, kept: bool = True) -> Codec | None:
+        """Load the tokenizer of a checkpoint; None if there is none: then only token ids can be served.
+
+        `kept`: whoever loads it again gets the same one.
+        """
+        of_container, of_file = (_of_container, _of_file) if kept else (_of_container.__wrapped__, _of_file.__wrapped__)
         gguf = open_gguf(source, revision)
         if gguf is not None:
-            return _of_container(gguf)
+            return of_container(gguf)
         path = find_file(source, TOKENIZER_FILE, revision)
-        return None if path is None else _of_file(path, path.stat().st_mtime_ns)
+        return None if path is None else of_file(path, path.stat().st_mtime_ns)
 
     def encode(self, text: str, *, bare: bool = False) -> tuple[int, ...]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds, or without them if `bare`."""

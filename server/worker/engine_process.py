@@ -12,32 +12,36 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.params import Guided
 from engine.stats import StepStats
 from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Request, TokenEvent
 from engine.verdicts import Verdicts, collected
-from server.model import CompileGrammar, Progress, ServedModel
+from server.model import CompileGrammar, EngineView, Progress, ServedModel, model_name
 from server.telemetry import logs
 from server.worker import wire
 from server.worker.garbage import freeze_loaded
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.text.guided import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
 # Most unread outputs: enough that a step does not wait for the front ends, few enough that cancellations act soon.
 MAX_LEAD = 2
 COMPILE_THREADS = 2
+# The front ends have compiled each structure in time; that this process is busier must not end its request.
+COMPILE_SECONDS = 300.0
 _QUIET_SECONDS = 0.05  # without an order, after which an idle engine does what it has left for later
 _RECEIVE_BYTES = 1 << 16
 
@@ -369,11 +373,40 @@ class LoadEngine(Protocol):
         ...
 
 
-# The front ends have compiled each structure in time; that this process is busier must not end its request.
-LOAD = partial(ServedModel.load, compile_seconds=300.0, rests=True)
+class StructureCompiler:
+    """Compiles structures in this process, where a tokenizer is read for the first of them."""
+
+    def __init__(self, engine: EngineView, config: EngineConfig, seconds: float = COMPILE_SECONDS) -> None:
+        self._engine, self._config, self._seconds = engine, config, seconds
+        self._lock = threading.Lock()
+        self._made: GrammarCompiler | None = None
+
+    def __call__(self, guided: Guided) -> Grammar:
+        """As in `GrammarCompiler.compile`."""
+        from engine.text.codec import Codec
+        from engine.text.guided import GrammarCompiler
+
+        engine, config = self._engine, self._config
+        with self._lock:
+            if self._made is None:
+                codec = Codec.load(config.target, config.revision)
+                sizes = engine.vocab_size, engine.eos_token_ids
+                self._made = GrammarCompiler.of(codec, *sizes, config, self._seconds)
+        assert self._made is not None, "the front ends refuse structures of a model that has none"
+        return self._made.compile(guided)
 
 
-def main(load: LoadEngine = LOAD) -> None:
+def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
+    """Load the engine alone: its front ends have the tokenizer and the template. See `LoadEngine`."""
+    from engine.startup.build import pick_device
+    from engine.startup.warm import load
+
+    engine = load(config, progress, is_successor=is_successor, rests=True)
+    device, compiler = str(pick_device(config.device)), StructureCompiler(engine, config)
+    return ServedModel(model_name(config.target), None, device, engine, None, compiler)
+
+
+def main(load: LoadEngine = load_engine) -> None:
     """Run the process; its only argument is the number of an open socket. Never returns.
 
     The fork server has set how this process handles signals, and that it ends with its parent.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from engine import heap
 from engine.choices import Rounded
 from engine.model.checkpoint import end_tokens_of, read_end_tokens, told_as_model_error
 from engine.model.decoder.architecture import Architecture
@@ -57,6 +58,7 @@ def load_decoder(
         weights = renamed(_weights(name, revision, quantisation), (*architecture.names, *names))
         check(name, architecture, weights)
         made = DecoderModel(architecture, config, WeightReader(weights, dtype, rounded, keeps_codes=keeps_codes))
+    heap.give_back()  # what codes were on their way to panels
     ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None
     log.info("%r: %d layers of the table; matrices are %s", name, len(architecture.layers), made.held)

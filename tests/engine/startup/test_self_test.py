@@ -19,7 +19,7 @@ from engine.kv.batch import RaggedBatch
 from engine.model.quantize import quantise
 from engine.model.runner import kv_layout, load_model
 from engine.startup.build import assemble
-from engine.startup.self_test import check_ragged_contract
+from engine.startup.self_test import check_ragged_contract, is_compared
 from tests import zoo
 from tests.class_table import ALONE, RAGGED, way_of
 from tests.covering import some
@@ -132,3 +132,9 @@ def test_the_zoo_passes(family: str, dtype: str) -> None:
         assert way_of(engine).startswith(ALONE)
     elif (family, dtype) not in UNSURE:
         assert way_of(engine) == RAGGED
+
+
+@pytest.mark.parametrize(("family", "on_cpu", "elsewhere"), [("llama", True, False), ("gpt2", True, True)])
+def test_a_well_known_family_is_not_compared_with_its_plain_pass_on_a_gpu(family, on_cpu, elsewhere):
+    model = zoo.ours(zoo.reference(family))
+    assert (is_compared(model), is_compared(model.to("meta"))) == (on_cpu, elsewhere)

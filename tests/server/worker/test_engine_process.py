@@ -26,7 +26,6 @@ from models import embedded_target
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
-from server.model import ModelText, ServedModel
 from server.worker import engine_process
 from server.worker.fork_server import ForkServer
 from server.worker.remote import EngineProgram
@@ -426,13 +425,13 @@ async def test_an_id_that_lives_again_gets_its_own_tokens():
 def test_a_structure_that_its_caller_has_waited_for_may_take_longer_in_the_engines_process(monkeypatch):
     """There it compiles again, beside the prompts of all interrupted streams: that must not end its request."""
     engine, config = FakeEngine(), EngineConfig(target=str(embedded_target()))
-    engine.vocab_size, text = 2048, ModelText.read(config)
+    engine.vocab_size = 2048
     guided, waits, compiles = Guided(regex="[ab]{3}"), threading.Event(), guided_text.regex_to_lark
     monkeypatch.setattr(
         guided_text, "regex_to_lark", lambda *args, **options: waits.wait(60) and compiles(*args, **options)
     )
     with pytest.raises(InvalidRequest, match="did not compile within 0 s"):
-        ServedModel.around(engine, config, "cpu", text, compile_seconds=0.0).compile_grammar(guided)
+        engine_process.StructureCompiler(engine, config, 0.0)(guided)
     waits.set()
-    assert ServedModel.around(engine, config, "cpu", text, compile_seconds=60.0).compile_grammar(guided).start()
-    assert engine_process.LOAD.keywords["compile_seconds"] > COMPILE_SECONDS
+    assert engine_process.StructureCompiler(engine, config)(guided).start()
+    assert engine_process.COMPILE_SECONDS > COMPILE_SECONDS
