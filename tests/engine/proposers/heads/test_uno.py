@@ -24,7 +24,7 @@ from engine.errors import InvalidRequest, ModelError
 from engine.kv.batch import Feed
 from engine.proposers.base import Proposal
 from engine.proposers.chain import Chain
-from engine.proposers.heads import uno, weights
+from engine.proposers.heads import uno
 from engine.proposers.heads.load import load_heads
 from engine.proposers.heads.uno import UnoProposer, adapter_folder
 from engine.startup.build import assemble
@@ -233,7 +233,7 @@ def test_only_the_adapter_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: p
         asked.append((name, revision, sorted(allow_patterns)))
         return str(tmp_path)
 
-    monkeypatch.setattr(weights, "snapshot_download", fetch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert adapter_folder("someone/uno", "1234") == written
     files = [f"{folder}adapter_{kind}" for folder in ("", "adapter/") for kind in ("config.json", "model.safetensors")]
     assert asked == [("someone/uno", "1234", sorted(files))]
