@@ -7,17 +7,15 @@ There is one arena per model, allocated once. A sequence's position p is stored 
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.choices import KVType
 from engine.kv.rounded import SCALE_BYTES, round_heads
 from engine.machine.mapped import in_pages
-
-_ALIGNED = 64  # bytes, like torch's own tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +135,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + _ALIGNED, np.uint8)
-    start = -memory.ctypes.data % _ALIGNED
-    zeros = torch.from_numpy(memory[start : start + size])
+    if not size:
+        return torch.zeros(shape, dtype=dtype)
+    # From the system, not from memory that was freed: that the C library would have to zero.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    zeros = torch.frombuffer(memory, dtype=torch.uint8)
     in_pages(zeros, large=False)
     return zeros.view(dtype).view(shape)
