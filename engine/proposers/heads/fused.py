@@ -1,4 +1,4 @@
-"""The layers of a head in one call of our C, as `model.fusion.stack` runs those of a model. Knows Llama's layers.
+"""The layers of a head in one call of our C, as `model.decoder.stack` runs those of a model. Knows Llama's layers.
 
 A head drafts one token per pass: in a small head the Python code between two matmuls takes longer than they do, and in
 any head reading the weights takes longer than multiplying them. So on a CPU a head is in bfloat16, as most are stored,

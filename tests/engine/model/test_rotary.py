@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -28,6 +28,8 @@ OF_YARN = {
     "mscale_all_dim": st.sampled_from([0.7, 1.0]), "attention_factor": st.just(1.3), "truncate": st.booleans(),
 }  # fmt: skip
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 2048}
+
 
 @st.composite
 def parameters(draw: st.DrawFn) -> dict[str, Any]:
@@ -37,6 +39,8 @@ def parameters(draw: st.DrawFn) -> dict[str, Any]:
     return drawn
 
 
+@example(YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}, 64, [5])
+@example(YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "truncate": False}, 64, [5])
 @given(parameters(), st.sampled_from([16, 32, 64, 80, 128, 256]), st.lists(st.integers(0, 1 << 20), min_size=1))
 def test_frequencies_and_tables(found: dict[str, Any], dim: int, positions: list[int]) -> None:
     config = LlamaConfig(hidden_size=2 * dim, num_attention_heads=2, head_dim=dim, rope_parameters=dict(found))
