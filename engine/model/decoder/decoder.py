@@ -105,14 +105,17 @@ class DecoderModel(nn.Module):
 
 
 def _layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLayer]:
-    """All layers, several at a time: each of the many steps from a file to panels leaves most threads idle."""
+    """All layers, several at a time: each of the many steps from a file to panels leaves most threads idle.
+
+    Floats that are rounded keep all threads busy by themselves, and two layers of them take more memory than one.
+    """
     numbers, here = range(len(architecture.layers)), copy_context()
 
     def layer(number: int) -> DecoderLayer:
         below = weights.below(f"model.layers.{number}.")
         return here.copy().run(DecoderLayer, architecture, number, below)
 
-    with ThreadPoolExecutor(most_threads()) as threads:
+    with ThreadPoolExecutor(most_threads() if weights.rounded is None else 1) as threads:
         return list(threads.map(layer, numbers))
 
 

@@ -123,6 +123,7 @@ class WeightReader:
             return Embedding(self._plain(table), scale)
         weight = table if isinstance(table, Tensor) else self._plain(table)
         codes = shared or round_weight(weight, bits_of(self.rounded, "", weight))
+        release_mapped(weight)
         return CodedEmbedding.of(codes, place, self.dtype)
 
     def _keeps(self, weight: Tensor | Codes) -> bool:
