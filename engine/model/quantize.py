@@ -34,7 +34,7 @@ from engine.model.linear.swap import bytes_after_swap, is_router
 from engine.model.linear.unstack import unstack
 from engine.model.published.files import folder_of, read_tensors
 from engine.model.published.methods import quantisation_of
-from engine.model.published.saved import CODES, SCALES
+from engine.model.published.saved import CODES, SCALES, SavedCodes, with_saved_codes
 from engine.model.runner import load_model, prepare
 
 if TYPE_CHECKING:
@@ -202,13 +202,16 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 @torch.no_grad()
 def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> None:
     """Give a skeleton its weights: codes as they are, other matmuls' weights unrounded, the rest in `dtype`."""
-    floats = dict(tensors)
-    for key in tensors:
-        path, _, kind = key.rpartition(".")
-        if kind == CODES:
-            fields = {field: floats.pop(f"{path}.weight_{field}", None) for field in SCALES}
-            codes, bias = floats.pop(key), floats.pop(f"{path}.bias", None)
-            _put_codes(model, path, _read_codes(key, codes, fields, bias, model.get_submodule(path)), dtype)
+    weights = with_saved_codes(tensors)
+    floats = {key: weight for key, weight in weights.items() if isinstance(weight, Tensor)}
+    for key, saved in weights.items():
+        if isinstance(saved, SavedCodes):
+            path = key.removesuffix(".weight")
+            wants = matrix(cast("nn.Linear", model.get_submodule(path))).shape
+            if saved.shape != tuple(wants):
+                at = f"{path}.{CODES}"
+                raise ModelError(f"{at} holds a matrix of {list(saved.shape)}; the config says {list(wants)}")
+            _put_codes(model, path, replace(saved.codes, bias=floats.pop(f"{path}.bias", None)), dtype)
     _share_table(model, floats, dtype)
     table = model.get_input_embeddings()
     wanted = {key for key in model.state_dict() if not isinstance(_module_of(model, key), CodedEmbedding)}
@@ -244,26 +247,6 @@ def _share_table(model: PreTrainedModel, floats: Mapping[str, Tensor], dtype: to
     names = [name for name, module in model.named_modules() if module is table]
     if isinstance(head, GroupedLinear) and isinstance(table, nn.Embedding) and f"{names[0]}.weight" not in floats:
         model.set_input_embeddings(CodedEmbedding.of(replace(head.codes, bias=None), table, dtype))
-
-
-def _read_codes(
-    key: str, codes: Tensor, fields: Mapping[str, Tensor | None], bias: Tensor | None, module: nn.Module
-) -> GroupedCodes:
-    """The codes of a matrix as `_tensors_of` wrote them; ModelError where they do not fit the module."""
-    outputs, inputs = matrix(cast("nn.Linear", module)).shape
-    bits, scale = 8 if codes.dtype == torch.int8 else 4, fields["scale"]
-    if scale is None:
-        raise ModelError(f"the checkpoint lacks the scales of {key}")
-    made = GroupedCodes(codes, bits, scale, bias=bias, **{name: fields[name] for name in SCALES[1:]})
-    try:
-        made.check()
-    except ValueError as error:
-        raise ModelError(f"{key}: {error}") from error
-    if [len(codes), made.in_features] != [outputs, inputs]:
-        raise ModelError(
-            f"{key} holds a matrix of {[len(codes), made.in_features]}; the config says {[outputs, inputs]}"
-        )
-    return made
 
 
 def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded = "int8") -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -152,7 +152,8 @@ def load(
 def _load(
     config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device, shares: int
 ) -> PreTrainedModel:
-    held = held_as(config, name, revision, weights, device)
+    described = read_config(name, revision)
+    held = held_as(config, name, revision, weights, device, described=described)
     log.info("%r is held in %s", name, held)
     log.info("%r: rounded are %s", name, held.rounding(device))
     if shares > 1:
@@ -163,12 +164,11 @@ def _load(
             log.info("%r stays unfused: a share of it has transformers' hooks on its matrices", name)
         return load_model(name, revision, held.dtype, device, shares)
     on_cpu = config.fuse and device.type == "cpu" and config.loop != "rounds"  # our C cannot read the batches of rounds
-    described = read_config(name, revision)
     architecture = Architecture.of(described) if on_cpu and held.weights != "fp8" else None
     if architecture is not None:
         keeps_codes = held.keeps_codes or held.quantisation is None
         as_rounded = None if held.weights == "native" else cast("Rounded", held.weights)
-        made: Any = load_decoder(
+        made = load_decoder(
             name, revision, described, architecture, held.dtype, as_rounded, held.quantisation, keeps_codes=keeps_codes
         )
         return cast("PreTrainedModel", made)

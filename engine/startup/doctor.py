@@ -98,7 +98,7 @@ class Facts:
         """Read configs and tokenizer, and build the model on the meta device, where weights take no memory."""
         described = checkpoint.read_config(name, revision, of_transformers=True)
         device = pick_device(config.device)
-        held = held_as(config, name, revision, asked, device)
+        held = held_as(config, name, revision, asked, device, described=described)
         checkpoint.check_weights(name)
         model = on_meta(name, described)
         with checkpoint.told_as_model_error(name):

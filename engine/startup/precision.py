@@ -85,15 +85,17 @@ def held_as(
     device: torch.device,
     *,
     multiplies: Multiplies = multiplies,
+    described: PreTrainedConfig | None = None,
 ) -> HeldPrecision:
     """How the checkpoint `name` will be held on `device`, with weights as `asked` unless they are rounded already.
 
-    `multiplies` reports which types our C multiplies on this machine.
+    `multiplies` reports which types our C multiplies on this machine. `described` is the checkpoint's config, where it
+    has been read already.
 
     Raises:
         ModelError: there is no such checkpoint, or the device cannot run it as asked.
     """
-    described = read_config(name, revision)
+    described = read_config(name, revision) if described is None else described
     quantisation = quantisation_of(name, described)
     weights = weights_of(name, quantised_as(described), asked, device)
     if config.dtype == "float16" and device.type == "cpu":

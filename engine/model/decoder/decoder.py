@@ -21,8 +21,6 @@ from engine.model.decoder.stack import Stack
 from engine.model.decoder.weights import WeightReader
 from engine.model.fusion.fuse import Gated, Joined, JoinedPart, RMSNorm, RotaryAttention
 from engine.model.linear.activations import ELEMENTWISE, RowWise
-from engine.model.linear.grouped import GroupedLinear
-from engine.model.linear.packed import PackedLinear
 from engine.model.tap import FINAL
 from engine.native.rows import SILU
 
@@ -54,12 +52,6 @@ class DecoderModel(nn.Module):
     def device(self) -> torch.device:
         """Where it runs."""
         return torch.device("cpu")
-
-    @property
-    def held(self) -> str:
-        """How its matrices are held, in words."""
-        kinds = {type(m).__name__ for m in self.modules() if isinstance(m, GroupedLinear | PackedLinear | nn.Linear)}
-        return " and ".join(sorted(kinds))
 
     def get_decoder(self) -> nn.Module:
         """Everything but the output matrix."""

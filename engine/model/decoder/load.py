@@ -61,7 +61,7 @@ def load_decoder(
     heap.give_back()  # what codes were on their way to panels
     ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None
-    log.info("%r: %d layers of the table; matrices are %s", name, len(architecture.layers), made.held)
+    log.info("%r runs in the decoder: %d layers of a %s", name, len(architecture.layers), config.model_type)
     return made.eval()
 
 
