@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, FalconForCausalLM, Pr
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.choices import Rounded
-from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.families import architecture_for
 from engine.model.decoder.weights import WeightReader
 from engine.model.fusion.fuse import fuse
 from engine.model.linear.packed import pack
@@ -244,7 +244,7 @@ def ours(model: PreTrainedModel) -> PreTrainedModel:
 
 def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> DecoderModel | PreTrainedModel:
     """The same model as a server on a CPU runs it: in our C, where that multiplies here."""
-    architecture = Architecture.of(model.config)
+    architecture = architecture_for(model.config)
     if architecture is not None:
         read = WeightReader(model.state_dict(), model.dtype, weights)
         return DecoderModel(architecture, copy.deepcopy(model.config), read).eval()

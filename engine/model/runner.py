@@ -32,6 +32,7 @@ from engine.model.checkpoint import (
     shape_of,
     told_as_model_error,
 )
+from engine.model.decoder.architecture import architecture_of
 from engine.model.linear.rows import matmul_shape
 from engine.model.rope import install_tables
 from engine.model.temperature import install_temperatures
@@ -77,8 +78,9 @@ class ModelRunner:
         self.model, self.arena, self.attend, self._adapters = model.eval(), arena, attend, adapters
         self.states = states
         self._current = CurrentPass.of(model)
-        install_tables(model)
-        install_temperatures(model, self._current)
+        if architecture_of(model) is None:
+            install_tables(model)
+            install_temperatures(model, self._current)
         self.vocab_size = vocab_size(model)
         self.device = model.device
 
@@ -235,6 +237,9 @@ def layout_of_model(model: PreTrainedModel) -> KVLayout:
     Raises:
         ModelError: the model keeps a state in a way that we do not know.
     """
+    architecture = architecture_of(model)
+    if architecture is not None:
+        return KVLayout(architecture.kv, model.dtype)
     states = StateLayout.of(model)
     if states is None:
         compressed = any(latent_of(module) for module in model.modules())

@@ -37,7 +37,7 @@ class StateLayout:
         Raises:
             ModelError: it keeps a state in a way that we do not know.
         """
-        if getattr(model, "keeps_no_state", False):
+        if getattr(model, "architecture", None) is not None:  # none of the table keeps any
             return None
         from engine.recurrent.mixers import prepare
         from engine.recurrent.probe import probe

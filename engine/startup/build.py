@@ -29,8 +29,8 @@ from engine.machine.threads import cores, leave_to_pool, use_threads
 from engine.model.adapters.peft import read_adapter
 from engine.model.adapters.store import Adapters
 from engine.model.checkpoint import read_config, weights_size
-from engine.model.decoder.architecture import Architecture
-from engine.model.decoder.decoder import is_of_table
+from engine.model.decoder.architecture import architecture_of
+from engine.model.decoder.families import architecture_for
 from engine.model.decoder.load import load_decoder
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.fusion.latent import EXPANDING, compress, has_latents
@@ -164,7 +164,7 @@ def _load(
             log.info("%r stays unfused: a share of it has transformers' hooks on its matrices", name)
         return load_model(name, revision, held.dtype, device, shares)
     on_cpu = config.fuse and device.type == "cpu" and config.loop != "rounds"  # our C cannot read the batches of rounds
-    architecture = Architecture.of(described) if on_cpu and held.weights != "fp8" else None
+    architecture = architecture_for(described) if on_cpu and held.weights != "fp8" else None
     if architecture is not None:
         keeps_codes = held.keeps_codes or held.quantisation is None
         as_rounded = None if held.weights == "native" else cast("Rounded", held.weights)
@@ -399,7 +399,7 @@ def _ragged(
 
 def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
     """Choose the attention that is asked for, or else the fastest one, that passes the self-test with this model."""
-    if is_of_table(model):
+    if architecture_of(model) is not None:
         return attention.choose(config.attention, model.device, row_wise=row_wise)
     return attention.fitting(config.attention, model.device, _test_of(model, layout), row_wise=row_wise)
 

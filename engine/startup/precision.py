@@ -16,7 +16,7 @@ from engine.choices import Weights
 from engine.errors import ModelError
 from engine.kernels import has_triton
 from engine.model.checkpoint import named_type, read_config, stored_type, told_as_model_error
-from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.families import architecture_for
 from engine.model.linear.packed import packs_whole
 from engine.model.published.methods import Quantisation, quantisation_of
 from engine.model.quantize import quantised_as
@@ -193,7 +193,7 @@ def _against_bfloat16(
         (not multiplies(torch.bfloat16), "our C multiplies no bfloat16 here (`pilotfish check` says why)"),
     )
     found = next((reason for stands, reason in reasons if stands), None)
-    architecture = Architecture.of(described)
+    architecture = architecture_for(described)
     if found is None and not (
         packs_whole(on_meta(name, described)) if architecture is None else architecture.is_aligned
     ):

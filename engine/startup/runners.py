@@ -22,7 +22,7 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
 from engine.model.checkpoint import shape_of
-from engine.model.decoder.decoder import is_of_table
+from engine.model.decoder.architecture import architecture_of
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from transformers import PreTrainedModel
@@ -79,7 +79,7 @@ class Ways:
 
 
 def _tried(model: PreTrainedModel, ragged: Callable[[PreTrainedModel], Attend]) -> Attend:
-    if is_of_table(model):
+    if architecture_of(model) is not None:
         return ragged(model)
     if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
         raise ModelError(f"{_name(model)} attends in code of its own, which knows nothing of ragged batches")

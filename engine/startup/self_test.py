@@ -23,7 +23,7 @@ from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.families import architecture_for
 from engine.model.linear.grouped import has_codes
 from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner
@@ -103,7 +103,7 @@ def is_compared(model: PreTrainedModel) -> bool:
     There rows of 8 bits, and sums of bfloat16 in another order, are further from it than any bound that finds a fault:
     8B in fp8 ran one sequence at a time. What such a family computes, and our kernels, are tested before a release.
     """
-    return model.device.type == "cpu" or Architecture.of(model.config) is None
+    return model.device.type == "cpu" or architecture_for(model.config) is None
 
 
 # The first part has two drafts, which are taken back; the second goes on from one token, and one that was logged.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.families import architecture_for
 from engine.startup import self_test
 from engine.startup.build import assemble, build_engine
 from engine.verdicts import Verdicts, collected, verdict
@@ -65,7 +65,7 @@ def test_a_pair_that_was_tested_is_loaded_without_a_test(monkeypatch: pytest.Mon
 
 
 HELD = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
-OUTSIDE = sorted(family for family in zoo.FAMILIES if Architecture.of(zoo.family_config(family)) is None)
+OUTSIDE = sorted(family for family in zoo.FAMILIES if architecture_for(zoo.family_config(family)) is None)
 
 
 @pytest.mark.parametrize(

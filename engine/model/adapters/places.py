@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.kv.latent import latent_of
-from engine.model.fusion.fuse import Joined, JoinedPart
+from engine.model.decoder.attention import Joined, JoinedPart
+from engine.model.decoder.decoder import DecoderModel
 from engine.model.fusion.kernel_layers import KernelGate
 from engine.model.fusion.latent import EXPANDING
 from engine.model.linear.fp8 import Fp8Linear
@@ -34,6 +36,11 @@ class Place:
     inputs: int
     outputs: int
     total: int  # outputs of the whole `matmul`
+    order: Tensor | None = None  # which output in the checkpoint each output is; None where they are the same
+
+    def ordered(self, b: Tensor) -> Tensor:
+        """The rows of a matrix `[outputs, rank]` of the checkpoint, in the order of the outputs here."""
+        return b if self.order is None else b[self.order]
 
 
 def find_place(model: PreTrainedModel, path: str) -> Place:
@@ -43,7 +50,7 @@ def find_place(model: PreTrainedModel, path: str) -> Place:
         ModelError: the model has no matmul there, or it is one that adapters cannot change.
     """
     module: nn.Module | Place = model
-    for name in path.split("."):
+    for name in _renamed(model, path).split("."):
         if name == EXPANDING and isinstance(module, nn.Module) and latent_of(module) is not None:
             raise ModelError(f"{path!r} expands latents, which are kept as they are here: {_AT_START}")
         found = None if isinstance(module, Place) else _child(module, name)
@@ -57,6 +64,14 @@ def find_place(model: PreTrainedModel, path: str) -> Place:
     if isinstance(place.matmul, Fp8Linear):
         raise ModelError(f"{path!r} has fp8 weights: {_FP8}")
     return place
+
+
+def _renamed(model: nn.Module, path: str) -> str:
+    """The path in a decoder of our own, whose names are the same in all families."""
+    names = model.architecture.names if isinstance(model, DecoderModel) else ()
+    for pattern, becomes in names:
+        path = re.sub(pattern, becomes, f"{path}.").removesuffix(".")
+    return path
 
 
 def _child(module: nn.Module, name: str) -> nn.Module | Place | None:
@@ -74,15 +89,15 @@ def _child(module: nn.Module, name: str) -> nn.Module | Place | None:
 
 def _place(module: nn.Module) -> Place | None:
     if isinstance(module, JoinedPart):
-        return _part(module.joined, module.index)
+        return _part(module.joined, module.index, module.order)
     shape = _shape(module)
-    return None if shape is None else Place(module, 0, *shape, shape[1])
+    return None if shape is None else Place(module, 0, *shape, shape[1], getattr(module, "outputs_order", None))
 
 
-def _part(joined: Joined, index: int) -> Place:
+def _part(joined: Joined, index: int, order: Tensor | None = None) -> Place:
     shape = _shape(joined.matmul)
     assert shape is not None, "what was joined are matmuls"
-    return Place(joined.matmul, sum(joined.sizes[:index]), shape[0], joined.sizes[index], shape[1])
+    return Place(joined.matmul, sum(joined.sizes[:index]), shape[0], joined.sizes[index], shape[1], order)
 
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:

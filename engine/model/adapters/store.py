@@ -146,7 +146,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if matmul not in self._hooks:
             is_head = matmul is model.get_output_embeddings()
             self._hooks[matmul] = AdapterHook(self._current, matmul, is_head=is_head)
-        a, b = block_diagonal([(place.start, part.a, part.b) for place, part in parts], parts[0][0].total)
+        a, b = block_diagonal(
+            [(place.start, part.a, place.ordered(part.b)) for place, part in parts], parts[0][0].total
+        )
         dtype = torch.float32 if model.device.type == "cpu" else model.dtype
         return LowRankProduct(a.to(model.device, dtype), b.to(model.device, dtype), row_wise=self._row_wise)
 

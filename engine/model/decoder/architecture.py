@@ -1,26 +1,102 @@
 """What a model computes, as data: sizes, norms, windows and rotary positions, layer by layer. Reads no weights.
 
-A family is one function that fills an `Architecture` from a config; a config whose model computes anything else gives
-None, and transformers' own module runs it.
+Each part knows the shapes of its weights, by the names that they have in a checkpoint below its own name. Which numbers
+a family has is in `families.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
 
 from engine.attention.spec import AttentionSpec
-from engine.errors import ModelError
+from engine.kv.arena import LayerKV
 from engine.model.decoder.rotary import RotaryTable
 from engine.native import ALIGNED
-from engine.native.rows import GELU_TANH, SILU, Activation
 
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedConfig
+Shapes = dict[str, tuple[int, ...]]
 
-_ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+class LayerPart(Protocol):
+    """A mixer or a feed-forward of a layer."""
+
+    def shapes(self, width: int) -> Shapes:
+        """The shape of every weight, for rows of `width` numbers."""
+        ...
+
+    def row_sizes(self) -> set[int]:
+        """Inputs of its matrices, beside the width of the model."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), or LayerNorm (Ba et al. 2016, arXiv 1607.06450).
+
+    Attributes:
+        eps: what is added to the mean of squares.
+        centred: LayerNorm, which takes off the mean first.
+        plus_one: the weight is 1 plus what is stored.
+        has_weight: else all weights are 1.
+        has_bias: a bias is added.
+    """
+
+    eps: float
+    centred: bool = False
+    plus_one: bool = False
+    has_weight: bool = True
+    has_bias: bool = False
+
+    def shapes(self, name: str, *size: int) -> Shapes:
+        """The shapes of its weights; `name` ends in a dot."""
+        kinds = ("weight", "bias"), (self.has_weight, self.has_bias)
+        return {f"{name}{kind}": size for kind, has in zip(*kinds, strict=True) if has}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """A norm of queries and one of keys.
+
+    Attributes:
+        form: of both.
+        extent: each head with one weight for all (`head`) or with its own (`heads`); all heads together (`all`).
+        turned: they are applied to what is rotated already.
+        listed: the checkpoint has the weight of each head by itself.
+        names: of both norms.
+    """
+
+    form: NormForm
+    extent: Literal["head", "heads", "all"] = "head"
+    turned: bool = False
+    listed: bool = False
+    names: tuple[str, str] = ("q_norm", "k_norm")
+
+    def size(self, heads: int, head_dim: int) -> tuple[int, ...]:
+        """The shape of a weight."""
+        return {"head": (head_dim,), "heads": (heads, head_dim), "all": (heads * head_dim,)}[self.extent]
+
+    def shapes(self, name: str, heads: int, head_dim: int) -> Shapes:
+        """The shapes of the weights of the norm of this name."""
+        if not self.listed:
+            return self.form.shapes(f"{name}.", *self.size(heads, head_dim))
+        each = [self.form.shapes(f"{name}.norms.{head}.", head_dim) for head in range(heads)]
+        return {key: size for shapes in each for key, size in shapes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries are multiplied by 1 + factor * log(1 + floor((position + shift) / span)) (arXiv 2501.19399)."""
+
+    factor: float
+    span: float
+    shift: int = 0
+
+    def of(self, positions: Tensor) -> Tensor:
+        """`[T]` -> float32 `[T]`."""
+        return torch.log1p(torch.floor((positions.float() + self.shift) / self.span)) * self.factor + 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +107,16 @@ class AttentionLayer:
         heads: of queries.
         kv_heads: of keys and values; a divisor of `heads`.
         head_dim: numbers of a head.
-        spec: scale, window and cap of the scores.
+        spec: scale, window, chunk and cap of the scores.
         rotary: of queries and keys.
-        head_norms: queries and keys are normed, each head alone, before they are rotated.
+        interleaved: pairs that are rotated are neighbours in the checkpoint; else they are halves of what is rotated.
+        norm: of queries and keys, if they have any.
         qkv_bias: the products of queries, keys and values have a bias.
         out_bias: the product of the output has one.
+        joined: the checkpoint has queries, keys and values in one matrix, `qkv_proj`.
+        growth: of queries with their positions.
+        has_sinks: each head has one more score, which has no value.
+        out_name: of the output's matrix.
     """
 
     heads: int
@@ -43,245 +124,195 @@ class AttentionLayer:
     head_dim: int
     spec: AttentionSpec
     rotary: RotaryTable
-    head_norms: bool = False
+    interleaved: bool = False
+    norm: HeadNorm | None = None
     qkv_bias: bool = False
     out_bias: bool = False
+    joined: bool = False
+    growth: QueryGrowth | None = None
+    has_sinks: bool = False
+    out_name: str = "o_proj"
+
+    @property
+    def kv(self) -> LayerKV:
+        """What the layer keeps of a position."""
+        return LayerKV(self.kv_heads, self.head_dim, self.head_dim)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Numbers of the queries, keys and values of a row."""
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`."""
+        names = ("qkv_proj",) if self.joined else ("q_proj", "k_proj", "v_proj")
+        sizes = (sum(self.sizes),) if self.joined else self.sizes
+        found: Shapes = {}
+        for name, size in zip(names, sizes, strict=True):
+            found |= matrix_shapes(name, size, width, has_bias=self.qkv_bias)
+        found |= matrix_shapes(self.out_name, width, self.sizes[0], has_bias=self.out_bias)
+        if self.norm is not None:
+            for name, heads in zip(self.norm.names, (self.heads, self.kv_heads), strict=True):
+                found |= self.norm.shapes(name, heads, self.head_dim)
+        return found | ({"sinks": (self.heads,)} if self.has_sinks else {})
+
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        return {self.heads * self.head_dim}
+
+    def order(self) -> Tensor | None:
+        """Which number of a head in the checkpoint each number here is; None where they are the same.
+
+        Here number i is rotated with number i + head_dim / 2, and pairs that stay as they are have a frequency of 0.
+        A head of 8 numbers, of which 4 are rotated as neighbours: [0, 2, 4, 5, 1, 3, 6, 7].
+        """
+        turned = self.head_dim - 2 * self.rotary.still
+        if not self.interleaved and not self.rotary.still:
+            return None
+        pairs = torch.arange(turned).view(-1, 2).t() if self.interleaved else torch.arange(turned).view(2, -1)
+        return torch.cat([pairs, torch.arange(turned, self.head_dim).view(2, -1)], 1).flatten()
 
 
-# Names of a layer's norms: before attention, of what attention gives, before the MLP, of what the MLP gives.
-TWO_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
-FOUR_NORMS = (
+@dataclass(frozen=True, slots=True)
+class GatedFeed:
+    """down(activation(gate) * up); with `joined` the checkpoint has gate and up in one matrix, `gate_up_proj`."""
+
+    inner: int
+    activation: str
+    bias: bool = False
+    joined: bool = False
+
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`."""
+        names = {"gate_up_proj": 2 * self.inner} if self.joined else dict.fromkeys(("gate_proj", "up_proj"), self.inner)
+        found = matrix_shapes("down_proj", width, self.inner, has_bias=self.bias)
+        for name, size in names.items():
+            found |= matrix_shapes(name, size, width, has_bias=self.bias)
+        return found
+
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        return {self.inner}
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFeed:
+    """down(activation(up)); `names` are those of both matrices."""
+
+    inner: int
+    activation: str
+    bias: bool = False
+    names: tuple[str, str] = ("up_proj", "down_proj")
+
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`."""
+        up, down = self.names
+        found = matrix_shapes(up, self.inner, width, has_bias=self.bias)
+        return found | matrix_shapes(down, width, self.inner, has_bias=self.bias)
+
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        return {self.inner}
+
+
+# Names of a layer's norms: before the mixer, of what the mixer gives, before the feed-forward, of what that gives.
+Norms = tuple[str | None, str | None, str | None, str | None]
+TWO_NORMS: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+FOUR_NORMS: Norms = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
 )  # fmt: skip
+NORMS_AFTER: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """x += mixer(norm(x)); x += feed(norm(x)), with norms of both results in some families.
+
+    Attributes:
+        mixer: what looks at other positions.
+        feed: what looks at one; None in families whose layers are a mixer alone.
+        norms: names of the norms, as `TWO_NORMS` has them.
+        parallel: both read x as it was before the layer; without a second norm they read the same normed row.
+        scale: what both results are multiplied by before they are added.
+        names: of the mixer and of the feed-forward.
+    """
+
+    mixer: AttentionLayer
+    feed: GatedFeed | PlainFeed | None
+    norms: Norms = TWO_NORMS
+    parallel: bool = False
+    scale: float = 1.0
+    names: tuple[str, str] = ("self_attn", "mlp")
+
+    @property
+    def parts(self) -> tuple[tuple[str, LayerPart], ...]:
+        """Mixer and feed-forward, by name."""
+        both = zip(self.names, (self.mixer, self.feed), strict=True)
+        return tuple((name, part) for name, part in both if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder of layers x += attention(norm(x)); x += down(activation(gate) * up) of norm(x).
+    """A decoder.
 
     Attributes:
-        layers: the attention of each layer.
+        layers: of the decoder.
         vocab_size: rows of the table of embeddings.
         width: numbers of a hidden state.
-        inner: numbers of `gate` and of `up`.
-        activation: of the gate.
-        eps: what norms add to the mean of squares.
-        norms: names of the norms of a layer, `TWO_NORMS` or `FOUR_NORMS`.
-        one_in_norms: the weight of a norm is 1 plus what is stored.
-        mlp_bias: the products of the MLP have a bias.
+        norm: of every norm but those of heads.
         embedding_scale: what embeddings are multiplied by, in the type of the model.
+        logit_scale: what logits are multiplied by.
         softcap: logits become tanh(logit / softcap) * softcap.
         is_tied: the output matrix is the table of embeddings.
+        head_bias: the output matrix has a bias.
         names: regular expressions for names of weights in a checkpoint, with what they become.
     """
 
-    layers: tuple[AttentionLayer, ...]
+    layers: tuple[Layer, ...]
     vocab_size: int
     width: int
-    inner: int
-    activation: Activation
-    eps: float
-    norms: tuple[str | None, ...] = TWO_NORMS
-    one_in_norms: bool = False
-    mlp_bias: bool = False
+    norm: NormForm
     embedding_scale: float | None = None
+    logit_scale: float | None = None
     softcap: float | None = None
     is_tied: bool = False
+    head_bias: bool = False
     names: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_aligned(self) -> bool:
         """Whether our C multiplies all matrices: rows are whole vectors."""
-        rows = {self.width, self.inner, *(layer.heads * layer.head_dim for layer in self.layers)}
+        rows = {self.width}.union(*(part.row_sizes() for layer in self.layers for _, part in layer.parts))
         return not any(size % ALIGNED for size in rows)
 
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> Architecture | None:
-        """The architecture that a config describes; None where it is not in the table."""
-        family = _FAMILIES.get(config.model_type)
-        try:
-            return None if family is None else family(config)
-        except ModelError:  # of rotary positions: transformers may have their scaling
-            return None
+    @property
+    def kv(self) -> tuple[LayerKV | None, ...]:
+        """What each layer keeps of a position."""
+        return tuple(layer.mixer.kv for layer in self.layers)
+
+    def shapes(self) -> Shapes:
+        """The shape of every weight, by its name in a checkpoint; a tied head is the table."""
+        found: Shapes = {"model.embed_tokens.weight": (self.vocab_size, self.width)}
+        found |= self.norm.shapes("model.norm.", self.width)
+        if not self.is_tied:
+            found["lm_head.weight"] = self.vocab_size, self.width
+        if self.head_bias:
+            found["lm_head.bias"] = (self.vocab_size,)
+        for number, layer in enumerate(self.layers):
+            at = f"model.layers.{number}."
+            for name in filter(None, layer.norms):
+                found |= self.norm.shapes(f"{at}{name}.", self.width)
+            for name, part in layer.parts:
+                found |= {f"{at}{name}.{key}": shape for key, shape in part.shapes(self.width).items()}
+        return found
 
 
-def _llama(
-    config: Any, *, qkv_bias: bool | None = None, out_bias: bool | None = None, mlp_bias: bool | None = None
-) -> Architecture | None:
-    """A model of two norms a layer; a bias that is None is as the config says in Llama's words."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    activation = _ACTIVATIONS.get(getattr(config, "hidden_activation", None) or config.hidden_act)
-    if activation is None or heads % kv_heads or head_dim % 2:
-        return None
-    rope, bias = config.rope_parameters, bool(getattr(config, "attention_bias", False))
-    layer = AttentionLayer(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        spec=AttentionSpec(head_dim**-0.5),
-        rotary=RotaryTable.of(rope, head_dim) if "rope_type" in rope else RotaryTable(()),  # else by kinds of layers
-        qkv_bias=bias if qkv_bias is None else qkv_bias,
-        out_bias=bias if out_bias is None else out_bias,
-    )
-    return Architecture(
-        layers=(layer,) * config.num_hidden_layers,
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
-        inner=config.intermediate_size,
-        activation=activation,
-        eps=config.rms_norm_eps,
-        mlp_bias=bool(getattr(config, "mlp_bias", False)) if mlp_bias is None else mlp_bias,
-        is_tied=config.tie_word_embeddings,
-    )
+def architecture_of(model: nn.Module) -> Architecture | None:
+    """The architecture of a decoder, whose table CI has tested; None for a module of transformers."""
+    found = getattr(model, "architecture", None)
+    return found if isinstance(found, Architecture) else None
 
 
-def _with_windows(config: Any, made: Architecture | None) -> Architecture | None:
-    """With the window in the layers that `layer_types` names; in all where the config has a window and no such list."""
-    if made is None:
-        return None
-    kinds = getattr(config, "layer_types", None)
-    kinds = kinds or [_FULL if config.sliding_window is None else _SLIDING] * len(made.layers)
-    if len(kinds) != len(made.layers) or not set(kinds) <= {_FULL, _SLIDING}:
-        return None
-    windows = (config.sliding_window if kind == _SLIDING else None for kind in kinds)
-    return replace(made, layers=tuple(map(_windowed, made.layers, windows)))
-
-
-def _windowed(layer: AttentionLayer, window: int | None) -> AttentionLayer:
-    return replace(layer, spec=replace(layer.spec, window=window))
-
-
-def _mistral(config: Any) -> Architecture | None:
-    # A list of kinds of layers has no meaning here: those models are `ministral`.
-    made = _llama(config, qkv_bias=False, out_bias=False, mlp_bias=False)
-    return made and replace(made, layers=tuple(_windowed(layer, config.sliding_window) for layer in made.layers))
-
-
-def _ministral(config: Any) -> Architecture | None:
-    return _with_windows(config, _llama(config, qkv_bias=False, out_bias=False, mlp_bias=False))
-
-
-def _cwm(config: Any) -> Architecture | None:
-    return _with_windows(config, _llama(config, qkv_bias=False, out_bias=False))
-
-
-def _qwen2(config: Any) -> Architecture | None:
-    return _with_windows(config, _llama(config, qkv_bias=True, out_bias=False, mlp_bias=False))
-
-
-def _qwen3(config: Any) -> Architecture | None:
-    made = _with_windows(config, _llama(config, mlp_bias=False))
-    return made and replace(made, layers=tuple(replace(layer, head_norms=True) for layer in made.layers))
-
-
-def _exaone(config: Any) -> Architecture | None:
-    made = _llama(config)
-    return made and replace(made, names=_EXAONE)
-
-
-def _seed_oss(config: Any) -> Architecture | None:
-    return _llama(config, out_bias=config.attention_out_bias)
-
-
-def _granite(config: Any) -> Architecture | None:
-    made = _llama(config)
-    factors = (config.embedding_multiplier, config.logits_scaling, config.residual_multiplier)
-    if made is None or set(factors) != {1}:
-        return None
-    spec = AttentionSpec(config.attention_multiplier)
-    return replace(made, layers=tuple(replace(layer, spec=spec) for layer in made.layers))
-
-
-def _gemma(config: Any) -> Architecture | None:
-    made = _llama(config, mlp_bias=False)
-    if made is None or getattr(config, "use_bidirectional_attention", None):
-        return None
-    return replace(made, one_in_norms=True, embedding_scale=config.hidden_size**0.5)
-
-
-def _gemma2(config: Any) -> Architecture | None:
-    made = _with_windows(config, _gemma(config))
-    if made is None:
-        return None
-    spec = AttentionSpec(config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping)
-    layers = tuple(replace(layer, spec=replace(spec, window=layer.spec.window)) for layer in made.layers)
-    return replace(made, layers=layers, norms=FOUR_NORMS, softcap=config.final_logit_softcapping)
-
-
-def _gemma3(config: Any) -> Architecture | None:
-    """Norms of heads, and rotary positions of their own in layers with a window."""
-    made = _gemma2(config)
-    if made is None:
-        return None
-    rotary = {kind: RotaryTable.of(config.rope_parameters[kind], config.head_dim) for kind in set(config.layer_types)}
-    layers = tuple(
-        replace(layer, rotary=rotary[kind], head_norms=True)
-        for layer, kind in zip(made.layers, config.layer_types, strict=True)
-    )
-    return replace(made, layers=layers)
-
-
-_EXAONE = (
-    (r"^transformer\.wte\.", "model.embed_tokens."),
-    (r"^transformer\.h\.", "model.layers."),
-    (r"^transformer\.ln_f\.", "model.norm."),
-    (r"\.attn\.attention\.out_proj\.", ".self_attn.o_proj."),
-    (r"\.attn\.attention\.", ".self_attn."),
-    (r"\.ln_1\.", ".input_layernorm."),
-    (r"\.ln_2\.", ".post_attention_layernorm."),
-    (r"\.mlp\.c_fc_0\.", ".mlp.gate_proj."),
-    (r"\.mlp\.c_fc_1\.", ".mlp.up_proj."),
-    (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
-)
-# By model type.
-_FAMILIES: dict[str, Callable[[Any], Architecture | None]] = {
-    "cwm": _cwm,
-    "exaone": _exaone,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
-    "granite": _granite,
-    "internlm3": _llama,
-    "iquestcoder": _llama,
-    "llama": _llama,
-    "ministral": _ministral,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "seed_oss": _seed_oss,
-}
-
-
-def shapes_of(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight, by its name in a checkpoint; a tied head is the table."""
-    width, inner, a = architecture.width, architecture.inner, architecture
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (a.vocab_size, width),
-        "model.norm.weight": (width,),
-    }
-    if not a.is_tied:
-        found["lm_head.weight"] = a.vocab_size, width
-    for number, layer in enumerate(a.layers):
-        at = f"model.layers.{number}."
-        found |= {f"{at}{name}.weight": (width,) for name in a.norms if name is not None}
-        found |= _with_biases(f"{at}self_attn.", _attention_shapes(layer, width), layer.qkv_bias, layer.out_bias)
-        matrices = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
-        found |= _with_biases(f"{at}mlp.", matrices, a.mlp_bias, a.mlp_bias)
-        if layer.head_norms:
-            found |= {f"{at}self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
-    return found
-
-
-def _attention_shapes(layer: AttentionLayer, width: int) -> dict[str, tuple[int, int]]:
-    queries, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-    return {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width), "o_proj": (width, queries)}
-
-
-def _with_biases(
-    at: str, matrices: dict[str, tuple[int, int]], has_bias: bool, last_has_bias: bool
-) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {f"{at}{name}.weight": shape for name, shape in matrices.items()}
-    *several, last = matrices
-    biased = [*several] * has_bias + [last] * last_has_bias
-    return found | {f"{at}{name}.bias": matrices[name][:1] for name in biased}
+def matrix_shapes(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Shapes:
+    """The shapes of a matrix and its bias."""
+    return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if has_bias else {})

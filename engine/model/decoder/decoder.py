@@ -6,23 +6,25 @@ pass, and else module by module, with the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
 from engine.machine.threads import most_threads
-from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.architecture import Architecture, AttentionLayer, GatedFeed, PlainFeed
+from engine.model.decoder.attention import GroupedAttention
+from engine.model.decoder.feed_forward import GatedMLP, PlainMLP
+from engine.model.decoder.norms import norm_of
 from engine.model.decoder.stack import Stack
 from engine.model.decoder.weights import WeightReader
-from engine.model.fusion.fuse import Gated, Joined, JoinedPart, RMSNorm, RotaryAttention
-from engine.model.linear.activations import ELEMENTWISE, RowWise
+from engine.model.linear.activations import ELEMENTWISE
 from engine.model.tap import FINAL
-from engine.native.rows import SILU
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig
@@ -30,8 +32,6 @@ if TYPE_CHECKING:  # its import takes seconds
 
 class DecoderModel(nn.Module):
     """A model of the table."""
-
-    keeps_no_state = True
 
     def __init__(self, architecture: Architecture, config: PreTrainedConfig, weights: WeightReader) -> None:
         """Take the weights, one matrix at a time.
@@ -46,7 +46,7 @@ class DecoderModel(nn.Module):
         self.model: Any = nn.Module()
         self.model.embed_tokens = table
         self.model.layers = Stack(_layers(architecture, weights))
-        self.model.norm = _norm(architecture, weights, "model.norm")
+        self.model.norm = norm_of(architecture.norm, weights, "model.norm", architecture.width)
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +80,7 @@ class DecoderModel(nn.Module):
         del use_cache  # keys and values lie in the arena
         trunk = self.model
         hidden: Tensor = trunk.embed_tokens(input_ids)
-        each = [layer.rotary for layer in self.architecture.layers[: len(trunk.layers)]]
+        each = [layer.mixer.rotary for layer in self.architecture.layers[: len(trunk.layers)]]
         tables = {rotary: rotary.table(position_ids[0], hidden.dtype) for rotary in set(each)}
         hidden = trunk.layers.run(hidden, [tables[rotary] for rotary in each], ragged)
         readers = [tap for tap in trunk.layers.taps if FINAL in tap.places]
@@ -92,7 +92,9 @@ class DecoderModel(nn.Module):
         else:
             kept = trunk.norm(hidden[:, logits_to_keep])
         logits: Tensor = self.lm_head(kept)
-        cap = self.architecture.softcap
+        scale, cap = self.architecture.logit_scale, self.architecture.softcap
+        if scale is not None:
+            logits = logits * scale
         return SimpleNamespace(logits=logits if cap is None else ELEMENTWISE[torch.tanh](logits / cap) * cap)
 
 
@@ -112,77 +114,54 @@ def _layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLa
 
 
 class DecoderLayer(nn.Module):
-    """x += attention(norm(x)); x += mlp(norm(x)), with norms of both results in families of four norms."""
+    """A mixer and a feed-forward with their norms (`architecture.Layer`)."""
 
     def __init__(self, architecture: Architecture, number: int, weights: WeightReader) -> None:
         super().__init__()
-        self.self_attn = RotaryAttention(
-            _Projections(architecture, number, weights.below("self_attn.")), architecture.layers[number]
-        )
-        inner = _Projected(architecture, weights.below("mlp."))
-        self.mlp = Gated(inner, architecture.activation)
-        for name in filter(None, architecture.norms):
-            setattr(self, name, _norm(architecture, weights, name))
-        self._norms = architecture.norms
+        layer, width = architecture.layers[number], architecture.width
+        self.layer = layer
+        mixer, feed = layer.names
+        setattr(self, mixer, _MIXERS[type(layer.mixer)](layer.mixer, number, width, weights.below(f"{mixer}.")))
+        if layer.feed is not None:
+            setattr(self, feed, _FEEDS[type(layer.feed)](layer.feed, width, weights.below(f"{feed}.")))
+        for name in filter(None, layer.norms):
+            setattr(self, name, norm_of(architecture.norm, weights, name, width))
 
-    def forward(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+    @property
+    def mixer(self) -> nn.Module:
+        """What looks at other positions."""
+        return self.get_submodule(self.layer.names[0])
+
+    @property
+    def feed(self) -> nn.Module | None:
+        """What looks at one position, if the layer has it."""
+        return None if self.layer.feed is None else self.get_submodule(self.layer.names[1])
+
+    @property
+    def norms(self) -> list[nn.Module | None]:
+        """In the order of `Layer.norms`."""
+        return [None if name is None else self.get_submodule(name) for name in self.layer.norms]
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
         """`[1, T, width]` -> `[1, T, width]`."""
-        norms: list[Any] = [None if name is None else getattr(self, name) for name in self._norms]
-        first, after_attention, second, after_mlp = norms
-        attended, _ = self.self_attn(first(hidden_states), rotary, ragged=ragged)
-        hidden_states = hidden_states + (attended if after_attention is None else after_attention(attended))
-        made = self.mlp(second(hidden_states))
-        out: Tensor = hidden_states + (made if after_mlp is None else after_mlp(made))
-        return out
+        layer, feed = self.layer, self.feed
+        first, after_mixer, second, after_feed = self.norms
+        normed = _through(first, x)
+        mixed = _through(after_mixer, self.mixer(normed, rotary, ragged))
+        total: Tensor = x + (mixed if layer.scale == 1 else mixed * layer.scale)
+        if feed is None:
+            return total
+        read = total
+        if layer.parallel:
+            read = normed if second is None else x
+        made = _through(after_feed, feed(_through(second, read)))
+        return total + (made if layer.scale == 1 else made * layer.scale)
 
 
-class _Projections(nn.Module):
-    """The matrices of attention; queries, keys and values in one."""
-
-    def __init__(self, architecture: Architecture, number: int, weights: WeightReader) -> None:
-        super().__init__()
-        layer, self.layer_idx = architecture.layers[number], number
-        width, queries = architecture.width, layer.heads * layer.head_dim
-        sizes = [queries, *[layer.kv_heads * layer.head_dim] * 2]
-        _join(self, weights, ("q_proj", "k_proj", "v_proj"), sizes, width, has_bias=layer.qkv_bias)
-        self.o_proj = weights.matrix({"o_proj": width}, queries, has_bias=layer.out_bias)
-        if layer.head_norms:
-            self.q_norm, self.k_norm = (
-                _norm(architecture, weights, name, layer.head_dim) for name in ("q_norm", "k_norm")
-            )
+# By what they are described by.
+_MIXERS: dict[type, Callable[..., nn.Module]] = {AttentionLayer: GroupedAttention}
+_FEEDS: dict[type, Callable[..., nn.Module]] = {GatedFeed: GatedMLP, PlainFeed: PlainMLP}
 
 
-class _Projected(nn.Module):
-    """The matrices of a gated MLP, gate and up in one; what it computes where C does not."""
-
-    def __init__(self, architecture: Architecture, weights: WeightReader) -> None:
-        super().__init__()
-        width, inner, bias = architecture.width, architecture.inner, architecture.mlp_bias
-        _join(self, weights, ("gate_proj", "up_proj"), [inner, inner], width, has_bias=bias)
-        self.down_proj = weights.matrix({"down_proj": width}, inner, has_bias=bias)
-        self.act_fn = RowWise(nn.SiLU() if architecture.activation is SILU else nn.GELU(approximate="tanh"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., width]` -> `[..., width]`."""
-        parts: Any = self
-        made: Tensor = self.down_proj(self.act_fn(parts.gate_proj(x)) * parts.up_proj(x))
-        return made
-
-
-def _join(
-    module: nn.Module, weights: WeightReader, names: tuple[str, ...], sizes: list[int], inputs: int, *, has_bias: bool
-) -> None:
-    matmul = weights.matrix(dict(zip(names, sizes, strict=True)), inputs, has_bias=has_bias)
-    joined = Joined(matmul, sizes)
-    for index, name in enumerate(names):
-        setattr(module, name, JoinedPart(joined, index))
-
-
-def _norm(architecture: Architecture, weights: WeightReader, name: str, size: int | None = None) -> RMSNorm:
-    weight = weights.vector(f"{name}.weight", size or architecture.width)
-    return RMSNorm(1 + weight.float() if architecture.one_in_norms else weight, architecture.eps)
-
-
-def is_of_table(model: nn.Module) -> bool:
-    """Whether a model is a decoder, whose table CI has tested: no load needs to."""
-    return isinstance(model, DecoderModel)
+def _through(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else cast("Tensor", norm(x))

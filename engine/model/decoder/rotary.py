@@ -1,7 +1,7 @@
 """Frequencies of rotary positions, from the parameters of a config.
 
 Su et al. 2021 (RoFormer, arXiv 2104.09864); scaled: linear (Chen et al. 2023, arXiv 2306.15595), YaRN (Peng et al.
-2023, arXiv 2309.00071, section 3) and Llama 3's. Floats are those of transformers, to the last bit.
+2023, arXiv 2309.00071, section 3), longrope and Llama 3's. Floats are those of transformers, to the last bit.
 """
 
 from __future__ import annotations
@@ -13,22 +13,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.errors import ModelError
+from engine.kv.batch import TABLE_MARK
 
 _Parameters = Mapping[str, Any]
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """The rotary positions of some layers: a frequency for each pair of numbers, and the factor of cos and sin."""
+    """The rotary positions of some layers.
 
-    frequencies: tuple[float, ...]  # float32
+    Attributes:
+        frequencies: float32, of each pair of numbers that turns.
+        scaling: the factor of cos and sin of such pairs.
+        still: how many pairs of a head do not turn.
+        long: longrope's frequencies for sequences that are longer than those of the original training.
+    """
+
+    frequencies: tuple[float, ...]
     scaling: float = 1.0
+    still: int = 0
+    long: tuple[float, ...] | None = None
 
     @classmethod
-    def of(cls, parameters: _Parameters, dim: int) -> RotaryTable:
-        """The rotary positions of heads of `dim` numbers.
+    def of(cls, parameters: _Parameters, dim: int, turned: int | None = None) -> RotaryTable:
+        """The rotary positions of heads of `dim` numbers, of which `turned` turn: default as the parameters say.
 
         Raises:
             ModelError: the type of scaling is not in the table, or it lacks a number.
@@ -36,19 +48,31 @@ class RotaryTable:
         kind = parameters.get("rope_type", "default")
         if kind not in _SCALED:
             raise ModelError(f"rope_type {kind!r} is not supported; expected one of {', '.join(sorted(_SCALED))}")
-        rotated = int(dim * parameters.get("partial_rotary_factor", 1.0))
+        turned = int(dim * parameters.get("partial_rotary_factor", 1.0)) if turned is None else turned
+        if turned % 2 or dim % 2:
+            raise ModelError(f"{turned} of {dim} numbers of a head cannot be rotated in pairs")
         try:
-            frequencies, scaling = _SCALED[kind](parameters, _plain(parameters["rope_theta"], rotated))
+            frequencies, scaling = _SCALED[kind](parameters, _plain(parameters["rope_theta"], turned))
+            long = tuple(_extended(parameters, "long_factor", turned).tolist()) if kind == "longrope" else None
         except KeyError as error:
             raise ModelError(f"rope_parameters of rope_type {kind!r} lack {error.args[0]}") from error
-        return cls(tuple(frequencies.tolist()), scaling)
+        return cls(tuple(frequencies.tolist()), scaling, (dim - turned) // 2, long)
+
+    @classmethod
+    def none(cls, dim: int) -> RotaryTable:
+        """Of a layer without rotary positions."""
+        return cls((), still=dim // 2)
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions `[T]`, each `[1, T, 2 * len(frequencies)]`: both halves of a head are alike."""
+        """cos and sin `[1, T, head_dim]` of marked positions `[T]` (`kv.batch`): both halves of a head are alike."""
         frequencies = torch.tensor(self.frequencies, device=positions.device)
+        if self.long is not None:
+            both = torch.stack([frequencies, torch.tensor(self.long, device=positions.device)])
+            frequencies, positions = both[positions // TABLE_MARK], positions % TABLE_MARK
         angles = positions[None, :, None].float() * frequencies
-        both = torch.cat((angles, angles), -1)
-        return (both.cos() * self.scaling).to(dtype), (both.sin() * self.scaling).to(dtype)
+        cos = F.pad(angles.cos() * self.scaling, (0, self.still), value=1.0)
+        sin = F.pad(angles.sin() * self.scaling, (0, self.still))
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((sin, sin), -1).to(dtype)
 
 
 def _plain(theta: float, dim: int) -> Tensor:
@@ -63,7 +87,7 @@ def _linear(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
 def _llama3(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
     """Slow frequencies are divided by a factor, fast ones stay, and those between are mixed."""
     factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    original, waves = parameters["original_max_position_embeddings"], 2 * math.pi / plain
+    original, waves = parameters[_ORIGINAL], 2 * math.pi / plain
     smooth = (original / waves - low) / (high - low)
     slow = torch.where(waves > original / low, plain / factor, plain)
     mixed = (1 - smooth) * slow / factor + smooth * slow
@@ -74,7 +98,7 @@ def _llama3(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
 def _yarn(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
     """Fast frequencies stay, slow ones are divided by a factor, with a ramp between."""
     dim, theta, factor = 2 * len(plain), parameters["rope_theta"], parameters["factor"]
-    original = parameters["original_max_position_embeddings"]
+    original = parameters[_ORIGINAL]
     turns = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
     first, last = (dim * math.log(original / (each * 2 * math.pi)) / (2 * math.log(theta)) for each in turns)
     if parameters.get("truncate", True):
@@ -84,6 +108,22 @@ def _yarn(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
     stays = 1 - ((torch.arange(dim // 2, dtype=torch.float) - first) / span).clamp(0, 1)
     waves = theta ** (torch.arange(0, dim, 2).float() / dim)
     return 1.0 / (factor * waves) * (1 - stays) + 1.0 / waves * stays, _of_yarn(parameters, factor)
+
+
+def _longrope(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
+    """Each frequency has a factor of its own: one for short sequences and one for long ones (arXiv 2402.13753)."""
+    original, factor = parameters[_ORIGINAL], parameters.get("factor")
+    grown = parameters["max_position_embeddings"] / original if factor is None else factor
+    asked = parameters.get("attention_factor")
+    if asked is None:
+        asked = 1.0 if grown <= 1 else math.sqrt(1 + math.log(grown) / math.log(original))
+    return _extended(parameters, "short_factor", 2 * len(plain)), asked
+
+
+def _extended(parameters: _Parameters, name: str, dim: int) -> Tensor:
+    steps = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    made: Tensor = 1.0 / (torch.tensor(parameters[name], dtype=torch.float) * parameters["rope_theta"] ** steps)
+    return made
 
 
 def _of_yarn(parameters: _Parameters, factor: float) -> float:
@@ -102,5 +142,6 @@ _SCALED: dict[str, Callable[[_Parameters, Tensor], tuple[Tensor, float]]] = {
     "default": lambda _, plain: (plain, 1.0),
     "linear": _linear,
     "llama3": _llama3,
+    "longrope": _longrope,
     "yarn": _yarn,
 }

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from engine.attention import native
 from engine.attention.registry import Ragged
 from engine.kv.arena import KVArena
-from engine.model.fusion.fuse import Gated, RMSNorm, RotaryAttention
-from engine.model.fusion.kernel_layers import NAMES
+from engine.model.decoder.attention import GroupedAttention
+from engine.model.decoder.feed_forward import GatedMLP
+from engine.model.decoder.norms import RMSNorm
 from engine.model.linear.packed import packed_of
 from engine.model.tap import FINAL, Tap
 from engine.native import rows_for
@@ -47,14 +48,14 @@ class Stack(nn.ModuleList):
     def one_by_one(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
         """Run layer after layer."""
         for layer, each in zip(self, rotary, strict=True):
-            hidden_states = cast("Any", layer)(hidden_states, each, ragged=ragged)
+            hidden_states = layer(hidden_states, each, ragged)
         return hidden_states
 
     def at_once(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
         """Run all layers in C, with the same bits as `one_by_one`."""
         shape, first = ragged.arena.layout.same, cast("Any", self._modules["0"])
         assert shape is not None, "`serves` said no"
-        where = native.args_of(ragged.batch, first.self_attn.seen.heads, shape.heads, shape.key_dim)
+        where = native.args_of(ragged.batch, first.layer.mixer.heads, shape.heads, shape.key_dim)
         keys = ragged.arena.k[0]
         where.key_stride = where.value_stride = keys.stride(0)
         where.rounded = ragged.arena.layout.is_rounded
@@ -97,29 +98,32 @@ def _distinct(rotary: Seq[Rotary]) -> dict[int, Rotary]:
     return {id(each): each for each in rotary}
 
 
-def _parts(layer: nn.Module) -> LayerParts | None:
-    """The parts of a layer, if it is norms, attention and MLP, and all are replacement modules; None if not."""
-    inside = {name: module for name, module in layer.named_children() if not isinstance(module, nn.Dropout)}
-    attention, mlp = inside.pop("self_attn", None), inside.pop("mlp", None)
-    names = next((names for names in NAMES if inside.keys() == set(names) - {None}), None)
-    kinds = (
-        isinstance(attention, RotaryAttention),
-        isinstance(mlp, Gated),
-        *(isinstance(x, RMSNorm) for x in inside.values()),
-    )
-    if names is None or not all(kinds):
+def _parts(module: nn.Module) -> LayerParts | None:
+    """The parts of a decoder layer, where our C runs it; else None."""
+    here = cast("Any", module)
+    layer, attention, gate = here.layer, here.mixer, here.feed
+    is_plain = layer.scale == 1 and not layer.parallel
+    if not is_plain or not isinstance(attention, GroupedAttention) or not isinstance(gate, GatedMLP):
         return None
-    inner, gate, spec = cast("Any", attention).inner, cast("Any", mlp).inner, cast("Any", attention).seen.spec
-    qkv = inner.q_proj.joined.matmul if hasattr(inner, "q_proj") else inner.qkv_proj
-    heads, norms = cast("Any", attention).head_norms(), [inside[name] if name else None for name in names]
-    matrices = [packed_of(matmul) for matmul in (qkv, inner.o_proj, gate.gate_proj.joined.matmul, gate.down_proj)]
-    if None in matrices or heads is None or spec.chunk is not None or spec.sinks is not None:
+    norms, heads, spec = here.norms, attention.joined_norms, attention.spec
+    fits = (
+        None not in (heads, gate.activation)
+        and attention.layer.growth is None
+        and spec.chunk is None
+        and spec.sinks is None
+    )
+    if not fits or norms[0] is None or norms[2] is None or not all(isinstance(n, RMSNorm) for n in norms if n):
+        return None
+    matmuls = attention.matmul, attention.out, gate.matmul, gate.down_proj
+    matrices = [packed_of(matmul) for matmul in matmuls]
+    if None in matrices:
         return None
     parts: dict[str, Any] = dict(zip(("qkv", "out", "gate_up", "down"), matrices, strict=True))
     parts |= zip(
         ("norm_attention", "after_attention", "norm_mlp", "after_mlp"),
-        (None if norm is None else (norm.scale.data, norm.eps) for norm in cast("Any", norms)),
+        (None if norm is None else norm.parts for norm in norms),
         strict=True,
     )
-    parts |= {"norm_query": heads[0], "norm_key": heads[1], "activation": cast("Any", mlp).activation}
+    assert heads is not None
+    parts |= {"norm_query": heads[0], "norm_key": heads[1], "activation": gate.activation}
     return LayerParts(scale=spec.scale, softcap=spec.softcap, window=spec.window, **parts)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from engine.choices import Rounded
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.decoder.architecture import Architecture, shapes_of
 from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide
 from engine.model.linear.packed import PackedLinear
@@ -26,6 +25,7 @@ from engine.model.linear.rounding import bits_of, round_weight
 from engine.native import PackedMatrix, multiplies, rows_for
 
 if TYPE_CHECKING:
+    from engine.model.decoder.architecture import Architecture
     from engine.model.published.base import Codes
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -81,20 +81,38 @@ class WeightReader:
         """The weights of a part."""
         return replace(self, path=self.path + path)
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """A float for each number of a row, `[size]`."""
+    def vector(self, name: str, *size: int) -> Tensor:
+        """Floats that are no matrix, such as those of a norm."""
         found = self.weights[self.path + name]
         vector = found if isinstance(found, Tensor) else found.dequantised()
         return vector.view(size).to(self.dtype)
 
-    def matrix(self, outputs: Mapping[str, int], inputs: int, *, has_bias: bool) -> nn.Module:
-        """The matrices of these names and numbers of outputs, which read the same rows, as one matmul."""
-        names = [self.path + name for name in outputs]
-        weights = [self.weights[f"{name}.weight"] for name in names]
-        biases = [self._bias(name) if has_bias else None for name in names]
-        each = zip(names, weights, biases, strict=True)
+    def vectors(self, name: str, count: int, size: int) -> Tensor:
+        """Vectors that are stored one by one; `name` has their number: `[count, size]`."""
+        return torch.stack([self.vector(name.format(number), size) for number in range(count)])
+
+    def matrix(
+        self, outputs: Iterable[str], inputs: int, *, has_bias: bool, orders: Mapping[str, Tensor] | None = None
+    ) -> nn.Module:
+        """The matrices of these names, which read the same rows, as one matmul.
+
+        `orders`: by name, which output in the checkpoint each output is to be.
+        """
+        orders, names = orders or {}, [*outputs]
+        weights = [self.weights[f"{self.path}{name}.weight"] for name in names]
+        biases = [self._bias(f"{self.path}{name}") if has_bias else None for name in names]
         if self.rounded is not None or all(map(self._keeps, weights)):
-            return SideBySide.of([self._codes(*one, None) for one in each])
+            made = [
+                self._codes(self.path + name, weight, bias)
+                for name, weight, bias in zip(names, weights, biases, strict=True)
+            ]
+            each = zip(names, made, strict=True)
+            return SideBySide.of([matmul.of_rows(orders[name]) if name in orders else matmul for name, matmul in each])
+        for index, name in enumerate(names):
+            if name in orders:
+                weights[index] = self._plain(weights[index])[orders[name]]
+                bias = biases[index]
+                biases[index] = None if bias is None else bias[orders[name]]
         return self._floats(weights, biases, None)
 
     def head_and_table(self, architecture: Architecture) -> tuple[nn.Module, nn.Module]:
@@ -106,12 +124,13 @@ class WeightReader:
         is_shared = head is table or (isinstance(head, Tensor) and isinstance(table, Tensor) and _same(head, table))
         # Logits must be in float32: rounded to bfloat16, many would be equal.
         is_coded = self.rounded is not None or self._keeps(head)
+        bias = self._bias("lm_head") if architecture.head_bias else None
         made = (
-            self._codes("lm_head", head, None, torch.float32)
+            self._codes("lm_head", head, bias, torch.float32)
             if is_coded
-            else self._floats([head], [None], torch.float32)
+            else self._floats([head], [bias], torch.float32)
         )
-        codes = made.codes if is_shared and isinstance(made, GroupedLinear) else None
+        codes = replace(made.codes, bias=None) if is_shared and isinstance(made, GroupedLinear) else None
         return made, self._table(table, codes, scale)
 
     def _table(self, table: Tensor | Codes, shared: GroupedCodes | None, scale: float | None) -> nn.Module:
@@ -130,7 +149,7 @@ class WeightReader:
         return self.keeps_codes and not isinstance(weight, Tensor) and weight.num_bytes() is not None
 
     def _codes(
-        self, name: str, weight: Tensor | Codes, bias: Tensor | None, dtype: torch.dtype | None
+        self, name: str, weight: Tensor | Codes, bias: Tensor | None, dtype: torch.dtype | None = None
     ) -> GroupedLinear:
         """A matmul of codes: those of the checkpoint, or floats that are rounded here."""
         if self._keeps(weight):
@@ -187,7 +206,7 @@ def check(name: str, architecture: Architecture, weights: Mapping[str, Tensor | 
     Raises:
         ModelError: names the checkpoint and the first of them.
     """
-    wanted = shapes_of(architecture)
+    wanted = architecture.shapes()
     if architecture.is_tied and HEAD in weights:
         wanted[HEAD] = wanted[TABLE]
         if TABLE not in weights:

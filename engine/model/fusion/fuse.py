@@ -20,6 +20,8 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
 from engine.machine.mapped import release_mapped
+from engine.model.decoder.attention import Joined, JoinedPart
+from engine.model.decoder.norms import RMSNorm
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.grouped import GroupedLinear, SideBySide, has_codes
 from engine.model.linear.low_rank import add_products
@@ -58,41 +60,6 @@ def fuse(model: PreTrainedModel) -> Counter[str]:
     return done
 
 
-class Joined(nn.Module):
-    """One matmul in place of several that read the same rows; for each a `JoinedPart` takes its part of the result."""
-
-    def __init__(self, matmul: nn.Module, sizes: list[int]) -> None:
-        super().__init__()
-        self.matmul, self.sizes = matmul, sizes
-        self._rows: Tensor | None = None
-        self._shares: tuple[Tensor, ...] = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` -> `[..., sum of sizes]`."""
-        return cast("Tensor", self.matmul(x))
-
-    def share(self, index: int, x: Tensor) -> Tensor:
-        """Return the result of one part; all parts are computed at the first call and released after the last part."""
-        if self._rows is not x:  # we keep a reference to x, so that no other tensor can get the same identity
-            self._rows, self._shares = x, self(x).split(self.sizes, -1)
-        share = self._shares[index]
-        if index == len(self.sizes) - 1:
-            self._rows, self._shares = None, ()
-        return share
-
-
-class JoinedPart(nn.Module):
-    """Replaces one of the joined matmuls."""
-
-    def __init__(self, joined: Joined, index: int) -> None:
-        super().__init__()
-        self.joined, self.index = joined, index
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the result of the matmul that it replaces."""
-        return self.joined.share(self.index, x)
-
-
 def _join(module: nn.Module, group: tuple[str, ...]) -> bool:
     parts = [getattr(module, name, None) for name in group]
     kinds, widths = {type(part) for part in parts}, {getattr(part, "in_features", None) for part in parts}
@@ -122,29 +89,6 @@ def _joined_linear(parts: list[nn.Linear]) -> nn.Linear:
     for part in parts:
         release_mapped(part.weight)
     return joined
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in float32, with the mean's division moved into weight and eps."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__()
-        size = weight.numel()
-        self.scale = nn.Parameter(weight.detach().float() * size**0.5, requires_grad=False)
-        self.eps = eps * size
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row."""
-        return self.scale.numel()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., size]`, in the type of `x`."""
-        native = rows_for(x.dtype, x.shape[-1])
-        if native is not None and x.is_cpu and x.stride(-1) == 1:
-            return native.norm(x.reshape(-1, x.shape[-1]), self.scale, self.eps).view(x.shape)
-        wide = x.float()
-        return (wide * (wide * wide).sum(-1, keepdim=True).add_(self.eps).rsqrt_()).mul_(self.scale).to(x.dtype)
 
 
 def _norm_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:

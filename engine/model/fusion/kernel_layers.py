@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from engine.attention.registry import Ragged
 from engine.kernels.args import Fp8Rows
 from engine.kv.rounded import SCALE_BYTES, is_rounded
-from engine.model.fusion.fuse import RMSNorm, RotaryAttention
+from engine.model.decoder.norms import RMSNorm
+from engine.model.fusion.fuse import RotaryAttention
 from engine.model.linear.experts import Mix
 
 

@@ -199,6 +199,10 @@ class GroupedLinear(nn.Module):
         """The weights as float32 `[out, in]`, until they are packed; inputs in the order of the rows."""
         return self.codes.dequantised()
 
+    def of_rows(self, which: Tensor) -> GroupedLinear:
+        """A matmul of some of the outputs, in any order."""
+        return GroupedLinear(self.codes.rows(which), self.dtype)
+
     @classmethod
     def joined(cls, parts: Seq[GroupedLinear]) -> GroupedLinear:
         """Join matrices that read the same rows, if they are of one form (`joins`); nothing is rounded again."""

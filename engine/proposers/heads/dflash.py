@@ -32,7 +32,7 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.fusion.fuse import RMSNorm
+from engine.model.decoder.norms import RMSNorm
 from engine.model.linear.packed import PackedLinear
 from engine.model.runner import kv_layout
 from engine.model.tap import Tap

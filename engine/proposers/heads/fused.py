@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from engine.attention import Attend, native
 from engine.kv.arena import KVArena
 from engine.kv.batch import RaggedBatch
-from engine.model.fusion.fuse import RMSNorm
+from engine.model.decoder.norms import RMSNorm
 from engine.native import PackedMatrix, multiplies, rows_for
 from engine.native.layers import LayerParts, Layers
 

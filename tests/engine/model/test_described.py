@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoConfig
 
 from engine.model.checkpoint import read_config
-from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.described import ModelConfig, described_by
+from engine.model.decoder.families import architecture_for
 from models import embedded_target
 
 SIZES = {
@@ -64,7 +64,7 @@ def test_fields_are_those_of_transformers(kind: str, more: dict[str, Any]) -> No
     assert got is not None
     read = {name: value for name, value in vars(got).items() if name not in MOVED and hasattr(want, name)}
     assert read == {name: getattr(want, name) for name in read}
-    assert Architecture.of(got) is not None  # type: ignore[arg-type]
+    assert architecture_for(got) is not None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("kind", "change"), LEFT)

@@ -132,7 +132,7 @@ def test_the_first_layers_alone_are_a_stack_too() -> None:
     made = model("llama", torch.float32, int8=True)
     again = first_layers(made, 1)
     assert torch.equal(several_passes(again), several_passes(layer_by_layer(again)))
-    assert again.model.layers[0].self_attn.inner.o_proj.packed is made.model.layers[0].self_attn.inner.o_proj.packed
+    assert again.model.layers[0].self_attn.o_proj.packed is made.model.layers[0].self_attn.o_proj.packed
 
 
 def test_a_copy_keeps_to_its_own_arena() -> None:

@@ -1,0 +1,214 @@
+"""Grouped attention with rotary positions over a ragged batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.registry import Ragged
+from engine.attention.spec import AttentionSpec
+from engine.model.decoder.architecture import AttentionLayer
+from engine.model.decoder.norms import RMSNorm, norm_of_heads
+from engine.model.decoder.weights import WeightReader
+from engine.native import Rows, rows_for
+from engine.native.rows import WeightAndEps
+
+
+class Joined(nn.Module):
+    """One matmul in place of several that read the same rows; for each a `JoinedPart` takes its part of the result."""
+
+    def __init__(self, matmul: nn.Module, sizes: list[int]) -> None:
+        super().__init__()
+        self.matmul, self.sizes = matmul, sizes
+        self._rows: Tensor | None = None
+        self._shares: tuple[Tensor, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., sum of sizes]`."""
+        return cast("Tensor", self.matmul(x))
+
+    def share(self, index: int, x: Tensor) -> Tensor:
+        """Return the result of one part; all parts are computed at the first call and released after the last part."""
+        if self._rows is not x:  # we keep a reference to x, so that no other tensor can get the same identity
+            self._rows, self._shares = x, self(x).split(self.sizes, -1)
+        share = self._shares[index]
+        if index == len(self.sizes) - 1:
+            self._rows, self._shares = None, ()
+        return share
+
+
+class JoinedPart(nn.Module):
+    """One of the joined matmuls, by the name that it has in a checkpoint: adapters look for it."""
+
+    def __init__(self, joined: Joined, index: int, order: Tensor | None = None) -> None:
+        """`order`: which output in the checkpoint each output is; None where they are the same."""
+        super().__init__()
+        self.joined, self.index, self.order = joined, index, order
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the result of the matmul that it replaces."""
+        return self.joined.share(self.index, x)
+
+
+def join(
+    module: nn.Module,
+    weights: WeightReader,
+    sizes: dict[str, int],
+    inputs: int,
+    *,
+    has_bias: bool,
+    orders: dict[str, Tensor] | None = None,
+) -> Joined:
+    """Read matrices as one, and give `module` a part for each, by its name."""
+    orders = orders or {}
+    joined = Joined(weights.matrix(sizes, inputs, has_bias=has_bias, orders=orders), [*sizes.values()])
+    for index, name in enumerate(sizes):
+        setattr(module, name, JoinedPart(joined, index, orders.get(name)))
+    return joined
+
+
+class GroupedAttention(nn.Module):
+    """One rotation for queries and keys, and no transposed copies."""
+
+    def __init__(self, layer: AttentionLayer, number: int, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.layer, self.layer_idx = layer, number
+        order, sizes = layer.order(), dict(zip(("q_proj", "k_proj", "v_proj"), layer.sizes, strict=True))
+        orders = {} if order is None else {name: _over_heads(order, sizes[name]) for name in ("q_proj", "k_proj")}
+        if layer.joined:
+            whole = {"qkv_proj": sum(layer.sizes)}
+            if orders:
+                orders = {"qkv_proj": _side_by_side([orders["q_proj"], orders["k_proj"]], sum(layer.sizes))}
+            matmul: Any = weights.matrix(whole, width, has_bias=layer.qkv_bias, orders=orders)
+            matmul.outputs_order = orders.get("qkv_proj")  # adapters ask for it
+            self.qkv_proj = matmul
+        else:
+            join(self, weights, sizes, width, has_bias=layer.qkv_bias, orders=orders)
+        out = weights.matrix({layer.out_name: width}, layer.sizes[0], has_bias=layer.out_bias)
+        setattr(self, layer.out_name, out)
+        if layer.norm is not None:
+            for name, heads in zip(layer.norm.names, (layer.heads, layer.kv_heads), strict=True):
+                setattr(self, name, norm_of_heads(layer.norm, weights, name, heads, layer.head_dim, order))
+        self.sinks: Tensor | None
+        sinks = weights.vector("sinks", layer.heads) if layer.has_sinks else None
+        self.register_buffer("sinks", sinks, persistent=False)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the scores are."""
+        spec = self.layer.spec
+        return spec if self.sinks is None else replace(spec, sinks=self.sinks)
+
+    @property
+    def out(self) -> nn.Module:
+        """The matrix of the output."""
+        return self.get_submodule(self.layer.out_name)
+
+    @property
+    def norms(self) -> tuple[nn.Module, nn.Module] | None:
+        """Of queries and of keys."""
+        norm = self.layer.norm
+        return None if norm is None else (self.get_submodule(norm.names[0]), self.get_submodule(norm.names[1]))
+
+    @property
+    def joined_norms(self) -> tuple[WeightAndEps, WeightAndEps] | tuple[None, None] | None:
+        """The norms as our C applies them while it rotates, two None where there are none; None for another kind."""
+        norm, norms = self.layer.norm, self.norms
+        if norm is None or norms is None:
+            return None, None
+        query, key = norms
+        fits = norm.extent == "head" and not norm.turned
+        return (query.parts, key.parts) if fits and isinstance(query, RMSNorm) and isinstance(key, RMSNorm) else None
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+        """`[1, T, width]`, and cos and sin `[1, T, head_dim]` -> `[1, T, width]`."""
+        layer, arena = self.layer, ragged.arena
+        query = self._write(self.matmul(x)[0], rotary, ragged)
+        if layer.growth is not None:
+            grown = query * layer.growth.of(ragged.batch.positions)[:, None, None]
+            query = grown.to(query.dtype)
+        keys, values = arena.k[self.layer_idx], arena.v[self.layer_idx]
+        mixed = ragged.attend(query, keys, values, ragged.batch, self.spec)
+        return cast("Tensor", self.out(mixed.flatten(1)[None]))
+
+    @property
+    def matmul(self) -> nn.Module:
+        """The matrix of queries, keys and values."""
+        parts: Any = self
+        return cast("nn.Module", parts.qkv_proj if self.layer.joined else parts.q_proj.joined.matmul)
+
+    def _write(self, projected: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+        """Write keys and values to the arena; the rotated queries `[T, heads, head_dim]`."""
+        (cos, sin), norms, layer, number = rotary, self.joined_norms, self.layer, self.layer_idx
+        if norms is None and layer.norm is not None and not layer.norm.turned:
+            projected, norms = self._normed(projected), (None, None)
+        native = None if norms is None else self._native_for(projected, cos, ragged)
+        if native is not None and norms is not None:
+            k, v, rows = ragged.arena.k[number], ragged.arena.v[number], ragged.batch.kv_rows
+            return native.rotate(projected.contiguous(), cos[0].contiguous(), sin[0].contiguous(), rows, k, v, norms)
+        if norms is not None and norms != (None, None):
+            projected = self._normed(projected)
+        query, key, value = self._heads(projected)
+        signed = ragged.batch.once(("sin", sin), partial(_signed, sin))
+        turned = _rotate(torch.cat([query, key], 1), cos, signed)
+        query, key = cast("tuple[Tensor, Tensor]", turned.split([layer.heads, layer.kv_heads], 1))
+        if layer.norm is not None and layer.norm.turned:
+            both = cast("tuple[nn.Module, nn.Module]", self.norms)
+            query, key = both[0](query), both[1](key)
+        ragged.arena.write(number, ragged.batch.kv_rows, key, value)
+        return query
+
+    def _normed(self, projected: Tensor) -> Tensor:
+        """With normed queries and keys."""
+        layer = self.layer
+        assert layer.norm is not None
+        assert self.norms is not None
+        if layer.norm.extent == "all":
+            query, key, value = projected.split(layer.sizes, -1)
+        else:
+            query, key, value = self._heads(projected)
+        normed = [norm(x).reshape(len(x), -1) for norm, x in zip(self.norms, (query, key), strict=True)]
+        return torch.cat([*normed, value.reshape(len(value), -1)], -1)
+
+    def _heads(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """`[T, heads, head_dim]` each."""
+        layer = self.layer
+        heads = projected.unflatten(-1, (-1, layer.head_dim))
+        parts: tuple[Tensor, ...] = heads.split([layer.heads, layer.kv_heads, layer.kv_heads], 1)
+        return parts
+
+    def _native_for(self, projected: Tensor, cos: Tensor, ragged: Ragged) -> Rows | None:
+        """Our C functions, where they can rotate the projected rows while writing them into this arena; else None."""
+        dtype, dim = projected.dtype, self.layer.head_dim
+        fits = dtype == cos.dtype and ragged.arena.layout.takes(dtype) and projected.is_cpu and cos.shape[0] == 1
+        return rows_for(dtype, dim // 2) if fits and not dim % 2 else None
+
+
+def _over_heads(order: Tensor, size: int) -> Tensor:
+    """The order of a head's numbers -> that of all heads, `[size]`."""
+    dim = len(order)
+    return (torch.arange(0, size, dim)[:, None] + order).flatten()
+
+
+def _side_by_side(orders: list[Tensor], size: int) -> Tensor:
+    """Orders of parts that follow each other; what is behind them, up to `size`, stays."""
+    found, start = [], 0
+    for order in orders:
+        found.append(order + start)
+        start += len(order)
+    return torch.cat([*found, torch.arange(start, size)])
+
+
+def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotate [T, heads, d]: the halves (a, b) of each head become (a cos - b sin, b cos + a sin)."""
+    return (x * cos[0, :, None]).add_(x.roll(x.shape[-1] // 2, -1).mul_(signed_sin))
+
+
+def _signed(sin: Tensor) -> Tensor:
+    """[1, T, d] -> [T, 1, d], the first half negated."""
+    first, second = sin[0, :, None].chunk(2, -1)
+    return torch.cat([-first, second], -1)

@@ -1,0 +1,337 @@
+"""The families of the table: one function for each fills an `Architecture` from a config.
+
+It gives None where the config asks for anything that the table does not have; transformers' own module runs such a
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from engine.attention.spec import AttentionSpec
+from engine.errors import ModelError
+from engine.model.decoder.architecture import (
+    FOUR_NORMS,
+    NORMS_AFTER,
+    Architecture,
+    AttentionLayer,
+    GatedFeed,
+    HeadNorm,
+    Layer,
+    NormForm,
+    PlainFeed,
+    QueryGrowth,
+)
+from engine.model.decoder.feed_forward import ACTIVATIONS
+from engine.model.decoder.rotary import RotaryTable
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def architecture_for(config: PreTrainedConfig) -> Architecture | None:
+    """The architecture that a config describes; None where it is not in the table."""
+    family = FAMILIES.get(config.model_type)
+    try:
+        return None if family is None else family(config)
+    except ModelError:  # of rotary positions: transformers may have their scaling
+        return None
+
+
+def grouped(config: Any, *, bias: bool | None = None, **more: Any) -> AttentionLayer | None:
+    """The attention of most families; `bias`: of all four matrices, default as the config says in Llama's words."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if heads % kv_heads or head_dim % 2:
+        return None
+    has_bias = bool(getattr(config, "attention_bias", False)) if bias is None else bias
+    fields: dict[str, Any] = {"spec": AttentionSpec(head_dim**-0.5), "qkv_bias": has_bias, "out_bias": has_bias}
+    fields["rotary"] = more.pop("rotary", None) or rotary_of(config, head_dim)
+    return AttentionLayer(heads, kv_heads, head_dim, **fields | more)
+
+
+def rotary_of(config: Any, head_dim: int) -> RotaryTable:
+    """The rotary positions of all layers; none where each kind of layers has its own."""
+    rope = config.rope_parameters
+    if "rope_type" not in rope:
+        return RotaryTable.none(head_dim)
+    return RotaryTable.of({"max_position_embeddings": config.max_position_embeddings} | dict(rope), head_dim)
+
+
+def gated(config: Any, **more: Any) -> GatedFeed | None:
+    """The gated feed-forward of most families."""
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in ACTIVATIONS:
+        return None
+    bias = bool(getattr(config, "mlp_bias", False))
+    return GatedFeed(config.intermediate_size, activation, **{"bias": bias} | more)
+
+
+def decoder(
+    config: Any, mixer: AttentionLayer | None, feed: GatedFeed | PlainFeed | None, layer: Any = None, **more: Any
+) -> Architecture | None:
+    """A model whose layers are all alike; `layer`: further fields of a layer."""
+    if mixer is None or feed is None:
+        return None
+    norm = more.pop("norm", None) or NormForm(config.rms_norm_eps)
+    layers = (Layer(mixer, feed, **(layer or {})),) * config.num_hidden_layers
+    return Architecture(
+        layers, config.vocab_size, config.hidden_size, norm, is_tied=bool(config.tie_word_embeddings), **more
+    )
+
+
+def with_attention(made: Architecture, fields: Iterable[dict[str, Any]]) -> Architecture:
+    """With other fields of each layer's attention; `window` is one of its spec."""
+    layers = []
+    for layer, changed in zip(made.layers, fields, strict=True):
+        spec = replace(layer.mixer.spec, window=changed.pop("window", layer.mixer.spec.window))
+        layers.append(replace(layer, mixer=replace(layer.mixer, spec=spec, **changed)))
+    return replace(made, layers=tuple(layers))
+
+
+def with_windows(config: Any, made: Architecture | None) -> Architecture | None:
+    """With the window in the layers that `layer_types` names; in all where the config has a window and no such list."""
+    kinds = None if made is None else kinds_of(config, len(made.layers))
+    if made is None or kinds is None:
+        return None
+    return with_attention(made, ({"window": config.sliding_window if kind == SLIDING else None} for kind in kinds))
+
+
+def kinds_of(config: Any, depth: int) -> list[str] | None:
+    """The kind of each layer; None where there are others than these two."""
+    kinds = getattr(config, "layer_types", None)
+    kinds = kinds or [FULL if config.sliding_window is None else SLIDING] * depth
+    return kinds if len(kinds) == depth and set(kinds) <= {FULL, SLIDING} else None
+
+
+def _llama(config: Any) -> Architecture | None:
+    return decoder(config, grouped(config), gated(config))
+
+
+def _windowed(config: Any) -> Architecture | None:
+    """Mistral. A list of kinds of layers has no meaning here: those models are `ministral`."""
+    made = decoder(config, grouped(config, bias=False), gated(config, bias=False))
+    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+
+
+def _ministral(config: Any) -> Architecture | None:
+    return with_windows(config, decoder(config, grouped(config, bias=False), gated(config, bias=False)))
+
+
+def _ministral3(config: Any) -> Architecture | None:
+    """Queries grow with their positions."""
+    made, rope = _windowed(config), config.rope_parameters
+    beta, span = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    if made is None or beta is None or span is None:
+        return None
+    return with_attention(made, [{"growth": QueryGrowth(beta, span)} for _ in made.layers])
+
+
+def _cwm(config: Any) -> Architecture | None:
+    return with_windows(config, decoder(config, grouped(config, bias=False), gated(config)))
+
+
+def _qwen2(config: Any) -> Architecture | None:
+    mixer = grouped(config, qkv_bias=True, out_bias=False)
+    return with_windows(config, decoder(config, mixer, gated(config, bias=False)))
+
+
+def _qwen3(config: Any) -> Architecture | None:
+    mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps)))
+    return with_windows(config, decoder(config, mixer, gated(config, bias=False)))
+
+
+def _seed_oss(config: Any) -> Architecture | None:
+    return decoder(config, grouped(config, out_bias=config.attention_out_bias), gated(config))
+
+
+def _smollm3(config: Any) -> Architecture | None:
+    """Some layers have no rotary positions."""
+    made = decoder(config, grouped(config), gated(config))
+    if made is None:
+        return None
+    still = RotaryTable.none(made.layers[0].mixer.head_dim)
+    made = with_attention(made, [{} if turns else {"rotary": still} for turns in config.no_rope_layers])
+    return with_windows(config, made) if config.use_sliding_window else made
+
+
+def _phi3(config: Any) -> Architecture | None:
+    mixer, feed = grouped(config, bias=False, joined=True), gated(config, bias=False, joined=True)
+    made = decoder(config, mixer, feed)
+    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+
+
+def _granite(config: Any) -> Architecture | None:
+    mixer = grouped(config, spec=AttentionSpec(config.attention_multiplier))
+    scale = None if config.embedding_multiplier == 1 else float(config.embedding_multiplier)
+    logits = None if config.logits_scaling == 1 else 1 / config.logits_scaling
+    layer = {"scale": float(config.residual_multiplier)}
+    return decoder(config, mixer, gated(config), layer, embedding_scale=scale, logit_scale=logits)
+
+
+def _olmo2(config: Any) -> Architecture | None:
+    norm = HeadNorm(NormForm(config.rms_norm_eps), extent="all")
+    return decoder(config, grouped(config, norm=norm), gated(config, bias=False), {"norms": NORMS_AFTER})
+
+
+def _olmo3(config: Any) -> Architecture | None:
+    return _of_kinds(config, with_windows(config, _olmo2(config)))
+
+
+def _exaone4(config: Any) -> Architecture | None:
+    """Layers without a window have no rotary positions, in models that have windows."""
+    mixer = grouped(config, bias=False, norm=HeadNorm(NormForm(config.rms_norm_eps)))
+    made = with_windows(config, decoder(config, mixer, gated(config, bias=False), {"norms": NORMS_AFTER}))
+    if made is None or config.sliding_window is None:
+        return made
+    still = RotaryTable.none(made.layers[0].mixer.head_dim)
+    return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
+
+
+def _exaone(config: Any) -> Architecture | None:
+    made = decoder(config, grouped(config), gated(config))
+    return made and replace(made, names=_EXAONE)
+
+
+def _glm(config: Any) -> Architecture | None:
+    mixer = grouped(config, out_bias=False, interleaved=True)
+    return decoder(config, mixer, gated(config, bias=False, joined=True))
+
+
+def _glm4(config: Any) -> Architecture | None:
+    made = _glm(config)
+    names = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    return made and replace(made, layers=tuple(replace(layer, norms=names) for layer in made.layers))
+
+
+def _ernie(config: Any) -> Architecture | None:
+    bias = bool(config.use_bias)
+    return decoder(config, grouped(config, bias=bias, interleaved=True), gated(config, bias=bias))
+
+
+def _hunyuan(config: Any) -> Architecture | None:
+    """Norms of heads come after the rotation. An `alpha` changes the base of positions, once for all lengths."""
+    names = ("query_layernorm", "key_layernorm")
+    norm = HeadNorm(NormForm(config.rms_norm_eps), turned=True, names=names)
+    rope, dim = dict(config.rope_parameters), getattr(config, "head_dim", None)
+    if rope.get("rope_type") == "dynamic" and rope.get("alpha") and dim:
+        rope |= {"rope_type": "default", "rope_theta": rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))}
+        return decoder(config, grouped(config, norm=norm, rotary=RotaryTable.of(rope, dim)), gated(config, bias=False))
+    return decoder(config, grouped(config, norm=norm), gated(config, bias=False))
+
+
+def _cohere(config: Any) -> Architecture | None:
+    """Attention and feed-forward read the same normed row."""
+    form = NormForm(config.layer_norm_eps, centred=True)
+    norm = HeadNorm(form, extent="heads") if getattr(config, "use_qk_norm", False) else None
+    layer = {"norms": ("input_layernorm", None, None, None), "parallel": True}
+    mixer = grouped(config, interleaved=True, norm=norm)
+    return decoder(config, mixer, gated(config, bias=False), layer, norm=form, logit_scale=config.logit_scale)
+
+
+def _cohere2(config: Any) -> Architecture | None:
+    """Layers without a window have no rotary positions."""
+    made = with_windows(config, _cohere(config))
+    if made is None:
+        return None
+    still = RotaryTable.none(made.layers[0].mixer.head_dim)
+    return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
+
+
+def _starcoder2(config: Any) -> Architecture | None:
+    bias, norm = bool(config.use_bias), NormForm(config.norm_epsilon, centred=True, has_bias=True)
+    feed = PlainFeed(config.intermediate_size, config.hidden_act, bias, ("c_fc", "c_proj"))
+    made = decoder(config, grouped(config, bias=bias), feed if config.hidden_act in ACTIVATIONS else None, norm=norm)
+    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+
+
+def _stablelm(config: Any) -> Architecture | None:
+    norm = NormForm(config.layer_norm_eps, centred=True, has_bias=True)
+    of_heads = HeadNorm(replace(norm, has_bias=False), "heads", listed=True, names=("q_layernorm", "k_layernorm"))
+    mixer = grouped(
+        config, qkv_bias=config.use_qkv_bias, out_bias=False, norm=of_heads if config.qk_layernorm else None
+    )
+    layer = {"norms": ("input_layernorm", None, None, None), "parallel": True} if config.use_parallel_residual else {}
+    return decoder(config, mixer, gated(config, bias=False), layer, norm=norm)
+
+
+def _gemma(config: Any) -> Architecture | None:
+    if getattr(config, "use_bidirectional_attention", None):
+        return None
+    norm = NormForm(config.rms_norm_eps, plus_one=True)
+    scale = config.hidden_size**0.5
+    return decoder(config, grouped(config), gated(config, bias=False), norm=norm, embedding_scale=scale)
+
+
+def _gemma2(config: Any) -> Architecture | None:
+    made = _gemma(config)
+    if made is None:
+        return None
+    spec = AttentionSpec(config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping)
+    layers = tuple(replace(x, mixer=replace(x.mixer, spec=spec), norms=FOUR_NORMS) for x in made.layers)
+    return with_windows(config, replace(made, layers=layers, softcap=config.final_logit_softcapping))
+
+
+def _gemma3(config: Any) -> Architecture | None:
+    """Norms of heads, and rotary positions of their own in layers with a window."""
+    made = _gemma2(config)
+    return made and _of_kinds(config, with_attention(made, [{"norm": HeadNorm(made.norm)} for _ in made.layers]))
+
+
+def _of_kinds(config: Any, made: Architecture | None) -> Architecture | None:
+    """With the rotary positions of each kind of layers."""
+    if made is None:
+        return None
+    dim, more = made.layers[0].mixer.head_dim, {"max_position_embeddings": config.max_position_embeddings}
+    kinds = config.layer_types
+    tables = {kind: RotaryTable.of(more | dict(config.rope_parameters[kind]), dim) for kind in set(kinds)}
+    return with_attention(made, [{"rotary": tables[kind]} for kind in kinds])
+
+
+_EXAONE = (
+    (r"^transformer\.wte\.", "model.embed_tokens."),
+    (r"^transformer\.h\.", "model.layers."),
+    (r"^transformer\.ln_f\.", "model.norm."),
+    (r"\.attn\.attention\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.attn\.attention\.", ".self_attn."),
+    (r"\.ln_1\.", ".input_layernorm."),
+    (r"\.ln_2\.", ".post_attention_layernorm."),
+    (r"\.mlp\.c_fc_0\.", ".mlp.gate_proj."),
+    (r"\.mlp\.c_fc_1\.", ".mlp.up_proj."),
+    (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+)
+# By model type.
+FAMILIES: dict[str, Callable[[Any], Architecture | None]] = {
+    "cohere": _cohere,
+    "cohere2": _cohere2,
+    "cwm": _cwm,
+    "ernie4_5": _ernie,
+    "exaone": _exaone,
+    "exaone4": _exaone4,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "glm": _glm,
+    "glm4": _glm4,
+    "granite": _granite,
+    "hunyuan_v1_dense": _hunyuan,
+    "internlm3": _llama,
+    "iquestcoder": _llama,
+    "llama": _llama,
+    "ministral": _ministral,
+    "ministral3": _ministral3,
+    "mistral": _windowed,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "seed_oss": _seed_oss,
+    "smollm3": _smollm3,
+    "stablelm": _stablelm,
+    "starcoder2": _starcoder2,
+}

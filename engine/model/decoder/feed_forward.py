@@ -1,0 +1,101 @@
+"""What a layer computes of each row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.model.decoder.architecture import GatedFeed, PlainFeed
+from engine.model.decoder.attention import join
+from engine.model.decoder.weights import WeightReader
+from engine.model.linear.activations import RowWise
+from engine.model.linear.grouped import GroupedLinear
+from engine.model.linear.low_rank import add_products
+from engine.native import rows_for
+from engine.native.rows import GELU_TANH, SILU, Activation
+
+
+class SquaredReLU(nn.Module):
+    """max(x, 0)^2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., n]` -> `[..., n]`."""
+        return F.relu(x).square()
+
+
+class QuickGELU(nn.Module):
+    """x * sigmoid(1.702 x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., n]` -> `[..., n]`."""
+        return x * torch.sigmoid(1.702 * x)
+
+
+# By their names in configs.
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_new": lambda: nn.GELU(approximate="tanh"),
+    "gelu_pytorch_tanh": lambda: nn.GELU(approximate="tanh"),
+    "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
+    "relu2": SquaredReLU,
+    "silu": nn.SiLU,
+    "swish": nn.SiLU,
+}
+_IN_C = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate) * up) on joined gate and up; in C the same call rounds the input of `down` for codes."""
+
+    def __init__(self, feed: GatedFeed, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.feed = feed
+        if feed.joined:
+            self.gate_up_proj = weights.matrix({"gate_up_proj": 2 * feed.inner}, width, has_bias=feed.bias)
+        else:
+            join(self, weights, dict.fromkeys(("gate_proj", "up_proj"), feed.inner), width, has_bias=feed.bias)
+        self.down_proj = weights.matrix({"down_proj": width}, feed.inner, has_bias=feed.bias)
+        self.activation: Activation | None = _IN_C.get(feed.activation)
+        self.act_fn = RowWise(ACTIVATIONS[feed.activation]())
+
+    @property
+    def matmul(self) -> nn.Module:
+        """The matrix of gate and up."""
+        parts: Any = self
+        return cast("nn.Module", parts.gate_up_proj if self.feed.joined else parts.gate_proj.joined.matmul)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., width]` -> `[..., width]`."""
+        both = cast("Tensor", self.matmul(x))
+        native, down, bend = rows_for(both.dtype, self.feed.inner), self.down_proj, self.activation
+        if native is None or not both.is_cpu or not len(both) or bend is None:
+            gate, up = both.chunk(2, -1)
+            return cast("Tensor", down(self.act_fn(gate) * up))
+        rows = both.view(-1, both.shape[-1])
+        if isinstance(down, GroupedLinear):
+            out = down.of_rounded(*native.gate_round(rows, bend), x.dtype)
+            add_products(down, lambda: native.gate(rows, bend), out)
+            return out.view(x.shape)
+        return cast("Tensor", down(native.gate(rows, bend).view(*x.shape[:-1], -1)))
+
+
+class PlainMLP(nn.Module):
+    """down(activation(up))."""
+
+    def __init__(self, feed: PlainFeed, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self._names = feed.names
+        up, down = feed.names
+        setattr(self, up, weights.matrix({up: feed.inner}, width, has_bias=feed.bias))
+        setattr(self, down, weights.matrix({down: width}, feed.inner, has_bias=feed.bias))
+        self.act_fn = RowWise(ACTIVATIONS[feed.activation]())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., width]` -> `[..., width]`."""
+        up, down = map(self.get_submodule, self._names)
+        return cast("Tensor", down(self.act_fn(up(x))))

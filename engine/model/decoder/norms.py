@@ -1,0 +1,102 @@
+"""Norms of rows, in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.native import rows_for
+from engine.native.rows import WeightAndEps
+
+if TYPE_CHECKING:
+    from engine.model.decoder.architecture import HeadNorm, NormForm
+    from engine.model.decoder.weights import WeightReader
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, in float32, with the mean's division moved into weight and eps."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        size = weight.numel()
+        self.scale = nn.Parameter(weight.detach().float() * size**0.5, requires_grad=False)
+        self.eps = eps * size
+
+    @property
+    def parts(self) -> WeightAndEps:
+        """As our C takes it."""
+        return self.scale.data, self.eps
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.scale.numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., size]`, in the type of `x`."""
+        native = rows_for(x.dtype, x.shape[-1])
+        if native is not None and x.is_cpu and x.stride(-1) == 1:
+            return native.norm(x.reshape(-1, x.shape[-1]), self.scale, self.eps).view(x.shape)
+        wide = x.float()
+        return (wide * (wide * wide).sum(-1, keepdim=True).add_(self.eps).rsqrt_()).mul_(self.scale).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, in float32; with a weight `[heads, size]` for each head."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        super().__init__()
+        self.bias: Tensor | None
+        self.weight, self.eps = nn.Parameter(weight.detach().float(), requires_grad=False), eps
+        self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., *weight.shape]`, in the type of `x`."""
+        made = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps) * self.weight
+        return (made if self.bias is None else made + self.bias).to(x.dtype)
+
+
+class HeadsRMSNorm(nn.Module):
+    """RMSNorm of each head, with a weight `[heads, size]` of its own."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight.detach().float(), requires_grad=False), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., heads, size]`, in the type of `x`."""
+        wide = x.float()
+        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(x.dtype)
+
+
+def norm_of(form: NormForm, weights: WeightReader, name: str, size: int) -> nn.Module:
+    """The norm of this name, of rows of `size` numbers."""
+    weight = weights.vector(f"{name}.weight", size) if form.has_weight else torch.ones(size)
+    return _made(form, weight, weights.vector(f"{name}.bias", size) if form.has_bias else None)
+
+
+def norm_of_heads(
+    norm: HeadNorm, weights: WeightReader, name: str, heads: int, head_dim: int, order: Tensor | None
+) -> nn.Module:
+    """The norm of this name of queries or keys; `order` is that of a head's numbers (`AttentionLayer.order`)."""
+    size = norm.size(heads, head_dim)
+    if norm.listed:
+        weight = weights.vectors(f"{name}.norms.{{}}.weight", heads, head_dim)
+    else:
+        weight = weights.vector(f"{name}.weight", *size)
+    if order is not None:
+        weight = weight.unflatten(-1, (-1, head_dim))[..., order].view(size)
+    assert not norm.form.has_bias, "no family has norms of heads with a bias"
+    return _made(norm.form, weight, None)
+
+
+def _made(form: NormForm, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    if form.plus_one:
+        weight = 1 + weight.float()
+    if form.centred:
+        return LayerNorm(weight, bias, form.eps)
+    assert bias is None, "no family has an RMSNorm with a bias"
+    return RMSNorm(weight, form.eps) if weight.ndim == 1 else HeadsRMSNorm(weight, form.eps)

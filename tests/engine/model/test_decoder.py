@@ -1,0 +1,94 @@
+"""Every family of the table computes what transformers' own module does, in ragged passes and in parts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine.attention import choose
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed
+from engine.model.decoder.families import FAMILIES
+from engine.model.linear.rounding import round_weight
+from engine.model.one_by_one import plain_logits
+from engine.model.runner import ModelRunner, layout_of_model
+from tests import zoo
+
+CPU = torch.device("cpu")
+_FIRST, _SECOND = [(7 * i + 3) % zoo.VOCAB for i in range(30)], [(5 * i + 11) % zoo.VOCAB for i in range(17)]
+_WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+_PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+_GROWING = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+_FACTORS = {
+    "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+}  # fmt: skip
+# By model type: what a config has beside the common sizes, for each of several models.
+CASES: dict[str, list[dict[str, Any]]] = {
+    "cohere": [{}, {"use_qk_norm": True}],
+    "cohere2": [_WINDOWS],
+    "cwm": [_WINDOWS],
+    "ernie4_5": [{"head_dim": 16}, {"use_bias": True}],
+    "exaone": [{}],
+    "exaone4": [_WINDOWS, {"sliding_window": None, "layer_types": ["full_attention"] * 2}],
+    "gemma": [{"head_dim": 16}],
+    "gemma2": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
+    "gemma3_text": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
+    "glm": [{"head_dim": 16}, {"head_dim": 8, "attention_bias": False} | _PARTLY],
+    "glm4": [{"head_dim": 16} | _PARTLY],
+    "granite": [_FACTORS, {"attention_bias": True, "mlp_bias": True}],
+    "hunyuan_v1_dense": [
+        {"head_dim": 16},
+        {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}},
+    ],
+    "internlm3": [{}],
+    "iquestcoder": [{}],
+    "llama": [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}],
+    "ministral": [{"head_dim": 8} | _WINDOWS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}],
+    "ministral3": [{"head_dim": 8, "rope_parameters": _GROWING}],
+    "mistral": [{"sliding_window": 9}],
+    "olmo2": [{}],
+    "olmo3": [_WINDOWS],
+    "phi3": [{"sliding_window": 20}, _PARTLY],
+    "qwen2": [{}],
+    "qwen3": [{"head_dim": 16}],
+    "seed_oss": [{"head_dim": 8}],
+    "smollm3": [{"no_rope_layers": [1, 0]}],
+    "stablelm": [{"qk_layernorm": True}, {"use_qkv_bias": True, "use_parallel_residual": True}],
+    "starcoder2": [{"sliding_window": 9}],
+}
+
+
+def test_every_family_has_a_case() -> None:
+    assert CASES.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize(("kind", "more"), [(kind, more) for kind, several in CASES.items() for more in several])
+@pytest.mark.parametrize("rounded", [None, "int8"])
+def test_logits_are_those_of_transformers(kind: str, more: dict[str, Any], rounded: Any) -> None:
+    model = zoo.with_large_weights(zoo.config_of(kind, **{"hidden_size": 64, "intermediate_size": 80} | more))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # norms of ones and biases of zeros would hide their places
+                parameter.add_(torch.randn_like(parameter) * (0.1 if name.endswith("bias") else 0.3))
+            elif rounded:  # rows are rounded too, and sharp attention would make a step of a small difference
+                parameter.mul_(0.3)
+    made = zoo.as_served(copy.deepcopy(model), rounded)
+    for matrix in model.modules() if rounded else ():
+        if isinstance(matrix, nn.Linear | nn.Embedding):
+            matrix.weight.data = round_weight(matrix.weight, 8).dequantised()
+    want = plain_logits(model, _FIRST)
+    assert type(made).__name__ == "DecoderModel"
+    runner = ModelRunner(made, KVArena(layout_of_model(made), 8, 32, CPU), choose("auto", CPU))
+    alone = runner.forward([Feed(_FIRST, 0, [0], len(_FIRST))])
+    off = (alone - want).square().mean(-1).sqrt().max() / want.std()
+    assert off < (0.06 if rounded else 1e-4), off
+    runner.forward([Feed(_FIRST[:13], 0, [1], 1), Feed(_SECOND[:9], 0, [0], 1)])
+    parts = runner.forward([Feed(_SECOND[9:], 9, [0], 2), Feed(_FIRST[13:], 13, [1], len(_FIRST) - 13)])
+    assert torch.equal(parts[2:], alone[13:]), "a row's bits depend on its batch"
