@@ -23,8 +23,7 @@ from engine.device_loop.shapes import RoundShape, covering
 from engine.engine import Engine
 from engine.kernels import reference
 from engine.kv.arena import KVArena
-from engine.model.fusion.fuse_cuda import fuse_for_cuda
-from engine.model.fusion.kernel_layers import LayerOps
+from engine.model.decoder.ops import LayerOps
 from engine.model.runner import kv_layout
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
@@ -66,17 +65,12 @@ def engine_of(family: str = "llama", pages: int = 40, pair=None, **options) -> E
 
 @lru_cache
 def _fused(family: str):
-    pair = copy.deepcopy(models(family))
-    for model in pair:
-        fuse_for_cuda(model, reference)
-    return pair
+    return tuple(map(zoo.on_kernels, models(family)))
 
 
 def on_the_card(family: str = "llama"):
     """Copies of both models on the card of `tests.card.here`, with its kernels wherever they fit."""
-    from engine.kernels import experts, rows  # import Triton
-
-    ops, pair = LayerOps.of(rows, experts), copy.deepcopy(_fused(family))
+    ops, pair = LayerOps.kernels(), copy.deepcopy(_fused(family))
     for module in (module for model in pair for module in model.modules() if hasattr(module, "ops")):
         module.ops = ops
     return tuple(model.cuda() for model in pair)

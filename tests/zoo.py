@@ -10,10 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, FalconForCausalLM, Pr
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.choices import Rounded
+from engine.kernels import reference as reference_ops
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families import architecture_for
+from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader
 from engine.model.fusion.fuse import fuse
+from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.linear.packed import pack
 from engine.model.quantize import quantise
 from engine.model.runner import prepare
@@ -253,6 +256,19 @@ def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> Decoder
     fuse(model)
     pack(model)
     return model
+
+
+def on_kernels(model: PreTrainedModel, ops: LayerOps | None = None) -> DecoderModel | PreTrainedModel:
+    """A copy as a server on a GPU runs it; `ops`: what stands for our kernels, default plain torch."""
+    ops, architecture = ops or LayerOps.of(reference_ops), architecture_for(model.config)
+    if architecture is None:
+        twin = copy.deepcopy(model)
+        fuse_for_cuda(twin, ops)
+        return twin
+    read = WeightReader(model.state_dict(), model.dtype, device=model.device, packs=False)
+    made = DecoderModel(architecture, copy.deepcopy(model.config), read).eval()
+    made.use(ops)
+    return made
 
 
 def near(model: PreTrainedModel, amount: float = 0.02) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.device_loop.round import RoundOps
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.kernels import has_triton
+from engine.kernels import has_triton, reference
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.pages import PagePool
 from engine.machine.mapped import ReadProgress, told
@@ -32,9 +32,12 @@ from engine.model.checkpoint import read_config, weights_size
 from engine.model.decoder.architecture import architecture_of
 from engine.model.decoder.families import architecture_for
 from engine.model.decoder.load import load_decoder
+from engine.model.decoder.ops import LayerOps
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.fusion.latent import EXPANDING, compress, has_latents
+from engine.model.linear.fp8 import to_fp8
 from engine.model.linear.packed import is_batch_invariant, runs_in_c
+from engine.model.linear.w4 import to_w4
 from engine.model.rope import longrope_border
 from engine.model.runner import ModelRunner, Runner, end_tokens, known_positions, layout_of_model, load_model
 from engine.model.tap import Tap
@@ -163,18 +166,26 @@ def _load(
         if config.fuse:
             log.info("%r stays unfused: a share of it has transformers' hooks on its matrices", name)
         return load_model(name, revision, held.dtype, device, shares)
-    on_cpu = config.fuse and device.type == "cpu" and config.loop != "rounds"  # our C cannot read the batches of rounds
-    architecture = architecture_for(described) if on_cpu and held.weights != "fp8" else None
-    if architecture is not None:
-        keeps_codes = held.keeps_codes or held.quantisation is None
-        as_rounded = None if held.weights == "native" else cast("Rounded", held.weights)
-        made = load_decoder(
-            name, revision, described, architecture, held.dtype, as_rounded, held.quantisation, keeps_codes=keeps_codes
-        )
-        return cast("PreTrainedModel", made)
-    from engine.startup.fallback import load_fallback
+    runs = config.fuse and (device.type == "cpu" or has_triton())
+    architecture = architecture_for(described) if runs else None
+    if architecture is None:
+        from engine.startup.fallback import load_fallback
 
-    return load_fallback(config, name, revision, held, device)
+        return load_fallback(config, name, revision, held, device)
+    is_rounds = device.type == "cpu" and config.loop == "rounds"  # whose batches our C cannot read
+    is_rounded = device.type == "cpu" and held.weights in ("int8", "int4")
+    made = load_decoder(
+        name, revision, described, architecture, held.dtype, cast("Rounded", held.weights) if is_rounded else None,
+        held.quantisation, keeps_codes=held.keeps_codes or held.quantisation is None, device=device,
+        packs=not is_rounds and held.weights != "fp8",
+    )  # fmt: skip
+    if held.weights == "fp8":
+        to_fp8(cast("PreTrainedModel", made))
+    if held.weights == "int4" and device.type == "cuda":
+        to_w4(cast("PreTrainedModel", made))
+    if device.type == "cuda" or is_rounds:
+        made.use(LayerOps.kernels() if device.type == "cuda" else LayerOps.of(reference))
+    return cast("PreTrainedModel", made)
 
 
 def assemble(

@@ -16,7 +16,7 @@ import torch
 
 from engine.device_loop import draws
 from engine.kernels import reference
-from engine.model.fusion.kernel_layers import LayerOps
+from engine.model.decoder.ops import LayerOps
 from tests.card.card import Card, Host
 from tests.card.graph import Capture, Graph
 from tests.card.memory import Pool

@@ -18,7 +18,7 @@ from tests.loops import AnyK, asking, engine_of, request, steps_without_waiting
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import attention, reference, rows
-from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.decoder.ops import LayerOps
 from tests.kernels.test_attention import alone, problem
 
 pytestmark = pytest.mark.cuda
@@ -68,9 +68,7 @@ def test_rows_in_bfloat16():
 def fused(family: str):
     """A target and a draft as a server has them."""
     pair = zoo.ours(zoo.reference(family)).cuda(), zoo.near(zoo.reference(family)).cuda()
-    for model in pair:
-        fuse_for_cuda(model)
-    return pair
+    return tuple(zoo.on_kernels(model, LayerOps.kernels()) for model in pair)
 
 
 def on_cuda(family: str = "llama", **options):
@@ -120,11 +118,8 @@ def test_rounds_are_what_cuda_gets_by_itself_and_time_is_the_devices_own():
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "gpt-oss", "deepseek-v3", "llama-4", "gemma-4"])
 def test_stand_ins(family):
     """Sinks, chunks, heads of several sizes, experts: our kernels against plain torch."""
-    plain, fused = (zoo.ours(zoo.reference(family)).cuda() for _ in range(2))
-    stood_in = fuse_for_cuda(fused)
-    if family in ("llama", "qwen3", "gemma2", "phi3"):
-        assert stood_in["attentions"] == plain.config.num_hidden_layers
-    assert (stood_in["mixtures"] > 0) == (family in ("gpt-oss", "deepseek-v3"))
+    plain = zoo.ours(zoo.reference(family)).cuda()
+    fused = zoo.on_kernels(plain, LayerOps.kernels())
     want, got = logits_of(plain, "reference"), logits_of(fused)
     assert torch.allclose(got, want, rtol=0, atol=1e-4 * float(want.std()))
 

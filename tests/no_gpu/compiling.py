@@ -27,7 +27,7 @@ from engine.device_loop.shapes import in_order_of_worth
 from engine.device_loop.slots import IDLE
 from engine.engine import Engine
 from engine.kernels import commit, sampling
-from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.decoder.ops import LayerOps
 from engine.params import SamplingParams, SpeculationParams
 from engine.startup.build import assemble
 from engine.startup.warm import make_ready
@@ -54,9 +54,7 @@ class Case:
         """As they would be loaded on a card."""
         target = zoo.with_large_weights(self.config)
         pair = [model.to(self.dtype) for model in (zoo.ours(target), zoo.near(target, 0.005))]
-        for model in pair:
-            fuse_for_cuda(model)
-        return pair
+        return [zoo.on_kernels(model, LayerOps.kernels()) for model in pair]
 
 
 # A group of heads that is no power of two.

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
 from engine.attention.spec import AttentionSpec
+from engine.kv.rounded import SCALE_BYTES, is_rounded
 from engine.model.decoder.architecture import AttentionLayer
 from engine.model.decoder.norms import RMSNorm, norm_of_heads
+from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader
 from engine.native import Rows, rows_for
 from engine.native.rows import WeightAndEps
@@ -77,6 +79,7 @@ class GroupedAttention(nn.Module):
     def __init__(self, layer: AttentionLayer, number: int, width: int, weights: WeightReader) -> None:
         super().__init__()
         self.layer, self.layer_idx = layer, number
+        self.ops: LayerOps | None = None  # of a GPU
         order, sizes = layer.order(), dict(zip(("q_proj", "k_proj", "v_proj"), layer.sizes, strict=True))
         orders = {} if order is None else {name: _over_heads(order, sizes[name]) for name in ("q_proj", "k_proj")}
         if layer.joined:
@@ -146,9 +149,12 @@ class GroupedAttention(nn.Module):
         (cos, sin), norms, layer, number = rotary, self.joined_norms, self.layer, self.layer_idx
         if norms is None and layer.norm is not None and not layer.norm.turned:
             projected, norms = self._normed(projected), (None, None)
+        k, v, rows = ragged.arena.k[number], ragged.arena.v[number], ragged.batch.kv_rows
+        if self.ops is not None and norms is not None:
+            scaled = SCALE_BYTES if is_rounded(k) else 0
+            return self.ops.rotate_and_write(projected, cos[0], sin[0], rows, k, v, *self._norms_of_kernels(), scaled)
         native = None if norms is None else self._native_for(projected, cos, ragged)
         if native is not None and norms is not None:
-            k, v, rows = ragged.arena.k[number], ragged.arena.v[number], ragged.batch.kv_rows
             return native.rotate(projected.contiguous(), cos[0].contiguous(), sin[0].contiguous(), rows, k, v, norms)
         if norms is not None and norms != (None, None):
             projected = self._normed(projected)
@@ -161,6 +167,13 @@ class GroupedAttention(nn.Module):
             query, key = both[0](query), both[1](key)
         ragged.arena.write(number, ragged.batch.kv_rows, key, value)
         return query
+
+    def _norms_of_kernels(self) -> tuple[tuple[Tensor, Tensor] | None, float]:
+        """Weights and eps of the norms that a kernel applies while it rotates."""
+        if not self.joined_norms or self.joined_norms == (None, None):
+            return None, 0.0
+        (query, eps), (key, _) = (cast("RMSNorm", norm).for_kernels for norm in self.norms or ())
+        return (query, key), eps
 
     def _normed(self, projected: Tensor) -> Tensor:
         """With normed queries and keys."""

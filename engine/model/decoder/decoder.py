@@ -20,10 +20,13 @@ from engine.machine.threads import most_threads
 from engine.model.decoder.architecture import Architecture, AttentionLayer, GatedFeed, PlainFeed
 from engine.model.decoder.attention import GroupedAttention
 from engine.model.decoder.feed_forward import GatedMLP, PlainMLP
-from engine.model.decoder.norms import norm_of
+from engine.model.decoder.norms import RMSNorm, norm_of
+from engine.model.decoder.ops import LayerOps
+from engine.model.decoder.rotary import Rotation
 from engine.model.decoder.stack import Stack
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
+from engine.model.linear.fp8 import Fp8Linear
 from engine.model.tap import FINAL
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -47,11 +50,32 @@ class DecoderModel(nn.Module):
         self.model.embed_tokens = table
         self.model.layers = Stack(_layers(architecture, weights))
         self.model.norm = norm_of(architecture.norm, weights, "model.norm", architecture.width)
+        each = [layer.mixer.rotary for layer in architecture.layers]
+        self.rotations = nn.ModuleList(map(Rotation, dict.fromkeys(each)))
+        self._which = [[*dict.fromkeys(each)].index(table) for table in each]
+        self.to(weights.device)
+        self.ops: LayerOps | None = None
+
+    def use(self, ops: LayerOps) -> None:
+        """Run these operations between matmuls, which a GPU has in place of our C."""
+        feeds = [layer.feed.inner for layer in self.architecture.layers if isinstance(layer.feed, GatedFeed)]
+        heads = [layer.mixer.head_dim for layer in self.architecture.layers]
+        sizes = self.architecture.width, max(feeds, default=16), max(heads)
+        rounded = [module for module in self.modules() if isinstance(module, Fp8Linear)]
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.ops = ops.checked(sizes, like, in_fp8=bool(rounded))
+        for matmul in rounded:
+            matmul.round_rows = self.ops.round_rows
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.use(self.ops)
+            elif isinstance(module, GroupedAttention | GatedMLP):
+                module.ops = self.ops
 
     @property
     def device(self) -> torch.device:
         """Where it runs."""
-        return torch.device("cpu")
+        return next(self.parameters()).device
 
     def get_decoder(self) -> nn.Module:
         """Everything but the output matrix."""
@@ -80,17 +104,18 @@ class DecoderModel(nn.Module):
         del use_cache  # keys and values lie in the arena
         trunk = self.model
         hidden: Tensor = trunk.embed_tokens(input_ids)
-        each = [layer.mixer.rotary for layer in self.architecture.layers[: len(trunk.layers)]]
-        tables = {rotary: rotary.table(position_ids[0], hidden.dtype) for rotary in set(each)}
-        hidden = trunk.layers.run(hidden, [tables[rotary] for rotary in each], ragged)
-        readers = [tap for tap in trunk.layers.taps if FINAL in tap.places]
-        if readers:
-            hidden = trunk.norm(hidden)
-            for tap in readers:
-                tap.keep(FINAL, hidden[0])
-            kept = hidden[:, logits_to_keep]
+        tables = [rotation(position_ids[0], hidden.dtype) for rotation in self.rotations]
+        turned = [tables[which] for which in self._which[: len(trunk.layers)]]
+        has_readers = any(FINAL in tap.places for tap in trunk.layers.taps)
+        if self.ops is not None and isinstance(trunk.norm, RMSNorm) and all(each.joins_sums for each in trunk.layers):
+            normed = trunk.layers.in_sums(hidden, turned, ragged, trunk.norm)
         else:
-            kept = trunk.norm(hidden[:, logits_to_keep])
+            hidden = trunk.layers.run(hidden, turned, ragged)
+            normed = trunk.norm(hidden) if has_readers else None
+        for tap in trunk.layers.taps if has_readers else ():
+            if FINAL in tap.places:
+                tap.keep(FINAL, normed[0])
+        kept = trunk.norm(hidden[:, logits_to_keep]) if normed is None else normed[:, logits_to_keep]
         logits: Tensor = self.lm_head(kept)
         scale, cap = self.architecture.logit_scale, self.architecture.softcap
         if scale is not None:
@@ -128,19 +153,32 @@ class DecoderLayer(nn.Module):
             setattr(self, name, norm_of(architecture.norm, weights, name, width))
 
     @property
-    def mixer(self) -> nn.Module:
+    def mixer(self) -> Any:
         """What looks at other positions."""
-        return self.get_submodule(self.layer.names[0])
+        return self._modules[self.layer.names[0]]
 
     @property
-    def feed(self) -> nn.Module | None:
-        """What looks at one position, if the layer has it."""
-        return None if self.layer.feed is None else self.get_submodule(self.layer.names[1])
+    def feed(self) -> Any:
+        """What looks at one position; None where the layer has no such part."""
+        return self._modules.get(self.layer.names[1])
 
     @property
-    def norms(self) -> list[nn.Module | None]:
+    def norms(self) -> list[Any]:
         """In the order of `Layer.norms`."""
-        return [None if name is None else self.get_submodule(name) for name in self.layer.norms]
+        return [None if name is None else self._modules[name] for name in self.layer.norms]
+
+    @property
+    def joins_sums(self) -> bool:
+        """Whether each of its sums is read by an RMSNorm alone, so that one kernel computes both."""
+        first, after_mixer, second, after_feed = self.norms
+        has_norms = isinstance(first, RMSNorm) and isinstance(second, RMSNorm) and self.feed is not None
+        others = all(norm is None or isinstance(norm, RMSNorm) for norm in (after_mixer, after_feed))
+        return has_norms and others and self.layer.scale == 1 and not self.layer.parallel
+
+    @staticmethod
+    def rounds(part: Any) -> bool:
+        """Whether a part begins with a matmul that reads 8-bit floats."""
+        return isinstance(getattr(part, "matmul", None), Fp8Linear)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
         """`[1, T, width]` -> `[1, T, width]`."""

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.kernels.args import Fp8Rows
 from engine.model.decoder.architecture import GatedFeed, PlainFeed
 from engine.model.decoder.attention import join
+from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import RowWise
+from engine.model.linear.fp8 import Fp8Linear
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.low_rank import add_products
 from engine.native import rows_for
@@ -46,7 +49,9 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
     "swish": nn.SiLU,
 }
-_IN_C = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH}
+# Those that our C and our kernels have, by their names there.
+_IN_KERNELS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_IN_C = {"silu": SILU, "gelu_tanh": GELU_TANH}
 
 
 class GatedMLP(nn.Module):
@@ -55,12 +60,14 @@ class GatedMLP(nn.Module):
     def __init__(self, feed: GatedFeed, width: int, weights: WeightReader) -> None:
         super().__init__()
         self.feed = feed
+        self.ops: LayerOps | None = None  # of a GPU
         if feed.joined:
             self.gate_up_proj = weights.matrix({"gate_up_proj": 2 * feed.inner}, width, has_bias=feed.bias)
         else:
             join(self, weights, dict.fromkeys(("gate_proj", "up_proj"), feed.inner), width, has_bias=feed.bias)
         self.down_proj = weights.matrix({"down_proj": width}, feed.inner, has_bias=feed.bias)
-        self.activation: Activation | None = _IN_C.get(feed.activation)
+        self._name = _IN_KERNELS.get(feed.activation)
+        self.activation: Activation | None = None if self._name is None else _IN_C[self._name]
         self.act_fn = RowWise(ACTIVATIONS[feed.activation]())
 
     @property
@@ -69,10 +76,14 @@ class GatedMLP(nn.Module):
         parts: Any = self
         return cast("nn.Module", parts.gate_up_proj if self.feed.joined else parts.gate_proj.joined.matmul)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         """`[..., width]` -> `[..., width]`."""
         both = cast("Tensor", self.matmul(x))
-        native, down, bend = rows_for(both.dtype, self.feed.inner), self.down_proj, self.activation
+        down, bend = self.down_proj, self.activation
+        if self.ops is not None and bend is not None:
+            run = self.ops.gate_round if isinstance(down, Fp8Linear) else self.ops.gate
+            return cast("Tensor", down(run(both, self._name)))
+        native = rows_for(both.dtype, self.feed.inner)
         if native is None or not both.is_cpu or not len(both) or bend is None:
             gate, up = both.chunk(2, -1)
             return cast("Tensor", down(self.act_fn(gate) * up))
@@ -80,7 +91,7 @@ class GatedMLP(nn.Module):
         if isinstance(down, GroupedLinear):
             out = down.of_rounded(*native.gate_round(rows, bend), x.dtype)
             add_products(down, lambda: native.gate(rows, bend), out)
-            return out.view(x.shape)
+            return out.view(*x.shape)
         return cast("Tensor", down(native.gate(rows, bend).view(*x.shape[:-1], -1)))
 
 

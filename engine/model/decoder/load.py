@@ -10,7 +10,7 @@ from engine.choices import Rounded
 from engine.model.checkpoint import end_tokens_of, read_end_tokens, told_as_model_error
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.weights import WeightReader, check, renamed
+from engine.model.decoder.weights import CPU, WeightReader, check, renamed
 from engine.model.gguf.files import open_gguf
 from engine.model.published.files import read_tensors
 from engine.model.published.gguf import weights_in
@@ -37,6 +37,8 @@ def load_decoder(
     quantisation: Quantisation | None = None,
     *,
     keeps_codes: bool = True,
+    device: torch.device = CPU,
+    packs: bool = True,
 ) -> DecoderModel:
     """Load the checkpoint `name`, which `config` describes.
 
@@ -49,6 +51,8 @@ def load_decoder(
         rounded: how matrices of floats are rounded; None for not at all.
         quantisation: how others have quantised the checkpoint; None if they have not.
         keeps_codes: whether our kernels multiply its codes; else they are dequantised.
+        device: where it is to run.
+        packs: whether our C multiplies floats on a CPU.
 
     Raises:
         ModelError: weights cannot be read, are missing or of another shape.
@@ -57,7 +61,8 @@ def load_decoder(
     with told_as_model_error(name):
         weights = renamed(_weights(name, revision, quantisation), (*architecture.names, *names))
         check(name, architecture, weights)
-        made = DecoderModel(architecture, config, WeightReader(weights, dtype, rounded, keeps_codes=keeps_codes))
+        reader = WeightReader(weights, dtype, rounded, keeps_codes=keeps_codes, device=device, packs=packs)
+        made = DecoderModel(architecture, config, reader)
     heap.give_back()  # what codes were on their way to panels
     ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.kernels.args import Fp8Rows
+from engine.model.decoder.ops import LayerOps
 from engine.native import rows_for
 from engine.native.rows import WeightAndEps
 
@@ -24,6 +26,9 @@ class RMSNorm(nn.Module):
         size = weight.numel()
         self.scale = nn.Parameter(weight.detach().float() * size**0.5, requires_grad=False)
         self.eps = eps * size
+        self.ops: LayerOps | None = None
+        self.weight_of_kernels: Tensor | None
+        self.register_buffer("weight_of_kernels", None, persistent=False)
 
     @property
     def parts(self) -> WeightAndEps:
@@ -35,8 +40,28 @@ class RMSNorm(nn.Module):
         """Numbers of a row."""
         return self.scale.numel()
 
+    def use(self, ops: LayerOps) -> None:
+        """Run these operations, which take the mean of squares."""
+        self.ops, self.weight_of_kernels = ops, self.scale.detach() / self.width**0.5
+
+    @property
+    def for_kernels(self) -> tuple[Tensor, float]:
+        """Weight and eps as they take them."""
+        assert self.weight_of_kernels is not None
+        return self.weight_of_kernels, self.eps / self.width
+
+    def of_sum(
+        self, x: Tensor, residual: Tensor | None, before: RMSNorm | None, *, rounds: bool
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+        """The norm of x + residual, and the sum; `before` is applied to x, and `rounds` is for a matmul in fp8."""
+        assert self.ops is not None
+        run = self.ops.add_norm_round if rounds else self.ops.add_norm
+        return run(x, residual, *self.for_kernels, None if before is None else before.for_kernels)
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]`, in the type of `x`."""
+        if self.ops is not None:
+            return self.ops.add_norm(x, None, *self.for_kernels)[0]
         native = rows_for(x.dtype, x.shape[-1])
         if native is not None and x.is_cpu and x.stride(-1) == 1:
             return native.norm(x.reshape(-1, x.shape[-1]), self.scale, self.eps).view(x.shape)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.errors import ModelError
@@ -63,15 +63,26 @@ class RotaryTable:
         """Of a layer without rotary positions."""
         return cls((), still=dim // 2)
 
-    def table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin `[1, T, head_dim]` of marked positions `[T]` (`kv.batch`): both halves of a head are alike."""
-        frequencies = torch.tensor(self.frequencies, device=positions.device)
-        if self.long is not None:
-            both = torch.stack([frequencies, torch.tensor(self.long, device=positions.device)])
-            frequencies, positions = both[positions // TABLE_MARK], positions % TABLE_MARK
+
+class Rotation(nn.Module):
+    """cos and sin of a table's positions; its frequencies lie where the model does."""
+
+    frequencies: Tensor  # [n], or [2, n] of a table that has long ones
+
+    def __init__(self, table: RotaryTable) -> None:
+        super().__init__()
+        self.table = table
+        both = table.frequencies if table.long is None else (table.frequencies, table.long)
+        self.register_buffer("frequencies", torch.tensor(both), persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`[1, T, head_dim]` each, of marked positions `[T]` (`kv.batch`): both halves of a head are alike."""
+        table, frequencies = self.table, self.frequencies
+        if table.long is not None:
+            frequencies, positions = frequencies[positions // TABLE_MARK], positions % TABLE_MARK
         angles = positions[None, :, None].float() * frequencies
-        cos = F.pad(angles.cos() * self.scaling, (0, self.still), value=1.0)
-        sin = F.pad(angles.sin() * self.scaling, (0, self.still))
+        cos = F.pad(angles.cos() * table.scaling, (0, table.still), value=1.0)
+        sin = F.pad(angles.sin() * table.scaling, (0, table.still))
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((sin, sin), -1).to(dtype)
 
 

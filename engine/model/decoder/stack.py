@@ -51,6 +51,29 @@ class Stack(nn.ModuleList):
             hidden_states = layer(hidden_states, each, ragged)
         return hidden_states
 
+    def in_sums(self, hidden: Tensor, rotary: Seq[Rotary], ragged: Ragged, final: RMSNorm) -> Tensor:
+        """Run all layers and the final norm, each sum in one kernel with the norm that reads it; the normed rows."""
+        added, after = cast("tuple[Tensor | None, RMSNorm | None]", (None, None))  # what is still to be added
+        for place, (each, turned) in enumerate(zip(self, rotary, strict=True)):
+            layer: Any = each
+            first, after_mixer, second, after_feed = layer.norms
+            parts = (hidden, None, None) if added is None else (added, hidden, after)
+            normed, hidden = first.of_sum(*parts, rounds=layer.rounds(layer.mixer))
+            self._keep(place, hidden[0])
+            mixed = layer.mixer(normed, turned, ragged)
+            normed, hidden = second.of_sum(mixed, hidden, after_mixer, rounds=layer.rounds(layer.feed))
+            added, after = layer.feed(normed), after_feed
+        assert added is not None, "a decoder has layers"
+        normed, hidden = final.of_sum(added, hidden, after, rounds=False)
+        self._keep(len(self), hidden[0])
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def _keep(self, place: int, rows: Tensor) -> None:
+        for tap in self.taps:
+            if place in tap.places:
+                tap.keep(place, rows)
+
     def at_once(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
         """Run all layers in C, with the same bits as `one_by_one`."""
         shape, first = ragged.arena.layout.same, cast("Any", self._modules["0"])

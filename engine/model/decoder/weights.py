@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.model.decoder.architecture import Architecture
     from engine.model.published.base import Codes
 
+CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -49,16 +50,6 @@ class Embedding(nn.Embedding):
         return found if self.embed_scale is None else found * self.embed_scale.to(found.dtype)
 
 
-class FloatLinear(nn.Linear):
-    """A matmul of torch's, over a matrix that our C does not multiply."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        nn.Module.__init__(self)  # torch's own would draw a weight
-        self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-
-
 @dataclass(frozen=True, slots=True)
 class WeightReader:
     """Weights by their names in a float checkpoint, and how they are to be held.
@@ -68,6 +59,8 @@ class WeightReader:
         dtype: of what is neither rounded nor codes.
         rounded: how matrices of floats are rounded; None where they stay floats.
         keeps_codes: whether matmuls keep codes that have a form for our kernels.
+        device: where floats are to lie; codes are for a CPU.
+        packs: whether our C multiplies floats where it can; else torch does.
         path: what the names that it is asked for begin with.
     """
 
@@ -75,6 +68,8 @@ class WeightReader:
     dtype: torch.dtype
     rounded: Rounded | None = None
     keeps_codes: bool = True
+    device: torch.device = CPU
+    packs: bool = True
     path: str = ""
 
     def below(self, path: str) -> WeightReader:
@@ -85,7 +80,7 @@ class WeightReader:
         """Floats that are no matrix, such as those of a norm."""
         found = self.weights[self.path + name]
         vector = found if isinstance(found, Tensor) else found.dequantised()
-        return vector.view(size).to(self.dtype)
+        return vector.view(size).to(self.device, self.dtype)
 
     def vectors(self, name: str, count: int, size: int) -> Tensor:
         """Vectors that are stored one by one; `name` has their number: `[count, size]`."""
@@ -170,21 +165,35 @@ class WeightReader:
         parts = [self._plain(weight) for weight in weights]
         bias = None if biases[0] is None else torch.cat([cast("Tensor", bias) for bias in biases])
         made: nn.Module
-        if multiplies(self.dtype) and rows_for(self.dtype, parts[0].shape[1]) is not None:
+        if (
+            self.packs
+            and self.device.type == "cpu"
+            and multiplies(self.dtype)
+            and rows_for(self.dtype, parts[0].shape[1]) is not None
+        ):
             made = PackedLinear(PackedMatrix.of(parts, None if bias is None else bias.float()), dtype)
         else:
-            made = FloatLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+            made = _linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
         for part in parts:
             release_mapped(part)
         return made
 
     def _plain(self, weight: Tensor | Codes) -> Tensor:
-        return (weight if isinstance(weight, Tensor) else weight.dequantised()).to(self.dtype)
+        return (weight if isinstance(weight, Tensor) else weight.dequantised()).to(self.device, self.dtype)
 
     def _bias(self, name: str) -> Tensor:
         found = self.weights[f"{name}.bias"]
         assert isinstance(found, Tensor), "nobody rounds a bias"
-        return found.to(self.dtype)
+        return found.to(self.device, self.dtype)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A matmul of torch's, over a matrix that our C does not multiply."""
+    made = nn.Linear(1, 1, bias=False, device="meta")  # on the CPU it would draw a weight
+    made.out_features, made.in_features = weight.shape
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    made.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+    return made
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

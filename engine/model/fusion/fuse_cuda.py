@@ -22,8 +22,9 @@ from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.decoder.attention import Joined, JoinedPart
 from engine.model.decoder.norms import RMSNorm
+from engine.model.decoder.ops import LayerOps
 from engine.model.fusion.fuse import RotaryAttention, fuse
-from engine.model.fusion.kernel_layers import NAMES, KernelAttention, KernelGate, KernelLayer, KernelNorm, LayerOps
+from engine.model.fusion.kernel_layers import NAMES, KernelAttention, KernelGate, KernelLayer, KernelNorm
 from engine.model.linear.equivalence import EquivalenceTests, random_rows
 from engine.model.linear.experts import StackedExperts
 from engine.model.linear.fp8 import Fp8Linear

@@ -6,8 +6,6 @@ floats, the rounding of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -16,27 +14,8 @@ from engine.attention.registry import Ragged
 from engine.kernels.args import Fp8Rows
 from engine.kv.rounded import SCALE_BYTES, is_rounded
 from engine.model.decoder.norms import RMSNorm
+from engine.model.decoder.ops import LayerOps
 from engine.model.fusion.fuse import RotaryAttention
-from engine.model.linear.experts import Mix
-
-
-@dataclass(frozen=True, slots=True)
-class LayerOps:
-    """The functions of `engine.kernels.rows` and `.experts`, or of `.reference`, which compute the same."""
-
-    rotate_and_write: Callable[..., Tensor]
-    add_norm: Callable[..., tuple[Tensor, Tensor]]
-    add_norm_round: Callable[..., tuple[Fp8Rows, Tensor]]
-    gate: Callable[..., Tensor]
-    gate_round: Callable[..., Fp8Rows]
-    round_rows: Callable[[Tensor], Fp8Rows]
-    mix: Mix
-
-    @classmethod
-    def of(cls, *modules: object) -> LayerOps:
-        """Take the functions of modules: a model that holds them can be copied, one that holds a module cannot."""
-        found = {field.name: next(m for m in modules if hasattr(m, field.name)) for field in fields(cls)}
-        return cls(**{name: getattr(module, name) for name, module in found.items()})
 
 
 class KernelNorm(nn.Module):

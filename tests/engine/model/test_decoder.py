@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import copy
+import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from engine.attention import choose
+from engine.kernels import faults, reference
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
+from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families import FAMILIES
+from engine.model.decoder.ops import LayerOps
 from engine.model.linear.rounding import round_weight
 from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner, layout_of_model
+from engine.model.tap import FINAL, Tap
+from engine.proposers.early_exit import first_layers
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -69,26 +77,86 @@ def test_every_family_has_a_case() -> None:
     assert CASES.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize(("kind", "more"), [(kind, more) for kind, several in CASES.items() for more in several])
-@pytest.mark.parametrize("rounded", [None, "int8"])
-def test_logits_are_those_of_transformers(kind: str, more: dict[str, Any], rounded: Any) -> None:
+_EACH = pytest.mark.parametrize(("kind", "more"), [(kind, more) for kind, several in CASES.items() for more in several])
+
+
+def _model(kind: str, more: dict[str, Any], *, is_soft: bool = False) -> PreTrainedModel:
+    """Norms of ones and biases of zeros would hide their places; where attention is sharp, rounding makes a step."""
     model = zoo.with_large_weights(zoo.config_of(kind, **{"hidden_size": 64, "intermediate_size": 80} | more))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:  # norms of ones and biases of zeros would hide their places
+            if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * (0.1 if name.endswith("bias") else 0.3))
-            elif rounded:  # rows are rounded too, and sharp attention would make a step of a small difference
+            elif is_soft:
                 parameter.mul_(0.3)
+    return model
+
+
+def _runner(made: PreTrainedModel | DecoderModel) -> ModelRunner:
+    return ModelRunner(made, KVArena(layout_of_model(made), 8, 32, CPU), choose("auto", CPU))
+
+
+def _off(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest error of a row, in parts of the spread of logits."""
+    return float((got - want).square().mean(-1).sqrt().max() / want.std())
+
+
+@_EACH
+@pytest.mark.parametrize("rounded", [None, "int8"])
+def test_logits_are_those_of_transformers(kind: str, more: dict[str, Any], rounded: Any) -> None:
+    model = _model(kind, more, is_soft=rounded is not None)
     made = zoo.as_served(copy.deepcopy(model), rounded)
+    assert isinstance(made, DecoderModel)
     for matrix in model.modules() if rounded else ():
         if isinstance(matrix, nn.Linear | nn.Embedding):
             matrix.weight.data = round_weight(matrix.weight, 8).dequantised()
-    want = plain_logits(model, _FIRST)
-    assert type(made).__name__ == "DecoderModel"
-    runner = ModelRunner(made, KVArena(layout_of_model(made), 8, 32, CPU), choose("auto", CPU))
+    runner = _runner(made)
     alone = runner.forward([Feed(_FIRST, 0, [0], len(_FIRST))])
-    off = (alone - want).square().mean(-1).sqrt().max() / want.std()
-    assert off < (0.06 if rounded else 1e-4), off
+    assert _off(alone, plain_logits(model, _FIRST)) < (0.06 if rounded else 1e-4)
     runner.forward([Feed(_FIRST[:13], 0, [1], 1), Feed(_SECOND[:9], 0, [0], 1)])
     parts = runner.forward([Feed(_SECOND[9:], 9, [0], 2), Feed(_FIRST[13:], 13, [1], len(_FIRST) - 13)])
     assert torch.equal(parts[2:], alone[13:]), "a row's bits depend on its batch"
+
+
+@_EACH
+def test_kernels_give_the_same(kind: str, more: dict[str, Any]) -> None:
+    """With plain torch in their place: what they are handed, and what is done with what they give."""
+    model = _model(kind, more)
+    runner = _runner(zoo.on_kernels(model))
+    runner.forward([Feed(_FIRST[:13], 0, [1], 1), Feed(_SECOND[:9], 0, [0], 1)])
+    got = runner.forward([Feed(_SECOND[9:], 9, [0], 2), Feed(_FIRST[13:], 13, [1], len(_FIRST) - 13)])
+    assert _off(got[2:], plain_logits(model, _FIRST)[13:]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "olmo2"])
+def test_who_reads_hidden_states_gets_the_same_on_kernels(kind: str) -> None:
+    model = _model(kind, CASES[kind][0])
+    made = zoo.as_served(copy.deepcopy(model)), zoo.on_kernels(model)
+    taps = [Tap(each, (0, 1, 2, FINAL)) for each in made]
+    for each in made:
+        _runner(each).forward([Feed(_FIRST, 0, [0], 1)])
+    for place in (0, 1, 2, FINAL):
+        got, want = (tap.read((place,)) for tap in reversed(taps))
+        assert got is not None
+        assert want is not None
+        assert _off(got, want) < 1e-4
+
+
+def test_the_first_layers_of_a_model_on_kernels() -> None:
+    model = _model("llama", {"num_hidden_layers": 3})
+    mine, theirs = (_runner(first_layers(each, 2)) for each in (zoo.on_kernels(model), zoo.as_served(model)))
+    feed = [Feed(_FIRST, 0, [0], len(_FIRST))]
+    assert _off(mine.forward(feed), theirs.forward(feed)) < 1e-4
+
+
+def test_a_kernel_that_does_not_compile_is_replaced_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Triton's own error is no RuntimeError. It used to end the load."""
+
+    def fails(*_: object) -> None:
+        raise faults()[0]("out of resource: shared memory")
+
+    model = _model("llama", {})
+    with caplog.at_level(logging.WARNING):
+        made = zoo.on_kernels(model, replace(LayerOps.of(reference), gate=fails))
+    assert caplog.text.count("gate runs in plain torch, as our kernel cannot run here") == 1
+    assert _off(_runner(made).forward([Feed(_FIRST, 0, [0], 1)]), plain_logits(model, _FIRST)[-1:]) < 1e-4

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import ModelError
-from engine.model.decoder.rotary import RotaryTable
+from engine.model.decoder.rotary import RotaryTable, Rotation
 
 ORIGINAL = {"original_max_position_embeddings": st.sampled_from([512, 2048, 8192, 32768])}
 FACTOR = {"factor": st.sampled_from([1.0, 2.0, 8.0, 16.5, 32.0])}
@@ -48,7 +48,7 @@ def test_frequencies_and_tables(found: dict[str, Any], dim: int, positions: list
     ours, ids = RotaryTable.of(found, dim), torch.tensor(positions)
     assert torch.equal(torch.tensor(ours.frequencies), theirs.inv_freq)
     for dtype in (torch.float32, torch.bfloat16):
-        for got, want in zip(ours.table(ids, dtype), theirs(torch.zeros(1, dtype=dtype), ids[None]), strict=True):
+        for got, want in zip(Rotation(ours)(ids, dtype), theirs(torch.zeros(1, dtype=dtype), ids[None]), strict=True):
             assert torch.equal(got, want)
 
 

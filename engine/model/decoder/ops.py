@@ -1,0 +1,81 @@
+"""The operations between matmuls on a GPU: our kernels, or plain torch that computes the same.
+
+All work between two matmuls is one kernel: a sum, the norm that follows it and, where the next matmul is in 8-bit
+floats, the rounding of its rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from engine.kernels import faults, reference
+from engine.kernels.args import Fp8Rows
+from engine.model.linear.experts import Mix
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOps:
+    """The functions of `engine.kernels.rows` and `.experts`, or of `.reference`, which compute the same."""
+
+    rotate_and_write: Callable[..., Tensor]
+    add_norm: Callable[..., tuple[Tensor, Tensor]]
+    add_norm_round: Callable[..., tuple[Fp8Rows, Tensor]]
+    gate: Callable[..., Tensor]
+    gate_round: Callable[..., Fp8Rows]
+    round_rows: Callable[[Tensor], Fp8Rows]
+    mix: Mix
+
+    @classmethod
+    def of(cls, *modules: object) -> LayerOps:
+        """Take the functions of modules: a model that holds them can be copied, one that holds a module cannot."""
+        found = {field.name: next(m for m in modules if hasattr(m, field.name)) for field in fields(cls)}
+        return cls(**{name: getattr(module, name) for name, module in found.items()})
+
+    @classmethod
+    def kernels(cls) -> LayerOps:
+        """Our kernels."""
+        from engine.kernels import experts, rows  # import Triton
+
+        return cls.of(rows, experts)
+
+    def checked(self, sizes: tuple[int, int, int], like: Tensor, *, in_fp8: bool) -> LayerOps:
+        """These, with plain torch in place of each that cannot be compiled or does not fit on this card; logged.
+
+        `sizes`: of rows, between the matrices of a feed-forward, and of a head. `like`: of the model's type, and where
+        it runs.
+        """
+        width, inner, head_dim = sizes
+        dtype, device = like.dtype, like.device
+        x, both = (torch.zeros(1, size, dtype=dtype, device=device) for size in (width, 2 * inner))
+        scale, turned = torch.ones(width, device=device), torch.zeros(1, head_dim, dtype=dtype, device=device)
+        heads = torch.zeros(1, 1, head_dim, dtype=dtype, device=device)
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        tries: dict[str, Callable[[], object]] = {
+            "rotate_and_write": lambda: self.rotate_and_write(
+                turned.repeat(1, 3), turned, turned, row, heads, heads.clone()
+            ),
+            "add_norm": lambda: self.add_norm(x, x, scale, 1e-6),
+            "gate": lambda: self.gate(both, "silu"),
+        }
+        if in_fp8:
+            tries |= {
+                "add_norm_round": lambda: self.add_norm_round(x, x, scale, 1e-6),
+                "gate_round": lambda: self.gate_round(both, "silu"),
+                "round_rows": lambda: self.round_rows(x),
+            }
+        failed: dict[str, object] = {}
+        for name, run in tries.items():
+            try:
+                run()
+            except faults() as error:
+                failed[name] = getattr(reference, name)
+                told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                log.warning("%s runs in plain torch, as our kernel cannot run here: %s", name, told)
+        return replace(self, **failed)  # type: ignore[arg-type]
