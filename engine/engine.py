@@ -27,7 +27,7 @@ from engine.request.prediction import num_predicted
 from engine.sampling.processors import advance_grammar, catch_up_grammars
 from engine.sampling.verification import VerifyOutput
 from engine.scheduler import Scheduler, StepPlan
-from engine.stats import Clock, StepStats, Stopwatch
+from engine.stats import Clock, EngineLoad, StepStats, Stopwatch
 from engine.step_stats import feedback_of, measure, teach, with_rounds
 from engine.target_pass import TargetPass, Verified
 from engine.turns import MASK_SECONDS
@@ -69,6 +69,10 @@ class Engine:
         self._intake = Intake(config, limits, proposers.names, self.adapters, proposers.any_of)
         self.proposers, self.scheduler = proposers, scheduler
         self.pages = scheduler.target_pool  # with the prefix cache, whose changes can be watched
+        self.page_size, self.total_pages = self.pages.page_size, self.pages.num_pages
+        self.vocab_size, self.max_model_len = limits.vocab_size, limits.max_model_len
+        self.eos_token_ids = limits.eos_token_ids
+        self.proposer_names, self.default_proposer = proposers.names, self._intake.default_proposer
         self.rounds: Rounds = rounds or NoRounds()
         self.target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
         self.runner, self.dtype = target, dtype  # for whoever measures its passes; of its activations and K/V
@@ -380,71 +384,18 @@ class Engine:
         scheduled = {(s.request_id, s.index) for s in self.scheduler.sequences}
         live = {(name, index) for name, outputs in self._live.items() for index in outputs}
         assert scheduled == live, "a live sequence is not scheduled, or a dead one is"
-        assert self.has_work or self.free_pages == self.total_pages, "idle, and pages are held"
+        assert self.has_work or self.load.free_pages == self.total_pages, "idle, and pages are held"
 
-    # ------------------------------------------------------------------------------------------- limits and load
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the target's logits; every token id is below it."""
-        return self.limits.vocab_size
+    # ------------------------------------------------------------------------------------------------------ load
 
     @property
-    def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
-        return self.limits.max_model_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The model's own end-of-text tokens."""
-        return self.limits.eos_token_ids
-
-    @property
-    def default_proposer(self) -> str:
-        """The proposer of a request that names none."""
-        return self._intake.default_proposer
-
-    @property
-    def proposer_names(self) -> tuple[str, ...]:
-        """What a request may ask for as `speculation.proposer`."""
-        return self.proposers.names
-
-    @property
-    def spec_gain(self) -> float:
-        """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
-        return self.scheduler.gain
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that take part in steps."""
-        return len(self.scheduler.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that hold no pages: new, or preempted."""
-        return self.scheduler.num_waiting
+    def load(self) -> EngineLoad:
+        """What it has to do now."""
+        scheduler = self.scheduler
+        sizes = len(scheduler.running), scheduler.num_waiting, scheduler.target_pool.num_free, scheduler.num_spare
+        return EngineLoad(*sizes, scheduler.gain)
 
     @property
     def has_room(self) -> bool:
         """Whether a request that is added now would start with the next step, as far as is known."""
         return self.scheduler.has_room
-
-    @property
-    def spare_pages(self) -> int:
-        """Free pages of the target's arena that no waiting sequence will take; below 0 where there are too few."""
-        return self.scheduler.num_spare
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page of the target's arena."""
-        return self.scheduler.target_pool.page_size
-
-    @property
-    def total_pages(self) -> int:
-        """Pages of the target's arena."""
-        return self.scheduler.target_pool.num_pages
-
-    @property
-    def free_pages(self) -> int:
-        """Pages of the target's arena that no sequence holds."""
-        return self.scheduler.target_pool.num_free

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ForwardKind = Literal["verify", "prefill", "draft"]
 Clock = Callable[[], float]  # seconds, monotonic
@@ -21,6 +21,16 @@ class Forward:
     kind: ForwardKind
     sequences: int
     tokens: int
+
+
+class EngineLoad(NamedTuple):
+    """What an engine has to do."""
+
+    num_running: int  # sequences that take part in steps
+    num_waiting: int  # sequences that hold no pages: new, or preempted
+    free_pages: int  # of the target's arena, that no sequence holds
+    spare_pages: int  # of these, those that no waiting sequence will take; below 0 where there are too few
+    spec_gain: float = 1.0  # tokens per second of the last steps over what plain decoding would have made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

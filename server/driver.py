@@ -243,7 +243,7 @@ class Driver:
             own = request.request_id.rpartition("/")[2]  # without the caller's name
             raise DuplicateRequest(f"request_id {own!r} is live")
         now, max_len = self._clock(), max_len_of(request, self._engine)
-        work = self.estimates.work(request, max_len, self._engine.num_running)
+        work = self.estimates.work(request, max_len, self._engine.load.num_running)
         due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, stream.deadline - work)
         self._require_time(request.caller, stream.deadline - now, due, work)
         outlook = self._turns.outlook(request.caller, self.estimates)
@@ -404,5 +404,7 @@ class Driver:
 
     def _report_load(self) -> None:
         engine = self._engine
-        waiting = len(self.queue) + engine.num_waiting
-        self._metrics.requests.set_load(engine.num_running, waiting, 1 - engine.free_pages / engine.total_pages)
+        waiting = len(self.queue) + engine.load.num_waiting
+        self._metrics.requests.set_load(
+            engine.load.num_running, waiting, 1 - engine.load.free_pages / engine.total_pages
+        )

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.params import Guided, SpeculationSettings
+from engine.stats import EngineLoad
 from engine.text.codec import Codec
 from engine.types import Adapter, Grammar, Request
 from models import embedded_draft, embedded_target
@@ -22,40 +23,26 @@ from server.formats.reasoning import PlainFormat
 
 
 class EngineView(Protocol):
-    """What an engine reports, in this process or in another one; the properties are those of `Engine`."""
+    """What an engine reports, in this process or in another one; the same attributes as `Engine`."""
 
     config: EngineConfig
+    vocab_size: int  # width of the target's logits
+    max_model_len: int  # most tokens of prompt and output together
+    eos_token_ids: frozenset[int]  # the model's own end-of-text tokens
+    proposer_names: tuple[str, ...]  # what a request may ask for
+    default_proposer: str  # of a request that names none
+    page_size: int  # tokens per page of the target's arena
+    total_pages: int
+    dtype: str  # of the target's activations, keys and values
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
-    @property
-    def proposer_names(self) -> tuple[str, ...]: ...
-    @property
-    def default_proposer(self) -> str: ...
     @property
     def adapters(self) -> Mapping[str, Adapter]: ...
     @property
     def loop(self) -> str: ...
     @property
-    def dtype(self) -> str: ...
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
+    def load(self) -> EngineLoad: ...
     @property
     def has_room(self) -> bool: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def total_pages(self) -> int: ...
-    @property
-    def free_pages(self) -> int: ...
-    @property
-    def spec_gain(self) -> float: ...
 
     def speculation_of(self, request: Request) -> SpeculationSettings:
         """Return the effective speculation settings of a request."""

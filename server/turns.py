@@ -114,7 +114,7 @@ class CallerTurns:
     @property
     def _free_places(self) -> int:
         """Outputs that can start before any other ends."""
-        return self._engine.config.max_batch_size - self._engine.num_running if self._engine.has_room else 0
+        return self._engine.config.max_batch_size - self._engine.load.num_running if self._engine.has_room else 0
 
     @property
     def _now(self) -> _Running:

@@ -189,7 +189,7 @@ def steps_without_waiting(engine, ks):
 def settle(engine):
     """Until all ride, and the newest one's first round is on its way."""
     engine.step()
-    while len(engine.rounds.on_device) < engine.num_running or engine.num_waiting:
+    while len(engine.rounds.on_device) < engine.load.num_running or engine.load.num_waiting:
         engine.step()
     engine.step()
 

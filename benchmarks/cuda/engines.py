@@ -181,7 +181,7 @@ def fill(engine: Engine, size: int, context: int, k: int | None) -> None:
         engine.add(Request(request_id=str(i), token_ids=prompt, sampling=sampling, speculation=asked))
     waiting = True
     while waiting:
-        waiting = bool(engine.step().stats.prompt_tokens) or bool(engine.num_waiting)
+        waiting = bool(engine.step().stats.prompt_tokens) or bool(engine.load.num_waiting)
 
 
 def warm_up_rounds(engine: Engine, size: int, most_drafts: int) -> None:
@@ -200,7 +200,7 @@ def measure(engine: Engine, card: Card, size: int, steps: int, warm_up: int = _W
         engine.step()
     stats, each = timed(engine, card, steps)
     made, device = sum(s.generated_tokens for s in stats), sum(s.device_seconds for s in stats)
-    assert engine.num_running == size, "some ended on the way"
+    assert engine.load.num_running == size, "some ended on the way"
     assert engine.loop == loop, "a round failed, and the rest were plain steps: the log says why"
     longest = max(each) / statistics.median(each)
     return Measured(sum(each) / steps, made / steps / size, device / steps, _host_seconds(engine, card), longest)

@@ -152,7 +152,7 @@ def census(app: App) -> dict[str, Any]:
         "tasks": len(asyncio.all_tasks()),
         "live": len(app.driver.live()),
         "queued": len(app.driver.queue),
-        "free_pages": engine.free_pages,
+        "free_pages": engine.load.free_pages,
         "total_pages": engine.total_pages,
         "objects": len(gc.get_objects()),
     }

@@ -84,12 +84,12 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         driver = self._driver()
         engine = driver.model.engine
         return pb.GetLoadResponse(
-            running_requests=engine.num_running,
-            waiting_requests=engine.num_waiting + len(driver.queue),
+            running_requests=engine.load.num_running,
+            waiting_requests=engine.load.num_waiting + len(driver.queue),
             queued_tokens=driver.queue.num_tokens,
             total_pages=engine.total_pages,
-            free_pages=engine.free_pages,
-            spec_gain_ratio=engine.spec_gain,
+            free_pages=engine.load.free_pages,
+            spec_gain_ratio=engine.load.spec_gain,
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802

@@ -117,9 +117,9 @@ def _vitals(driver: Driver) -> dict[str, Any]:
         "num_draft_tokens": engine.config.num_draft_tokens,
         "acceptance_rate": estimates.acceptance_rate,
         "acceptance_length": estimates.acceptance_length,
-        "spec_gain": engine.spec_gain,
-        "running": engine.num_running,
-        "waiting": engine.num_waiting + len(driver.queue),
+        "spec_gain": engine.load.spec_gain,
+        "running": engine.load.num_running,
+        "waiting": engine.load.num_waiting + len(driver.queue),
     }
 
 

@@ -129,12 +129,9 @@ class EngineServer:
         self._beat_seconds, self._spoke = beat_seconds, time.monotonic()
         self._order = 0  # number of the last order that was executed
         self._lead = 0  # outputs that the front ends have not read
-        self._tickets: dict[str, int] = {}  # ticket of each live request, by id
-        self._names: dict[int, str] = {}  # id of each live request, by ticket
-        self._left: dict[int, int] = {}  # outputs of each live request that have not ended, by ticket
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
-        self._compiling: dict[int, _Compiling] = {}
-        self._events: list[wire.Event] = []  # not sent yet
+        self._compiling: dict[str, _Compiling] = {}  # by request id
+        self._events: list[TokenEvent] = []  # not sent yet
         self._has_chores = True  # for the engine, once nobody waits: until it says that nothing is left
         self._is_calm = False  # whether no order has come for a while
 
@@ -159,7 +156,7 @@ class EngineServer:
             self._tell(None)
         if self._may_step:
             output = self._engine.step()
-            self._note(output.events)
+            self._events += output.events
             self._tell(output.stats)
             return
         is_due = self._beat()
@@ -203,11 +200,11 @@ class EngineServer:
                 self._lead -= 1
                 return
             case wire.Add():
-                self._take(message.ticket, message.request)
+                self._take(message.request)
             case wire.Finish():
                 self._finish(message)
             case wire.Drop():
-                self._end(message.ticket, message.reason)
+                self._end(message.request_id, message.reason)
             case wire.LoadAdapter():
                 self._load_adapter(message)
             case wire.UnloadAdapter():
@@ -225,67 +222,51 @@ class EngineServer:
         else:
             self._send(wire.AdapterAnswer(order.name, loaded.fingerprint))
 
-    def _take(self, ticket: int, request: Request) -> None:
+    def _take(self, request: Request) -> None:
         """Add a request. If it has a structure, compile that first, on another thread so that steps do not wait."""
         if request.sampling.guided is None or self._compile is None:
-            self._add(ticket, request)
+            self._add(request)
             return
         future = self._threads.submit(self._compile, request.sampling.guided)
         future.add_done_callback(lambda _: self._link.wake())
-        self._compiling[ticket] = _Compiling(request, future)
+        self._compiling[request.request_id] = _Compiling(request, future)
 
     def _add_compiled(self) -> None:
-        for ticket, compiling in list(self._compiling.items()):
+        for name, compiling in list(self._compiling.items()):
             if compiling.future.done():
-                del self._compiling[ticket]
+                del self._compiling[name]
                 try:
                     grammar = compiling.future.result()
                 except Exception as error:
-                    logger.exception("request %s: its structure did not compile again", compiling.request.request_id)
-                    self._refuse(ticket, compiling.request, str(error))
+                    logger.exception("request %s: its structure did not compile again", name)
+                    self._refuse(compiling.request, str(error))
                 else:
-                    self._add(ticket, replace(compiling.request, grammar=grammar))
+                    self._add(replace(compiling.request, grammar=grammar))
                     for order in compiling.finishes:
                         self._finish(order)
 
-    def _add(self, ticket: int, request: Request) -> None:
+    def _add(self, request: Request) -> None:
         try:
-            over = self._engine.add(request)
+            self._events += self._engine.add(request)
         except Exception as error:  # the front ends have checked the request, so this is an internal fault
             logger.exception("request %s: the engine refused it", request.request_id)
-            self._refuse(ticket, request, str(error))
-        else:
-            self._tickets[request.request_id], self._names[ticket] = ticket, request.request_id
-            self._left[ticket] = len(request.unfinished)
-            self._note(over)
+            self._refuse(request, str(error))
 
     def _finish(self, order: wire.Finish) -> None:
-        if order.ticket in self._compiling:
-            self._compiling[order.ticket].finishes.append(order)
-        elif order.ticket in self._names:
-            name = self._names[order.ticket]
-            self._note(self._engine.finish(name, order.reason, index=order.index, keep=order.keep))
+        if order.request_id in self._compiling:
+            self._compiling[order.request_id].finishes.append(order)
+        else:
+            self._events += self._engine.finish(order.request_id, order.reason, index=order.index, keep=order.keep)
 
-    def _end(self, ticket: int, reason: FinishReason) -> None:
+    def _end(self, request_id: str, reason: FinishReason) -> None:
         """End a dropped request; discard its events that are not sent yet."""
-        self._compiling.pop(ticket, None)
-        if ticket in self._names:
-            self._note(self._engine.finish(self._names[ticket], reason))
-        self._events = [event for event in self._events if event.ticket != ticket]
+        self._compiling.pop(request_id, None)
+        self._engine.finish(request_id, reason)
+        self._events = [event for event in self._events if event.request_id != request_id]
 
     # ------------------------------------------------------------------------------------------------- messages
 
-    def _note(self, events: Iterable[TokenEvent]) -> None:
-        """Store events to be sent; remove the ticket of a request whose last output has ended."""
-        for event in events:
-            ticket = self._tickets[event.request_id]
-            self._events.append(wire.Event.of(ticket, event))
-            if event.finished is not None:
-                self._left[ticket] -= 1
-                if not self._left[ticket]:
-                    del self._tickets[event.request_id], self._names[ticket], self._left[ticket]
-
-    def _refuse(self, ticket: int, request: Request, problem: str) -> None:
+    def _refuse(self, request: Request, problem: str) -> None:
         """Store the terminal events of a request that was never added to the engine."""
         finished = FinishedOutput(
             reason=FinishReason.ERROR,
@@ -296,49 +277,38 @@ class EngineServer:
             stats=DraftStats(),
             error=problem,
         )
-        for index in request.unfinished:
-            event = TokenEvent(request_id=request.request_id, index=index, finished=finished)
-            self._events.append(wire.Event.of(ticket, event))
+        self._events += (
+            TokenEvent(request_id=request.request_id, index=index, finished=finished) for index in request.unfinished
+        )
 
     def _tell(self, stats: StepStats | None) -> None:
         """Send the stored events; those with prompt log-probabilities one by one, to keep messages below the limit."""
         events, self._events = self._events, []
+        load = self._engine.load
         for event in events:
             if event.prompt_logprobs:
-                self._send(wire.StepReport((event,), None, self._load()))
+                self._send(wire.StepReport((event,), None, self._order, load))
         rest = tuple(event for event in events if not event.prompt_logprobs)
         changes = self._engine.pages.take_changes() if self._watches_cache else ()
-        self._send(wire.StepReport(rest, stats, self._load(), changes))
+        self._send(wire.StepReport(rest, stats, self._order, load, changes))
 
     def _send(self, message: wire.StepReport | wire.AdapterAnswer | wire.Beat) -> None:
         self._lead += isinstance(message, wire.StepReport)
         self._link.send(message)
         self._spoke = time.monotonic()
 
-    def _load(self) -> wire.LoadReport:
-        return load_of(self._engine, self._order)
-
-
-def load_of(engine: Engine, order: int = 0) -> wire.LoadReport:
-    """Return the load of the engine, after the order with the number `order`."""
-    return wire.LoadReport(
-        order, engine.num_running, engine.num_waiting, engine.free_pages, engine.spare_pages, engine.spec_gain
-    )
-
 
 def ready(model: ServedModel, engine: Engine, verdicts: Iterable[bool] = ()) -> wire.Ready:
     """Return the facts about the engine that do not change while it runs."""
     return wire.Ready(
-        vocab_size=engine.vocab_size,
-        max_model_len=engine.max_model_len,
-        eos_token_ids=engine.eos_token_ids,
+        limits=engine.limits,
         proposer_names=engine.proposer_names,
         total_pages=engine.total_pages,
         page_size=engine.page_size,
-        device=model.device,
         loop=engine.loop,
         dtype=engine.dtype,
-        load=load_of(engine),
+        device=model.device,
+        load=engine.load,
         verdicts=tuple(verdicts),
         adapters={name: adapter.fingerprint for name, adapter in engine.adapters.items()},
     )

@@ -16,8 +16,9 @@ from functools import partial
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.params import SpeculationSettings
-from engine.request.intake import Intake, Limits
-from engine.types import Adapter, FinishReason, Request
+from engine.request.intake import Intake
+from engine.stats import EngineLoad
+from engine.types import Adapter, FinishReason, Request, TokenEvent
 from server.config import LogFormat
 from server.errors import EngineCrashed, EngineHung, Unavailable
 from server.model import EngineView, ModelText, Progress, ServedModel
@@ -30,7 +31,7 @@ from server.worker.worker import Worker, beat_seconds
 logger = logging.getLogger(__name__)
 
 _LOADS = 4  # how much longer than the first engine another one may take to load: others may run beside it
-_FULL = wire.LoadReport(order=0, num_running=0, num_waiting=0, free_pages=0, spare_pages=0, spec_gain=1.0)
+_FULL = EngineLoad(num_running=0, num_waiting=0, free_pages=0, spare_pages=0)
 
 Read = Callable[[EngineConfig], ModelText]
 Around = Callable[[EngineView, EngineConfig, str, ModelText], ServedModel]
@@ -54,7 +55,7 @@ class EngineProgram:
 class _RemoteRequest:
     """A request that was sent to the engine and has not ended."""
 
-    request_id: str
+    request_id: str  # of the caller; the engine has another one
     order: int
     num_sequences: int  # outputs that have not ended
     num_pages: int  # of its prompt
@@ -81,9 +82,9 @@ class RemoteEngine:
         self._worker: Worker | None = None
         self._standby: Standby | None = None
         self._load_seconds = 0.0  # that another engine may take, besides `hang_seconds`
-        self._order = self._ticket = 0
-        self._live: dict[int, _RemoteRequest] = {}
-        self._tickets: dict[str, int] = {}
+        self._order = 0
+        self._live: dict[str, _RemoteRequest] = {}  # by the id that the engine has
+        self._names: dict[str, str] = {}  # that id, by the caller's
         self.adapters: dict[str, Adapter] = {}  # that every engine has to have, as the first one found them
         self._folders = dict(config.adapter)  # of each of them
 
@@ -122,10 +123,19 @@ class RemoteEngine:
 
     def _use(self, worker: Worker, facts: wire.Ready) -> None:
         """Let requests go to this worker from now on; it has none."""
-        self._live, self._tickets = {}, {}
+        self._live, self._names = {}, {}
         self._worker, self._facts = worker, facts
-        limits = Limits(facts.vocab_size, facts.max_model_len, facts.eos_token_ids)
+        limits = facts.limits
+        self.vocab_size, self.max_model_len = limits.vocab_size, limits.max_model_len
+        self.eos_token_ids, self.proposer_names = limits.eos_token_ids, facts.proposer_names
+        self.page_size, self.total_pages, self.loop, self.dtype = (
+            facts.page_size,
+            facts.total_pages,
+            facts.loop,
+            facts.dtype,
+        )
         self._intake = Intake(self.config, limits, facts.proposer_names, self.adapters)
+        self.default_proposer = self._intake.default_proposer
         self._bring_adapters(worker, facts.adapters)
         if self._has_standby:
             self._standby = Standby(partial(self._loaded, _log, is_successor=True))
@@ -195,7 +205,7 @@ class RemoteEngine:
             worker.send(wire.Taken())
             output = worker.outputs.popleft()
             read = [(event, self._reader(event)) for event in output.events]
-            events = tuple(event.named(name) for event, name in read if name is not None)
+            events = tuple(replace(event, request_id=name) for event, name in read if name is not None)
             return TurnOutput(events, output.stats, output.cache_changes)
         if worker.loss is not None:
             raise await worker.cause()
@@ -206,9 +216,9 @@ class RemoteEngine:
         assert self._worker is not None, "not started, or between two engines"
         return self._worker
 
-    def _reader(self, event: wire.Event) -> str | None:
-        """Return the id of the event's request; None if its reader is gone."""
-        live = self._live.get(event.ticket)
+    def _reader(self, event: TokenEvent) -> str | None:
+        """Return the caller's id of the event's request; None if its reader is gone."""
+        live = self._live.get(event.request_id)
         if live is None:
             return None
         if event.finished is not None:
@@ -221,24 +231,25 @@ class RemoteEngine:
 
     def add(self, request: Request) -> None:
         """See Host. Raises wire.Unsayable for a request that does not fit into a message."""
-        self._ticket += 1
+        order = self._next_order()
+        name = f"{request.request_id}#{order}"  # a caller may use an id again before the engine has ended its request
         # A compiled structure cannot be sent. The request also contains its source.
-        self._current.send(wire.Add(self._next_order(), self._ticket, replace(request, grammar=None)))
-        pages = -(-request.num_tokens // self._facts.page_size)
-        self._live[self._ticket] = _RemoteRequest(request.request_id, self._order, len(request.unfinished), pages)
-        self._tickets[request.request_id] = self._ticket
+        self._current.send(wire.Add(order, replace(request, request_id=name, grammar=None)))
+        pages = -(-request.num_tokens // self.page_size)
+        self._live[name] = _RemoteRequest(request.request_id, order, len(request.unfinished), pages)
+        self._names[request.request_id] = name
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
         """See Host."""
-        ticket = self._tickets.get(request_id)
-        if ticket is not None:
-            self._current.send(wire.Finish(self._next_order(), ticket, reason, index, keep))
+        name = self._names.get(request_id)
+        if name is not None:
+            self._current.send(wire.Finish(self._next_order(), name, reason, index, keep))
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
         """See Host."""
-        ticket = self._tickets.get(request_id)
-        if ticket is not None:
-            self._current.send(wire.Drop(self._next_order(), ticket, reason))
+        name = self._names.get(request_id)
+        if name is not None:
+            self._current.send(wire.Drop(self._next_order(), name, reason))
             self._forget(request_id)
 
     async def load_adapter(self, name: str, folder: str) -> str:
@@ -259,7 +270,7 @@ class RemoteEngine:
             self._worker.send(wire.UnloadAdapter(self._next_order(), name))
 
     def _forget(self, request_id: str) -> None:
-        del self._live[self._tickets.pop(request_id)]
+        del self._live[self._names.pop(request_id)]
 
     def _next_order(self) -> int:
         self._order += 1
@@ -283,8 +294,8 @@ class RemoteEngine:
         return self
 
     @property
-    def _load(self) -> wire.LoadReport:
-        """The last report; between two engines one of a full engine."""
+    def load(self) -> EngineLoad:
+        """The last reported one; between two engines that of a full engine."""
         return _FULL if self._worker is None else self._worker.load
 
     @property
@@ -295,11 +306,10 @@ class RemoteEngine:
     @property
     def has_room(self) -> bool:
         """Whether another request can start: the last reported room, less the requests that were sent since."""
-        unseen = [live for live in self._live.values() if live.order > self._load.order]
-        sequences = self._load.num_running + self._load.num_waiting + sum(live.num_sequences for live in unseen)
-        return sequences < self.config.max_batch_size and self._load.spare_pages > sum(
-            live.num_pages for live in unseen
-        )
+        load, seen = self.load, 0 if self._worker is None else self._worker.order
+        unseen = [live for live in self._live.values() if live.order > seen]
+        sequences = load.num_running + load.num_waiting + sum(live.num_sequences for live in unseen)
+        return sequences < self.config.max_batch_size and load.spare_pages > sum(live.num_pages for live in unseen)
 
     def check(self, request: Request) -> None:
         """Check the request in this process, as the engine does."""
@@ -308,71 +318,6 @@ class RemoteEngine:
     def speculation_of(self, request: Request) -> SpeculationSettings:
         """The effective speculation settings of a request."""
         return self._intake.speculation_of(request)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the target's logits."""
-        return self._facts.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
-        return self._facts.max_model_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The model's own end-of-text tokens."""
-        return self._facts.eos_token_ids
-
-    @property
-    def proposer_names(self) -> tuple[str, ...]:
-        """Names of the proposers that a request may select."""
-        return self._facts.proposer_names
-
-    @property
-    def loop(self) -> str:
-        """How sequences decode where they can, as reported at load: `rounds` on the device, or `plain` steps."""
-        return self._facts.loop
-
-    @property
-    def dtype(self) -> str:
-        """Type of the target's activations, keys and values."""
-        return self._facts.dtype
-
-    @property
-    def default_proposer(self) -> str:
-        """The proposer of a request that names none."""
-        return self._intake.default_proposer
-
-    @property
-    def num_running(self) -> int:
-        """The last reported value."""
-        return self._load.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """The last reported value."""
-        return self._load.num_waiting
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page of the target's arena."""
-        return self._facts.page_size
-
-    @property
-    def total_pages(self) -> int:
-        """Pages of the target's arena."""
-        return self._facts.total_pages
-
-    @property
-    def free_pages(self) -> int:
-        """The last reported value."""
-        return self._load.free_pages
-
-    @property
-    def spec_gain(self) -> float:
-        """The last reported value."""
-        return self._load.spec_gain
 
 
 def _log(stage: str) -> None:

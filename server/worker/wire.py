@@ -14,8 +14,9 @@ import msgspec
 from engine.config import Bounds
 from engine.errors import PilotfishError
 from engine.kv.pages import CacheChange
-from engine.stats import StepStats
-from engine.types import FinishedOutput, FinishReason, Logprob, Request, TokenEvent
+from engine.request.intake import Limits
+from engine.stats import EngineLoad, StepStats
+from engine.types import FinishReason, Request, TokenEvent
 from server.config import LogFormat
 
 _LENGTH_BYTES = 4  # big-endian, of the payload that follows
@@ -58,14 +59,13 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Add a checked request. Later messages identify it by `ticket`, which is never used again.
+    """Add a checked request. Its id is never used again: where a caller uses one twice, messages differ all the same.
 
-    The engine's process compiles the request's structure again. `order` counts all orders, so that a load report can
-    name the last order that it includes.
+    The engine's process compiles the request's structure again. `order` counts all orders, so that a report can name
+    the last order that it includes.
     """
 
     order: int
-    ticket: int
     request: Request
 
 
@@ -73,7 +73,7 @@ class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """End a request, or one of its outputs, before the next step; see `Engine.finish`. An event reports the end."""
 
     order: int
-    ticket: int
+    request_id: str
     reason: FinishReason
     index: int | None = None
     keep: int | None = None
@@ -83,7 +83,7 @@ class Drop(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """End a request whose reader is gone; its events are not needed."""
 
     order: int
-    ticket: int
+    request_id: str
     reason: FinishReason
 
 
@@ -126,88 +126,35 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The engine is loaded and warm; the fields except `load` do not change while it runs.
 
     Attributes:
-        vocab_size: width of the target's logits.
-        max_model_len: most tokens of prompt and output together.
-        eos_token_ids: the model's own end-of-text tokens.
-        proposer_names: names of the proposers that a request may select.
-        total_pages: pages of the target's arena.
-        page_size: tokens per page.
+        limits: those of the models, and others down to `dtype`: attributes of `Engine`.
         device: device of the target.
-        loop: how sequences decode where they can, as `Engine.loop`.
-        dtype: type of the target's activations, keys and values.
         load: load of the engine at the start.
         verdicts: the outcomes of the tests of the load, for an engine that takes the place of this one.
         adapters: the fingerprints of the adapters that the configuration names, by name.
     """
 
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
+    limits: Limits
     proposer_names: tuple[str, ...]
     total_pages: int
     page_size: int
-    device: str
     loop: str
     dtype: str
-    load: LoadReport
+    device: str
+    load: EngineLoad
     verdicts: tuple[bool, ...] = ()
     adapters: dict[str, str] = {}
 
 
-class LoadReport(msgspec.Struct, array_like=True, frozen=True):
-    """Load of the engine after all orders up to number `order`; the other fields are properties of `Engine`."""
-
-    order: int
-    num_running: int
-    num_waiting: int
-    free_pages: int
-    spare_pages: int
-    spec_gain: float
-
-
-class Event(msgspec.Struct, array_like=True, frozen=True):
-    """A `TokenEvent` that identifies its request by ticket."""
-
-    ticket: int
-    index: int
-    token_ids: tuple[int, ...]
-    from_draft: tuple[bool, ...]
-    logprobs: tuple[Logprob, ...]
-    prompt_logprobs: tuple[Logprob | None, ...]
-    finished: FinishedOutput | None
-
-    @classmethod
-    def of(cls, ticket: int, event: TokenEvent) -> Event:
-        """Convert `event` to a message event with this ticket."""
-        return cls(
-            ticket,
-            event.index,
-            event.token_ids,
-            event.from_draft,
-            event.logprobs,
-            event.prompt_logprobs,
-            event.finished,
-        )
-
-    def named(self, request_id: str) -> TokenEvent:
-        """Convert back to an event of the request with this id."""
-        return TokenEvent(
-            request_id=request_id,
-            index=self.index,
-            token_ids=self.token_ids,
-            from_draft=self.from_draft,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            finished=self.finished,
-        )
-
-
 class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Events and statistics of a step; or events that need no step, such as ordered ends: then `stats` is None."""
+    """Events and statistics of a step; or events that need no step, such as ordered ends: then `stats` is None.
 
-    events: tuple[Event, ...]
+    `load` is that after all orders up to number `order`.
+    """
+
+    events: tuple[TokenEvent, ...]
     stats: StepStats | None
-    load: LoadReport
+    order: int
+    load: EngineLoad
     cache_changes: tuple[CacheChange, ...] = ()
 
 

@@ -62,7 +62,7 @@ class Worker:
                 facts = await self._ready
         except TimeoutError:
             raise EngineHung(f"the engine was not loaded within {load_seconds:.3g} s") from None
-        self.load = facts.load  # the newest report
+        self.order, self.load = 0, facts.load  # of the newest report
         assert self._channel is not None, "something has come from it"
         self._channel.watch(hang_seconds)
         return facts
@@ -99,7 +99,7 @@ class Worker:
         match message:
             case wire.StepReport():
                 self.outputs.append(message)
-                self.load = message.load
+                self.order, self.load = message.order, message.load
                 self.wake()
             case wire.Progress():
                 self._progress(message.stage)

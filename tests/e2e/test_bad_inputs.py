@@ -95,17 +95,17 @@ async def leaving_nothing(server):
     await until(lambda: not server.app.driver.live())
     gc.collect()
     engine = server.app.driver.model.engine
-    before = engine.free_pages, descriptors(), len(asyncio.all_tasks())
+    before = engine.load.free_pages, descriptors(), len(asyncio.all_tasks())
     yield
     assert await normal_tokens(server) == tokens
     await until(lambda: not server.app.driver.live())
 
     def is_as_before():
         gc.collect()
-        return (engine.free_pages, descriptors(), len(asyncio.all_tasks())) == before
+        return (engine.load.free_pages, descriptors(), len(asyncio.all_tasks())) == before
 
     await until(is_as_before, 20)
-    assert engine.free_pages == engine.total_pages
+    assert engine.load.free_pages == engine.total_pages
     engine.check_invariants()
     assert not server.app.driver.queue
     assert not server.app.driver.queue.num_tokens
@@ -218,7 +218,7 @@ async def survive(inputs: list[bytes], seeds: list[int]) -> None:
         answers = [await http.post(path, content=body, headers=JSON) for body in bodies for path in paths]
         assert {answer.status_code for answer in answers} <= STATUSES, [a.text for a in answers if a.status_code >= 500]
         await until(lambda: not server.app.driver.live())
-        assert engine.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.total_pages
         answer = await server.inference.Generate(pb.GenerateRequest(prompt="ab", stopping=NORMAL["stopping"]))
         assert tuple(answer.outputs[0].token_ids) == engine.expected(24)
 

@@ -79,10 +79,10 @@ class Watch:
                 self.asked_at = self.steps
 
         def watched_finish(request_id, *args, **kwargs):
-            free = engine.free_pages
+            free = engine.load.free_pages
             events = finish(request_id, *args, **kwargs)
             if request_id == VICTIM and events:
-                self.ended_at, self.freed = self.steps, engine.free_pages - free
+                self.ended_at, self.freed = self.steps, engine.load.free_pages - free
             return events
 
         def begun():
@@ -148,7 +148,7 @@ async def ended_while(hold, server, seconds) -> bool:
     if was_held:
         assert watch.ended_at == watch.asked_at, "another step began with pages that nobody waits for"
         assert watch.freed > 0
-    await until(lambda: engine.free_pages == engine.total_pages)
+    await until(lambda: engine.load.free_pages == engine.total_pages)
     engine.check_invariants()
     return was_held
 
@@ -195,4 +195,4 @@ async def test_what_waits_to_be_written_is_freed_too(monkeypatch):
         await until(lambda: not driver.live())
         # One step may have been handed to the compute thread, and not have begun.
         assert watch.ended_at - watch.asked_at <= 1
-        assert engine.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.total_pages

@@ -45,7 +45,7 @@ class Held:
 
     @property
     def num_requests(self) -> int:
-        return self._engine.num_running + self._engine.num_waiting
+        return self._engine.load.num_running + self._engine.load.num_waiting
 
     def hold(self, until: int) -> None:
         self._until = until
@@ -53,7 +53,8 @@ class Held:
     def step(self) -> StepOutput:
         if self.num_requests < self._until:
             time.sleep(0.001)
-            return StepOutput((), StepStats(running=self._engine.num_running, waiting=self._engine.num_waiting))
+            load = self._engine.load
+            return StepOutput((), StepStats(running=load.num_running, waiting=load.num_waiting))
         self._until = 0
         return self._step()
 

@@ -99,13 +99,13 @@ class Life(RuleBasedStateMachine):
         """The caller goes away, or the text layer finds a stop string a few tokens back."""
         live = sorted(self.names() - self.outputs.finished.keys())
         if live:
-            name, held = data.draw(st.sampled_from(live)), self.engine.free_pages
+            name, held = data.draw(st.sampled_from(live)), self.engine.load.free_pages
             who, index = name.partition("/")[0], int(name.partition("/")[2] or 0)
             keep = len(self.outputs.tokens.get(name, ())) // 2 if reason is FinishReason.STOP else None
             (event,) = self.engine.finish(who, reason, index=index, keep=keep)
             self.outputs.take([event])
             assert keep in (None, event.finished.completion_tokens)
-            assert self.engine.free_pages >= held
+            assert self.engine.load.free_pages >= held
             assert self.engine.finish(who, reason, index=index) == ()
             self.cut.add(name)
 
@@ -141,7 +141,7 @@ class Life(RuleBasedStateMachine):
                 break
             self.outputs.take(self.engine.step().events)
         if self.count:
-            assert self.engine.free_pages == self.engine.total_pages
+            assert self.engine.load.free_pages == self.engine.total_pages
             assert self.outputs.finished.keys() == self.names(), "a request was forgotten"
             self.books_are_right()
 

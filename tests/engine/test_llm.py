@@ -60,7 +60,7 @@ def test_a_stop_string_cuts_as_one_by_one_decoding_would(llm: LLM, plain: LLM, s
     if stop in whole.text:
         assert got.text == whole.text[: whole.text.index(stop)]
         assert (got.finish_reason, got.matched_stop) == (FinishReason.STOP, stop)
-    assert llm.engine.free_pages == llm.engine.total_pages
+    assert llm.engine.load.free_pages == llm.engine.total_pages
 
 
 def test_a_stop_string_wins_over_what_fails_behind_it(llm: LLM, plain: LLM) -> None:

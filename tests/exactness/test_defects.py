@@ -256,14 +256,14 @@ def test_sglang_10090_1500_requests_at_50_in_parallel() -> None:
     llm = engine(max_batch_size=50, max_batch_tokens=200)
     outputs, want, next_one = fakes.Outputs(), {}, 0
     while next_one < 1500 or llm.has_work:
-        while next_one < 1500 and llm.num_running + llm.num_waiting < 50:
+        while next_one < 1500 and llm.load.num_running + llm.load.num_waiting < 50:
             sampling = SamplingParams(max_tokens=1 + next_one % 5)
             want[str(next_one)] = sampling.max_tokens
             llm.add(request(str(next_one), sampling, prompt=PROMPT[: 1 + next_one % 7]))
             next_one += 1
         outputs.take(llm.step().events)
     assert {name: len(t) for name, t in outputs.tokens.items()} == want
-    assert llm.free_pages == llm.total_pages
+    assert llm.load.free_pages == llm.total_pages
 
 
 def test_sglang_39216_35255_a_caller_who_leaves_costs_the_others_nothing_and_decodes_no_further() -> None:
@@ -290,7 +290,7 @@ def test_vllm_46283_pages_of_an_ended_request_come_back_at_once() -> None:
             llm.step()
         llm.finish("r", FinishReason.CANCELLED)
         llm.check_invariants()
-        assert llm.free_pages == llm.total_pages
+        assert llm.load.free_pages == llm.total_pages
 
 
 def test_vllm_6993_7569_speculation_is_turned_off_and_on_per_request() -> None:

@@ -65,7 +65,7 @@ async def test_refusals_and_faults_are_noted_with_what_the_server_said():
         connection, run = run_on(server)
         async with connection:
             served = [asyncio.create_task(run.send())]
-            await until(lambda: engine.num_running)
+            await until(lambda: engine.load.num_running)
             served.append(asyncio.create_task(run.send()))
             await until(lambda: server.app.driver.queue)
             refused = await run.send()

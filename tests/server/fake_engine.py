@@ -12,8 +12,9 @@ from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, ModelError, Unsupported
 from engine.params import SpeculationSettings
 from engine.request.emitted import emitted_violations
+from engine.request.intake import Limits
 from engine.request.validation import unknown_adapter, violations
-from engine.stats import Forward, StepStats
+from engine.stats import EngineLoad, Forward, StepStats
 from engine.text.codec import Codec
 from engine.types import (
     Adapter,
@@ -79,12 +80,12 @@ class FakeEngine:
     A prompt token that is in `poison` ends the outputs `poisoned` of its request with an error; a grammar has its way.
     """
 
-    num_waiting, page_size, spec_gain = 0, 16, 1.25
+    page_size, spec_gain = 16, 1.25
 
     def __init__(self, *, batch: int = 4, burst: int = 3, text: str = TEXT, step_seconds: float = 0.0) -> None:
         self.config = EngineConfig(target="fake", max_batch_size=batch)
-        self.vocab_size, self.max_model_len = VOCAB_SIZE, 4096
-        self.eos_token_ids = frozenset({EOS})
+        self.limits = Limits(VOCAB_SIZE, 4096, frozenset({EOS}))
+        self.vocab_size, self.max_model_len, self.eos_token_ids = VOCAB_SIZE, 4096, self.limits.eos_token_ids
         self.proposer_names, self.default_proposer = ("none", "ngram"), "ngram"
         self.total_pages, self.loop, self.dtype = batch, "plain", "float32"
         self.adapters = FakeAdapters()
@@ -103,14 +104,10 @@ class FakeEngine:
         self._in_step = False
 
     @property
-    def num_running(self) -> int:
-        return sum(map(len, self._live.values()))
-
-    @property
-    def free_pages(self) -> int:
-        return self.total_pages - self.num_running
-
-    spare_pages = free_pages
+    def load(self) -> EngineLoad:
+        running = sum(map(len, self._live.values()))
+        free = self.total_pages - running
+        return EngineLoad(running, 0, free, free, self.spec_gain)
 
     def rest(self, is_wanted: object = None) -> bool:
         assert not self._live
@@ -128,7 +125,7 @@ class FakeEngine:
 
     @property
     def has_room(self) -> bool:
-        return self.num_running < self._batch
+        return self.load.num_running < self._batch
 
     def check(self, request: Request) -> None:
         found = list(violations(request, self.config, self.vocab_size, self.max_model_len))
@@ -201,7 +198,7 @@ class FakeEngine:
         return (self.script * (stop // len(self.script) + 1))[start:stop]
 
     def _step(self) -> StepOutput:
-        live = self.num_running
+        live = self.load.num_running
         events = tuple(self._advance(output) for outputs in list(self._live.values()) for output in [*outputs.values()])
         stats = StepStats(
             forwards=(Forward("verify", live, live * self._burst),),

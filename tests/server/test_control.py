@@ -50,7 +50,7 @@ async def test_load_counts_running_and_waiting():
         await asyncio.gather(*calls)
         load = await server.control.GetLoad(control.GetLoadRequest())
         assert (load.running_requests, load.waiting_requests, load.free_pages) == (0, 0, 2)
-        assert load.spec_gain_ratio == engine.spec_gain
+        assert load.spec_gain_ratio == engine.load.spec_gain
 
 
 async def test_tokenize_and_detokenize_are_the_models_own(server):

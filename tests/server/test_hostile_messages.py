@@ -354,7 +354,7 @@ async def test_a_watcher_of_health_that_reads_nothing_delays_neither_recovery_no
         await until(lambda: written)
         server.engine.gate.clear()
         call = server.inference.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=300)))
-        await until(lambda: server.engine.num_running)
+        await until(lambda: server.engine.load.num_running)
         server.engine.fault = RuntimeError("boom")
         server.engine.gate.set()
         _, tokens, _, _ = await collect(call)

@@ -36,7 +36,7 @@ async def busy(**config):
     engine.gate.clear()
     async with serving(engine, **config) as server:
         first = asyncio.ensure_future(streamed(server, request_id="first"))
-        await until(lambda: engine.num_running == 1)
+        await until(lambda: engine.load.num_running == 1)
         yield server
         engine.gate.set()
         _, ids, ends, _ = await first
@@ -90,7 +90,7 @@ async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed(caplog):
         told, gone = calls
         await until(lambda: not server.app.driver.live(), 30)
         assert metric(server, "stream_stalls_total") == 2
-        assert engine.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.total_pages
         error = await error_of(read_to_end(told))  # it reads on after all, and is told
         assert error.code() == grpc.StatusCode.ABORTED
         assert "0.3 seconds" in error.details()
@@ -124,7 +124,7 @@ async def test_abort_ends_one_or_all_and_their_callers_get_what_there_is():
         for i in range(3):  # the third is queued
             outputs.append(asyncio.ensure_future(streamed(server, request_id=f"r{i}", stopping=LONG)))
             await until(lambda: server.app.driver.find(f"r{i}"))  # noqa: B023  # awaited before i moves on
-        await until(lambda: engine.num_running == 2 and engine.steps > 2)
+        await until(lambda: engine.load.num_running == 2 and engine.steps > 2)
         await server.control.Abort(control_pb2.AbortRequest(request_id="r2"))
         assert await code_of(outputs[2]) == grpc.StatusCode.ABORTED
         one = await server.control.Abort(control_pb2.AbortRequest(request_id="r0"))
@@ -134,7 +134,7 @@ async def test_abort_ends_one_or_all_and_their_callers_get_what_there_is():
             _, ids, (end,), _ = await output
             assert end.finish_reason == pb.FINISH_REASON_ABORTED
             assert tuple(ids) == engine.expected(end.usage.completion_tokens)
-        assert engine.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.total_pages
         abort = server.control.Abort(control_pb2.AbortRequest(request_id="r0"))
         assert await code_of(abort) == grpc.StatusCode.NOT_FOUND
         assert await code_of(server.control.Abort(control_pb2.AbortRequest())) == grpc.StatusCode.INVALID_ARGUMENT
@@ -205,14 +205,14 @@ async def test_what_does_not_finish_in_time_is_cut(second_signal):
     engine = FakeEngine(step_seconds=0.01)
     async with serving(engine, drain_seconds=60 if second_signal else 0.1) as server:
         call = asyncio.ensure_future(streamed(server, stopping=LONG))
-        await until(lambda: engine.num_running == 1)
+        await until(lambda: engine.load.num_running == 1)
         server.app.stop()
         await until(lambda: server.app.lifecycle.state is State.DRAINING)
         if second_signal:
             server.app.stop()
         assert await reason_of(call) == "DRAINING"
         assert await server.running == 0
-        assert engine.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.total_pages
 
 
 async def watched(server):
@@ -238,7 +238,7 @@ async def test_an_engine_that_crashes_begins_again_in_place_and_every_stream_goe
             for _, tokens, ends, _ in await asyncio.gather(*outputs):
                 assert tuple(tokens) == engine.expected(60)
                 assert len(ends) == 1
-            await until(lambda: engine.free_pages == engine.total_pages)
+            await until(lambda: engine.load.free_pages == engine.total_pages)
         watch.cancel()
 
 
@@ -255,7 +255,7 @@ async def test_who_leaves_while_the_engine_is_lost_does_not_wait_for_another(mon
 
         monkeypatch.setattr(host, "restart", gated)
         outputs = [asyncio.ensure_future(streamed(server, stopping=LONG)) for _ in "ab"]
-        await until(lambda: engine.num_running == 2)
+        await until(lambda: engine.load.num_running == 2)
         early, late = driver.live()
 
         async def leave(state):

@@ -136,10 +136,10 @@ def rate(costs: Costs, rounds: int) -> tuple[float, float]:
         engine.rounds.repertoire.record(covering(4, 4))
         made = drafted = 0
         for i in range(rounds):
-            while engine.num_running + engine.num_waiting < 4:
+            while engine.load.num_running + engine.load.num_waiting < 4:
                 seed += 1
                 asked = {"temperature": 1.0, "max_tokens": 100, "ignore_eos": True, "seed": seed}
-                engine.add(fakes.request((5, 6, 7), name=f"{i}-{engine.num_waiting}", **asked))
+                engine.add(fakes.request((5, 6, 7), name=f"{i}-{engine.load.num_waiting}", **asked))
             stats = engine.step().stats
             if i == 2 * rounds // 3:
                 began, made, drafted = costs.now, 0, 0

@@ -39,10 +39,10 @@ def test_practice_teaches_costs_and_leaves_no_request(options: dict[str, object]
     calibrate(engine, 1e9)
     engine.check_invariants()
     assert not engine.has_work
-    assert engine.free_pages == engine.total_pages
+    assert engine.load.free_pages == engine.total_pages
     control = engine.control
     assert control.target.count > len(SHAPES)
-    assert engine.spec_gain == 1.0
+    assert engine.load.spec_gain == 1.0
 
 
 def test_practice_keeps_to_its_time() -> None:
@@ -106,9 +106,9 @@ def test_the_speed_up_of_requests_is_theirs() -> None:
     while not calibration.is_over:
         before, learned = engine.control.gain, engine.control.target.count
         fakes.run(engine, [fakes.request((1, 2), max_tokens=30)])
-        gain = engine.spec_gain
+        gain = engine.load.spec_gain
         calibration.go_on()
-        assert (engine.control.gain is before, engine.spec_gain) == (True, gain)
+        assert (engine.control.gain is before, engine.load.spec_gain) == (True, gain)
         assert engine.control.target.count > learned
 
 

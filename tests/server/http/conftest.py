@@ -21,7 +21,7 @@ def server(shared_server):
     """The module's server, for tests of the module's loop, with the requests of one test."""
     shared_server.engine.requests.clear()
     yield shared_server
-    assert shared_server.engine.free_pages == shared_server.engine.total_pages or shared_server.app.driver.live()
+    assert shared_server.engine.load.free_pages == shared_server.engine.total_pages or shared_server.app.driver.live()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -37,7 +37,7 @@ def refused(name, answer, status, *said):
 
 async def all_is_free(server):
     await until(lambda: not server.app.driver.live())
-    assert server.engine.free_pages == server.engine.total_pages
+    assert server.engine.load.free_pages == server.engine.total_pages
 
 
 @on_the_shared_server
@@ -182,7 +182,7 @@ async def test_a_full_queue_is_429_with_a_time_to_come_again(name):
     async with talking(engine, max_queue_requests=1) as server:
         ask = about.asking(4)
         running = asyncio.ensure_future(server.http.post(about.path, json=ask))
-        await until(lambda: engine.num_running == 1)
+        await until(lambda: engine.load.num_running == 1)
         queued = asyncio.ensure_future(server.http.post(about.path, json=ask))
         await until(lambda: len(server.app.driver.queue) == 1)
         for stream in (False, True):
@@ -253,11 +253,11 @@ async def test_a_caller_that_leaves_frees_its_pages(name, stream):
         async with httpx.AsyncClient(base_url=server.http.base_url) as http:
             request = http.build_request("POST", about.path, json=about.asking(stream=stream))
             call = asyncio.ensure_future(http.send(request, stream=stream))
-            await until(lambda: engine.num_running == 1 and engine.steps > 2)
+            await until(lambda: engine.load.num_running == 1 and engine.steps > 2)
             if stream:
                 await call
             else:
                 call.cancel()
-        await until(lambda: engine.free_pages == engine.total_pages)
+        await until(lambda: engine.load.free_pages == engine.total_pages)
         await until(lambda: metric(server, "client_disconnects_total") == 1)
         assert metric(server, "requests_total", finish_reason="cancelled") == 1

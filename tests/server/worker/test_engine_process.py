@@ -127,7 +127,7 @@ async def test_streams_are_what_they_are_with_a_thread():
             there, here = [s.inference.Generate(request(**fields)) for s in (server, beside)]
             assert shown(await there) == shown(await here), fields
         await until(lambda: not server.host.has_work)
-        assert server.host.free_pages == server.host.total_pages
+        assert server.host.load.free_pages == server.host.total_pages
         assert metric(server, "spec_draft_tokens_total") > 0
         assert metric(server, "batch_size_count", kind="verify") > 0
         assert metric(server, "kv_usage_ratio") == 0
@@ -156,12 +156,12 @@ async def test_cancel_deadline_abort_and_poison_reach_it():
         assert (await queued.read()).delta.token_ids  # there was room for it
         await server.control.Abort(control_pb2.AbortRequest(all=True))
         await until(lambda: not server.app.driver.live())
-        await until(lambda: server.host.free_pages == server.host.total_pages)
+        await until(lambda: server.host.load.free_pages == server.host.total_pages)
         poisoned = server.inference.GenerateStream(request(**prompt(99)))
         assert await code_of(collect(poisoned)) == grpc.StatusCode.INTERNAL
         running = server.inference.GenerateStream(slow(), timeout=0.3)
         assert await code_of(collect(running)) == grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: server.host.free_pages == server.host.total_pages)
+        await until(lambda: server.host.load.free_pages == server.host.total_pages)
         assert await answers(server)
 
 
@@ -186,7 +186,7 @@ async def test_who_brings_it_down_ends_and_the_others_go_on_with_the_next(accide
             assert ends[0].usage.completion_tokens == SOME.max_tokens, i
             assert ends[0].interruptions == (0 if i == 3 else 2)
         assert await answers(server)
-        await until(lambda: server.host.free_pages == server.host.total_pages)
+        await until(lambda: server.host.load.free_pages == server.host.total_pages)
         watch.cancel()
 
 
@@ -248,7 +248,7 @@ async def test_an_end_that_the_lost_engine_was_told_holds(way, monkeypatch):
             assert end.usage.completion_tokens < 3000
         await restarted(server)
         await until(lambda: not server.app.driver.live())
-        await until(lambda: server.host.free_pages == server.host.total_pages)
+        await until(lambda: server.host.load.free_pages == server.host.total_pages)
         assert await answers(server)
 
 

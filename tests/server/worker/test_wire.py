@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from engine.config import Bounds
 from engine.params import Guided, SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
-from engine.stats import Forward, StepStats
+from engine.request.intake import Limits
+from engine.stats import EngineLoad, Forward, StepStats
 from engine.types import (
     DraftStats,
     EmittedOutput,
@@ -31,7 +32,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 
 LIMIT = 1 << 20
-LOAD = wire.LoadReport(3, 1, 0, 7, 6, 1.5)
+LOAD = EngineLoad(1, 0, 7, 6, 1.5)
 REQUEST = Request(
     request_id="alice/r",
     token_ids=(1, 2, 2**31),
@@ -64,18 +65,18 @@ EVENT = TokenEvent(
 STATS = StepStats(forwards=(Forward("verify", 2, 8),), phase_seconds={"plan": 0.5}, accepted_per_position=(1, 0))
 TO_ENGINE = [
     wire.Start("{}", "json", 0.5),
-    wire.Add(1, 2, REQUEST),
-    wire.Finish(2, 3, FinishReason.STOP, 1, 20),
-    wire.Drop(3, 4, FinishReason.CANCELLED),
+    wire.Add(1, REQUEST),
+    wire.Finish(2, "alice/r", FinishReason.STOP, 1, 20),
+    wire.Drop(3, "alice/r", FinishReason.CANCELLED),
     wire.Taken(),
     wire.Start("{}", "json", 0.5, is_successor=True, verdicts=(True, False)),
 ]
 TO_FRONT_END = [
     wire.Progress("loading"),
     wire.Refused("no"),
-    wire.Ready(5, 6, frozenset({0}), ("none",), 7, 8, "cpu", "plain", "bfloat16", LOAD),
-    wire.StepReport((wire.Event.of(9, EVENT),), STATS, LOAD),
-    wire.StepReport((), None, LOAD),
+    wire.Ready(Limits(5, 6, frozenset({0})), ("none",), 7, 8, "plain", "bfloat16", "cpu", LOAD),
+    wire.StepReport((EVENT,), STATS, 3, LOAD),
+    wire.StepReport((), None, 3, LOAD),
     wire.Beat(),
 ]
 
@@ -87,8 +88,6 @@ def test_everything_comes_back_as_it_went(size):
         frames = wire.Frames(LIMIT)
         parts = [stream[i : i + size] for i in range(0, len(stream), size)]
         assert [read(payload) for part in parts for payload in frames.feed(part)] == messages
-    (event,) = TO_FRONT_END[3].events
-    assert event.named("alice/r") == EVENT
 
 
 OTHER_SHAPES = [["Add", 1], ["Output"], ["Nothing"], {"type": "Add"}, 3, None, ["Add", "1", 2, {}]]
@@ -115,7 +114,7 @@ def test_what_is_too_large_is_refused_on_both_sides_before_it_is_read():
         wire.framed(TO_ENGINE[1], 10)
     for sampling in (SamplingParams(stop=("\ud800",)), SamplingParams(seed=2**64)):
         with pytest.raises(wire.Unsayable):
-            wire.framed(wire.Add(1, 2, replace(REQUEST, sampling=sampling)), LIMIT)
+            wire.framed(wire.Add(1, replace(REQUEST, sampling=sampling)), LIMIT)
     with pytest.raises(wire.WireError, match="limit is 10"):
         list(wire.Frames(10).feed((11).to_bytes(4, "big")))
 
@@ -125,7 +124,7 @@ def test_log_probabilities_of_the_largest_request_fit():
     top = tuple(TopLogprob(2**31, -1e300) for _ in range(15))
     found = tuple(Logprob(-1e300, top) for _ in range((1 << 12) // 16))
     event = TokenEvent(request_id="r", prompt_logprobs=found)
-    size = len(wire.framed(wire.StepReport((wire.Event.of(1, event),), STATS, LOAD), LIMIT))
+    size = len(wire.framed(wire.StepReport((event,), STATS, 3, LOAD), LIMIT))
     assert size < wire.most_bytes(bounds) - wire.most_bytes(Bounds(max_total_logprobs=0)) + 1000
 
 
@@ -174,7 +173,7 @@ def asked(name: str, **sampling) -> Request:
 
 
 def test_it_runs_no_further_ahead_than_two_outputs(front_ends):
-    front_ends.say(wire.Add(1, 1, asked("a")))
+    front_ends.say(wire.Add(1, asked("a")))
     assert len(front_ends.turn(10)) == 2
     front_ends.say(wire.Taken())
     assert len(front_ends.turn(10)) == 1
@@ -182,38 +181,40 @@ def test_it_runs_no_further_ahead_than_two_outputs(front_ends):
 
 
 def test_an_end_frees_pages_before_the_next_step_and_comes_at_once(front_ends):
-    front_ends.say(wire.Add(1, 1, asked("a")), wire.Add(2, 2, asked("b")))
+    front_ends.say(wire.Add(1, asked("a")), wire.Add(2, asked("b")))
     front_ends.turn()
-    front_ends.say(wire.Taken(), wire.Finish(3, 1, FinishReason.CANCELLED))
+    front_ends.say(wire.Taken(), wire.Finish(3, "a", FinishReason.CANCELLED))
     first, second = front_ends.turn()
-    assert [event.ticket for event in first.events] == [1]
+    assert [event.request_id for event in first.events] == ["a"]
     assert (first.stats, first.load.free_pages) == (None, front_ends.engine.total_pages - 1)
-    assert [event.ticket for event in second.events] == [2]
+    assert [event.request_id for event in second.events] == ["b"]
     assert front_ends.engine.steps == 2
 
 
 def test_what_is_dropped_is_not_told_and_its_name_is_free(front_ends):
-    front_ends.say(wire.Add(1, 1, asked("a")))
+    front_ends.say(wire.Add(1, asked("a")))
     front_ends.turn()
-    front_ends.say(wire.Drop(2, 1, FinishReason.CANCELLED), wire.Add(3, 2, asked("a", max_tokens=1)))
+    front_ends.say(wire.Drop(2, "a", FinishReason.CANCELLED), wire.Add(3, asked("a", max_tokens=1)))
     (output,) = front_ends.turn()
-    assert [(event.ticket, event.finished.reason) for event in output.events] == [(2, FinishReason.LENGTH)]
-    assert output.load.order == 3
-    front_ends.say(wire.Finish(4, 2, FinishReason.CANCELLED), wire.Drop(5, 7, FinishReason.CANCELLED))  # both are over
+    assert [(event.request_id, event.finished.reason) for event in output.events] == [("a", FinishReason.LENGTH)]
+    assert output.order == 3
+    front_ends.say(
+        wire.Finish(4, "a", FinishReason.CANCELLED), wire.Drop(5, "z", FinishReason.CANCELLED)
+    )  # both are over
     (idle,) = front_ends.turn()
-    assert (idle.events, idle.load.order) == ((), 5)
+    assert (idle.events, idle.order) == ((), 5)
 
 
 def test_a_structure_that_compiles_holds_up_nobody(front_ends):
     front_ends.compiler.gate.clear()
-    front_ends.say(wire.Add(1, 1, asked("g", guided=Guided(choice=("ab",)))), wire.Add(2, 2, asked("a")))
+    front_ends.say(wire.Add(1, asked("g", guided=Guided(choice=("ab",)))), wire.Add(2, asked("a")))
     (output,) = front_ends.turn()
-    assert [event.ticket for event in output.events] == [2]
-    front_ends.say(wire.Taken(), wire.Drop(3, 1, FinishReason.CANCELLED))
+    assert [event.request_id for event in output.events] == ["a"]
+    front_ends.say(wire.Taken(), wire.Drop(3, "g", FinishReason.CANCELLED))
     (output,) = front_ends.turn()
-    assert [event.ticket for event in output.events] == [2]
+    assert [event.request_id for event in output.events] == ["a"]
     front_ends.compiler.gate.set()
-    front_ends.say(wire.Taken(), wire.Drop(4, 2, FinishReason.CANCELLED))
+    front_ends.say(wire.Taken(), wire.Drop(4, "a", FinishReason.CANCELLED))
     front_ends.turn(3)
     assert not front_ends.engine.has_work
 
@@ -222,14 +223,14 @@ def test_an_output_that_is_finished_while_a_structure_compiles_ends_when_it_is_a
     front_ends.compiler.gate.clear()
     emitted = (EmittedOutput(token_ids=(5, 6, 7)), EmittedOutput(token_ids=(8,)))
     request = replace(asked("g", guided=Guided(choice=("ab",)), n=2, seed=3, max_tokens=9), emitted=emitted)
-    front_ends.say(wire.Add(1, 1, request), wire.Finish(2, 1, FinishReason.STOP, 0, 2))
+    front_ends.say(wire.Add(1, request), wire.Finish(2, "g", FinishReason.STOP, 0, 2))
     assert [output.events for output in front_ends.turn()] == [()]
     front_ends.compiler.gate.set()
     front_ends.say(wire.Taken())
     ends = [event for output in front_ends.turn(20) for event in output.events if event.finished is not None]
     assert [(event.index, event.finished.reason) for event in ends[:1]] == [(0, FinishReason.STOP)]
     assert ends[0].finished.completion_tokens == 2
-    front_ends.say(wire.Drop(3, 1, FinishReason.CANCELLED))
+    front_ends.say(wire.Drop(3, "g", FinishReason.CANCELLED))
     front_ends.turn(3)
     assert not front_ends.engine.has_work
 
@@ -243,7 +244,7 @@ def test_an_idle_engine_does_one_chore_at_a_time_and_none_while_anybody_waits(fr
     assert chores == ["a", "b"]
     front_ends.compiler.gate.clear()
     guided = asked("g", guided=Guided(choice=("ab",)), max_tokens=1)
-    front_ends.say(wire.Add(1, 1, asked("a", max_tokens=2)), wire.Add(2, 2, guided))
+    front_ends.say(wire.Add(1, asked("a", max_tokens=2)), wire.Add(2, guided))
     front_ends.turn()
     while front_ends.engine.has_work:
         front_ends.say(wire.Taken())
@@ -263,7 +264,7 @@ def test_an_engine_at_its_chores_is_alive_and_hears_of_the_next_order(front_ends
 
     def rest(is_wanted):
         heard.extend(is_wanted() for _ in range(3))
-        front_ends.say(wire.Add(1, 1, asked("a", max_tokens=1)))
+        front_ends.say(wire.Add(1, asked("a", max_tokens=1)))
         heard.append(is_wanted())
         return True
 
@@ -280,7 +281,7 @@ def test_a_standby_does_not_calibrate_until_it_serves(front_ends):
     front_ends.server._is_successor, front_ends.server._beat_seconds = True, 0.0
     front_ends.turn(3)
     assert calls == [False] * 3
-    front_ends.say(wire.Add(1, 1, asked("a", max_tokens=1)))
+    front_ends.say(wire.Add(1, asked("a", max_tokens=1)))
     front_ends.turn(3)
     assert calls[3:] == [True] * 2
 
@@ -296,23 +297,23 @@ def test_an_engine_calibrates_only_after_a_while_without_an_order(front_ends):
     front_ends.server._beat_seconds = 600.0
     front_ends.turn()
     assert calls == [False, False, True, True]
-    front_ends.say(wire.Add(1, 1, asked("a", max_tokens=1)))
+    front_ends.say(wire.Add(1, asked("a", max_tokens=1)))
     front_ends.turn(2)
     assert calls[4:] == [False]
 
 
 def test_what_the_engine_refuses_fails_alone(front_ends):
     bad = Request(request_id="bad", token_ids=(10**6,), sampling=SamplingParams(n=2))
-    front_ends.say(wire.Add(1, 1, bad), wire.Add(2, 2, asked("a", max_tokens=1)))
+    front_ends.say(wire.Add(1, bad), wire.Add(2, asked("a", max_tokens=1)))
     first, second = front_ends.turn()
     assert [event.finished.reason for event in first.events] == [FinishReason.ERROR] * 2
     assert second.events[0].finished.reason is FinishReason.LENGTH
 
 
 def test_logprobs_of_prompts_go_apart(front_ends):
-    front_ends.say(*(wire.Add(i, i, asked(f"r{i}", prompt_logprobs=1)) for i in (1, 2)), wire.Add(3, 3, asked("a")))
+    front_ends.say(*(wire.Add(i, asked(f"r{i}", prompt_logprobs=1)) for i in (1, 2)), wire.Add(3, asked("a")))
     outputs = front_ends.turn()
-    assert [[event.ticket for event in output.events] for output in outputs] == [[1], [2], [3]]
+    assert [[event.request_id for event in output.events] for output in outputs] == [["r1"], ["r2"], ["a"]]
     assert [output.stats is None for output in outputs] == [True, True, False]
 
 
@@ -331,7 +332,7 @@ def test_a_process_that_is_left_alone_ends(front_ends):
     ours.close()
     with closing(Link(theirs, LIMIT)) as link, pytest.raises(FrontEndGone):
         serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
-    front_ends.say(wire.Add(1, 1, asked("a")))
+    front_ends.say(wire.Add(1, asked("a")))
     front_ends.turn()
     front_ends.socket.close()
     with pytest.raises(FrontEndGone):
