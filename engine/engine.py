@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.control import learned
-from engine.control.controller import Control, FixedK
+from engine.control.controller import Control
 from engine.control.prefill_budget import PrefillBudget
-from engine.device_loop.results import NoRounds, Progress, Rounds, untold
+from engine.device_loop.results import Progress, Rounds, untold
 from engine.errors import DuplicateRequest
 from engine.model.adapters.store import Adapters
 from engine.model.runner import Runner
@@ -73,7 +73,7 @@ class Engine:
         self.vocab_size, self.max_model_len = limits.vocab_size, limits.max_model_len
         self.eos_token_ids = limits.eos_token_ids
         self.proposer_names, self.default_proposer = proposers.names, self._intake.default_proposer
-        self.rounds: Rounds = rounds or NoRounds()
+        self.rounds = rounds or Rounds()
         self.target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
         self.runner, self.dtype = target, dtype  # for whoever measures its passes; of its activations and K/V
         self.control, self.round_control = scheduler.control, scheduler.round_control
@@ -199,7 +199,7 @@ class Engine:
             for sequence in self.scheduler.sequences:
                 self.rounds.leave(sequence)
                 sequence.on_device = False
-            self.rounds = NoRounds()
+            self.rounds = Rounds()
 
     def _with_round(self, plain: StepOutput, watch: Stopwatch) -> StepOutput:
         """Commit the results of the round before the one just launched, and add them to the step's output."""
@@ -344,7 +344,7 @@ class Engine:
     def rehearsing(self) -> Iterator[None]:
         """Within it all sequences decode in plain steps with fixed K; times are neither limited nor learned."""
         kept = self.rounds, self.control, self.scheduler.control, self.scheduler.prefill
-        self.rounds, self.control, self.scheduler.prefill = NoRounds(), FixedK(), PrefillBudget()
+        self.rounds, self.control, self.scheduler.prefill = Rounds(), Control(), PrefillBudget()
         self.scheduler.control = self.control
         try:
             yield

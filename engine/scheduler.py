@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from engine.control.controller import Control, FixedK, levelled
+from engine.control.controller import Control, levelled
 from engine.control.prefill_budget import PrefillBudget
 from engine.control.speedup import Speedup
 from engine.kv.pages import PagePool
@@ -80,8 +80,8 @@ class Scheduler:
         prefill: PrefillBudget | None = None,  # default: no bound on the time of a step
         max_drafts: int | None = None,  # of a step; default: as many as the batch has room for
     ) -> None:
-        self.control: Control = control or FixedK()
-        self.round_control: Control = round_control or FixedK()
+        self.control: Control = control or Control()
+        self.round_control: Control = round_control or Control()
         self.target_pool, self.draft_pools, self._draft_kv_sharers = target_pool, draft_pools, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self._max_drafts = max_batch_tokens if max_drafts is None else max_drafts

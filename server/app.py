@@ -46,7 +46,7 @@ from server.telemetry.kv_events import ZmqKvEvents
 from server.telemetry.lag import watch_lag
 from server.telemetry.logs import PROGRESS
 from server.telemetry.metrics import Metrics
-from server.telemetry.tracing import NoTracing, OpenTelemetry, Tracing
+from server.telemetry.tracing import OpenTelemetry, Tracing
 from server.worker.fork_server import ForkServer
 from server.worker.host import Host, LocalHost
 from server.worker.remote import EngineProgram, RemoteEngine
@@ -86,7 +86,7 @@ class App:
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
         if tracing is None:
-            tracing = OpenTelemetry.configured(model_name(config.target)) if config.tracing else NoTracing()
+            tracing = OpenTelemetry.configured(model_name(config.target)) if config.tracing else Tracing()
         self._admission = Admission(self._require_driver, self.metrics, self._grammars, self._slow, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
         # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.

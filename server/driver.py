@@ -32,7 +32,7 @@ from server.model import ServedModel
 from server.queue import AdmissionQueue
 from server.recovery import Recovery
 from server.streams.stream import SEND_DEFAULTS, OutputStream, SendOptions
-from server.telemetry.kv_events import KvEvents, NoKvEvents
+from server.telemetry.kv_events import KvEvents
 from server.telemetry.metrics import Metrics
 from server.turns import CallerTurns, max_len_of
 from server.worker.host import Host, TurnOutput
@@ -83,7 +83,7 @@ class Driver:
         self._endings: dict[str, _Ending] = {}
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
-        self._kv_events: KvEvents = kv_events or NoKvEvents()
+        self._kv_events = kv_events or KvEvents()
         self._recovery = Recovery()
         self._stopping = asyncio.Event()
         self._retiring: set[str] = set()  # adapters that go when their last request has ended

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.harness.bare import options as bare_options
 from engine.attention import paged
-from engine.control.controller import FixedK
+from engine.control.controller import Control
 from engine.device_loop import draws
 from engine.device_loop.loop import RoundLoop
 from engine.device_loop.round import DeviceModel, RoundOps
@@ -132,7 +132,7 @@ def _plain_engine(family: str) -> Engine:
     return engine_of(family, loop="plain", draft=None, proposer="none", prefix_cache=False)
 
 
-class AnyK(FixedK):
+class AnyK(Control):
     """Any number of drafts in any step, and often none."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -145,7 +145,7 @@ class AnyK(FixedK):
         return [self._random.choice([0, self._random.randint(0, limit)]) for limit in limits]
 
 
-class Scripted(FixedK):
+class Scripted(Control):
     """These Ks, one after another."""
 
     def __init__(self, ks: Iterable[int]) -> None:

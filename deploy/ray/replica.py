@@ -27,7 +27,7 @@ from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
 from server.queue import AdmissionQueue
 from server.telemetry.metrics import Metrics
-from server.telemetry.tracing import NoTracing
+from server.telemetry.tracing import Tracing
 from server.worker.host import LocalHost
 from server.worker.supervisor import Crashes, Supervisor
 
@@ -71,7 +71,7 @@ class Replica:
             model, self._host, queue, metrics, self._lifecycle, supervisor, ageing_seconds=config.ageing_seconds
         )
         quotas = Quotas(None, None, time.monotonic)
-        self._admission = Admission(lambda: driver, metrics, GrammarPool(), self._slow, quotas, NoTracing())
+        self._admission = Admission(lambda: driver, metrics, GrammarPool(), self._slow, quotas, Tracing())
         self._control = ControlService(lambda: driver, self._lifecycle, config, callers, self._admission, self._slow)
         return driver
 

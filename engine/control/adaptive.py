@@ -20,7 +20,7 @@ import numpy as np
 
 from engine.control.acceptance import Acceptance, Ints, Source
 from engine.control.candidates import Bids, Picked, pick
-from engine.control.controller import StepFeedback, within
+from engine.control.controller import Control, StepFeedback, within
 from engine.control.cost_model import CostModel, Floats, quantities, with_rows
 from engine.control.goodput import BatchLoad, Choice, Offer, catching_up, drafting_seconds, more_rows
 from engine.control.speedup import Speedup
@@ -69,12 +69,11 @@ class _Group(NamedTuple):
     limits: Ints
 
 
-class AdaptiveK:
+class AdaptiveK(Control):
     """AUTO: as many drafts as pay, down to none; and of the proposer that pays best where several may draft."""
 
     def __init__(self, traits: Mapping[str, Traits] = MappingProxyType({})) -> None:
-        self.gain, self.acceptance, self.target = Speedup(), Acceptance(), CostModel()
-        self.is_exploring = False  # whether the latest choice is an exploration
+        self._gain, self.acceptance, self.target = Speedup(), Acceptance(), CostModel()
         self._drafting = defaultdict[str, CostModel](CostModel)  # by proposer
         self._traits = traits  # by proposer
         # What was picked in the last few steps, by what had been found in the text of a sequence then.
@@ -339,7 +338,7 @@ class AdaptiveK:
             self.target.of(BatchLoad.of(done.lengths, [0] * len(done.lengths)).quantities) if asked else done.seconds
         )
         self._since_plain = self._since_plain + 1 if asked else 0
-        self.gain.add(done.sequences, [accepted + 1 for accepted in done.accepted], done.seconds, plain)
+        self._gain.add(done.sequences, [accepted + 1 for accepted in done.accepted], done.seconds, plain)
         tokens = 1 + sum(done.accepted) / len(done.sequences)
         self._budget.charge(done.seconds - plain * tokens if asked else 0.0, plain)
 
@@ -391,17 +390,16 @@ class AdaptiveK:
     @contextmanager
     def practising(self) -> Iterator[None]:
         """Within it costs and acceptance are learned, but the measured speed-up and the budget stay as they are."""
-        kept = self.gain, self._budget, self._since_plain, self._expected
-        self.gain, self._budget = Speedup(), _Budget()
+        kept = self._gain, self._budget, self._since_plain, self._expected
+        self._gain, self._budget = Speedup(), _Budget()
         try:
             yield
         finally:
-            self.gain, self._budget, self._since_plain, self._expected = kept
+            self._gain, self._budget, self._since_plain, self._expected = kept
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is known of a sequence that has ended."""
         self.acceptance.forget(sequence)
-        self.gain.forget(sequence)
+        self._gain.forget(sequence)
         self._budget.held.pop(sequence, None)
         self._picked = {key: name for key, name in self._picked.items() if key[0] is not sequence}
 

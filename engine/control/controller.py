@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from engine.control.goodput import BatchLoad
 from engine.control.speedup import Speedup
@@ -43,85 +43,49 @@ class StepFeedback:
         return load if self.rows is None else replace(load, rows=self.rows)
 
 
-class Control(Protocol):
-    """Chooses K."""
+class Control:
+    """Chooses K. This one gives each sequence as many drafts as it may have, whatever they cost."""
+
+    is_exploring = False  # whether the latest choice asks for drafts only to learn whether they would pay
+
+    def __init__(self) -> None:
+        self._gain = Speedup()
 
     @property
     def gain(self) -> Speedup:
         """The measured speed-up over plain decoding."""
-        ...
+        return self._gain
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """K of each sequence in the planned step: at most its limit each, at most `budget` together."""
-        ...
-
-    def learn(self, done: StepFeedback) -> None:
-        """Take the outcome of a step."""
-        ...
-
-    def practising(self) -> AbstractContextManager[None]:
-        """Within it costs and acceptance are learned, but the measured speed-up stays as it is."""
-        ...
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is known of a sequence that has ended."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What a later process can start with, as JSON values."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Start with a `state` of an earlier process. Raises ValueError, KeyError or TypeError for anything else."""
-        ...
-
-
-class FixedK:
-    """As many drafts as each sequence may have, whatever they cost."""
-
-    is_exploring = False
-
-    def __init__(self) -> None:
-        self.gain = Speedup()
-
-    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
-        """First come, first served."""
         return within(limits, budget)
 
     def learn(self, done: StepFeedback) -> None:
-        """Learn nothing."""
+        """Take the outcome of a step."""
 
     def practising(self) -> AbstractContextManager[None]:
-        """Nothing is learned anyway."""
+        """Within it costs and acceptance are learned, but the measured speed-up stays as it is."""
         return nullcontext()
 
     def forget(self, sequence: Sequence) -> None:
-        """Do nothing."""
+        """Drop what is known of a sequence that has ended."""
 
     def state(self) -> dict[str, Any]:
+        """What a later process can start with, as JSON values."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Do nothing."""
+        """Start with a `state` of an earlier process. Raises ValueError, KeyError or TypeError for anything else."""
 
 
-class Explorer(Control, Protocol):
-    """A control that sometimes asks for drafts only to learn whether they would pay."""
-
-    @property
-    def is_exploring(self) -> bool:
-        """Whether the latest choice is an exploration."""
-        ...
-
-
-class DelayedFeedback:
+class DelayedFeedback(Control):
     """Adapts a control to delayed feedback: the outcome of a round is known only after the next choice.
 
     After a requested plain step the choice before it is repeated once, until the outcome of the plain step is known.
     Otherwise the control would request a second one.
     """
 
-    def __init__(self, inner: Explorer) -> None:
+    def __init__(self, inner: Control) -> None:
         self._inner = inner
         self._last: dict[Sequence, int] = {}  # the last choice with drafts
         self._held: dict[Sequence, int] | None = None  # the choice before a plain step whose outcome is not known yet
@@ -152,7 +116,6 @@ class DelayedFeedback:
         self._last, self._held = {}, None
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is known of a sequence that has ended."""
         self._inner.forget(sequence)
         self._last.pop(sequence, None)
         if self._held is not None:

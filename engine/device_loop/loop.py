@@ -16,7 +16,15 @@ from torch import Tensor
 
 from engine.control.controller import StepFeedback
 from engine.device_loop.repertoire import Recorder, Repertoire
-from engine.device_loop.results import DeviceSequence, DeviceTimer, PendingRound, Progress, RoundEntry, RoundResult
+from engine.device_loop.results import (
+    DeviceSequence,
+    DeviceTimer,
+    PendingRound,
+    Progress,
+    RoundEntry,
+    RoundResult,
+    Rounds,
+)
 from engine.device_loop.round import DeviceModel, Round, RoundOps
 from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth
 from engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots, SlotState
@@ -40,7 +48,7 @@ def serves(sampling: SamplingParams, ends: Seq[int]) -> bool:
     return sampling == plain and len(ends) <= MOST_ENDS
 
 
-class RoundLoop:
+class RoundLoop(Rounds):
     """Up to `num_slots` sequences of at most `longest` tokens.
 
     Args:
@@ -84,7 +92,6 @@ class RoundLoop:
         self._has_launched = False
 
     def takes(self, sequence: Sequence) -> bool:
-        """Whether a new sequence decodes here."""
         asked = sequence.speculation
         drafts_here = not asked.num_draft_tokens or asked.proposer in self._drafts_for
         has_one_table = sequence.target.border is None and sequence.draft.border is None
@@ -112,7 +119,6 @@ class RoundLoop:
         self.repertoire.leave(wanted if later else ())
 
     def rest(self) -> bool:
-        """While the engine is idle: record a round that was left, or missing; whether another one was left."""
         return self.repertoire.rest()
 
     # ------------------------------------------------------------------------------------------------- launching

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -78,66 +77,33 @@ class RoundEntry:
         return SequenceResult(sequence, taken, VerifyOutput(tuple(drawn[:num_fresh]), num_accepted, problem))
 
 
-class Rounds(Protocol):
-    """What a step needs of `loop.RoundLoop`."""
+class Rounds:
+    """How sequences decode on a device, as a step needs it. Here none does: every one takes part in plain steps."""
 
-    @property
-    def name(self) -> str:
-        """Name of this way of decoding."""
-        ...
+    name = "plain"
 
     def takes(self, sequence: Sequence) -> bool:
         """Whether a new sequence decodes here."""
-        ...
+        return False
 
     def launch(self, works: Seq[Work]) -> None:
         """Launch a round of exactly these sequences."""
-        ...
+        assert not works, "a sequence waits for a round, and there are no rounds"
 
     def read(self) -> list[RoundResult]:
         """Results of all rounds but the one that was just launched."""
-        ...
+        return []
 
     def leave(self, sequence: Sequence) -> None:
         """Free the sequence's slot, if it has one."""
-        ...
 
     def record(
         self, progress: Progress, sizes: Seq[int] | None = None, ks: Seq[int] | None = None, *, later: bool = False
     ) -> None:
         """Record rounds of every size and K, or of these; with `later` only what the others can run in meanwhile."""
-        ...
 
     def rest(self) -> bool:
         """While the engine is idle: record a round that is missing; whether to rest again at once."""
-        ...
-
-
-class NoRounds:
-    """No sequence is decoded on a device: every one takes part in plain steps."""
-
-    name = "plain"
-
-    def takes(self, sequence: Sequence) -> bool:
-        return False
-
-    def launch(self, works: Seq[Work]) -> None:
-        """Check that there is no sequence to launch a round for."""
-        assert not works, "a sequence waits for a round, and there are no rounds"
-
-    def read(self) -> list[RoundResult]:
-        return []
-
-    def leave(self, sequence: Sequence) -> None:
-        """Do nothing."""
-
-    def record(
-        self, progress: Progress, sizes: Seq[int] | None = None, ks: Seq[int] | None = None, *, later: bool = False
-    ) -> None:
-        """Do nothing."""
-
-    def rest(self) -> bool:
-        """Do nothing."""
         return False
 
 

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -46,26 +46,14 @@ def _event(*fields: Any) -> msgspec.Raw:
 _CLEARED = _event("AllBlocksCleared")
 
 
-class KvEvents(Protocol):
-    """A reader of the prefix cache's changes."""
+class KvEvents:
+    """A reader of the prefix cache's changes. This one publishes nothing."""
 
     def publish(self, changes: Iterable[CacheChange]) -> None:
-        """Publish changes of the engine's prefix cache, in their order."""
-        ...
+        """Publish changes of the engine's prefix cache, in their order, as one batch."""
 
     def clear(self) -> None:
         """Publish that the engine is lost, and with it all that was cached."""
-        ...
-
-
-class NoKvEvents:
-    """Publishes nothing."""
-
-    def publish(self, changes: Iterable[CacheChange]) -> None:
-        """See KvEvents."""
-
-    def clear(self) -> None:
-        """See KvEvents."""
 
 
 @dataclass(slots=True)
@@ -145,7 +133,7 @@ def _adapter(salt: Sequence[Any]) -> str | None:
     return salt[2][0] if len(salt) > 2 else None
 
 
-class ZmqKvEvents:
+class ZmqKvEvents(KvEvents):
     """Publishes batches on one socket and, if asked to, answers on another one with the log from some number on."""
 
     def __init__(
@@ -188,7 +176,6 @@ class ZmqKvEvents:
         return cls(config.kv_events_endpoint, config.kv_events_replay_endpoint, topic, model)
 
     def publish(self, changes: Iterable[CacheChange]) -> None:
-        """Publish changes of the engine's prefix cache, in their order, as one batch."""
         if self._num_logged > self._most + 2 * len(self._blocks):
             self._begin_log()
         events = [event for change in changes if (event := self._blocks.apply(change)) is not None]
@@ -196,7 +183,6 @@ class ZmqKvEvents:
             self._send(events)
 
     def clear(self) -> None:
-        """Publish that the engine is lost, and with it all that was cached."""
         self._blocks.clear()
         self._send([_CLEARED])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine.stats import Clock
 from server.streams.stream import OutputStream
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 EXTRA = "tracing needs packages that are not installed: pip install 'pilotfish[otel]'"
 
 
-class Trace(Protocol):
-    """The trace of one request from its arrival. It ends once, by `refuse` or by `end`."""
+class Trace:
+    """The trace of one request from its arrival. It ends once, by `refuse` or by `end`. This one is not recorded."""
 
     @property
     def trace_id(self) -> str | None:
         """32 hexadecimal digits, or None if the trace is not recorded."""
+        return None
 
     def refuse(self, error: BaseException) -> None:
         """End the trace: the request was not admitted."""
@@ -34,30 +35,15 @@ class Trace(Protocol):
         """End the trace: the call is over."""
 
 
-class Tracing(Protocol):
-    """Starts traces."""
+class Tracing:
+    """Starts traces. This one is of a server without tracing."""
 
     def begin(self, headers: Mapping[str, str]) -> Trace:
         """Start the trace of a request with these headers or metadata; `traceparent` names the caller's trace."""
+        return Trace()
 
 
-class NoTracing:
-    """Tracing and trace of a server without tracing. All methods do nothing."""
-
-    trace_id = None
-
-    def begin(self, headers: Mapping[str, str]) -> Trace:
-        """Return itself."""
-        return self
-
-    def refuse(self, error: BaseException) -> None:
-        """Do nothing."""
-
-    def end(self, stream: OutputStream) -> None:
-        """Do nothing."""
-
-
-class OpenTelemetry:
+class OpenTelemetry(Tracing):
     """Spans named `generate`, with OpenTelemetry's attributes for generative AI where they exist."""
 
     def __init__(self, tracer: Tracer, model: str, clock: Clock = time.monotonic) -> None:
@@ -87,7 +73,7 @@ class OpenTelemetry:
         return _SpanOfRequest(span, self._clock)
 
 
-class _SpanOfRequest:
+class _SpanOfRequest(Trace):
     def __init__(self, span: Span, clock: Clock) -> None:
         self._span, self._clock = span, clock
 

@@ -121,15 +121,12 @@ class LocalHost:
         return model
 
     def add(self, request: Request) -> None:
-        """See Host."""
         self._ended += self.engine.add(request)
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
-        """See Host."""
         self._ended += self.engine.finish(request_id, reason, index=index, keep=keep)
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
-        """See Host."""
         self.engine.finish(request_id, reason)
         self._ended = [event for event in self._ended if event.request_id != request_id]
 
@@ -139,7 +136,6 @@ class LocalHost:
         return (await asyncio.get_running_loop().run_in_executor(self._compute, loading)).fingerprint
 
     def unload_adapter(self, name: str) -> None:
-        """See Host."""
         self.engine.adapters.unload(name)
 
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:

@@ -240,20 +240,17 @@ class RemoteEngine:
         self._names[request.request_id] = name
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
-        """See Host."""
         name = self._names.get(request_id)
         if name is not None:
             self._current.send(wire.Finish(self._next_order(), name, reason, index, keep))
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
-        """See Host."""
         name = self._names.get(request_id)
         if name is not None:
             self._current.send(wire.Drop(self._next_order(), name, reason))
             self._forget(request_id)
 
     async def load_adapter(self, name: str, folder: str) -> str:
-        """See Host."""
         if self._worker is None or self._worker.loss is not None:
             raise Unavailable("ENGINE_RESTARTING", "the engine failed and is being restarted")
         try:

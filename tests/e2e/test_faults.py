@@ -26,7 +26,7 @@ SECRET = "a trace that is for the log alone"
 
 
 def is_poison(sequence, fault) -> bool:
-    return sequence.request_id == fault.__name__ and sequence.num_generated >= 4
+    return sequence.request_id.partition("#")[0] == fault.__name__ and sequence.num_generated >= 4
 
 
 def failing(patch, owner, name, is_met):

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 import pytest
 import torch
 
-from engine.control.controller import FixedK
+from engine.control.controller import Control
 from engine.engine import Engine
 from engine.errors import GrammarFault
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
@@ -331,7 +331,7 @@ def test_sglang_33579_no_page_leaks_where_the_context_ends(page_size: int, k: in
         assert outputs.finished[str(i)].reason is FinishReason.LENGTH
 
 
-class NoneFrom(FixedK):
+class NoneFrom(Control):
     """As many drafts as may be, and none from one step on."""
 
     def __init__(self, step: int) -> None:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from engine.control.controller import FixedK, within
+from engine.control.controller import Control, within
 from engine.llm import LLM, CompletionOutput
 from engine.params import Guided, SamplingParams, SpeculationMode, ThinkingBudget
 from engine.types import Sequence
@@ -314,7 +314,7 @@ def test_prefix_cache_crossed(turn: str, proposer: str) -> None:
 TURN = SamplingParams(max_tokens=10, seed=5)
 
 
-class AnyK(FixedK):
+class AnyK(Control):
     """Any number of drafts in any step, and often none."""
 
     def __init__(self) -> None:

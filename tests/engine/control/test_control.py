@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.control.acceptance import Acceptance, Source
 from engine.control.adaptive import SHARE, AdaptiveK
-from engine.control.controller import FixedK, StepFeedback
+from engine.control.controller import Control, StepFeedback
 from engine.control.cost_model import KNOTS, CostModel, quantities, with_rows
 from engine.control.goodput import BatchLoad, Offer, drafting_seconds
 from engine.control.speedup import Speedup
@@ -200,7 +200,7 @@ def test_limits_and_budget_are_kept(wishes: list[tuple[SpeculationMode, int]], b
     for one, (mode, limit) in zip(sequences, wishes, strict=True):
         one.speculation = replace(one.speculation, mode=mode, num_draft_tokens=limit)
     limits = [limit if mode is not SpeculationMode.OFF else 0 for mode, limit in wishes]
-    for control in (FixedK(), AdaptiveK(), AdaptiveK({"model": READS})):
+    for control in (Control(), AdaptiveK(), AdaptiveK({"model": READS})):
         for _ in range(4):
             chosen = control.choose(sequences, limits, budget, prompt_rows)
             assert sum(chosen) <= budget

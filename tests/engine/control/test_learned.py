@@ -14,7 +14,7 @@ import pytest
 
 from engine.control import learned
 from engine.control.adaptive import AdaptiveK
-from engine.control.controller import FixedK
+from engine.control.controller import Control
 from tests.clockwork import COSTS, READS, Machine
 
 CONFIG = SimpleNamespace(target="none/target", draft=None, medusa=None, eagle=None, dflash=None, uno=None)
@@ -33,12 +33,12 @@ def controls() -> dict[str, object]:
     """Which nothing here changes."""
     machine = Machine(next(iter(COSTS.values())), batch=2, acceptance=0.9, prompt=64)
     machine.warm_up()
-    return {"plain": machine.control, "rounds": FixedK()}
+    return {"plain": machine.control, "rounds": Control()}
 
 
 def recalled(config=CONFIG) -> AdaptiveK | None:
     fresh = AdaptiveK({"model": READS})
-    return fresh if learned.recall(config, {"plain": fresh, "rounds": FixedK()}) else None
+    return fresh if learned.recall(config, {"plain": fresh, "rounds": Control()}) else None
 
 
 def test_the_next_start_knows_what_this_one_learned(folder):
@@ -136,7 +136,7 @@ def test_half_a_state_leaves_a_control_that_works(folder):
     state["plain"]["acceptance"] = [{"proposer": "model", "is_found": False, "common": [1], "hits": [], "expected": []}]
     file.write_text(json.dumps(state))
     machine = Machine(next(iter(COSTS.values())), batch=2, acceptance=0.9, prompt=64)
-    assert not learned.recall(CONFIG, {"plain": machine.control, "rounds": FixedK()})
+    assert not learned.recall(CONFIG, {"plain": machine.control, "rounds": Control()})
     machine.run(50)
     machine.schedule.check_invariants()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from torch import Tensor
 
-from engine.control.controller import DelayedFeedback, FixedK, levelled
+from engine.control.controller import Control, DelayedFeedback, levelled
 from engine.control.controller import StepFeedback as Done
 from engine.control.cost_model import KNOTS
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
@@ -59,7 +59,7 @@ def test_rows_that_count_for_nobody_are_paid_for() -> None:
     assert done.load.quantities[6:].sum() == min(12, KNOTS[-1])
 
 
-class Script(FixedK):
+class Script(Control):
     """These choices, one after another, and whether each is a trial."""
 
     def __init__(self, *choices: tuple[int, bool]) -> None:
