@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _COMPACT, _SPACED = Encoder(",", ":"), Encoder()  # whole answers and events
 T = TypeVar("T")
 Messages = AsyncIterator[pb.GenerateStreamResponse]
-Shape = Callable[[list[pb.GenerateResponse]], Awaitable[dict[str, Any]]]  # the answer
+Shape = Callable[["Calls", list[pb.GenerateResponse]], Awaitable[dict[str, Any]]]  # the answer
 Render = Callable[[Messages], AsyncIterator[list[dict[str, Any]]]]  # the events of one message after the other
 
 
@@ -80,12 +80,6 @@ async def in_time(origin: Origin) -> AsyncIterator[None]:
         raise  # another timeout inside
 
 
-async def admit(admission: Admission, asked: ParsedBody, origin: Origin) -> Call:
-    """Admit a request of one prompt. The function that gets the call has to release it."""
-    async with in_time(origin):
-        return await admission.admit(asked.message, origin, asked.wrong)
-
-
 class Calls:
     """The calls of one body, one for each of its prompts. Their outputs are numbered in the order of the prompts."""
 
@@ -96,7 +90,8 @@ class Calls:
     async def admit(cls, admission: Admission, asked: ParsedBody, origin: Origin) -> Calls:
         """Admit a request for each prompt, or none. The function that gets the calls has to release them."""
         if not asked.others:
-            return cls([await admit(admission, asked, origin)])
+            async with in_time(origin):
+                return cls([await admission.admit(asked.message, origin, asked.wrong)])
         admitted = list[Call]()
         try:
             async with in_time(origin):
@@ -200,10 +195,10 @@ async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
 class WholeAnswer(Response):
     """The JSON of a whole response. Its call is released when it is written, so an answer nobody reads still counts."""
 
-    def __init__(self, call: Call | Calls, pieces: list[bytes]) -> None:
+    def __init__(self, calls: Calls, pieces: list[bytes]) -> None:
         length = str(sum(map(len, pieces)))
         super().__init__(media_type="application/json", headers={"content-length": length})
-        self._call, self._pieces = call, pieces
+        self._calls, self._pieces = calls, pieces
 
     @classmethod
     async def of(cls, admission: Admission, asked: ParsedBody, origin: Origin, shape: Shape) -> WholeAnswer:
@@ -211,7 +206,7 @@ class WholeAnswer(Response):
         calls = await Calls.admit(admission, asked, origin)
         try:
             async with in_time(origin):
-                answer = await shape(await calls.responses())
+                answer = await shape(calls, await calls.responses())
             return cls(calls, [piece async for piece in in_turns(_COMPACT.parts(answer))])
         except BaseException:
             calls.release(late=origin.remaining() <= 0)
@@ -224,23 +219,24 @@ class WholeAnswer(Response):
             for i, piece in enumerate(self._pieces, 1):
                 await send({"type": "http.response.body", "body": piece, "more_body": i < len(self._pieces)})
         finally:
-            self._call.release()
+            self._calls.release()
 
 
 class EventStream(Response):
-    """Server-sent events: one per object that `render` makes of the call's messages, then `[DONE]`.
+    """Server-sent events: one per object that `render` makes of the calls' messages, then `[DONE]`.
 
     With `has_ids`, the last event of each message has an id, with which the stream can be continued after it. Events
     that the caller received of an interrupted stream are not sent again.
     """
 
+    last = "data: [DONE]\n\n"
+
     def __init__(
-        self, call: Call | Calls, render: Render, origin: Origin, stall_seconds: float, ids: EventIds, has_ids: bool
+        self, calls: Calls, render: Render, origin: Origin, stall_seconds: float, ids: EventIds, *, has_ids: bool
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]  # the length is not known yet
-        self._calls = call if isinstance(call, Calls) else Calls([call])
-        self._call, self._render, self._origin, self._stall_seconds = call, render, origin, stall_seconds
+        self._calls, self._render, self._origin, self._stall_seconds = calls, render, origin, stall_seconds
         self._ids, self._has_ids, self._is_known = ids, has_ids, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -255,7 +251,7 @@ class EventStream(Response):
         except TimeoutError:
             self._end_as_stalled()
         finally:
-            self._call.release(late=self._origin.remaining() <= 0)
+            self._calls.release(late=self._origin.remaining() <= 0)
 
     def _end_as_stalled(self) -> None:
         self._calls.calls[0].metrics.requests.stalls.inc()
@@ -263,19 +259,26 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._call.messages()) as messages, stall_limit(self._stall_seconds) as writes:
+        async with aclosing(self._calls.messages()) as messages, stall_limit(self._stall_seconds) as writes:
             try:
                 async with in_time(self._origin):
                     async for events in self._render(self._observed(messages)):
-                        for i, event in enumerate(events if not self._is_known else (), 1):
-                            event_id = self._ids.newest if self._has_ids and i == len(events) else ""
-                            await _write_event(send, event, event_id, writes)
-                with writes:
-                    await _event(send, "[DONE]")
+                        await self._write_events(send, events, writes)
+                last = self.last
             except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
-                with writes:
-                    await _event(send, json.dumps(told(error).body()))
+                last = self._failure(_told(error))
+            with writes:
+                await write_text(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write_events(self, send: Send, events: list[dict[str, Any]], writes: Writes) -> None:
+        for i, event in enumerate(events if not self._is_known else (), 1):
+            event_id = self._ids.newest if self._has_ids and i == len(events) else ""
+            await _write_event(send, event, event_id, writes)
+
+    def _failure(self, error: HttpError) -> str:
+        """Return the last event of a stream that fails."""
+        return f"data: {json.dumps(error.body())}\n\n"
 
     async def _observed(self, messages: Messages) -> Messages:
         """Yield the messages; note of each, before its events are made, their id and whether the caller knows them."""
@@ -297,19 +300,19 @@ async def _write_event(send: Send, event: dict[str, Any], event_id: str, writes:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
     else:
         with writes:
-            await _event(send, data, event_id)
+            await write_text(send, f"{_head(event_id)}{data}\n\n")
 
 
-async def _event(send: Send, data: str, event_id: str = "") -> None:
-    body = f"{_head(event_id)}{data}\n\n".encode()
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+async def write_text(send: Send, text: str) -> None:
+    """Write a part of a stream."""
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 def _head(event_id: str) -> str:
     return f"id: {event_id}\ndata: " if event_id else "data: "
 
 
-def told(error: Exception) -> HttpError:
+def _told(error: Exception) -> HttpError:
     """Return what the reader of a stream is told of an error."""
     if isinstance(error, PilotfishError):
         return http_error(error)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from pilotfish.v1 import generation_pb2 as pb
+from server.admission.conversation import callable_tools, must_call
 from server.formats.base import (
     CallArguments,
     CallStart,
@@ -98,6 +99,11 @@ class CallReader:
         self._has_structure = must_call or any(tool.strict for tool in tools)  # as constrained decoding has it
         self._outputs: dict[int, _OutputReader] = {}
         self._starts_in_reasoning: bool | None = None
+
+    @classmethod
+    def of(cls, asked: pb.ChatMessages, chat_format: ChatFormat | None) -> CallReader:
+        """Return a reader that knows the functions which the answer to a conversation may call."""
+        return cls(chat_format, callable_tools(asked), must_call=must_call(asked))
 
     async def whole(self, response: pb.GenerateResponse) -> list[ReadOutput]:
         """Read a whole response: one entry per output, in the order of the response."""

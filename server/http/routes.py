@@ -43,7 +43,7 @@ class Answers(Protocol):
         ...
 
 
-AnswersTo: TypeAlias = Callable[[BodyT, ServedModel], Answers]
+AnswersTo: TypeAlias = Callable[[BodyT, pb.GenerateRequest, ServedModel], Answers]
 
 
 def add_generation(
@@ -55,7 +55,7 @@ def add_generation(
     @router.post("/generate", response_model=None, openapi_extra=_schema(GenerateBody, "/generate"))
     async def generate(request: Request) -> Response:
         """Continue one prompt: return the text and its speed, or stream the tokens."""
-        return await routes.respond(GenerateBody, lambda _, __: native_answers, request)
+        return await routes.respond(GenerateBody, lambda *_: native_answers, request)
 
     @router.post("/v1/completions", response_model=None, openapi_extra=_schema(CompletionBody, "/v1/completions"))
     async def completions(request: Request) -> Response:
@@ -89,7 +89,7 @@ class _Routes:
 
     async def _respond(self, body: BodyT, read: ParsedBody, answers_to: AnswersTo[BodyT], request: Request) -> Response:
         model = self._driver().model
-        answers, origin = answers_to(body, model.named(body.model)), origin_of(request, body.timeout)
+        answers, origin = answers_to(body, read.message, model.named(body.model)), origin_of(request, body.timeout)
         after = request.headers.get("last-event-id")
         if after is not None:
             if not body.stream:
@@ -98,9 +98,11 @@ class _Routes:
         if isinstance(body, ChatBody):
             read = fitted(read, body, model, continues=after is not None)
         if not body.stream:
-            return await unless_gone(WholeAnswer.of(self._admission, read, origin, answers.answer), request.receive)
+            whole = WholeAnswer.of(self._admission, read, origin, lambda _, responses: answers.answer(responses))
+            return await unless_gone(whole, request.receive)
         calls = await unless_gone(Calls.admit(self._admission, read, origin), request.receive)
-        return EventStream(calls, answers.events, origin, self._stall_seconds, EventIds(read.resume), body.event_ids)
+        ids, stall_seconds = EventIds(read.resume), self._stall_seconds
+        return EventStream(calls, answers.events, origin, stall_seconds, ids, has_ids=body.event_ids)
 
     async def _read(self, kind: type[BodyT], data: bytes, request: Request) -> tuple[BodyT, ParsedBody]:
         """Read the body. Raises the error that the request gets if fields of it are invalid."""

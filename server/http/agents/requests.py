@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.agents.fields import AgentBody, Json
+from server.http.agents.fields import AgentBody
 from server.http.requests import OPENAI_TEMPERATURE, common
 
 
@@ -18,12 +18,3 @@ def without_conversation(body: AgentBody, max_tokens: int | None) -> pb.Generate
     if body.temperature is None:
         request.sampling.temperature = OPENAI_TEMPERATURE
     return request
-
-
-def effort_arguments(effort: str) -> Json:
-    """Return the variables of the chat template that ask for an effort of reasoning.
-
-    Most templates have a switch, and no degrees.
-    """
-    arguments: Json = {"reasoning_effort": effort}
-    return arguments | {"enable_thinking": False} if effort == "none" else arguments

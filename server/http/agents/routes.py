@@ -12,24 +12,21 @@ from pydantic import BaseModel, ValidationError
 
 from engine.errors import InvalidRequest, Violation, shown
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Admission, Call, Origin
-from server.admission.conversation import callable_tools, must_call
+from server.admission.admission import Admission, Call
 from server.admission.slow_work import SlowWork
 from server.driver import Driver
 from server.http.agents.answers import AgentAnswer, whole_of
-from server.http.agents.fields import AgentBody, without_tags
+from server.http.agents.fields import AgentBody, Json, without_tags
 from server.http.agents.named_events import NamedEventStream
 from server.http.bodies import MAX_ERRORS, read_json
-from server.http.calls import WholeAnswer, admit, in_time, origin_of, unless_gone
+from server.http.calls import Calls, WholeAnswer, origin_of, unless_gone
 from server.http.errors import violations
-from server.http.long_json import Encoder, in_turns
 from server.http.pieces import CallReader
 from server.http.requests import ParsedBody
 from server.model import ServedModel
 
 BodyT = TypeVar("BodyT", bound=AgentBody)
 FieldsT = TypeVar("FieldsT", bound=BaseModel)
-_COMPACT = Encoder(",", ":")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +71,19 @@ class AgentRoutes(Generic[BodyT]):
         if after is not None:
             wrong.append(Violation("Last-Event-ID", f"is {shown(after)}; a stream of this route cannot be continued"))
         read = ParsedBody(message, tuple(wrong), body.timeout, called=body.called)
+
+        def begun(calls: Calls) -> tuple[AgentAnswer, CallReader]:
+            (call,) = calls.calls
+            return self._protocol.answer(body, call), CallReader.of(message.messages, call.driver.model.format)
+
+        async def whole(calls: Calls, responses: list[pb.GenerateResponse]) -> Json:
+            return await whole_of(*begun(calls), *responses)
+
         with read.naming():
             if not body.stream:
-                return await unless_gone(self._whole(body, read, origin), request.receive)
-            call = await unless_gone(admit(self._admission, read, origin), request.receive)
-        answer, reader = self._protocol.answer(body, call), _reader(message, call)
-        return NamedEventStream(call, answer, reader, origin, self._stall_seconds)
-
-    async def _whole(self, body: BodyT, read: ParsedBody, origin: Origin) -> WholeAnswer:
-        call = await admit(self._admission, read, origin)
-        try:
-            async with in_time(origin):
-                response = await call.response()
-            answer = await whole_of(self._protocol.answer(body, call), _reader(read.message, call), response)
-            return WholeAnswer(call, [piece async for piece in in_turns(_COMPACT.parts(answer))])
-        except BaseException:
-            call.release(late=origin.remaining() <= 0)
-            raise
+                return await unless_gone(WholeAnswer.of(self._admission, read, origin, whole), request.receive)
+            calls = await unless_gone(Calls.admit(self._admission, read, origin), request.receive)
+        return NamedEventStream(calls, *begun(calls), origin, self._stall_seconds)
 
     async def _read(self, data: bytes, request: Request) -> tuple[BodyT, pb.GenerateRequest]:
         """Read the body. A refusal is counted like those of admission."""
@@ -119,9 +112,3 @@ def fields_of(kind: type[FieldsT], data: bytes, content_type: str) -> FieldsT:
             ]
         )
     raise InvalidRequest(wrong)
-
-
-def _reader(message: pb.GenerateRequest, call: Call) -> CallReader:
-    """Return a reader that knows the functions which the answer may call."""
-    asked = message.messages
-    return CallReader(call.driver.model.format, callable_tools(asked), must_call=must_call(asked))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from engine.errors import Violation
 from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
+from server.admission.conversation import callable_tools
 from server.formats.base import CallStart, Content, Piece, Reasoning
 from server.http.long_json import LongList
 from server.http.openai.answers import (
@@ -17,7 +18,6 @@ from server.http.openai.answers import (
     per_token,
     silent_tokens,
 )
-from server.http.openai.conversation import callable_tools
 from server.http.openai.usage import Json
 from server.http.pieces import CallReader, ReadOutput, call_id
 from server.http.requests import ParsedBody
@@ -51,19 +51,19 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
         self._num_calls: dict[int, int] = {}  # of each output
 
     @classmethod
-    def of(cls, body: ChatBody, model: ServedModel) -> ChatAnswers:
-        """Return the format of the answers to a body."""
-        is_read = is_parsed(body, model)
-        must_call = body.tool_choice is not None and body.tool_choice.type in ("required", "function")
-        tools = callable_tools(body.tools, body.tool_choice)
-        reader = CallReader(model.format if is_read else None, tools, must_call=must_call)
-        is_forced = body.tool_choice is not None and body.tool_choice.type == "function"
+    def of(cls, body: ChatBody, message: pb.GenerateRequest, model: ServedModel) -> ChatAnswers:
+        """Return the format of the answers to a body, which makes `message`."""
+        asked, is_read = message.messages, is_parsed(message, model)
         skips = not (is_read and model.format.special) if body.skip_special_tokens is None else body.skip_special_tokens
-        silent = silent_tokens(model, skips_special=skips, ignores_end=body.ignore_eos)
-        options = AnswerOptions.of(body, 1)
         return cls(
-            model.name, model.codec, reader, options, silent=silent, is_parsed=is_read, is_forced=is_forced
-        )  # fmt: skip
+            model.name,
+            model.codec,
+            CallReader.of(asked, model.format if is_read else None),
+            AnswerOptions.of(body, 1),
+            silent=silent_tokens(model, skips_special=skips, ignores_end=body.ignore_eos),
+            is_parsed=is_read,
+            is_forced=asked.tool_choice.HasField("name"),
+        )
 
     async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[ReadOutput]:
         (response,) = responses
@@ -145,9 +145,9 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
         return {"token": name, "logprob": max(logprob, IMPOSSIBLE), "bytes": data}
 
 
-def is_parsed(body: ChatBody, model: ServedModel) -> bool:
+def is_parsed(message: pb.GenerateRequest, model: ServedModel) -> bool:
     """Whether reasoning or calls are read from the text."""
-    return bool(callable_tools(body.tools, body.tool_choice)) or model.format.reasoning is not None
+    return bool(callable_tools(message.messages)) or model.format.reasoning is not None
 
 
 def fitted(read: ParsedBody, body: ChatBody, model: ServedModel, *, continues: bool) -> ParsedBody:
@@ -155,7 +155,7 @@ def fitted(read: ParsedBody, body: ChatBody, model: ServedModel, *, continues: b
 
     What is read of a text depends on all of it from its beginning, and a continued stream has only its end.
     """
-    if is_parsed(body, model):
+    if is_parsed(read.message, model):
         problem = "is not served where reasoning or calls are read from the text: such a stream cannot be continued"
         fields = ["Last-Event-ID"] * continues + ["event_ids"] * body.event_ids
         return replace(read, wrong=(*read.wrong, *(Violation(field, problem) for field in fields)))

@@ -8,7 +8,8 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.openai.conversation import callable_tools
+from server.admission.conversation import callable_tools
+from server.http.openai.conversation import conversation
 from server.http.requests import messages_of
 from server.http.types import ChatBody, CompletionBody, GenerateBody
 
@@ -70,7 +71,7 @@ def test_tools_and_the_choice_of_one(choice, sent, may_call):
     assert asked["tools"] == [WEATHER | {"parameters": json.dumps(SCHEMA)}, {"name": "time"}]
     assert asked.get("tool_choice") == sent
     body = ChatBody.model_validate({"messages": [USER], "tools": TOOLS, "tool_choice": choice})
-    assert [tool.name for tool in callable_tools(body.tools, body.tool_choice)] == may_call
+    assert [tool.name for tool in callable_tools(conversation(body))] == may_call
 
 
 @pytest.mark.parametrize(
