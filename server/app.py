@@ -43,9 +43,8 @@ from server.model import Load, ServedModel, model_name
 from server.queue import AdmissionQueue
 from server.telemetry.exposition import Exposition
 from server.telemetry.kv_events import ZmqKvEvents
-from server.telemetry.lag import watch_lag
 from server.telemetry.logs import PROGRESS
-from server.telemetry.metrics import Metrics
+from server.telemetry.metrics import Metrics, watch_lag
 from server.telemetry.tracing import OpenTelemetry, Tracing
 from server.worker.fork_server import ForkServer
 from server.worker.host import Host, LocalHost

@@ -1,4 +1,4 @@
-"""Translation of errors at the edge of the network: every failed call ends with a proper gRPC status.
+"""The edge of the network: callers need a token except for the health service, and failed calls end with a status.
 
 grpc.aio answers invalid bytes and exceptions with UNKNOWN and a Python repr. The interceptor here parses the bytes and
 translates the errors of our own services' methods. After an internal fault the caller gets INTERNAL without details,
@@ -16,29 +16,38 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from engine.errors import InvalidRequest, PilotfishError
+from server.admission.security import Callers
 from server.admission.slow_work import MAX_MIDDLE_BYTES, SlowWork
 from server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
+from server.errors import Unauthenticated
 from server.grpc.fields import require_few
 
 logger = logging.getLogger(__name__)
 
+OPEN_METHODS, OUR_METHODS = "/grpc.health.v1.Health/", "/pilotfish."
 Parse = Callable[[bytes], Any]
 
 
 class Boundary(grpc.aio.ServerInterceptor):
-    """Wraps every unary-request method whose name starts with `prefix`."""
+    """Refuses unauthenticated calls, also of methods that do not exist, and wraps our own services' methods."""
 
-    def __init__(self, slow: SlowWork, prefix: str = "/pilotfish.") -> None:
-        self._slow, self._prefix = slow, prefix
+    def __init__(self, callers: Callers, slow: SlowWork) -> None:
+        self._callers, self._slow = callers, slow
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the method's handler, wrapped if the method is ours."""
-        handler = await continuation(handler_call_details)
-        if handler is None or not str(handler_call_details.method).startswith(self._prefix):
+        """Return the method's handler, wrapped if the method is ours; or a handler that refuses the call."""
+        handler, method = await continuation(handler_call_details), str(handler_call_details.method)
+        if method.startswith(OPEN_METHODS):
+            return handler
+        try:
+            self._callers.of_metadata(handler_call_details.invocation_metadata)
+        except Unauthenticated as error:
+            return grpc.unary_unary_rpc_method_handler(_refusing(error))
+        if handler is None or not method.startswith(OUR_METHODS):
             return handler
         parse, serialize = handler.request_deserializer, handler.response_serializer
         assert parse is not None, "a method without a request type"
@@ -46,6 +55,13 @@ class Boundary(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(_wrap(handler.unary_stream, parse, self._slow), None, serialize)
         assert handler.unary_unary is not None, "our methods take one message"
         return grpc.unary_unary_rpc_method_handler(_wrap(handler.unary_unary, parse, self._slow), None, serialize)
+
+
+def _refusing(error: Unauthenticated) -> Any:
+    async def refused(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await refuse(refusal(error), str(error), context)
+
+    return refused
 
 
 def _wrap(method: Any, parse: Parse, slow: SlowWork) -> Any:

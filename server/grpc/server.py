@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import grpc
 
 from server.admission.security import Callers
 from server.admission.slow_work import SlowWork
 from server.config import ServerConfig
 from server.grpc.boundary import Boundary
-from server.grpc.guard import Guard
 
 PING_TIMEOUT_SECONDS = 10  # for the answer to a ping
 MIN_PING_SECONDS = 10  # a client that pings more often is disconnected
@@ -18,7 +15,7 @@ MIN_PING_SECONDS = 10  # a client that pings more often is disconnected
 
 def make_server(config: ServerConfig, callers: Callers, slow: SlowWork) -> grpc.aio.Server:
     """Create a server without services that does not listen yet."""
-    return grpc.aio.server(interceptors=[Guard(callers), Boundary(slow)], options=_options(config))
+    return grpc.aio.server(interceptors=[Boundary(callers, slow)], options=_options(config))
 
 
 def listen(server: grpc.aio.Server, config: ServerConfig) -> int:
@@ -58,10 +55,6 @@ def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     """Return the TLS credentials; None without TLS."""
     if config.tls_cert is None or config.tls_key is None:
         return None
-    authority = None if config.tls_client_ca is None else _read(config.tls_client_ca)
-    pair = _read(config.tls_key), _read(config.tls_cert)
+    authority = None if config.tls_client_ca is None else config.tls_client_ca.read_bytes()
+    pair = config.tls_key.read_bytes(), config.tls_cert.read_bytes()
     return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
-
-
-def _read(path: Path) -> bytes:
-    return path.read_bytes()

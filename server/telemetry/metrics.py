@@ -5,13 +5,15 @@ One does not: the series of `cache_config_info`, whose labels are known when the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.params import MAX_NUM_DRAFT, MAX_PREDICTED_DRAFTS
-from engine.stats import ForwardKind, StepStats
+from engine.stats import Clock, ForwardKind, StepStats
 from engine.types import FinishReason
 from server.streams.output import Timeline
 from server.version import version
@@ -29,60 +31,73 @@ _DRAFTS = (*range(MAX_NUM_DRAFT + 1), 24, 32, 48, MAX_PREDICTED_DRAFTS)
 _LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 17)
 
 
+# Counters of steps, by the field of `StepStats` that they sum up.
+_OF_STEPS = {
+    "rounds": ("spec_drafts", "Rounds in which drafts were verified."),
+    "drafted": ("spec_draft_tokens", "Tokens drafted."),
+    "accepted": ("spec_accepted_tokens", "Drafts kept."),
+    "generated_tokens": ("generated_tokens", "Tokens generated."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens fed to the target, recomputed ones too."),
+    "preempted": ("preemptions", "Sequences that lost their pages to others."),
+    "prefix_lookups": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Prompt tokens whose keys and values it had."),
+    "draft_failures": ("draft_failures", "Faults of a proposer, answered by plain decoding."),
+}
+
+
+class _Makers:
+    """Makes metrics of one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.counter = partial(Counter, namespace="pilotfish", registry=registry)
+        self.gauge = partial(Gauge, namespace="pilotfish", registry=registry)
+        self.histogram = partial(Histogram, namespace="pilotfish", registry=registry)
+
+    def seconds(self, name: str, help_text: str) -> Histogram:
+        """Make a histogram of durations."""
+        return self.histogram(f"{name}_seconds", help_text, buckets=_SECONDS)
+
+
 class Metrics:
     """All metrics, grouped by their source: steps, requests, the server itself."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
-        self.steps = StepMetrics(registry)
-        self.requests = RequestMetrics(registry)
-        self.engine_up = _gauge(registry, "engine_up", "1 while the engine can take a step, else 0.")
-        self.restarts = _counter(registry, "engine_restarts", "Times that the engine failed and was restarted.")
-        self.model_load = _gauge(registry, "model_load_seconds", "Time from start to ready.")
-        self.loop_lag = _seconds(
-            registry, "event_loop_lag", "How late the event loop ran what was due, asked ten times a second."
-        )
-        build = _gauge(registry, "build_info", "Always 1; the labels say which build this is.", ["version"])
+        self.registry, make = registry, _Makers(registry)
+        self.steps, self.requests = StepMetrics(make), RequestMetrics(make)
+        self.engine_up = make.gauge("engine_up", "1 while the engine can take a step, else 0.")
+        self.restarts = make.counter("engine_restarts", "Times that the engine failed and was restarted.")
+        self.model_load = make.gauge("model_load_seconds", "Time from start to ready.")
+        about = "How late the event loop ran what was due, asked ten times a second."
+        self.loop_lag = make.seconds("event_loop_lag", about)
+        build = make.gauge("build_info", "Always 1; the labels say which build this is.", ["version"])
         build.labels(version()).set(1)
 
 
 class StepMetrics:
     """Metrics that are updated once per step."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, make: _Makers) -> None:
         kinds = get_args(ForwardKind)
-        size = _histogram(registry, "batch_size", "Sequences in one forward pass.", _SIZES, ["kind"])
-        tokens = _histogram(registry, "batch_tokens", "Tokens fed to one forward pass.", _TOKENS, ["kind"])
-        phase = _histogram(registry, "step_duration_seconds", "Time of one phase of a step.", _SECONDS, ["phase"])
-        position = _counter(
-            registry, "spec_accepted_tokens_per_position", "Rounds that kept the draft at this position.", ["position"]
-        )
+        size = make.histogram("batch_size", "Sequences in one forward pass.", ["kind"], buckets=_SIZES)
+        tokens = make.histogram("batch_tokens", "Tokens fed to one forward pass.", ["kind"], buckets=_TOKENS)
+        phase = make.histogram("step_duration_seconds", "Time of one phase of a step.", ["phase"], buckets=_SECONDS)
+        about = "Rounds that kept the draft at this position."
+        position = make.counter("spec_accepted_tokens_per_position", about, ["position"])
         self._size = {kind: size.labels(kind) for kind in kinds}
         self._tokens = {kind: tokens.labels(kind) for kind in kinds}
         self._phases = {name: phase.labels(name) for name in PHASES}
         self._positions = [position.labels(str(i)) for i in range(MAX_PREDICTED_DRAFTS)]
-        self._drafts = _counter(registry, "spec_drafts", "Rounds in which drafts were verified.")
-        self._drafted = _counter(registry, "spec_draft_tokens", "Tokens drafted.")
-        self._accepted = _counter(registry, "spec_accepted_tokens", "Drafts kept.")
-        self._length = _histogram(
-            registry, "spec_acceptance_length", "1 + drafts kept per round, averaged over a step.", _LENGTHS
-        )
-        self._num_draft = _histogram(
-            registry, "draft_tokens_per_sequence", "Drafts of one sequence in one step (K), 0 for plain.", _DRAFTS
-        )
-        self._generated = _counter(registry, "generated_tokens", "Tokens generated.")
-        self._prompt = _counter(registry, "prompt_tokens", "Prompt tokens fed to the target, recomputed ones too.")
-        self._preempted = _counter(registry, "preemptions", "Sequences that lost their pages to others.")
-        self._lookups = _counter(registry, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hits = _counter(registry, "prefix_cache_hits", "Prompt tokens whose keys and values it had.")
-        self._draft_failures = _counter(registry, "draft_failures", "Faults of a proposer, answered by plain decoding.")
-        self._gain = _gauge(registry, "spec_gain_ratio", "Tokens per second of the last steps over plain decoding's.")
+        self._counters = {field: make.counter(name, about) for field, (name, about) in _OF_STEPS.items()}
+        about = "1 + drafts kept per round, averaged over a step."
+        self._length = make.histogram("spec_acceptance_length", about, buckets=_LENGTHS)
+        about = "Drafts of one sequence in one step (K), 0 for plain."
+        self._num_draft = make.histogram("draft_tokens_per_sequence", about, buckets=_DRAFTS)
+        self._gain = make.gauge("spec_gain_ratio", "Tokens per second of the last steps over plain decoding's.")
         self._gain.set(1)
-        self._threads = _gauge(
-            registry, "compute_threads", "Threads of our C in the last pass: fewer than asked for where that is faster."
-        )
-        self._steps = _counter(registry, "engine_steps", "Steps taken.")
-        self._last = _gauge(registry, "engine_last_step_timestamp_seconds", "When the last step ended, Unix time.")
+        about = "Threads of our C in the last pass: fewer than asked for where that is faster."
+        self._threads = make.gauge("compute_threads", about)
+        self._steps = make.counter("engine_steps", "Steps taken.")
+        self._last = make.gauge("engine_last_step_timestamp_seconds", "When the last step ended, Unix time.")
 
     def observe(self, stats: StepStats) -> None:
         """Include the statistics of one step."""
@@ -91,12 +106,8 @@ class StepMetrics:
             self._tokens[forward.kind].observe(forward.tokens)
         for name, seconds in stats.phase_seconds.items():
             self._phases[name].observe(seconds)
-        self._generated.inc(stats.generated_tokens)
-        self._prompt.inc(stats.prompt_tokens)
-        self._preempted.inc(stats.preempted)
-        self._lookups.inc(stats.prefix_lookups)
-        self._hits.inc(stats.prefix_hits)
-        self._draft_failures.inc(stats.draft_failures)
+        for field, counter in self._counters.items():
+            counter.inc(getattr(stats, field))
         self._gain.set(stats.spec_gain)
         self._threads.set(stats.threads)
         self._last.set_to_current_time()
@@ -105,58 +116,38 @@ class StepMetrics:
             for _ in range(sequences):
                 self._num_draft.observe(num_draft)
         if stats.rounds:
-            self._observe_speculation(stats)
-
-    def _observe_speculation(self, stats: StepStats) -> None:
-        self._drafts.inc(stats.rounds)
-        self._drafted.inc(stats.drafted)
-        self._accepted.inc(stats.accepted)
-        self._length.observe(1 + stats.accepted / stats.rounds)
-        for position, kept in zip(self._positions, stats.accepted_per_position, strict=False):
-            position.inc(kept)
+            self._length.observe(1 + stats.accepted / stats.rounds)
+            for position, kept in zip(self._positions, stats.accepted_per_position, strict=False):
+                position.inc(kept)
 
 
 class RequestMetrics:
     """Metrics that are updated when requests are refused, start, get tokens and end."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        total = _counter(
-            registry, "requests", "Requests that ended, by reason of their last output.", ["finish_reason"]
-        )
-        rejected = _counter(registry, "admission_rejected", "Requests refused before they were queued.", ["reason"])
+    def __init__(self, make: _Makers) -> None:
+        total = make.counter("requests", "Requests that ended, by reason of their last output.", ["finish_reason"])
+        rejected = make.counter("admission_rejected", "Requests refused before they were queued.", ["reason"])
         self._ended = {reason: total.labels(reason.value) for reason in FinishReason}
         self._rejected = {reason: rejected.labels(reason) for reason in REJECTIONS}
-        self._running = _gauge(registry, "requests_running", "Outputs of requests that take part in steps.")
-        self._waiting = _gauge(
-            registry, "requests_waiting", "Queued requests, and outputs of others that wait to take part."
-        )
-        self._queue_usage = _gauge(
-            registry,
-            "queue_usage_ratio",
-            "The queue's requests or tokens over their limit, whichever is more; 1 is full.",
-        )
-        self._kv_usage = _gauge(registry, "kv_usage_ratio", "Share of the target's pages in use, 0 to 1.")
-        self._cache_config = _gauge(
-            registry,
-            "cache_config_info",
-            "Always 1; the labels are the target's block_size (tokens per page) and num_gpu_blocks (its pages).",
-            ["block_size", "num_gpu_blocks"],
-        )
-        self._queue = _seconds(registry, "queue_time", "Time from arrival to the engine.")
-        self._first = _seconds(registry, "time_to_first_token", "Time from arrival to the first token of an output.")
-        self._gap = _seconds(registry, "inter_token_latency", "Time between two rounds of tokens of one output.")
-        self._per_token = _seconds(
-            registry, "time_per_output_token", "Mean time per token of an output after its first."
-        )
-        self._duration = _seconds(registry, "request_duration", "Time from arrival to the end.")
-        self.disconnects = _counter(registry, "client_disconnects", "Requests whose caller went away before the end.")
-        self.stalls = _counter(registry, "stream_stalls", "Streams cut because their reader took no message.")
-        self.interruptions = _counter(
-            registry, "interrupted_requests", "Requests that the engine had when it failed, each time."
-        )
-        self.resumes = _counter(
-            registry, "resumed_requests", "Requests that continue a stream which was interrupted elsewhere."
-        )
+        self._running = make.gauge("requests_running", "Outputs of requests that take part in steps.")
+        about = "Queued requests, and outputs of others that wait to take part."
+        self._waiting = make.gauge("requests_waiting", about)
+        about = "The queue's requests or tokens over their limit, whichever is more; 1 is full."
+        self._queue_usage = make.gauge("queue_usage_ratio", about)
+        self._kv_usage = make.gauge("kv_usage_ratio", "Share of the target's pages in use, 0 to 1.")
+        about = "Always 1; the labels are the target's block_size (tokens per page) and num_gpu_blocks (its pages)."
+        self._cache_config = make.gauge("cache_config_info", about, ["block_size", "num_gpu_blocks"])
+        self._queue = make.seconds("queue_time", "Time from arrival to the engine.")
+        self._first = make.seconds("time_to_first_token", "Time from arrival to the first token of an output.")
+        self._gap = make.seconds("inter_token_latency", "Time between two rounds of tokens of one output.")
+        self._per_token = make.seconds("time_per_output_token", "Mean time per token of an output after its first.")
+        self._duration = make.seconds("request_duration", "Time from arrival to the end.")
+        self.disconnects = make.counter("client_disconnects", "Requests whose caller went away before the end.")
+        self.stalls = make.counter("stream_stalls", "Streams cut because their reader took no message.")
+        about = "Requests that the engine had when it failed, each time."
+        self.interruptions = make.counter("interrupted_requests", about)
+        about = "Requests that continue a stream which was interrupted elsewhere."
+        self.resumes = make.counter("resumed_requests", about)
 
     def watch_queue(self, usage: Callable[[], float]) -> None:
         """At each scrape call `usage`, which returns the used share of the queue's limits."""
@@ -206,23 +197,12 @@ def _exemplar(timeline: Timeline) -> dict[str, str] | None:
     return {"trace_id": timeline.trace_id} if timeline.trace_id else None
 
 
-def _counter(registry: CollectorRegistry, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
-    return Counter(name, help_text, labels or (), namespace="pilotfish", registry=registry)
+async def watch_lag(observe: Callable[[float], None], clock: Clock, every_seconds: float = 0.1) -> None:
+    """Sleep again and again, and pass to `observe` how many seconds late each sleep ended.
 
-
-def _gauge(registry: CollectorRegistry, name: str, help_text: str, labels: list[str] | None = None) -> Gauge:
-    return Gauge(name, help_text, labels or (), namespace="pilotfish", registry=registry)
-
-
-def _histogram(
-    registry: CollectorRegistry,
-    name: str,
-    help_text: str,
-    buckets: tuple[float, ...],
-    labels: list[str] | None = None,
-) -> Histogram:
-    return Histogram(name, help_text, labels or (), namespace="pilotfish", buckets=buckets, registry=registry)
-
-
-def _seconds(registry: CollectorRegistry, name: str, help_text: str) -> Histogram:
-    return _histogram(registry, f"{name}_seconds", help_text, _SECONDS)
+    A sleep ends late if other work blocked the event loop.
+    """
+    while True:
+        due = clock() + every_seconds
+        await asyncio.sleep(every_seconds)
+        observe(max(0.0, clock() - due))

@@ -15,8 +15,7 @@ from engine.types import FinishReason, Request
 from server.queue import AdmissionQueue
 from server.streams.output import Timeline
 from server.telemetry.exposition import VLLM_NAMES, Exposition
-from server.telemetry.lag import watch_lag
-from server.telemetry.metrics import Metrics
+from server.telemetry.metrics import Metrics, watch_lag
 from tests.server.test_generate import request
 from tests.serving import http_client, serving, until
 
