@@ -113,14 +113,7 @@ def check(arguments: list[str]) -> int:
 
     from server.commands.check import CheckCommand
 
-    try:
-        wanted = CheckCommand.of(arguments)
-    except (ValidationError, OSError) as error:
-        print(f"pilotfish check: {_told(error)}", file=sys.stderr)
-        return 2
-    text, works = wanted.run()
-    print(text)
-    return 0 if works else 1
+    return _printed("check", lambda: CheckCommand.of(arguments).run(), ValidationError, OSError)
 
 
 def bench(arguments: list[str]) -> int:
@@ -130,38 +123,21 @@ def bench(arguments: list[str]) -> int:
     from engine.errors import ModelError
     from server.commands.bench import Bench
 
-    try:
-        print(Bench.of(arguments).run(lambda stage: print(stage, file=sys.stderr)))
-    except (ValidationError, ModelError, OSError) as error:
-        print(f"pilotfish bench: {_told(error)}", file=sys.stderr)
-        return 2
-    return 0
+    return _printed("bench", lambda: (Bench.of(arguments).run(_progress), True), ValidationError, ModelError, OSError)
 
 
 def health(arguments: list[str]) -> int:
     """Send a health check to a server. No model is loaded."""
     from server.commands.health import ask
 
-    try:
-        answer, serves = ask(arguments)
-    except OSError as error:  # the certificates cannot be read
-        print(f"pilotfish health: {_told(error)}", file=sys.stderr)
-        return 2
-    print(answer)
-    return 0 if serves else 1
+    return _printed("health", lambda: ask(arguments), OSError)  # of certificates that cannot be read
 
 
 def verify(arguments: list[str]) -> int:
     """Check that a running server's answers are equal whoever drafts; 0 if they are, else 1. No model is loaded."""
     from server.commands.verify import CannotVerify, VerifyCommand
 
-    try:
-        text, is_equal = VerifyCommand.of(arguments).run(lambda stage: print(stage, file=sys.stderr))
-    except CannotVerify as error:
-        print(f"pilotfish verify: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    return 0 if is_equal else 1
+    return _printed("verify", lambda: VerifyCommand.of(arguments).run(_progress), CannotVerify)
 
 
 def train_draft(arguments: list[str]) -> int:
@@ -171,30 +147,37 @@ def train_draft(arguments: list[str]) -> int:
     from engine.errors import InvalidRequest, ModelError
     from server.commands.train_draft import TrainDraft
 
+    errors = ValidationError, ModelError, InvalidRequest, OSError
     try:
-        print(TrainDraft.of(arguments).run())
-    except (ValidationError, ModelError, InvalidRequest, OSError) as error:
-        print(f"pilotfish train-draft: {_told(error)}", file=sys.stderr)
-        return 2
+        return _printed("train-draft", lambda: (TrainDraft.of(arguments).run(), True), *errors)
     except KeyboardInterrupt:
         print("pilotfish train-draft: stopped; the same command goes on", file=sys.stderr)
         return 130
-    return 0
 
 
 def quality(arguments: list[str]) -> int:
     """Compare what would be served with float32 of the same checkpoint, and print a table."""
-    from pydantic import ValidationError
-
     from engine.errors import ModelError
     from server.commands.quality import QualityCommand
 
+    # A ValidationError is a ValueError, too.
+    errors = ModelError, OSError, ValueError
+    return _printed("quality", lambda: (QualityCommand.of(arguments).run(_progress), True), *errors)
+
+
+def _printed(name: str, run: Callable[[], tuple[str, bool]], *errors: type[Exception]) -> int:
+    """Print the text that `run` returns; the exit code is 0 or 1 by its answer, and 2 after one of these errors."""
     try:
-        print(QualityCommand.of(arguments).run(lambda stage: print(stage, file=sys.stderr)))
-    except (ValidationError, ModelError, OSError, ValueError) as error:
-        print(f"pilotfish quality: {_told(error)}", file=sys.stderr)
+        text, is_good = run()
+    except errors as error:
+        print(f"pilotfish {name}: {_told(error)}", file=sys.stderr)
         return 2
-    return 0
+    print(text)
+    return 0 if is_good else 1
+
+
+def _progress(stage: str) -> None:
+    print(stage, file=sys.stderr)
 
 
 def quantize(arguments: list[str]) -> int:
