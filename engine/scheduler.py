@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from engine.control.controller import Control, levelled
+from engine.control.controller import Control, Speedup, levelled
 from engine.control.prefill_budget import PrefillBudget
-from engine.control.speedup import Speedup
 from engine.kv.pages import PagePool
 from engine.params import MAX_PREDICTED_DRAFTS
 from engine.shares import TURN, Shares, equal_parts

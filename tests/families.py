@@ -16,9 +16,8 @@ from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel
 
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
 from engine.sampling.distribution import RowParams, choose
-from engine.sampling.noise import Stream
+from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
-from engine.sampling.row import LogitsRow
 from engine.types import Request, Sequence
 from tests import zoo
 

@@ -27,7 +27,6 @@ from engine.llm import LLM, CompletionOutput
 from engine.model.runner import kv_layout, load_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.proposers.heads.load import load_heads
-from engine.proposers.scripted import ScriptedProposer
 from engine.proposers.vocab import VocabMap
 from engine.startup.build import assemble
 from engine.text.codec import Codec
@@ -35,6 +34,7 @@ from engine.types import Logprob, Request, Sequence
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import adapters, heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints, mtp_checkpoints
+from tests.scripted import ScriptedProposer
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\ndef add(a",

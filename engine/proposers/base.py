@@ -92,3 +92,30 @@ class CatchesUp(Protocol):
     def num_unseen(self, sequence: Sequence) -> int:
         """Tokens that it has to be fed before it can draft, apart from the two that each round feeds."""
         ...
+
+
+class NoProposer:
+    """Proposes nothing."""
+
+    uses_draft_kv = False
+    shares_draft_kv = False
+
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        """No drafts for anyone."""
+        return Proposal.certain([()] * len(sequences))
+
+
+class PredictionProposer:
+    """Proposes what the request's prediction has next. It is asked for sequences that are in their prediction."""
+
+    uses_draft_kv = False
+    shares_draft_kv = False
+
+    def find(self, sequence: Sequence, k: int) -> Found:
+        """The drafts that there are."""
+        assert sequence.alignment is not None, "asked of a sequence without a prediction"
+        return Found(sequence.alignment.drafts(k))
+
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        """Look each sequence up in its prediction."""
+        return Proposal.certain([self.find(s, k).tokens for s, k in zip(sequences, k_each, strict=True)])

@@ -12,9 +12,8 @@ from engine.params import Verification
 from engine.proposers.base import Proposal
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
-from engine.sampling.noise import Stream
+from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
-from engine.sampling.row import LogitsRow
 from engine.stats import Forward
 from engine.types import Sequence
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from engine.control.traits import Found, Traits
 from engine.kv.batch import Feed
-from engine.proposers.base import CatchesUp, Finder, Observer, Passed, Proposal, Proposer
-from engine.proposers.prediction import PredictionProposer
+from engine.proposers.base import CatchesUp, Finder, Observer, Passed, PredictionProposer, Proposal, Proposer
 from engine.sampling.processors import allowed_prefix
 from engine.stats import Forward
 from engine.types import AUTO, PREDICTION, Sequence

@@ -17,9 +17,8 @@ from engine.params import (
     SpeculationSettings,
     Verification,
 )
-from engine.request.emitted import emitted_violations
 from engine.request.prediction import Prediction, TextAlignment
-from engine.request.validation import unknown_adapter, violations
+from engine.request.validation import emitted_violations, unknown_adapter, violations
 from engine.types import AUTO, Adapter, EmittedOutput, KVCursor, Request, Sequence
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing

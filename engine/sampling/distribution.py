@@ -20,7 +20,7 @@ from engine.kernels.args import SamplerRows
 from engine.kernels.paging import send
 from engine.params import SamplingParams
 from engine.sampling import noise
-from engine.sampling.row import LogitsRow
+from engine.sampling.noise import LogitsRow
 
 TINY = torch.finfo(torch.float32).tiny  # no positive temperature rounds to zero
 

@@ -8,11 +8,13 @@ On a CPU our C computes the same words where there is a compiler (`native/noise.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.native import noise as native
+from engine.types import Sequence
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -101,3 +103,16 @@ def _gumbel(uniform: Tensor) -> Tensor:
     # -log(-log(u)). The winner of an argmax has u near 1, where 52 bits still give -log(u) enough precision.
     # It stays float64: in float32 two tokens would sometimes tie, and then the order of the tokens would decide.
     return torch.log_(torch.log(uniform).neg_()).neg_()
+
+
+class LogitsRow(NamedTuple):
+    """The row from which the token after `sequence` and the drafts `before` is drawn, with noise from `stream`."""
+
+    sequence: Sequence
+    before: tuple[int, ...]
+    stream: Stream
+
+    @property
+    def position(self) -> int:
+        """The absolute position of that token, from 0."""
+        return len(self.sequence.tokens) + len(self.before)

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.errors import GrammarFault
 from engine.params import SamplingParams
 from engine.sampling.fixed_terms import biases, forbidden, output_counts, prompt_counts
-from engine.sampling.row import LogitsRow
+from engine.sampling.noise import LogitsRow
 from engine.types import GRAMMAR_TOKENS, Sequence
 
 NEVER = float("-inf")

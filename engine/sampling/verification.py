@@ -15,9 +15,8 @@ from engine.params import Verification
 from engine.sampling import distribution, noise
 from engine.sampling.distribution import RowParams, signed
 from engine.sampling.logprobs import token_logprobs
-from engine.sampling.noise import Stream
+from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
-from engine.sampling.row import LogitsRow
 from engine.types import Logprob, Sequence
 from engine.verify import NO_DRAFT, Verdict, coupled, leading_run, rejection
 

@@ -19,8 +19,7 @@ from engine.errors import ModelError
 from engine.machine.threads import cores
 from engine.model.checkpoint import positions, read_config
 from engine.startup.build import pick_device
-from engine.training.eagle3 import Eagle3Shape, TrainedEagle3
-from engine.training.export import config_of, export_head
+from engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of, export_head
 from engine.training.law import LogitScaling
 from engine.training.loop import HeadTrainer, TargetParts, TrainingStep
 from engine.training.recipe import HeadShape, Schedule, TextPlan

@@ -8,13 +8,12 @@ from engine.errors import ModelError
 from server.formats.base import ChatFormat, ReasoningMarks
 from server.formats.deepseek import DeepSeekFormat
 from server.formats.gemma import GemmaFormat
-from server.formats.glm import GlmFormat
 from server.formats.harmony import HarmonyFormat
 from server.formats.hermes import HermesFormat
 from server.formats.llama import LlamaFormat
 from server.formats.mistral import MistralFormat, MistralVariant
-from server.formats.qwen_coder import QwenCoderFormat
 from server.formats.reasoning import PlainFormat
+from server.formats.tagged import GlmFormat, QwenCoderFormat
 
 _REASONING = (ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]"))
 _GEMMA_REASONING = ReasoningMarks("<|channel>thought", "<channel|>")

@@ -244,3 +244,39 @@ class _Value:
     def end(self) -> str:
         """What remains of the value, which has ended."""
         return '"' if self._is_string else self._key + self._parameters.json_of(self._name, "".join(self._parts))
+
+
+class GlmFormat(TaggedFormat):
+    """The name of the function, and `<arg_key>` and `<arg_value>` for each argument."""
+
+    name = "glm"
+    markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    trigger = "<tool_call>"
+    turns = ("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "<|endoftext|>")
+    tags = Tags(
+        begin="<tool_call>",
+        name=("", ""),
+        key=("<arg_key>", "</arg_key>"),
+        value=("<arg_value>", "</arg_value>"),
+        end=("", "</tool_call>"),
+        is_indented=False,
+        line=r'"\n"?',
+    )
+
+
+class QwenCoderFormat(TaggedFormat):
+    """`<function=f>` with a `<parameter=x>` for each argument."""
+
+    name = "qwen_coder"
+    markers = ("<tool_call>", "</tool_call>")
+    trigger = "<tool_call>"
+    turns = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+    tags = Tags(
+        begin="<tool_call>",
+        name=("<function=", ">"),
+        key=("<parameter=", ">"),
+        value=("", "</parameter>"),
+        end=("</function>", "</tool_call>"),
+        is_indented=True,
+        line=r'"\n"',
+    )

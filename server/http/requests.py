@@ -16,6 +16,7 @@ from typing import Any
 from engine.errors import InvalidRequest, Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.resume import parse_event_id
+from server.http.agents.fields import AgentBody
 from server.http.openai.conversation import conversation
 from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody, text_of
 
@@ -212,3 +213,16 @@ def _guided(body: GenerationFields) -> pb.GuidedDecoding | None:
         case "regex":
             return pb.GuidedDecoding(regex=source)
     return pb.GuidedDecoding(grammar=source)
+
+
+def without_conversation(body: AgentBody, max_tokens: int | None) -> pb.GenerateRequest:
+    """Convert the fields that are no part of the conversation.
+
+    Without a limit an answer may be as long as the context has room for; agents expect that of a limit that is larger,
+    too.
+    """
+    request = common(body, max_tokens)
+    request.stopping.fit_context = request.stopping.stop_in_answer = True
+    if body.temperature is None:
+        request.sampling.temperature = OPENAI_TEMPERATURE
+    return request

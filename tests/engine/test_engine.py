@@ -13,10 +13,10 @@ import torch
 from engine.control.adaptive import AdaptiveK
 from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
-from engine.proposers.scripted import ScriptedProposer
 from engine.proposers.select import GIVE_UP_AFTER
 from engine.types import FinishReason, Request, Sequence
 from tests import fakes
+from tests.scripted import ScriptedProposer
 
 VOCAB = 11
 LAW = fakes.hashed_law(VOCAB)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.params import SamplingParams, SpeculationParams, Verification
-from engine.proposers.scripted import ScriptedProposer
 from engine.types import FinishReason, Request
 from tests import fakes
+from tests.scripted import ScriptedProposer
 
 VOCAB = 11
 LAW = fakes.hashed_law(VOCAB)

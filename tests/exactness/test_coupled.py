@@ -11,11 +11,11 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.params import SamplingParams, SpeculationParams
 from engine.proposers import Proposal, Proposer
-from engine.proposers.scripted import ScriptedProposer
 from engine.startup.build import assemble
 from engine.types import Request, Sequence
 from tests import fakes, zoo
 from tests.covering import some
+from tests.scripted import ScriptedProposer
 
 LAWS = (
     SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=14),

@@ -14,10 +14,10 @@ from engine.control.controller import Control
 from engine.engine import Engine
 from engine.errors import GrammarFault
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
-from engine.proposers.scripted import ScriptedProposer
 from engine.types import FinishReason, Request, Sequence
 from tests import fakes
 from tests.laws import chi_square
+from tests.scripted import ScriptedProposer
 
 VOCAB = 23
 LAW = fakes.hashed_law(VOCAB)

@@ -25,16 +25,15 @@ from engine.kv.batch import Feed
 from engine.machine.threads import exactly
 from engine.model.runner import kv_layout
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.proposers.scripted import ScriptedProposer
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
 from engine.sampling.logprobs import token_logprobs
-from engine.sampling.noise import Stream
+from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
-from engine.sampling.row import LogitsRow
 from engine.startup.build import assemble
 from engine.types import Logprob, Request, Sequence
 from tests import fakes, heads, zoo
+from tests.scripted import ScriptedProposer
 
 # Each family in one type: layers and types are prepared apart from each other.
 DTYPES = {"llama": torch.bfloat16, "gpt2": torch.float32, "gemma2": torch.float32, "phi3-longrope": torch.bfloat16}

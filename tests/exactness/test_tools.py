@@ -30,14 +30,13 @@ from server.formats.base import CallArguments, Reasoning, ReasoningMarks, Tool
 from server.formats.deepseek import DeepSeekFormat
 from server.formats.detect import FORMATS
 from server.formats.gemma import GemmaFormat
-from server.formats.glm import GlmFormat
 from server.formats.harmony import HarmonyFormat
 from server.formats.hermes import HermesFormat
 from server.formats.llama import LlamaFormat
 from server.formats.mistral import MistralFormat
-from server.formats.qwen_coder import QwenCoderFormat
 from server.formats.reasoning import PlainFormat
 from server.formats.structure import Answer, structure_of
+from server.formats.tagged import GlmFormat, QwenCoderFormat
 from tests import heads, zoo
 from tests.covering import some
 from tests.sameness import asking, assert_same, run

@@ -85,7 +85,7 @@ FAULTS = tuple(
 10 | seeds | engine/request/intake.py | all outputs of a request but the first have one seed
 -f"{seed}/{index}".encode()
 +f"{seed}".encode()
-11 | seeds | engine/sampling/row.py | the position of the noise does not count drafts
+11 | seeds | engine/sampling/noise.py | the position of the noise does not count drafts
 -return len(self.sequence.tokens) + len(self.before)
 +return len(self.sequence.tokens)
 =tests/exactness/test_coupled.py
@@ -202,16 +202,16 @@ FAULTS = tuple(
 -sampling.n * num_tokens)
 +num_tokens)
 =tests/engine/test_engine.py tests/server/test_limits.py
-43 | wire | server/worker/wire.py | log-probabilities are lost between the processes
--logprobs=self.logprobs,
-+logprobs=(),
-=tests/server/worker/test_wire.py
+43 | wire | server/worker/remote.py | log-probabilities are lost between the processes
+-replace(event, request_id=name)
++replace(event, request_id=name, logprobs=())
+=tests/server/worker/test_engine_process.py
 44 | wire | server/worker/wire.py | a message is read only when a byte of the next one has come
 -if len(self._unread) >= body + size else None
 +if len(self._unread) > body + size else None
 45 | wire | server/http/calls.py | HTTP: an event ends with one line break
--body = f"{_head(event_id)}{data}\n\n".encode()
-+body = f"{_head(event_id)}{data}\n".encode()
+-write_text(send, f"{_head(event_id)}{data}\n\n")
++write_text(send, f"{_head(event_id)}{data}\n")
 =tests/server/http/test_gateway.py
 46 | kernels | engine/native/panels.c | C: outputs behind the last eight of a panel are not packed
 -for (int64_t k = 0; k < rows; k++)

@@ -11,9 +11,8 @@ from typing import NamedTuple
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, ModelError, Unsupported
 from engine.params import SpeculationSettings
-from engine.request.emitted import emitted_violations
 from engine.request.intake import Limits
-from engine.request.validation import unknown_adapter, violations
+from engine.request.validation import emitted_violations, unknown_adapter, violations
 from engine.stats import EngineLoad, Forward, StepStats
 from engine.text.codec import Codec
 from engine.types import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.params import SamplingParams
 from engine.types import Request
-from server.admission.refusals import AT_ONCE, LONGEST, Refusals
+from server.admission.security import AT_ONCE, LONGEST, Refusals
 from server.errors import QueueFull
 from server.estimates import Estimates
 from server.queue import AdmissionQueue

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
+from starlette.types import Send
 
 from engine.errors import InvalidRequest, Violation, shown
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Admission, Call
+from server.admission.admission import Admission, Call, Origin
+from server.admission.resume import EventIds
 from server.admission.slow_work import SlowWork
+from server.admission.stalls import Writes
 from server.driver import Driver
-from server.http.agents.answers import AgentAnswer, whole_of
+from server.http.agents.answers import AgentAnswer, events_of, whole_of
 from server.http.agents.fields import AgentBody, Json, without_tags
-from server.http.agents.named_events import NamedEventStream
 from server.http.bodies import MAX_ERRORS, read_json
-from server.http.calls import Calls, WholeAnswer, origin_of, unless_gone
-from server.http.errors import violations
+from server.http.calls import Calls, EventStream, WholeAnswer, origin_of, unless_gone, write_text
+from server.http.errors import HttpError, violations
 from server.http.pieces import CallReader
 from server.http.requests import ParsedBody
 from server.model import ServedModel
+
+
+class NamedEventStream(EventStream):
+    """Server-sent events with names and without ids. Nothing follows the answer's own last event."""
+
+    last = ""
+
+    def __init__(
+        self, calls: Calls, answer: AgentAnswer, reader: CallReader, origin: Origin, stall_seconds: float
+    ) -> None:
+        render = partial(events_of, answer, reader)
+        super().__init__(calls, render, origin, stall_seconds, EventIds(), has_ids=False)
+        self._answer = answer
+
+    async def _write_events(self, send: Send, events: list[Json], writes: Writes) -> None:
+        with writes:
+            await write_text(send, _text(events))
+
+    def _failure(self, error: HttpError) -> str:
+        return _text(self._answer.fail(error))
+
+
+def _text(events: list[Json]) -> str:
+    return "".join(f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
+
 
 BodyT = TypeVar("BodyT", bound=AgentBody)
 FieldsT = TypeVar("FieldsT", bound=BaseModel)

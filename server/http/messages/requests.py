@@ -7,7 +7,6 @@ import json
 from engine.errors import InvalidRequest
 from pilotfish.v1 import generation_pb2 as pb
 from server.http.agents.fields import Json
-from server.http.agents.requests import without_conversation
 from server.http.agents.turns import SEPARATOR, Turns
 from server.http.messages.types import (
     ConversationBody,
@@ -19,6 +18,7 @@ from server.http.messages.types import (
     ToolUseBlock,
 )
 from server.http.openai.conversation import effort_arguments
+from server.http.requests import without_conversation
 
 _MODES = {
     "auto": pb.TOOL_CHOICE_MODE_AUTO,

@@ -15,10 +15,10 @@ from server.http.openai.answers import (
     IMPOSSIBLE,
     AnswerFormat,
     AnswerOptions,
+    Json,
     per_token,
     silent_tokens,
 )
-from server.http.openai.usage import Json
 from server.http.pieces import CallReader, ReadOutput, call_id
 from server.http.requests import ParsedBody
 from server.http.types import ChatBody

@@ -10,8 +10,16 @@ from typing import Any
 
 from engine.text.codec import Codec, OutputText
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.openai.answers import IMPOSSIBLE, AnswerFormat, AnswerOptions, Messages, per_token, silent_tokens
-from server.http.openai.usage import Json, usage_so_far
+from server.http.openai.answers import (
+    IMPOSSIBLE,
+    AnswerFormat,
+    AnswerOptions,
+    Json,
+    Messages,
+    per_token,
+    silent_tokens,
+    usage_so_far,
+)
 from server.http.types import CompletionBody
 from server.model import ServedModel
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.device_loop import graphs, layout, slate
+from engine.device_loop import graphs, layout, slots
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse, RecordedRound
 from engine.device_loop.layout import Layout
 from engine.device_loop.results import PendingRound
@@ -154,7 +154,7 @@ def write_what_is_being_sent(patch: Patch) -> None:
         held[0][: len(numbers)].copy_(numbers)
         return held[0].to(device, non_blocking=True)[: len(numbers)]
 
-    patch.setattr(slate, "send", sent)
+    patch.setattr(slots, "send", sent)
 
 
 def decide_on_the_host(patch: Patch) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.device_loop import draws, slate
+from engine.device_loop import draws, slots
 from engine.device_loop.graphs import RecordedRound
 from engine.device_loop.round import Round, RoundOps
 from engine.device_loop.shapes import RoundShape, covering
@@ -276,7 +276,7 @@ def test_the_steady_loop_does_not_wait(ks: list[int], card: Card) -> None:
 def test_what_has_changed_is_one_copy_and_nothing_is_none(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """With new pages every few tokens, other Ks, an end and an admission; no number is written by itself."""
     sent, per_step, ks = [], [], [0, 0, 0, 4, 2, *[0] * 20]
-    monkeypatch.setattr(slate, "send", lambda *what: sent.append(what) or send(*what))
+    monkeypatch.setattr(slots, "send", lambda *what: sent.append(what) or send(*what))
     shapes = [RoundShape(4, k, True) for k in (0, 2, 4)]
     engine = steered(Scripted(ks), recorded, page_size=4, pages=160, shapes=shapes)
     for i in (2, 5, 9):

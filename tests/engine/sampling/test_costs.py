@@ -11,9 +11,8 @@ from engine.params import SamplingParams
 from engine.request.intake import Intake, Limits
 from engine.sampling import fixed_terms, logprobs
 from engine.sampling.logprobs import record_prompt, token_logprobs
-from engine.sampling.noise import Stream
+from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import NEVER, process
-from engine.sampling.row import LogitsRow
 from engine.types import Request, Sequence
 from tests import fakes
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from engine.params import SamplingParams
 from engine.sampling import distribution, noise
 from engine.sampling.distribution import RowParams
-from engine.sampling.noise import Stream
-from engine.sampling.row import LogitsRow
+from engine.sampling.noise import LogitsRow, Stream
 from tests import fakes
 
 

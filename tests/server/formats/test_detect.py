@@ -8,13 +8,12 @@ from server.formats.base import ReasoningMarks
 from server.formats.deepseek import DeepSeekFormat
 from server.formats.detect import FORMATS, detect
 from server.formats.gemma import GemmaFormat
-from server.formats.glm import GlmFormat
 from server.formats.harmony import HarmonyFormat
 from server.formats.hermes import HermesFormat
 from server.formats.llama import LlamaFormat
 from server.formats.mistral import MistralFormat
-from server.formats.qwen_coder import QwenCoderFormat
 from server.formats.reasoning import PlainFormat
+from server.formats.tagged import GlmFormat, QwenCoderFormat
 
 THINK = ReasoningMarks("<think>", "</think>")
 GEMMA = ReasoningMarks("<|channel>thought", "<channel|>")

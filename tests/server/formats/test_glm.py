@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from server.formats.base import ReasoningMarks
-from server.formats.glm import GlmFormat
+from server.formats.tagged import GlmFormat
 from tests.server.formats.laws import TYPED, Calls, Family, Spelling, called, typed_calls
 from tests.server.formats.walks import TEXT, VALUES, Call, Masks, Reading, plain_masks, tool
 

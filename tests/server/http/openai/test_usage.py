@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.openai.usage import metrics_of, usage_of
+from server.http.openai.answers import metrics_of, usage_of
 
 
 def end(prompt, completion, cached=0, accepted=0, rejected=0):
