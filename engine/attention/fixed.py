@@ -41,13 +41,7 @@ class Pairs:
     hidden: Tensor  # [P, 1, group * ROWS, BLOCK] bool, which keys a query must not see
 
 
-def attend(
-    query: Tensor,  # [T, heads, key_dim]
-    k: Tensor,  # [rows, kv_heads, key_dim]
-    v: Tensor,  # [rows, kv_heads, value_dim]
-    batch: RaggedBatch,
-    spec: AttentionSpec,
-) -> Tensor:  # [T, heads, value_dim]
+def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
     """Same contract as `reference.attend`; bitwise the same for a query wherever, and beside whom, it stands."""
     kv_heads = k.shape[1]
     group = query.shape[1] // kv_heads

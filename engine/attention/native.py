@@ -20,14 +20,14 @@ _LANES = 16  # what a head's size must be a multiple of
 
 
 def attend(
-    query: Tensor,  # [T, heads, key_dim]
-    k: Tensor,  # [rows, kv_heads, key_dim]
-    v: Tensor,  # [rows, kv_heads, value_dim]
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
     batch: RaggedBatch,
     spec: AttentionSpec,
     *,
     otherwise: Callable[..., Tensor] = sdpa.attend,
-) -> Tensor:  # [T, heads, value_dim]
+) -> Tensor:
     """Same contract as `reference.attend`. Sizes, types and machines that the kernel is not for take `otherwise`."""
     native = library()
     bits = BITS.get(query.dtype)

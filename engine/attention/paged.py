@@ -22,14 +22,8 @@ WIDEST_IN_PROMPTS = 256  # numbers of a value
 
 
 def attend(
-    query: Tensor,  # [T, heads, key_dim]
-    k: Tensor,  # [rows, kv_heads, key_dim]
-    v: Tensor,  # [rows, kv_heads, value_dim]
-    batch: RaggedBatch,
-    spec: AttentionSpec,
-    *,
-    fixed: bool = False,
-) -> Tensor:  # [T, heads, value_dim]
+    query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec, *, fixed: bool = False
+) -> Tensor:
     """Same contract as `reference.attend`; in prompts a query's bits depend on how many rows come with it.
 
     With `fixed` they do not depend on how its batch was put together.
@@ -61,13 +55,7 @@ def reads(*heads: Tensor) -> bool:
     return not any(is_rounded(x) and x.shape[-1] % SCALE_BYTES for x in heads)
 
 
-def attend_plainly(
-    query: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: RaggedBatch,
-    spec: AttentionSpec,
-) -> Tensor:
+def attend_plainly(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
     """As `attend`, without Triton and without a value read on the host: slow, and for small sizes."""
     paging, floats = paging_of(batch, query.shape[1] // k.shape[1]), partial(floats_of, dtype=torch.float32)
     return reference.attend(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +34,8 @@ _HARMLESS = frozenset(
 )
 
 
-class Attend(Protocol):
-    """Attention of a ragged batch over one layer of an arena; shapes as in `reference.attend`."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        k: Tensor,
-        v: Tensor,
-        batch: RaggedBatch,
-        spec: AttentionSpec,
-    ) -> Tensor:
-        """`[T, heads, value_dim]`, in the type of `query`."""
-        ...
+# Attention of a ragged batch over one layer of an arena: query, k, v, batch, spec; shapes as in `reference.attend`.
+Attend = Callable[[Tensor, Tensor, Tensor, RaggedBatch, AttentionSpec], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,46 +6,28 @@ this by default: where a float model shrugs a last bit off, rounding to int8 may
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.reference import arena_rows
+from engine.attention.sdpa import positions
 from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
 from engine.kv.rounded import floats_of, width_of
 
 
-def attend(
-    query: Tensor,  # [T, heads, key_dim]
-    k: Tensor,  # [rows, kv_heads, key_dim]
-    v: Tensor,  # [rows, kv_heads, value_dim]
-    batch: RaggedBatch,
-    spec: AttentionSpec,
-) -> Tensor:  # [T, heads, value_dim]
+def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
     """Same contract as `reference.attend`."""
     folded: Tensor = query.unflatten(1, (k.shape[1], -1))  # [T, kv_heads, group, key_dim]
     out = folded.new_empty(*folded.shape[:3], width_of(v))
     sinks = None if spec.sinks is None else spec.sinks.float().view(*folded.shape[1:3], 1)
     for i, kv_len in enumerate(batch.kv_lens):
         rows = range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
-        key, value = (_sequence(arena, batch, i, query.dtype) for arena in (k, v))
+        key, value = (floats_of(positions(arena, batch, i), query.dtype).transpose(0, 1) for arena in (k, v))
         for row, position in zip(rows, range(kv_len - len(rows), kv_len), strict=True):
             seen = slice(spec.oldest(position), position + 1)
             out[row] = _one_row(folded[row], key[:, seen], value[:, seen], spec, sinks)
     return out.flatten(1, 2)
-
-
-def _sequence(arena: Tensor, batch: RaggedBatch, i: int, dtype: torch.dtype) -> Tensor:
-    """K or V of sequence i, `[kv_heads, kv_len, dim]`."""
-    if batch.is_contiguous[i]:
-        start = batch.page_tables[i][0] * batch.page_size
-        rows = arena[start : start + batch.kv_lens[i]]
-    else:
-        rows = arena.index_select(0, batch.once(("rows", i), partial(arena_rows, batch, i, arena.device)))
-    return floats_of(rows, dtype).transpose(0, 1)
 
 
 def _one_row(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:

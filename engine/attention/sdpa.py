@@ -17,13 +17,7 @@ from engine.kv.batch import RaggedBatch
 from engine.kv.rounded import floats_of, width_of
 
 
-def attend(
-    query: Tensor,  # [T, heads, key_dim]
-    k: Tensor,  # [rows, kv_heads, key_dim]
-    v: Tensor,  # [rows, kv_heads, value_dim]
-    batch: RaggedBatch,
-    spec: AttentionSpec,
-) -> Tensor:  # [T, heads, value_dim]
+def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
     """Same contract as `reference.attend`. SDPA has neither softcap nor sinks: those layers take the reference."""
     if spec.softcap is not None or spec.sinks is not None:
         return reference.attend(query, k, v, batch, spec)
@@ -36,12 +30,12 @@ def attend(
         if num_rows > 1:
             make = partial(reference.causal_mask, batch.positions[rows], range(oldest, kv_len), spec)
             mask = batch.once(("mask", i, spec.reach), make)
-        key, value = (floats_of(_positions(arena, batch, i, oldest), query.dtype) for arena in (k, v))
+        key, value = (floats_of(positions(arena, batch, i, oldest), query.dtype) for arena in (k, v))
         out[rows] = _one_sequence(query[rows], key, value, mask, spec.scale)
     return out
 
 
-def _positions(arena: Tensor, batch: RaggedBatch, i: int, oldest: int) -> Tensor:
+def positions(arena: Tensor, batch: RaggedBatch, i: int, oldest: int = 0) -> Tensor:
     """K or V of sequence i from position `oldest` on, `[s, kv_heads, dim]`."""
     if batch.is_contiguous[i]:
         start = batch.page_tables[i][0] * batch.page_size
