@@ -12,7 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from engine.text.guided import json_rule
 from engine.text.stops import Asides, StopStrings
@@ -292,6 +292,7 @@ class ChatFormat(ABC):
     """
 
     name: ClassVar[str]
+    reads: ClassVar[type[Any]]  # the class of its parsers
     markers: tuple[str, ...] = ()  # of calls
     trigger: str = ""  # the marker that begins every call
     turns: ClassVar[tuple[str, ...]] = ()  # begin and end turns; where they are tokens, parsers drop them
@@ -304,7 +305,6 @@ class ChatFormat(ABC):
         """The texts of the tokens that a parser drops."""
         return tuple(turn for turn in self.turns if turn in self.special)
 
-    @abstractmethod
     def parser(
         self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
     ) -> Parser:
@@ -315,6 +315,8 @@ class ChatFormat(ABC):
             starts_in_reasoning: whether the mark that begins the reasoning stands before the text.
             has_structure: calls have the structure of these rules, so arguments can be passed on before their end.
         """
+        made: Parser = self.reads(self, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
+        return made
 
     @abstractmethod
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:

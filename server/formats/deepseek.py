@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from server.formats.base import ChatFormat, Parser, ReasoningMarks, Tool, arguments_rule, quoted
+from server.formats.base import ChatFormat, ReasoningMarks, Tool, arguments_rule, quoted
 from server.formats.steps import CallParser, Steps
 
 DeepSeekVariant: TypeAlias = Literal["v3", "v3.1"]
@@ -26,53 +26,8 @@ _TYPE, _FENCE, _FENCE_END = "function", "```json", "```"
 _LINES = f"\n{_FENCE}\n"
 
 
-class DeepSeekFormat(ChatFormat):
-    """What DeepSeek's models write. Its parser reads every variant.
-
-    Args:
-        special: see `ChatFormat`.
-        reasoning: see `ChatFormat`.
-        variant: the model whose calls the chat template writes.
-    """
-
-    name = "deepseek"
-    markers = (_BEGIN, _CALL, _SEPARATOR, _CALL_END, _END)
-    trigger = _BEGIN
-    turns = tuple(map(_mark, ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")))
-
-    def __init__(
-        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None,
-        *, variant: DeepSeekVariant = "v3.1",
-    ) -> None:  # fmt: skip
-        super().__init__(special, reasoning)
-        self._is_fenced = variant == "v3"
-
-    def parser(
-        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
-    ) -> Parser:
-        """Make a parser of one output."""
-        return _DeepSeekParser(
-            self, tools, (_BEGIN, _CALL), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure
-        )
-
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """As the chat templates write calls."""
-        more = (' ("\\n" call)*' if self._is_fenced else " call*") if several else ""
-        close = quoted(f"\n{_FENCE_END}") if self._is_fenced else ""
-        choices = " | ".join(f"call_{i}" for i in range(len(tools)))
-        return "\n".join([
-            f"rest: call{more} {self.literal(_END)}",
-            f"call: {self.literal(_CALL)} ({choices}) {close} {self.literal(_CALL_END)}",
-            *(f"call_{i}: {self._head(tool)} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
-        ])  # fmt: skip
-
-    def _head(self, tool: Tool) -> str:
-        if self._is_fenced:
-            return f'"{_TYPE}" {self.literal(_SEPARATOR)} {quoted(tool.name + _LINES)}'
-        return f"{quoted(tool.name)} {self.literal(_SEPARATOR)}"
-
-
 class _DeepSeekParser(CallParser):
+    begins = (_BEGIN, _CALL)
     _end_of_broken = re.compile(_CALL_END)
 
     def _call(self, marker: str) -> Steps[bool]:
@@ -104,3 +59,42 @@ class _DeepSeekParser(CallParser):
         fence = yield from self._expect(_FENCE)
         is_empty = yield from self._sees(_CALL_END)
         return name if (line_end and fence) or is_empty else ""
+
+
+class DeepSeekFormat(ChatFormat):
+    """What DeepSeek's models write. Its parser reads every variant.
+
+    Args:
+        special: see `ChatFormat`.
+        reasoning: see `ChatFormat`.
+        variant: the model whose calls the chat template writes.
+    """
+
+    name = "deepseek"
+    reads = _DeepSeekParser
+    markers = (_BEGIN, _CALL, _SEPARATOR, _CALL_END, _END)
+    trigger = _BEGIN
+    turns = tuple(map(_mark, ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")))
+
+    def __init__(
+        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None,
+        *, variant: DeepSeekVariant = "v3.1",
+    ) -> None:  # fmt: skip
+        super().__init__(special, reasoning)
+        self._is_fenced = variant == "v3"
+
+    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """As the chat templates write calls."""
+        more = (' ("\\n" call)*' if self._is_fenced else " call*") if several else ""
+        close = quoted(f"\n{_FENCE_END}") if self._is_fenced else ""
+        choices = " | ".join(f"call_{i}" for i in range(len(tools)))
+        return "\n".join([
+            f"rest: call{more} {self.literal(_END)}",
+            f"call: {self.literal(_CALL)} ({choices}) {close} {self.literal(_CALL_END)}",
+            *(f"call_{i}: {self._head(tool)} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
+        ])  # fmt: skip
+
+    def _head(self, tool: Tool) -> str:
+        if self._is_fenced:
+            return f'"{_TYPE}" {self.literal(_SEPARATOR)} {quoted(tool.name + _LINES)}'
+        return f"{quoted(tool.name)} {self.literal(_SEPARATOR)}"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from server.formats.base import ChatFormat, Parser, ReasoningMarks, Tool, quoted
+from server.formats.base import ChatFormat, ReasoningMarks, Tool, quoted
 from server.formats.schemas.gemma import argument_rules
 from server.formats.steps import CallParser, Steps
 
@@ -30,51 +30,6 @@ _MARKS: dict[str, _Marks] = {
 }
 _WORD = "call:"
 _AS_JSON = {"None": "null", "True": "true", "False": "false"}  # as the chat templates write them
-
-
-class GemmaFormat(ChatFormat):
-    """What Gemma writes. Its parser reads both variants. The markers have to be tokens.
-
-    Args:
-        special: see `ChatFormat`.
-        reasoning: see `ChatFormat`.
-        variant: the model whose calls the chat template writes.
-    """
-
-    name = "gemma"
-    markers = (*_MARKS["functiongemma"], *_MARKS["gemma4"])
-    turns = (
-        *("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_function_response>", "<end_function_response>"),
-        *("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>"),
-    )
-
-    def __init__(
-        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None,
-        *, variant: GemmaVariant = "gemma4",
-    ) -> None:  # fmt: skip
-        super().__init__(special, reasoning)
-        self._marks = _MARKS[variant]
-        self.trigger = self._marks.begin
-
-    def parser(
-        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
-    ) -> Parser:
-        """Make a parser of one output."""
-        return _GemmaParser(
-            self, tools, tuple(_QUOTES), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure
-        )
-
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """As the chat templates write calls, with the properties in the order of their names."""
-        begin, end, quote = map(self.literal, self._marks)
-        return "\n".join([
-            f"rest: call ({begin} call)*" if several else "rest: call",
-            f"call: ({' | '.join(f'call_{i}' for i in range(len(tools)))}) {end}",
-            *(f"call_{i}: {quoted(_WORD + tool.name)} call_{i}_arguments" for i, tool in enumerate(tools)),
-            *(argument_rules(f"call_{i}_arguments", tool, quote) for i, tool in enumerate(tools)),
-        ])  # fmt: skip
-
-
 _QUOTES = {marks.begin: marks.quote for marks in _MARKS.values()}
 _KEY_ENDS = (*":,{}[]", *(mark for marks in _MARKS.values() for mark in marks))  # of one without quotes
 _ENDS = {marks.begin: marks.end for marks in _MARKS.values()}
@@ -83,6 +38,7 @@ _ENDS = {marks.begin: marks.end for marks in _MARKS.values()}
 class _GemmaParser(CallParser):
     """Writes arguments as JSON. It also reads JSON."""
 
+    begins = tuple(_QUOTES)
     _end_of_broken = re.compile("|".join(map(re.escape, _ENDS.values())))
     _reads_on_at_openings = False
 
@@ -162,3 +118,39 @@ class _GemmaParser(CallParser):
         if constant := (yield from self._expect(*_AS_JSON)):
             return _AS_JSON[constant]
         return (yield from self._value())
+
+
+class GemmaFormat(ChatFormat):
+    """What Gemma writes. Its parser reads both variants. The markers have to be tokens.
+
+    Args:
+        special: see `ChatFormat`.
+        reasoning: see `ChatFormat`.
+        variant: the model whose calls the chat template writes.
+    """
+
+    name = "gemma"
+    reads = _GemmaParser
+    markers = (*_MARKS["functiongemma"], *_MARKS["gemma4"])
+    turns = (
+        *("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_function_response>", "<end_function_response>"),
+        *("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>"),
+    )
+
+    def __init__(
+        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None,
+        *, variant: GemmaVariant = "gemma4",
+    ) -> None:  # fmt: skip
+        super().__init__(special, reasoning)
+        self._marks = _MARKS[variant]
+        self.trigger = self._marks.begin
+
+    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """As the chat templates write calls, with the properties in the order of their names."""
+        begin, end, quote = map(self.literal, self._marks)
+        return "\n".join([
+            f"rest: call ({begin} call)*" if several else "rest: call",
+            f"call: ({' | '.join(f'call_{i}' for i in range(len(tools)))}) {end}",
+            *(f"call_{i}: {quoted(_WORD + tool.name)} call_{i}_arguments" for i, tool in enumerate(tools)),
+            *(argument_rules(f"call_{i}_arguments", tool, quote) for i, tool in enumerate(tools)),
+        ])  # fmt: skip

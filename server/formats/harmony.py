@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from engine.text.stops import Asides, StopStrings
-from server.formats.base import ChatFormat, Parser, Reasoning, ReasoningMarks, Tool, Trimmed, arguments_rule, without
+from server.formats.base import ChatFormat, Reasoning, ReasoningMarks, Tool, Trimmed, arguments_rule, without
 from server.formats.steps import CallParser, Steps
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -24,67 +24,6 @@ _ANSWERS = ("final", f"final {_CONSTRAIN}json")
 _ANYTHING = "/(?s:.*)/"
 
 
-class HarmonyFormat(ChatFormat):
-    """The messages of gpt-oss. The markers have to be tokens."""
-
-    name = "harmony"
-    markers = _MARKERS
-
-    def __init__(self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None) -> None:
-        super().__init__(special, reasoning or ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END))
-
-    def parser(
-        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
-    ) -> Parser:
-        """Make a parser of one output."""
-        return _HarmonyParser(self, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
-
-    def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
-        """All but the bodies of messages to the user: headers, reasoning and calls. With tools, commentary may call."""
-        headers = _ANSWERS if tools else (*_ANSWERS, "commentary")
-        bodies = StopStrings(f"{header}{_MESSAGE}" for header in headers)
-        return Asides((_RECIPIENT,), bodies, StopStrings(_MARKERS), bodies, is_open=starts_in_reasoning)
-
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """As the chat template writes calls, after what may begin the message."""
-        more = f" ({self.literal(f'{_END}{_START}assistant')} call)*" if several else ""
-        return "\n".join([
-            f"rest: call{more}",
-            f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
-            *(f"call_{i}: {self.literal(_head(tool))} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
-        ])  # fmt: skip
-
-    def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Calls; their message may be the first one of the answer, or follow another one."""
-        return f"calls: role? rest\n{self._role()}\n{self.rest(tools, several=several)}"
-
-    def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:
-        """A final message, or calls with or without a message to the user before them."""
-        preamble = f"role? {self.literal(f'{_CHANNEL}commentary{_MESSAGE}')} TEXT {self.literal(_END)}"
-        return "\n".join([
-            "auto: role? final | preamble? calls",
-            f"final: {self.literal(_FINAL)} TEXT",
-            f"preamble: {preamble}",
-            # Other tokens must not spell the markers: a parser would read a call that has no structure.
-            f"TEXT: {_ANYTHING}{without(*_MARKERS)}",
-            self.calls(tools, several=several),
-        ])  # fmt: skip
-
-    def prefix(self, *, has_reasoned: bool) -> str:
-        """The header of the final message."""
-        return self.literal(f"{_START}assistant{_FINAL}" if has_reasoned else _FINAL)
-
-    def _role(self) -> str:
-        return f"role: {self.literal(f'{_START}assistant')}"
-
-
-_FINAL = f"{_CHANNEL}final{_MESSAGE}"
-
-
-def _head(tool: Tool) -> str:
-    return f"{_CHANNEL}commentary {_RECIPIENT}{_NAMESPACE}{tool.name} {_CONSTRAIN}json{_MESSAGE}"
-
-
 class _HarmonyParser(CallParser):
     """Reads message after message. Markers are never content; messages of one kind are lines of one text."""
 
@@ -93,7 +32,7 @@ class _HarmonyParser(CallParser):
     def __init__(
         self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
     ) -> None:
-        super().__init__(chat_format, tools, (), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
+        super().__init__(chat_format, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
         self._steps, self._step = self._messages(_ANALYSIS if starts_in_reasoning else ""), self._advance
         self._thoughts, self._answer = _Messages(leading=True), _Messages(leading=False)
         self._text = self._answer
@@ -184,6 +123,62 @@ class _HarmonyParser(CallParser):
     def _write_reasoning(self, text: str) -> None:
         if more := self._thoughts.add(text):
             self._pieces.append(Reasoning(more))
+
+
+class HarmonyFormat(ChatFormat):
+    """The messages of gpt-oss. The markers have to be tokens."""
+
+    name = "harmony"
+    reads = _HarmonyParser
+    markers = _MARKERS
+
+    def __init__(self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None) -> None:
+        super().__init__(special, reasoning or ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END))
+
+    def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
+        """All but the bodies of messages to the user: headers, reasoning and calls. With tools, commentary may call."""
+        headers = _ANSWERS if tools else (*_ANSWERS, "commentary")
+        bodies = StopStrings(f"{header}{_MESSAGE}" for header in headers)
+        return Asides((_RECIPIENT,), bodies, StopStrings(_MARKERS), bodies, is_open=starts_in_reasoning)
+
+    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """As the chat template writes calls, after what may begin the message."""
+        more = f" ({self.literal(f'{_END}{_START}assistant')} call)*" if several else ""
+        return "\n".join([
+            f"rest: call{more}",
+            f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
+            *(f"call_{i}: {self.literal(_head(tool))} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
+        ])  # fmt: skip
+
+    def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """Calls; their message may be the first one of the answer, or follow another one."""
+        return f"calls: role? rest\n{self._role()}\n{self.rest(tools, several=several)}"
+
+    def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:
+        """A final message, or calls with or without a message to the user before them."""
+        preamble = f"role? {self.literal(f'{_CHANNEL}commentary{_MESSAGE}')} TEXT {self.literal(_END)}"
+        return "\n".join([
+            "auto: role? final | preamble? calls",
+            f"final: {self.literal(_FINAL)} TEXT",
+            f"preamble: {preamble}",
+            # Other tokens must not spell the markers: a parser would read a call that has no structure.
+            f"TEXT: {_ANYTHING}{without(*_MARKERS)}",
+            self.calls(tools, several=several),
+        ])  # fmt: skip
+
+    def prefix(self, *, has_reasoned: bool) -> str:
+        """The header of the final message."""
+        return self.literal(f"{_START}assistant{_FINAL}" if has_reasoned else _FINAL)
+
+    def _role(self) -> str:
+        return f"role: {self.literal(f'{_START}assistant')}"
+
+
+_FINAL = f"{_CHANNEL}final{_MESSAGE}"
+
+
+def _head(tool: Tool) -> str:
+    return f"{_CHANNEL}commentary {_RECIPIENT}{_NAMESPACE}{tool.name} {_CONSTRAIN}json{_MESSAGE}"
 
 
 def _is_header_word(word: str) -> bool:

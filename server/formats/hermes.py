@@ -9,27 +9,29 @@ import json
 import re
 from collections.abc import Sequence
 
-from server.formats.base import ChatFormat, Parser, Tool, arguments_rule, quoted
+from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
 from server.formats.steps import CallParser, Steps
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+
+
+class _HermesParser(CallParser):
+    begins = (_BEGIN,)
+    _end_of_broken = re.compile(_END)
+
+    def _call(self, marker: str) -> Steps[bool]:
+        yield from self._space()
+        return (yield from self._json_call(_END))
 
 
 class HermesFormat(ChatFormat):
     """JSON objects between `<tool_call>` and `</tool_call>`."""
 
     name = "hermes"
+    reads = _HermesParser
     markers = (_BEGIN, _END)
     trigger = _BEGIN
     turns = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-
-    def parser(
-        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
-    ) -> Parser:
-        """Make a parser of one output."""
-        return _HermesParser(
-            self, tools, (_BEGIN,), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure
-        )
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """As the chat templates write calls, with the name first, so that arguments can be streamed."""
@@ -44,11 +46,3 @@ class HermesFormat(ChatFormat):
 
 def _head(tool: Tool) -> str:
     return quoted(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
-
-
-class _HermesParser(CallParser):
-    _end_of_broken = re.compile(_END)
-
-    def _call(self, marker: str) -> Steps[bool]:
-        yield from self._space()
-        return (yield from self._json_call(_END))

@@ -12,25 +12,53 @@ from dataclasses import replace
 
 from engine.text.guided import json_rule
 from engine.text.stops import Asides, StopStrings
-from server.formats.base import ChatFormat, Parser, Tool, arguments_rule, pattern, quoted
+from server.formats.base import ChatFormat, Tool, arguments_rule, pattern, quoted
 from server.formats.steps import CallParser, Steps
 
 _TAG, _SEPARATOR = "<|python_tag|>", "; "
 _NEXT = (_SEPARATOR + "{", ";{", "\n{")  # call
 
 
+class _LlamaParser(CallParser):
+    """Reads calls from the beginning of the answer on. After a call, also a broken one, the next one may begin."""
+
+    begins = (_TAG,)
+    _end_of_broken = re.compile(r"\}(?=(?:; ?|\n)\{)")
+    _has_begun = False
+
+    def _content(self) -> bool:
+        if self._has_begun or not self._names:
+            return super()._content()
+        self._has_begun = True
+        self._begin_call("")
+        return True
+
+    def _call(self, marker: str) -> Steps[bool]:
+        if marker in _NEXT:
+            self._scanner.rewind(len(marker) - 1)
+        yield from self._space()
+        if not marker:
+            yield from self._expect(_TAG)
+            yield from self._space()
+        while (yield from self._json_call()):
+            self._openings = (_TAG, *_NEXT)
+            yield from self._surplus(";", "{")
+            yield from self._expect(";")
+            yield from self._space()
+            if not (yield from self._sees("{")):
+                return False
+        if self._name:
+            self._openings = (_TAG, *_NEXT)
+        return False
+
+
 class LlamaFormat(ChatFormat):
     """JSON objects from the beginning of the answer on, or after `<|python_tag|>`."""
 
     name = "llama"
+    reads = _LlamaParser
     markers = (_TAG,)
     turns = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
-
-    def parser(
-        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
-    ) -> Parser:
-        """Make a parser of one output."""
-        return _LlamaParser(self, tools, (_TAG,), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
 
     def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
         """As other formats have them; a call without the tag is known by its name, as the template writes it."""
@@ -80,35 +108,3 @@ def _calls(objects: Iterable[str], *, several: bool) -> str:
         f"call: {' | '.join(f'call_{i}' for i in range(len(choices)))}",
         *choices,
     ])  # fmt: skip
-
-
-class _LlamaParser(CallParser):
-    """Reads calls from the beginning of the answer on. After a call, also a broken one, the next one may begin."""
-
-    _end_of_broken = re.compile(r"\}(?=(?:; ?|\n)\{)")
-    _has_begun = False
-
-    def _content(self) -> bool:
-        if self._has_begun or not self._names:
-            return super()._content()
-        self._has_begun = True
-        self._begin_call("")
-        return True
-
-    def _call(self, marker: str) -> Steps[bool]:
-        if marker in _NEXT:
-            self._scanner.rewind(len(marker) - 1)
-        yield from self._space()
-        if not marker:
-            yield from self._expect(_TAG)
-            yield from self._space()
-        while (yield from self._json_call()):
-            self._openings = (_TAG, *_NEXT)
-            yield from self._surplus(";", "{")
-            yield from self._expect(";")
-            yield from self._space()
-            if not (yield from self._sees("{")):
-                return False
-        if self._name:
-            self._openings = (_TAG, *_NEXT)
-        return False

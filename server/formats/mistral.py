@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from server.formats.base import ChatFormat, Parser, ReasoningMarks, Tool, arguments_rule, quoted
+from server.formats.base import ChatFormat, ReasoningMarks, Tool, arguments_rule, quoted
 from server.formats.steps import CallParser, Steps
 
 MistralVariant: TypeAlias = Literal["v3", "v11", "v13"]
@@ -21,58 +21,10 @@ _NEXT = (", {", ",{")  # call in an array
 _CALL_ID = "/[a-zA-Z0-9]{9}/"
 
 
-class MistralFormat(ChatFormat):
-    """What Mistral's models write. Its parser reads every variant.
-
-    Args:
-        special: see `ChatFormat`.
-        reasoning: see `ChatFormat`.
-        variant: the version of the tokenizer, whose calls the chat template writes.
-    """
-
-    name = "mistral"
-    markers = (_CALLS, _ID, _ARGUMENTS)
-    trigger = _CALLS
-
-    def __init__(
-        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None,
-        *, variant: MistralVariant = "v13",
-    ) -> None:  # fmt: skip
-        super().__init__(special, reasoning)
-        self._variant = variant
-
-    def parser(
-        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
-    ) -> Parser:
-        """Make a parser of one output."""
-        return _MistralParser(
-            self, tools, (_CALLS,), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure
-        )
-
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """As the chat templates write calls."""
-        return "\n".join([
-            f"rest: {self._whole(several=several)}",
-            f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
-            *(f"call_{i}: {self._head(tool)} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
-        ])  # fmt: skip
-
-    def _whole(self, *, several: bool) -> str:
-        if self._variant == "v3":
-            call = f'call ", \\"id\\": \\"" {_CALL_ID} "\\"}}"'
-            return f'"[" {call} (", " {call})* "]"' if several else f'"[" {call} "]"'
-        return f"call ({self.literal(_CALLS)} call)*" if several else "call"
-
-    def _head(self, tool: Tool) -> str:
-        if self._variant == "v3":
-            return quoted(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-        call_id = f"{self.literal(_ID)} {_CALL_ID} " if self._variant == "v11" else ""
-        return f"{quoted(tool.name)} {call_id}{self.literal(_ARGUMENTS)}"
-
-
 class _MistralParser(CallParser):
     """Reads calls of every variant. After a broken call of an array the next one may begin."""
 
+    begins = (_CALLS,)
     _end_of_broken = re.compile(rf"[}}\]](?=\s*{re.escape(_CALLS)})|\}}(?=, ?\{{)")
 
     def _call(self, marker: str) -> Steps[bool]:
@@ -110,3 +62,45 @@ class _MistralParser(CallParser):
         self._openings = (_CALLS,)
         yield from self._surplus(_CALLS)
         return False
+
+
+class MistralFormat(ChatFormat):
+    """What Mistral's models write. Its parser reads every variant.
+
+    Args:
+        special: see `ChatFormat`.
+        reasoning: see `ChatFormat`.
+        variant: the version of the tokenizer, whose calls the chat template writes.
+    """
+
+    name = "mistral"
+    reads = _MistralParser
+    markers = (_CALLS, _ID, _ARGUMENTS)
+    trigger = _CALLS
+
+    def __init__(
+        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None,
+        *, variant: MistralVariant = "v13",
+    ) -> None:  # fmt: skip
+        super().__init__(special, reasoning)
+        self._variant = variant
+
+    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """As the chat templates write calls."""
+        return "\n".join([
+            f"rest: {self._whole(several=several)}",
+            f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
+            *(f"call_{i}: {self._head(tool)} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
+        ])  # fmt: skip
+
+    def _whole(self, *, several: bool) -> str:
+        if self._variant == "v3":
+            call = f'call ", \\"id\\": \\"" {_CALL_ID} "\\"}}"'
+            return f'"[" {call} (", " {call})* "]"' if several else f'"[" {call} "]"'
+        return f"call ({self.literal(_CALLS)} call)*" if several else "call"
+
+    def _head(self, tool: Tool) -> str:
+        if self._variant == "v3":
+            return quoted(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
+        call_id = f"{self.literal(_ID)} {_CALL_ID} " if self._variant == "v11" else ""
+        return f"{quoted(tool.name)} {call_id}{self.literal(_ARGUMENTS)}"

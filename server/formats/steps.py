@@ -37,21 +37,17 @@ class CallParser(TextParser):
     Args:
         chat_format: whose marks and tokens the text has.
         tools: the functions of which the names are calls.
-        openings: the markers of which each may begin a call; without tools none does.
         starts_in_reasoning: whether the mark that begins the reasoning stands before the text.
         has_structure: whether calls are passed on as they come.
     """
 
+    begins: tuple[str, ...] = ()  # the markers of which each may begin a call; without tools none does
+
     def __init__(
-        self, chat_format: ChatFormat, tools: Sequence[Tool], openings: Sequence[str], *, starts_in_reasoning: bool,
-        has_structure: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            chat_format,
-            openings if tools else (),
-            starts_in_reasoning=starts_in_reasoning,
-            has_structure=has_structure,
-        )
+        self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
+    ) -> None:
+        openings = self.begins if tools else ()
+        super().__init__(chat_format, openings, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
         self._names = tuple(tool.name for tool in tools)
         escapes = (True, False)
         self._written = {json.dumps(name, ensure_ascii=escape): name for name in self._names for escape in escapes}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from server.formats.base import ChatFormat, Parser, Tool, quoted
+from server.formats.base import ChatFormat, Tool, quoted
 from server.formats.schemas.value_rules import ValueEnd, ValueRules
 from server.formats.schemas.values import STRING, Parameters
 from server.formats.steps import CallParser, Steps
@@ -57,73 +57,6 @@ class Tags:
         return tuple(filter(None, (self.key[0], *self.end)))
 
 
-class TaggedFormat(ChatFormat):
-    """A format whose calls have these tags."""
-
-    tags: ClassVar[Tags]
-
-    def parser(
-        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
-    ) -> Parser:
-        """Make a parser of one output."""
-        return _TaggedParser(self, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
-
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """As the chat templates write calls: parameters in the order of the schema."""
-        calls = [f"call_{i}" for i in range(len(tools))]
-        begin, before_name = self.literal(self.tags.begin), "line " if self.tags.name[0] else ""
-        values = ValueRules(self._value_end())
-        return "\n".join([
-            f"rest: function (line {begin} function)*" if several else "rest: function",
-            f"function: {before_name}({' | '.join(calls)}) {self._lark(self.tags.end[1])}",
-            f"line: {self.tags.line}",
-            *(f"{call}: {self._call(tool, values)}" for call, tool in zip(calls, tools, strict=True)),
-            *values.rules,
-        ])  # fmt: skip
-
-    def _value_end(self) -> ValueEnd:
-        mark = self.tags.value[1]
-        return ValueEnd(
-            line_break=self._line_break,
-            mark=mark,
-            token=self.literal(mark) if mark in self.special else None,
-            followers=self.tags.after_value,
-        )
-
-    def _call(self, tool: Tool, values: ValueRules) -> str:
-        """A call from the name of the function to the end of its parameters, in Lark."""
-        parameters, tags = Parameters(tool), self.tags
-        schema = parameters.schema
-        if found := next((key for key in _UNWRITABLE if key in schema), None):
-            parameters.refuse(f"has {found}")
-        required = schema.get("required", ())
-        parts = [self._lark(tags.name[0]), quoted(tool.name), self._lark(tags.name[1]), "line"]
-        parts += [
-            f"({self._parameter(parameters, name, values)}){'' if name in required else '?'}"
-            for name in dict.fromkeys([*schema.get("properties", {}), *required])
-        ]
-        if "properties" not in schema and schema.get("additionalProperties") is not False:
-            parts.append(f"({self._parameter(parameters, None, values)})*")
-        return " ".join([*parts, f"{self._lark(tags.end[0])} line" if tags.end[0] else ""])
-
-    def _parameter(self, parameters: Parameters, name: str | None, values: ValueRules) -> str:
-        """A parameter in Lark; with None one that has any name."""
-        tags = self.tags
-        if name is not None and (tags.key[1] in name or name != name.strip()):
-            parameters.refuse(f"has a parameter named {name!r}")
-        key = quoted(name) if name is not None else r"/[^<>\s]+/"
-        before = f"line {self._lark(tags.value[0])}" if tags.value[0] else ""
-        value = f"{self._lark(self._line_break)} {values.name(parameters, name or '')}"
-        return f"{self._lark(tags.key[0])} {key} {self._lark(tags.key[1])} {before} {value} line"
-
-    @property
-    def _line_break(self) -> str:
-        return "\n" if self.tags.is_indented else ""
-
-    def _lark(self, marker: str) -> str:
-        return self.literal(marker) if marker else ""
-
-
 class _TaggedParser(CallParser):
     """Reads a call tag by tag. The value of a parameter that is always a string is passed on as it comes."""
 
@@ -133,9 +66,8 @@ class _TaggedParser(CallParser):
         self, chat_format: TaggedFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
     ) -> None:
         self._tags = tags = chat_format.tags
-        super().__init__(
-            chat_format, tools, (tags.begin,), starts_in_reasoning=starts_in_reasoning, has_structure=has_structure
-        )
+        self.begins = (tags.begin,)
+        super().__init__(chat_format, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
         self._tools = {f"{tool.name}{tags.name[1]}": tool for tool in tools}
         self._heads = (tags.name[0],) if tags.name[0] else tuple(self._tools)
         self._next_call: int | None = None  # where in the text that was taken another call begins
@@ -211,6 +143,68 @@ class _TaggedParser(CallParser):
                 self._next_call = len(self._scanner.taken) - len(mark + gap)
                 return ""
             self._add_arguments(value.add(mark + gap))
+
+
+class TaggedFormat(ChatFormat):
+    """A format whose calls have these tags."""
+
+    tags: ClassVar[Tags]
+    reads = _TaggedParser
+
+    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """As the chat templates write calls: parameters in the order of the schema."""
+        calls = [f"call_{i}" for i in range(len(tools))]
+        begin, before_name = self.literal(self.tags.begin), "line " if self.tags.name[0] else ""
+        values = ValueRules(self._value_end())
+        return "\n".join([
+            f"rest: function (line {begin} function)*" if several else "rest: function",
+            f"function: {before_name}({' | '.join(calls)}) {self._lark(self.tags.end[1])}",
+            f"line: {self.tags.line}",
+            *(f"{call}: {self._call(tool, values)}" for call, tool in zip(calls, tools, strict=True)),
+            *values.rules,
+        ])  # fmt: skip
+
+    def _value_end(self) -> ValueEnd:
+        mark = self.tags.value[1]
+        return ValueEnd(
+            line_break=self._line_break,
+            mark=mark,
+            token=self.literal(mark) if mark in self.special else None,
+            followers=self.tags.after_value,
+        )
+
+    def _call(self, tool: Tool, values: ValueRules) -> str:
+        """A call from the name of the function to the end of its parameters, in Lark."""
+        parameters, tags = Parameters(tool), self.tags
+        schema = parameters.schema
+        if found := next((key for key in _UNWRITABLE if key in schema), None):
+            parameters.refuse(f"has {found}")
+        required = schema.get("required", ())
+        parts = [self._lark(tags.name[0]), quoted(tool.name), self._lark(tags.name[1]), "line"]
+        parts += [
+            f"({self._parameter(parameters, name, values)}){'' if name in required else '?'}"
+            for name in dict.fromkeys([*schema.get("properties", {}), *required])
+        ]
+        if "properties" not in schema and schema.get("additionalProperties") is not False:
+            parts.append(f"({self._parameter(parameters, None, values)})*")
+        return " ".join([*parts, f"{self._lark(tags.end[0])} line" if tags.end[0] else ""])
+
+    def _parameter(self, parameters: Parameters, name: str | None, values: ValueRules) -> str:
+        """A parameter in Lark; with None one that has any name."""
+        tags = self.tags
+        if name is not None and (tags.key[1] in name or name != name.strip()):
+            parameters.refuse(f"has a parameter named {name!r}")
+        key = quoted(name) if name is not None else r"/[^<>\s]+/"
+        before = f"line {self._lark(tags.value[0])}" if tags.value[0] else ""
+        value = f"{self._lark(self._line_break)} {values.name(parameters, name or '')}"
+        return f"{self._lark(tags.key[0])} {key} {self._lark(tags.key[1])} {before} {value} line"
+
+    @property
+    def _line_break(self) -> str:
+        return "\n" if self.tags.is_indented else ""
+
+    def _lark(self, marker: str) -> str:
+        return self.literal(marker) if marker else ""
 
 
 class _Value:
