@@ -289,6 +289,7 @@ class ChatFormat(ABC):
             grammar names such a token by its id, because no text matches it. Special ones are only in the text that
             a parser reads if special tokens are not skipped.
         reasoning: what the model writes around its reasoning; None if it marks none.
+        variant: of the calls that the chat template writes, where there are several; a parser reads all of them.
     """
 
     name: ClassVar[str]
@@ -297,8 +298,12 @@ class ChatFormat(ABC):
     trigger: str = ""  # the marker that begins every call
     turns: ClassVar[tuple[str, ...]] = ()  # begin and end turns; where they are tokens, parsers drop them
 
-    def __init__(self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None) -> None:
-        self.special, self.reasoning = dict(special or {}), reasoning
+    newest: ClassVar[str] = ""  # the variant where none is named
+
+    def __init__(
+        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None, variant: str = ""
+    ) -> None:
+        self.special, self.reasoning, self._variant = dict(special or {}), reasoning, variant or self.newest
 
     @property
     def dropped(self) -> tuple[str, ...]:

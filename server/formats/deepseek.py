@@ -7,13 +7,10 @@ V3 and R1: `<|tool▁call▁begin|>function<|tool▁sep|>f`, a line "```json", t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
 
-from server.formats.base import ChatFormat, ReasoningMarks, Tool, arguments_rule, quoted
+from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
 from server.formats.steps import CallParser, Steps
-
-DeepSeekVariant: TypeAlias = Literal["v3", "v3.1"]
 
 
 def _mark(name: str) -> str:
@@ -62,26 +59,18 @@ class _DeepSeekParser(CallParser):
 
 
 class DeepSeekFormat(ChatFormat):
-    """What DeepSeek's models write. Its parser reads every variant.
-
-    Args:
-        special: see `ChatFormat`.
-        reasoning: see `ChatFormat`.
-        variant: the model whose calls the chat template writes.
-    """
+    """What DeepSeek's models write. A variant is the model, v3 or v3.1."""
 
     name = "deepseek"
     reads = _DeepSeekParser
     markers = (_BEGIN, _CALL, _SEPARATOR, _CALL_END, _END)
     trigger = _BEGIN
+    newest = "v3.1"
     turns = tuple(map(_mark, ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")))
 
-    def __init__(
-        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None,
-        *, variant: DeepSeekVariant = "v3.1",
-    ) -> None:  # fmt: skip
-        super().__init__(special, reasoning)
-        self._is_fenced = variant == "v3"
+    @property
+    def _is_fenced(self) -> bool:
+        return self._variant == "v3"
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """As the chat templates write calls."""

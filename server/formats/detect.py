@@ -11,7 +11,7 @@ from server.formats.gemma import GemmaFormat
 from server.formats.harmony import HarmonyFormat
 from server.formats.hermes import HermesFormat
 from server.formats.llama import LlamaFormat
-from server.formats.mistral import MistralFormat, MistralVariant
+from server.formats.mistral import MistralFormat
 from server.formats.reasoning import PlainFormat
 from server.formats.tagged import GlmFormat, QwenCoderFormat
 
@@ -61,6 +61,13 @@ _MARKS = (
     ("llama", ("<|start_header_id|>", '"parameters": ')),
 )
 
+# Of the families that have several: the first mark that the template contains shows which.
+_VARIANTS = {
+    "deepseek": {"```json": "v3"},
+    "gemma": {"<start_function_call>": "functiongemma", "": "gemma4"},
+    "mistral": {"[CALL_ID]": "v11", "[ARGS]": "v13", "": "v3"},
+}
+
 FORMATS: dict[str, type[ChatFormat]] = {
     kind.name: kind
     for kind in (
@@ -73,14 +80,7 @@ FORMATS: dict[str, type[ChatFormat]] = {
 def _make(
     kind: type[ChatFormat], template: str, special: Mapping[str, int], reasoning: ReasoningMarks | None
 ) -> ChatFormat:
-    if kind is DeepSeekFormat:
-        return DeepSeekFormat(special, reasoning, variant="v3" if "```json" in template else "v3.1")
-    if kind is GemmaFormat:
-        is_first = "<start_function_call>" in template
-        return GemmaFormat(special, reasoning, variant="functiongemma" if is_first else "gemma4")
-    if kind is MistralFormat:
-        variant: MistralVariant = "v13" if "[ARGS]" in template else "v3"
-        return MistralFormat(special, reasoning, variant="v11" if "[CALL_ID]" in template else variant)
     if kind is HarmonyFormat:
         return HarmonyFormat(special)  # has marks of its own
-    return kind(special, reasoning)
+    marks = _VARIANTS.get(kind.name, {})
+    return kind(special, reasoning, next((variant for mark, variant in marks.items() if mark in template), ""))

@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from server.formats.base import ChatFormat, ReasoningMarks, Tool, quoted
 from server.formats.schemas.gemma import argument_rules
 from server.formats.steps import CallParser, Steps
-
-GemmaVariant: TypeAlias = Literal["functiongemma", "gemma4"]
 
 
 class _Marks(NamedTuple):
@@ -121,13 +119,7 @@ class _GemmaParser(CallParser):
 
 
 class GemmaFormat(ChatFormat):
-    """What Gemma writes. Its parser reads both variants. The markers have to be tokens.
-
-    Args:
-        special: see `ChatFormat`.
-        reasoning: see `ChatFormat`.
-        variant: the model whose calls the chat template writes.
-    """
+    """What Gemma writes. A variant is the model, functiongemma or gemma4. The markers have to be tokens."""
 
     name = "gemma"
     reads = _GemmaParser
@@ -138,10 +130,9 @@ class GemmaFormat(ChatFormat):
     )
 
     def __init__(
-        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None,
-        *, variant: GemmaVariant = "gemma4",
-    ) -> None:  # fmt: skip
-        super().__init__(special, reasoning)
+        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None, variant: str = "gemma4"
+    ) -> None:
+        super().__init__(special, reasoning, variant)
         self._marks = _MARKS[variant]
         self.trigger = self._marks.begin
 

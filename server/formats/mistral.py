@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
 
-from server.formats.base import ChatFormat, ReasoningMarks, Tool, arguments_rule, quoted
+from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
 from server.formats.steps import CallParser, Steps
-
-MistralVariant: TypeAlias = Literal["v3", "v11", "v13"]
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NEXT = (", {", ",{")  # call in an array
@@ -65,25 +62,13 @@ class _MistralParser(CallParser):
 
 
 class MistralFormat(ChatFormat):
-    """What Mistral's models write. Its parser reads every variant.
-
-    Args:
-        special: see `ChatFormat`.
-        reasoning: see `ChatFormat`.
-        variant: the version of the tokenizer, whose calls the chat template writes.
-    """
+    """What Mistral's models write. A variant is the version of the tokenizer: v3, v11 or v13."""
 
     name = "mistral"
     reads = _MistralParser
     markers = (_CALLS, _ID, _ARGUMENTS)
+    newest = "v13"
     trigger = _CALLS
-
-    def __init__(
-        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None,
-        *, variant: MistralVariant = "v13",
-    ) -> None:  # fmt: skip
-        super().__init__(special, reasoning)
-        self._variant = variant
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """As the chat templates write calls."""
