@@ -47,8 +47,8 @@ from server.telemetry.logs import PROGRESS
 from server.telemetry.metrics import Metrics, watch_lag
 from server.telemetry.tracing import OpenTelemetry, Tracing
 from server.worker.fork_server import ForkServer
-from server.worker.host import Host, LocalHost
-from server.worker.remote import EngineProgram, RemoteEngine
+from server.worker.host import LocalHost
+from server.worker.remote import EngineProgram, Host, RemoteEngine
 from server.worker.supervisor import Crashes, Supervisor, first_of
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class App:
 
     def _make_driver(self, model: ServedModel) -> Driver:
         config = self.config
-        supervisor = Supervisor(self.host, self.lifecycle, self.metrics, self._crashes)
+        supervisor = Supervisor(self.host.restart, self.lifecycle, self.metrics, self._crashes)
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
         self.metrics.requests.watch_queue(lambda: queue.usage)
         return Driver(

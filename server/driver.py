@@ -35,7 +35,8 @@ from server.streams.stream import SEND_DEFAULTS, OutputStream, SendOptions
 from server.telemetry.kv_events import KvEvents
 from server.telemetry.metrics import Metrics
 from server.turns import CallerTurns, max_len_of
-from server.worker.host import Host, TurnOutput
+from server.worker.host import TurnOutput
+from server.worker.remote import Host
 from server.worker.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)

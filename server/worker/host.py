@@ -1,4 +1,4 @@
-"""One interface to an engine on a thread of this process (here) or in its own process (`remote.py`).
+"""An engine on a thread of this process; `remote.py` has the same methods for one in its own process.
 
 The driver calls the methods of a host instead of the engine's. Its orders take effect before the next step, and `turn`
 returns their results.
@@ -11,14 +11,14 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from engine.config import EngineConfig
 from engine.kv.pages import CacheChange
 from engine.stats import StepStats
 from engine.types import FinishReason, Request, TokenEvent
 from server.errors import EngineGone, EngineHung
-from server.model import EngineView, Load, Progress, ServedModel
+from server.model import Load, Progress, ServedModel
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -33,61 +33,6 @@ class TurnOutput:
     cache_changes: tuple[CacheChange, ...] = ()  # of the prefix cache, if they are watched
 
 
-class Host(Protocol):
-    """An engine and the thread or process that runs it."""
-
-    is_hung: bool  # a step on a thread of this process does not end
-
-    @property
-    def engine(self) -> EngineView:
-        """State of the engine, as far as this process knows it."""
-        ...
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the engine has any request."""
-        ...
-
-    async def start(self, progress: Progress) -> ServedModel:
-        """Load the models. Raises ModelError if they cannot be served; may be cancelled."""
-        ...
-
-    def add(self, request: Request) -> None:
-        """Add a checked request. Raises a PilotfishError that concerns only this request."""
-        ...
-
-    def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
-        """End a request, or one output of it, as `Engine.finish` does; a later turn returns the terminal events."""
-        ...
-
-    def drop(self, request_id: str, reason: FinishReason) -> None:
-        """End a request whose reader is gone; no later turn returns an event of it."""
-        ...
-
-    async def load_adapter(self, name: str, folder: str) -> str:
-        """Load an adapter; return its fingerprint. Raises ModelError if it cannot be served, Unavailable if none can.
-
-        The caller calls it for one adapter of a name at a time.
-        """
-        ...
-
-    def unload_adapter(self, name: str) -> None:
-        """Forget an adapter that no request uses."""
-        ...
-
-    async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
-        """Wait for the next output; None if only `wake` was set. Raises if the engine failed: then call `restart`."""
-        ...
-
-    async def restart(self) -> None:
-        """Restart the engine without requests. Raises EngineGone if only a new server process can do that."""
-        ...
-
-    async def close(self) -> None:
-        """Stop the engine and what runs it."""
-        ...
-
-
 class LocalHost:
     """An engine that steps on one worker thread. All other changes of the engine happen between two steps."""
 
@@ -95,7 +40,7 @@ class LocalHost:
         self, load: Load, config: EngineConfig, compute: Executor, hang_seconds: float | None = None,
         *, watches_cache: bool = False,
     ) -> None:  # fmt: skip
-        self.is_hung, self._watches_cache = False, watches_cache
+        self.is_hung, self._watches_cache = False, watches_cache  # whether a step does not end
         self._load, self._config = load, config
         self._compute, self._hang_seconds = compute, hang_seconds
         self._ended: list[TokenEvent] = []  # events of ordered ends, not yet returned by a turn
@@ -113,7 +58,7 @@ class LocalHost:
         return self.engine.has_work or bool(self._ended)
 
     async def start(self, progress: Progress) -> ServedModel:
-        """Load on the compute thread."""
+        """Load the models. Raises ModelError if they cannot be served; may be cancelled."""
         loading = partial(self._load, self._config, progress)
         model = await asyncio.get_running_loop().run_in_executor(self._compute, loading)
         self._loaded = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
@@ -121,25 +66,37 @@ class LocalHost:
         return model
 
     def add(self, request: Request) -> None:
+        """Add a checked request. Raises a PilotfishError that concerns only this request."""
         self._ended += self.engine.add(request)
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
+        """End a request, or one output of it, as `Engine.finish` does; a later turn returns the terminal events."""
         self._ended += self.engine.finish(request_id, reason, index=index, keep=keep)
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
+        """End a request whose reader is gone; no later turn returns an event of it."""
         self.engine.finish(request_id, reason)
         self._ended = [event for event in self._ended if event.request_id != request_id]
 
     async def load_adapter(self, name: str, folder: str) -> str:
-        """Load between two steps, on their thread."""
+        """Load an adapter between two steps, one of a name at a time; return its fingerprint.
+
+        Raises:
+            ModelError: it cannot be served.
+            Unavailable: the engine is being restarted.
+        """
         loading = partial(self.engine.adapters.load, name, Path(folder))
         return (await asyncio.get_running_loop().run_in_executor(self._compute, loading)).fingerprint
 
     def unload_adapter(self, name: str) -> None:
+        """Forget an adapter that no request uses."""
         self.engine.adapters.unload(name)
 
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
-        """Return the events of ordered ends at once, if any; else take one step, or wait for `wake` without work."""
+        """Return the events of ordered ends at once, if any; else take one step, or wait for `wake` without work.
+
+        None if only `wake` was set. Raises if the engine failed: then call `restart`.
+        """
         if self._ended:
             ended, self._ended = tuple(self._ended), []
             return TurnOutput(ended, None)
@@ -168,7 +125,11 @@ class LocalHost:
             self.engine.pages.watch()
 
     async def restart(self) -> None:
-        """End every request and test the engine in place, with the same weights and pages."""
+        """End every request and test the engine in place, with the same weights and pages.
+
+        Raises:
+            EngineGone: only a new server process can do that.
+        """
         self._ended = []
         if self.is_hung:
             raise EngineGone("a step that does not end has the compute thread")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
@@ -24,7 +25,7 @@ from server.errors import EngineCrashed, EngineHung, Unavailable
 from server.model import EngineView, ModelText, Progress, ServedModel
 from server.worker import wire
 from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
-from server.worker.host import TurnOutput
+from server.worker.host import LocalHost, TurnOutput
 from server.worker.standby import Loaded, Standby
 from server.worker.worker import Worker, beat_seconds
 
@@ -62,7 +63,7 @@ class _RemoteRequest:
 
 
 class RemoteEngine:
-    """A Host whose engine runs in another process, and the last known state of that engine."""
+    """A host whose engine runs in another process, and the last known state of that engine."""
 
     is_hung = False  # a hung process can be killed
 
@@ -230,7 +231,7 @@ class RemoteEngine:
     # -------------------------------------------------------------------------------------------------- orders to it
 
     def add(self, request: Request) -> None:
-        """See Host. Raises wire.Unsayable for a request that does not fit into a message."""
+        """As `LocalHost.add`. Raises wire.Unsayable for a request that does not fit into a message."""
         order = self._next_order()
         name = f"{request.request_id}#{order}"  # a caller may use an id again before the engine has ended its request
         # A compiled structure cannot be sent. The request also contains its source.
@@ -261,7 +262,7 @@ class RemoteEngine:
         return fingerprint
 
     def unload_adapter(self, name: str) -> None:
-        """See Host. A lost engine needs no order."""
+        """As in `LocalHost`; a lost engine needs no order."""
         del self.adapters[name], self._folders[name]
         if self._worker is not None and self._worker.loss is None:
             self._worker.send(wire.UnloadAdapter(self._next_order(), name))
@@ -315,6 +316,9 @@ class RemoteEngine:
     def speculation_of(self, request: Request) -> SpeculationSettings:
         """The effective speculation settings of a request."""
         return self._intake.speculation_of(request)
+
+
+Host: TypeAlias = LocalHost | RemoteEngine  # an engine and the thread or process that runs it
 
 
 def _log(stage: str) -> None:

@@ -9,13 +9,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from engine.stats import Clock
 from server.errors import EngineGone
 from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Metrics
-from server.worker.host import Host
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +56,10 @@ class Crashes:
 class Supervisor:
     """Restarts the engine of a host and reports each change of state."""
 
-    def __init__(self, host: Host, lifecycle: Lifecycle, metrics: Metrics, crashes: Crashes) -> None:
-        self._host, self._lifecycle, self._metrics, self._crashes = host, lifecycle, metrics, crashes
+    def __init__(
+        self, restart: Callable[[], Awaitable[None]], lifecycle: Lifecycle, metrics: Metrics, crashes: Crashes
+    ) -> None:
+        self._restart, self._lifecycle, self._metrics, self._crashes = restart, lifecycle, metrics, crashes
 
     async def lost(self) -> None:
         """Count a failure of the engine, and accept no requests."""
@@ -97,7 +98,7 @@ class Supervisor:
 
     async def _restarted(self, stopping: asyncio.Event) -> bool:
         """Try once; raises nothing."""
-        restart = asyncio.ensure_future(self._host.restart())
+        restart = asyncio.ensure_future(self._restart())
         await first_of(restart, stopping.wait())
         if restart.cancelled() or not restart.done():
             return False

@@ -62,14 +62,11 @@ class OutputItem(ABC):
         """Return the events before the one that ends the item."""
 
 
-class MessageOutput(OutputItem):
-    """A message of the assistant."""
+class TextOutput(OutputItem):
+    """Base of items with one part, which is a text."""
 
-    prefix = "msg"
-
-    def item(self) -> Json:
-        content = [self._part()] if self._status != "in_progress" else []
-        return {"id": self.id, "type": "message", "status": self._status, "role": "assistant", "content": content}
+    event: ClassVar[str]  # what the names of its events begin with
+    more: ClassVar[Json]  # fields of its events, besides
 
     def opening(self) -> list[Json]:
         part = self._part() | {"text": ""}
@@ -77,49 +74,55 @@ class MessageOutput(OutputItem):
 
     def closing(self) -> list[Json]:
         return [
-            {"type": "response.output_text.done", "content_index": 0, "text": self.text, "logprobs": []},
+            {"type": f"{self.event}.done", "content_index": 0, "text": self.text, **self.more},
             {"type": "response.content_part.done", "content_index": 0, "part": self._part()},
         ]
 
     def _delta(self, text: str) -> Json:
-        return {"type": "response.output_text.delta", "content_index": 0, "delta": text, "logprobs": []}
+        return {"type": f"{self.event}.delta", "content_index": 0, "delta": text, **self.more}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the item has ended."""
+        return self._status != "in_progress"
+
+    @abstractmethod
+    def _part(self) -> Json: ...
+
+
+class MessageOutput(TextOutput):
+    """A message of the assistant."""
+
+    prefix, event = "msg", "response.output_text"
+    more: ClassVar[Json] = {"logprobs": []}
+
+    def item(self) -> Json:
+        content = [self._part()] if self.is_over else []
+        return {"id": self.id, "type": "message", "status": self._status, "role": "assistant", "content": content}
 
     def _part(self) -> Json:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
 
-class ReasoningOutput(OutputItem):
+class ReasoningOutput(TextOutput):
     """Reasoning. With `is_sealed` also in the form in which callers send it back that do not show it."""
 
-    prefix = "rs"
+    prefix, event = "rs", "response.reasoning_text"
+    more: ClassVar[Json] = {}
 
     def __init__(self, item_id: str, *, is_sealed: bool) -> None:
         super().__init__(item_id)
         self._is_sealed = is_sealed
 
     def item(self) -> Json:
-        is_over = self._status != "in_progress"
         return {
             "id": self.id,
             "type": "reasoning",
             "status": self._status,
             "summary": [],
-            "content": [self._part()] if is_over else [],
-            "encrypted_content": sealed(self.text) if self._is_sealed and is_over else None,
+            "content": [self._part()] if self.is_over else [],
+            "encrypted_content": sealed(self.text) if self._is_sealed and self.is_over else None,
         }
-
-    def opening(self) -> list[Json]:
-        part = self._part() | {"text": ""}
-        return [{"type": "response.content_part.added", "content_index": 0, "part": part}]
-
-    def closing(self) -> list[Json]:
-        return [
-            {"type": "response.reasoning_text.done", "content_index": 0, "text": self.text},
-            {"type": "response.content_part.done", "content_index": 0, "part": self._part()},
-        ]
-
-    def _delta(self, text: str) -> Json:
-        return {"type": "response.reasoning_text.delta", "content_index": 0, "delta": text}
 
     def _part(self) -> Json:
         return {"type": "reasoning_text", "text": self.text}
