@@ -28,7 +28,7 @@ from engine.model.linear.activations import make_row_wise
 from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear
 from engine.model.linear.packed import is_matmul, matrix
-from engine.model.linear.rounding import bits_of, group_of, round_weight
+from engine.model.linear.rounding import bits_of, round_weight, rounded_bytes
 from engine.model.linear.routing import make_routing_row_wise
 from engine.model.linear.swap import bytes_after_swap, is_router
 from engine.model.linear.unstack import unstack
@@ -110,25 +110,23 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights, *
     unstack(model)
     modules = dict(model.named_modules())
     matmuls = {name: module for name, module in modules.items() if _is_matmul(name, module)}
-    # All parameters of other modules, even shared ones: a head that shares the embedding's weights gets its own copy.
-    others = {id(p): p for m in modules.values() if not is_matmul(m) for p in m.parameters(recurse=False)}
+    # All other parameters, even shared ones: a head that shares the embedding's weights gets its own copy.
+    others = {
+        id(parameter): parameter
+        for name, module in modules.items()
+        for kind, parameter in module.named_parameters(recurse=False)
+        if name not in matmuls or kind == "bias"
+    }
     rounded = cast("Rounded", weights)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     held: int = sum(p.numel() for p in others.values()) * dtype.itemsize
     if isinstance(table, nn.Embedding):
         is_shared = isinstance(head, nn.Linear) and head.weight is table.weight
         bits = bits_of(rounded, "", table.weight, is_head=is_shared)
-        held += _rounded_bytes(table.weight, bits) - table.weight.numel() * dtype.itemsize
+        held += rounded_bytes(table.weight, bits) - table.weight.numel() * dtype.itemsize
     return held + sum(
-        _rounded_bytes(matrix(m), bits_of(rounded, name, matrix(m), is_head=m is head)) for name, m in matmuls.items()
+        rounded_bytes(matrix(m), bits_of(rounded, name, matrix(m), is_head=m is head)) for name, m in matmuls.items()
     )
-
-
-def _rounded_bytes(weight: Tensor, bits: int) -> int:
-    outputs, inputs = weight.shape
-    groups = inputs // group_of(inputs)
-    # A float16 for each group; or 2 bytes for each group, and two float16 for each output.
-    return outputs * (inputs * bits // 8 + (2 * groups if bits == 8 else 2 * groups + 4))
 
 
 def quantised_as(config: PreTrainedConfig) -> Rounded | None:

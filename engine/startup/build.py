@@ -30,7 +30,6 @@ from engine.model.adapters.peft import read_adapter
 from engine.model.adapters.store import Adapters
 from engine.model.checkpoint import read_config, weights_size
 from engine.model.decoder.architecture import architecture_of
-from engine.model.decoder.families import architecture_for
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
 from engine.model.fixed_shape import TILE, FixedShapeRunner
@@ -50,6 +49,7 @@ from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
 from engine.startup.drafters import Drafters, match_vocabularies
+from engine.startup.implementation import Implementation
 from engine.startup.loop import rounds_for, wants_rounds
 from engine.startup.memory import GIB, kv_gib
 from engine.startup.precision import held_as
@@ -159,6 +159,8 @@ def _load(
     held = held_as(config, name, revision, weights, device, described=described)
     log.info("%r is held in %s", name, held)
     log.info("%r: rounded are %s", name, held.rounding(device))
+    implementation = Implementation.of(config, described, device, shares)
+    log.info("%r runs in: %s", name, implementation)
     if shares > 1:
         rounded = held.quantisation.method if held.quantisation else held.weights
         if rounded != "native":
@@ -166,24 +168,22 @@ def _load(
         if config.fuse:
             log.info("%r stays unfused: a share of it has transformers' hooks on its matrices", name)
         return load_model(name, revision, held.dtype, device, shares)
-    runs = config.fuse and (device.type == "cpu" or has_triton())
-    architecture = architecture_for(described) if runs else None
-    if architecture is None:
+    if implementation.architecture is None:
         from engine.startup.fallback import load_fallback
 
         return load_fallback(config, name, revision, held, device)
-    is_rounds = device.type == "cpu" and config.loop == "rounds"  # whose batches our C cannot read
-    is_rounded = device.type == "cpu" and held.weights in ("int8", "int4")
+    in_rounds = device.type == "cpu" and config.loop == "rounds"  # our C cannot read their batches
+    as_codes = held.weights if device.type == "cpu" and held.weights in ("int8", "int4") else None
     made = load_decoder(
-        name, revision, described, architecture, held.dtype, cast("Rounded", held.weights) if is_rounded else None,
+        name, revision, described, implementation.architecture, held.dtype, cast("Rounded | None", as_codes),
         held.quantisation, keeps_codes=held.keeps_codes or held.quantisation is None, device=device,
-        packs=not is_rounds and held.weights != "fp8",
+        packs=not in_rounds and held.weights != "fp8",
     )  # fmt: skip
     if held.weights == "fp8":
         to_fp8(cast("PreTrainedModel", made))
     if held.weights == "int4" and device.type == "cuda":
         to_w4(cast("PreTrainedModel", made))
-    if device.type == "cuda" or is_rounds:
+    if device.type == "cuda" or in_rounds:
         made.use(LayerOps.kernels() if device.type == "cuda" else LayerOps.of(reference))
     return cast("PreTrainedModel", made)
 

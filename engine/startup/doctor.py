@@ -16,24 +16,26 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
-from engine.choices import HEADS, Weights
+from engine.choices import HEADS, Rounded, Weights
 from engine.config import EngineConfig
 from engine.errors import PilotfishError, one_line
 from engine.kv.arena import KVLayout
 from engine.machine.threads import cores, quota
 from engine.model import checkpoint
+from engine.model.decoder import memory
+from engine.model.decoder.weights import check as check_shapes
+from engine.model.decoder.weights import renamed
 from engine.model.fusion.latent import has_latents
 from engine.model.linear.grouped import kernel_name
 from engine.model.published.files import read_headers
-from engine.model.published.load import num_bytes, read_weights
+from engine.model.published.methods import read_weights
 from engine.model.quantize import weight_bytes
 from engine.model.runner import kv_layout
+from engine.model.text_part import names_in_whole
 from engine.native import instructions
 from engine.parallel.shards import check_shards, shard_layout
 from engine.params import SpeculationMode
@@ -41,9 +43,16 @@ from engine.proposers.vocab import DraftVocabulary, VocabMap
 from engine.startup import warm
 from engine.startup.build import max_model_len, pages_within, pick_device
 from engine.startup.drafters import read_vocabulary
+from engine.startup.implementation import Implementation
 from engine.startup.memory import GIB, DeviceMemory, kv_gib
 from engine.startup.precision import HeldPrecision, held_as, on_meta
 from engine.text.codec import Codec
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedConfig
+
+    from engine.model.decoder.architecture import Architecture
+    from engine.model.published.base import Codes
 
 _TOLD = (PilotfishError, ValueError, RuntimeError, OSError, MemoryError)  # whose texts are for people
 
@@ -78,15 +87,62 @@ class DoctorReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Weighed:
+    """What the shapes of a model's weights tell.
+
+    Attributes:
+        width: of the logits.
+        weight_bytes: of all weights in memory.
+        class_name: of transformers' module; None of a decoder.
+        has_latents: layers with latent attention keep latents.
+    """
+
+    width: int
+    weight_bytes: int
+    class_name: str | None = None
+    has_latents: bool = False
+
+    @classmethod
+    def decoder(
+        cls, name: str, revision: str | None, config: PreTrainedConfig, made_of: Architecture, held: HeldPrecision
+    ) -> Weighed:
+        """The decoder that is built from a checkpoint; of codes the headers of its files are read."""
+        codes: dict[str, Codes] = {}
+        if held.quantisation is not None:
+            names = (*made_of.names, *(names_in_whole(config) or {}).items())
+            weights = renamed(read_weights(name, revision, held.quantisation, read_headers), names)
+            check_shapes(name, made_of, weights)
+            codes = {key: found for key, found in weights.items() if not isinstance(found, torch.Tensor)}
+            codes = {key: found for key, found in codes.items() if held.keeps_codes and found.num_bytes() is not None}
+        rounded = None if held.weights == "native" else cast("Rounded", held.weights)
+        return cls(made_of.vocab_size, memory.num_bytes(made_of, held.dtype, rounded, codes))
+
+    @classmethod
+    def module(
+        cls, name: str, revision: str | None, config: PreTrainedConfig, held: HeldPrecision, *, on_cuda: bool
+    ) -> Weighed:
+        """Transformers' module, built on the meta device, where weights take no memory."""
+        from engine.model.published.load import num_bytes
+
+        model, codes = on_meta(name, config), 0
+        width, latents = model.get_output_embeddings().weight.shape[0], has_latents(model)
+        if held.quantisation is not None:
+            weights = read_weights(name, revision, held.quantisation, read_headers)
+            codes = num_bytes(model, weights, keeps_codes=held.keeps_codes)
+        floats = weight_bytes(model, held.dtype, held.weights, on_cuda=on_cuda)
+        return cls(width, codes + floats, type(model).__name__, latents)
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """The properties of one checkpoint that can be read without its weights."""
 
     config: PreTrainedConfig
     layout: KVLayout
     held: HeldPrecision
-    weight_bytes: int
+    runs_in: Implementation
+    weighed: Weighed
     kernel: str  # the kernel that multiplies rounded weights
-    class_name: str
     codec: Codec | None
     vocabulary: DraftVocabulary
     end_tokens: frozenset[int]
@@ -94,29 +150,31 @@ class Facts:
     rounding: str  # what is rounded, in words
 
     @classmethod
-    def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig) -> Facts:
-        """Read configs and tokenizer, and build the model on the meta device, where weights take no memory."""
-        described = checkpoint.read_config(name, revision, of_transformers=True)
-        device = pick_device(config.device)
+    def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig, shares: int = 1) -> Facts:
+        """Read configs and tokenizer of a checkpoint that is to run whole or in `shares`."""
+        described, device = checkpoint.read_config(name, revision), pick_device(config.device)
         held = held_as(config, name, revision, asked, device, described=described)
         checkpoint.check_weights(name)
-        model = on_meta(name, described)
+        runs_in = Implementation.of(config, described, device, shares)
+        if runs_in.architecture is None:
+            described = checkpoint.read_config(name, revision, of_transformers=True)
+            weighed = Weighed.module(name, revision, described, held, on_cuda=device.type == "cuda")
+        else:
+            weighed = Weighed.decoder(name, revision, described, runs_in.architecture, held)
         with checkpoint.told_as_model_error(name):
             generation = checkpoint.read_end_tokens(name, revision)
             ends = checkpoint.end_tokens_of(described, generation)
             has_chat_template = checkpoint.has_chat_template(name, revision)
-        codec, width = Codec.load(name, revision), model.get_output_embeddings().weight.shape[0]
-        codes = _bytes_of_codes(name, revision, held, model)
-        compressed = config.tensor_parallel_size == 1 and has_latents(model)
+        compressed = shares == 1 and weighed.has_latents
         return cls(
             config=described,
             layout=kv_layout(described, held.dtype, compressed=compressed).stored_as(config.kv_cache_dtype),
             held=held,
-            weight_bytes=codes + weight_bytes(model, held.dtype, held.weights, on_cuda=device.type == "cuda"),
+            runs_in=runs_in,
+            weighed=weighed,
             kernel="torch's" if held.weights == "fp8" else "our Triton" if device.type == "cuda" else kernel_name(),
-            class_name=type(model).__name__,
-            codec=codec,
-            vocabulary=read_vocabulary(name, revision, width, described, ends),
+            codec=Codec.load(name, revision),
+            vocabulary=read_vocabulary(name, revision, weighed.width, described, ends),
             end_tokens=ends,
             has_chat_template=has_chat_template,
             rounding=held.rounding(device),
@@ -125,12 +183,14 @@ class Facts:
     def lines(self) -> Iterator[tuple[str, str]]:
         """The lines of the report: names and values."""
         known = checkpoint.positions(self.config)
-        yield "family", f"{self.config.model_type} ({self.class_name})"
+        name = self.weighed.class_name
+        yield "family", self.config.model_type + (f" ({name})" if name else "")
+        yield "runs in", str(self.runs_in)
         yield "layers", _layers(self.layout)
         rounded, dtype = self.held.matrices, self.held.type_name
         held = dtype if rounded == "native" else f"{rounded} ({self.kernel} kernel), the rest in {dtype}"
         yield "type", str(self.held)
-        yield "weights", f"{_size(self.weight_bytes)} in {held}"
+        yield "weights", f"{_size(self.weighed.weight_bytes)} in {held}"
         yield "rounded", self.rounding
         rounded = " in int8" if self.layout.is_rounded else ""
         yield "K/V", f"{self.layout.bytes_per_token} bytes per token{rounded}"
@@ -147,26 +207,15 @@ class Facts:
         return one_line(", ".join(f"{i} {names(i)}" if names else str(i) for i in sorted(self.end_tokens)))
 
 
-def _bytes_of_codes(name: str, revision: str | None, held: HeldPrecision, model: PreTrainedModel) -> int:
-    """Bytes of the codes of a published checkpoint, whose matrices are taken out of `model` if they are kept.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape or type.
-    """
-    if held.quantisation is None:
-        return 0
-    weights = read_weights(name, revision, held.quantisation, read_headers)
-    return num_bytes(model, weights, keeps_codes=held.keeps_codes)
-
-
 def check(config: EngineConfig, *, load: bool = True) -> DoctorReport:
     """Check the machine, each checkpoint and how they fit together, and then, with `load`, whether they run."""
-    logging.set_verbosity_error()  # the report contains what transformers would warn of
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the report contains what it would warn of
     report = DoctorReport()
     with problems_told(report):
         for name, value in environment(config):
             report.findings.append(Finding("environment", name, value))
-    target = _read(report, "target", config.target, config.revision, config.weights, config)
+    shares = config.tensor_parallel_size
+    target = _read(report, "target", config.target, config.revision, config.weights, config, shares)
     draft = None
     if config.draft is not None:
         weights = config.draft_weights or config.weights
@@ -226,12 +275,18 @@ def problems_told(report: DoctorReport) -> Iterator[None]:
 
 
 def _read(
-    report: DoctorReport, section: str, name: str, revision: str | None, weights: Weights, config: EngineConfig
+    report: DoctorReport,
+    section: str,
+    name: str,
+    revision: str | None,
+    weights: Weights,
+    config: EngineConfig,
+    shares: int = 1,
 ) -> Facts | None:
     report.findings.append(Finding(section, "name", name + (f" at {revision}" if revision else "")))
     facts: Facts | None = None
     with problems_told(report):
-        facts = Facts.read(name, revision, weights, config)
+        facts = Facts.read(name, revision, weights, config, shares)
         report.findings += [Finding(section, *line) for line in facts.lines()]
     return facts
 
@@ -315,11 +370,11 @@ def _pages(config: EngineConfig, models: list[Facts]) -> str:
 
 def _memory_after(models: list[Facts], device: torch.device) -> DeviceMemory:
     """A GPU's memory once the weights are loaded."""
-    return DeviceMemory.of(device).holding(sum(model.weight_bytes for model in models))
+    return DeviceMemory.of(device).holding(sum(model.weighed.weight_bytes for model in models))
 
 
 def _weights(models: list[Facts]) -> str:
-    wanted, free = sum(model.weight_bytes for model in models), _free_memory()
+    wanted, free = sum(model.weighed.weight_bytes for model in models), _free_memory()
     return _size(wanted) + (f", more than the {_size(free)} that are free" if wanted > free else "")
 
 

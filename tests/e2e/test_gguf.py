@@ -54,7 +54,8 @@ def test_it_is_checked_and_named(pair: Pair) -> None:
     report = check(config, load=False).as_dict()
     assert report["problems"] == []
     assert report["target"]["tokenizer"] == report["target"]["chat template"] == "present"
-    assert report["target"]["family"] == "llama (LlamaForCausalLM)"
+    assert report["target"]["family"] == "llama"
+    assert report["target"]["runs in"] == "decoder (llama)"
     assert report["pair"]["vocabulary"] == "the same"
     assert model_name(str(target.path)) == "target.gguf"
     names = {fingerprint(EngineConfig(target=str(written.path)), "float32") for written in pair}

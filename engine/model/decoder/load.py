@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from engine import heap
@@ -11,20 +10,14 @@ from engine.model.checkpoint import end_tokens_of, read_end_tokens, told_as_mode
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.weights import CPU, WeightReader, check, renamed
-from engine.model.gguf.files import open_gguf
-from engine.model.published.files import read_tensors
-from engine.model.published.gguf import weights_in
-from engine.model.published.saved import with_saved_codes
+from engine.model.published.methods import read_weights
 from engine.model.text_part import names_in_whole
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-    from engine.model.published.base import Weights
     from engine.model.published.methods import Quantisation
-
-log = logging.getLogger(__name__)
 
 
 def load_decoder(
@@ -59,20 +52,11 @@ def load_decoder(
     """
     names = (names_in_whole(config) or {}).items()
     with told_as_model_error(name):
-        weights = renamed(_weights(name, revision, quantisation), (*architecture.names, *names))
+        weights = renamed(read_weights(name, revision, quantisation), (*architecture.names, *names))
         check(name, architecture, weights)
         reader = WeightReader(weights, dtype, rounded, keeps_codes=keeps_codes, device=device, packs=packs)
         made = DecoderModel(architecture, config, reader)
     heap.give_back()  # what codes were on their way to panels
     ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None
-    log.info("%r runs in the decoder: %d layers of a %s", name, len(architecture.layers), config.model_type)
     return made.eval()
-
-
-def _weights(name: str, revision: str | None, quantisation: Quantisation | None) -> Weights:
-    gguf = open_gguf(name, revision)
-    if gguf is not None:
-        return weights_in(gguf)
-    tensors = read_tensors(name, revision)
-    return with_saved_codes(tensors) if quantisation is None else quantisation.read(tensors)

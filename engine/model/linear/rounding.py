@@ -28,6 +28,14 @@ def group_of(inputs: int) -> int:
     return next((size for size in (GROUP, _SMALL_GROUP) if not inputs % size), inputs)
 
 
+def rounded_bytes(weight: Tensor, bits: int) -> int:
+    """Bytes of the codes of a matrix `[out, in]`, and of what they are worth; it may be on the meta device."""
+    outputs, inputs = weight.shape
+    groups = inputs // group_of(inputs)
+    # A float16 for each group; or 2 bytes for each group, and two float16 for each output.
+    return outputs * (inputs * bits // 8 + (2 * groups if bits == 8 else 2 * groups + 4))
+
+
 def bits_of(weights: Rounded, name: str, weight: Tensor, *, is_head: bool = False) -> int:
     """The bits of the codes of the matrix `[out, in]` of this name.
 

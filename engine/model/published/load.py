@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,14 +24,11 @@ from transformers.utils import logging as transformers_logging
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError
 from engine.model.checkpoint import check_complete, check_size, read_config, read_end_tokens, told_as_model_error
-from engine.model.gguf.files import open_gguf
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.packed import is_matmul
 from engine.model.linear.unstack import StackedForm, recognised, routed
-from engine.model.published.base import Codes, Weights
-from engine.model.published.files import read_tensors
-from engine.model.published.gguf import weights_in
-from engine.model.published.methods import Quantisation, without_quantisation
+from engine.model.published.base import Codes
+from engine.model.published.methods import Quantisation, read_weights, without_quantisation
 from engine.model.published.stacked import StackedCodes
 from engine.model.runner import prepare
 from engine.model.text_part import names_in_whole, rest_untold
@@ -97,27 +94,12 @@ def load_published(
         ModelError: it cannot be loaded, or a tensor is missing, or of another shape or type.
     """
     with told_as_model_error(name):
-        weights = read_weights(name, revision, quantisation, read_tensors)
+        weights = read_weights(name, revision, quantisation)
         config = without_quantisation(read_config(name, revision, of_transformers=True))
         model = fill(config, weights, name, dtype, keeps_codes=keeps_codes)
     model.generation_config.eos_token_id = read_end_tokens(name, revision) or model.generation_config.eos_token_id
     placed: Any = model
     return cast("PreTrainedModel", placed.to(device))
-
-
-def read_weights(
-    name: str,
-    revision: str | None,
-    quantisation: Quantisation,
-    read: Callable[[str, str | None], Mapping[str, Tensor]],
-) -> Weights:
-    """The weights of a quantised checkpoint; `read` reads tensors of safetensors files, or their types and shapes.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape or type.
-    """
-    gguf = open_gguf(name, revision)
-    return quantisation.read(read(name, revision)) if gguf is None else weights_in(gguf)
 
 
 def fill(

@@ -10,8 +10,12 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.gguf.architectures import HAS_CODES, METHOD
+from engine.model.gguf.files import open_gguf
 from engine.model.published import awq, compressed, fp8, gptq, mxfp4
 from engine.model.published.base import Weights
+from engine.model.published.files import read_tensors
+from engine.model.published.gguf import weights_in
+from engine.model.published.saved import with_saved_codes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -60,6 +64,26 @@ class Quantisation:
             ModelError: a tensor is missing, or of another shape or type.
         """
         return _METHODS[self.method].read(self.settings, tensors)
+
+
+def read_weights(
+    name: str,
+    revision: str | None,
+    quantisation: Quantisation | None,
+    read: Callable[[str, str | None], Mapping[str, Tensor]] = read_tensors,
+) -> Weights:
+    """The weights of the checkpoint `name`: floats, and codes as others have published or Pilotfish has saved them.
+
+    `read` reads tensors of safetensors files, or, as `read_headers` does, their types and shapes.
+
+    Raises:
+        ModelError: a tensor is missing, or of another shape or type.
+    """
+    gguf = open_gguf(name, revision)
+    if gguf is not None:
+        return weights_in(gguf)
+    tensors = read(name, revision)
+    return with_saved_codes(tensors) if quantisation is None else quantisation.read(tensors)
 
 
 def quantisation_of(name: str, config: PreTrainedConfig) -> Quantisation | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,8 @@ def phi3(tmp_path: Path) -> Path:
 def test_the_embedded_pair_works() -> None:
     report = doctor(embedded_target(), embedded_draft(), load=True, dtype="float32")
     assert report.works
-    assert line(report, "target", "family") == "llama (LlamaForCausalLM)"
+    assert line(report, "target", "family") == "llama"
+    assert {line(report, model, "runs in") for model in ("target", "draft")} == {"decoder (llama)"}
     assert line(report, "target", "K/V") == "10240 bytes per token"
     assert line(report, "target", "end tokens") == "0 <|endoftext|>"
     assert line(report, "pair", "vocabulary") == "the same"
@@ -169,6 +172,26 @@ def test_it_tells_of_int8(tmp_path: Path) -> None:
         assert f"in int8 ({kernel_name()} kernel), the rest in float32" in line(report, "target", "weights")
         assert line(report, "target", "weights").startswith("8.1 MiB")
         assert line(report, "draft", "weights").endswith("MiB in float32")
+
+
+def test_it_says_what_runs_each_model_and_imports_transformers_for_its_modules_alone(phi3: Path) -> None:
+    program = """if True:
+        import json, sys
+        from server.commands.check import CheckCommand
+        target, other, *options = sys.argv[1:]
+        for draft in (target, other):
+            text, works = CheckCommand.of([target, "--draft", draft, "--json", *options]).run()
+            report = json.loads(text)
+            print(works, *(report[model]["runs in"] for model in ("target", "draft")), "transformers" in sys.modules)
+    """
+    options = ["--device", "cpu", "--kv-memory", "0.01"]
+    told = subprocess.run(
+        [sys.executable, "-c", program, str(embedded_draft()), str(phi3), *options], capture_output=True, text=True
+    )  # fmt: skip
+    assert told.stdout.splitlines() == [
+        "True decoder (llama) decoder (llama) False",
+        "False decoder (llama) transformers' module: this phi3 is not in the table of architectures True",
+    ], told.stderr
 
 
 def test_it_says_by_which_instructions_our_c_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:

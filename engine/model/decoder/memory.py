@@ -1,0 +1,46 @@
+"""How many bytes the weights of a decoder take, from their shapes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.choices import Rounded
+from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.weights import HEAD, TABLE
+from engine.model.linear.rounding import bits_of, rounded_bytes
+
+if TYPE_CHECKING:
+    from engine.model.published.base import Codes
+
+
+def num_bytes(
+    architecture: Architecture, dtype: torch.dtype, rounded: Rounded | None, codes: Mapping[str, Codes]
+) -> int:
+    """Bytes of all weights.
+
+    Args:
+        architecture: of the decoder.
+        dtype: of what is neither rounded nor codes.
+        rounded: how matrices of floats are rounded; None where they stay floats.
+        codes: the weights that keep the codes of the checkpoint, by their names in a float checkpoint.
+    """
+    shapes = architecture.shapes()
+    if architecture.is_tied and rounded is not None and not codes.keys() & {TABLE, HEAD}:
+        shapes[HEAD] = shapes[TABLE]  # its panels; the table keeps the codes
+    is_tied = architecture.is_tied
+
+    def size(name: str, shape: tuple[int, ...]) -> int:
+        kept = codes.get(name) or (codes.get(HEAD) if is_tied and name == TABLE else None)
+        if kept is not None:
+            return kept.num_bytes() or 0
+        if rounded is None or len(shape) == 1:
+            return math.prod(shape) * dtype.itemsize
+        weight, place = torch.empty(shape, device="meta"), "" if name == TABLE else name.removesuffix(".weight")
+        is_head = name == HEAD or (is_tied and name == TABLE)
+        return rounded_bytes(weight, bits_of(rounded, place, weight, is_head=is_head))
+
+    return sum(size(name, shape) for name, shape in shapes.items())

@@ -1,0 +1,58 @@
+"""Chooses which code runs a model: our decoder, over the table of architectures, or transformers' own module.
+
+This is the only place that chooses; loading and the doctor use its result. It reads no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.kernels import has_triton
+from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.families import architecture_for
+
+if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedConfig
+
+    from engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """The code that runs one model.
+
+    Attributes:
+        model_type: the family.
+        architecture: what the decoder is built from; None where transformers' module runs the model.
+        why_not: what keeps the decoder from running it; empty where it does.
+    """
+
+    model_type: str
+    architecture: Architecture | None = None
+    why_not: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        described: PreTrainedConfig,
+        device: torch.device,
+        shares: int = 1,
+    ) -> Implementation:
+        """The code for a checkpoint that `described` is the config of, whole or cut into `shares`."""
+        kind, architecture = described.model_type, architecture_for(described)
+        if architecture is None:
+            return cls(kind, why_not=f"this {kind} is not in the table of architectures")
+        reasons = (
+            (device.type != "cpu" and not has_triton(), f"device is {device.type}, and Triton is not installed"),
+            (shares > 1, f"tensor_parallel_size is {shares}"),
+            (not config.fuse, "fuse is off"),
+        )
+        found = ", ".join(reason for stands, reason in reasons if stands)
+        return cls(kind, None if found else architecture, found)
+
+    def __str__(self) -> str:
+        return f"transformers' module: {self.why_not}" if self.architecture is None else f"decoder ({self.model_type})"
