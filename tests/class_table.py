@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
+from engine.model.decoder.decoder import is_of_table
 from engine.model.one_by_one import OneByOneRunner
+from engine.model.runner import ModelRunner
 from engine.model.text_part import text_part
 from engine.startup.build import build_engine
 from tests import fakes, zoo
@@ -30,10 +32,10 @@ from tests.classes import KINDS, tiny
 from tests.families import generate
 
 NEW_TOKENS = 8
-RAGGED = "ragged"
+DECODER, RAGGED = "decoder", "ragged, in transformers' module"
 ALONE, WHOLE = "one sequence at a time", "one sequence at a time, fed its whole text in every pass"
 REFUSED = "refused: "
-WAYS = (RAGGED, ALONE, WHOLE)
+WAYS = (DECODER, RAGGED, ALONE, WHOLE)
 BEGIN, END = "<!-- written by `make classes` -->\n", "<!-- end of what `make classes` writes -->\n"
 _WITHOUT_CACHE = {"blt"}  # classes whose own `generate` fails with a cache
 # What is asked for most, in our judgement; all others follow by name.
@@ -95,11 +97,12 @@ def _run(kind: str, folder: str) -> str:
 
 
 def way_of(engine: Engine) -> str:
-    """How the engine runs its target."""
+    """How the engine runs its target, and in whose code."""
     target = engine.runner
     if isinstance(target, OneByOneRunner):
         return WHOLE if target._keeps_tokens else ALONE
-    return RAGGED
+    assert isinstance(target, ModelRunner)
+    return DECODER if is_of_table(target.model) else RAGGED
 
 
 def _in_short(reason: str, folder: str) -> str:
