@@ -175,7 +175,7 @@ def _load(
     in_rounds = device.type == "cpu" and config.loop == "rounds"  # our C cannot read their batches
     as_codes = held.weights if device.type == "cpu" and held.weights in ("int8", "int4") else None
     made = load_decoder(
-        name, revision, described, implementation.architecture, held.dtype, cast("Rounded | None", as_codes),
+        name, revision, described, implementation.architecture, held.dtype, as_codes,
         held.quantisation, keeps_codes=held.keeps_codes or held.quantisation is None, device=device,
         packs=not in_rounds and held.weights != "fp8",
     )  # fmt: skip

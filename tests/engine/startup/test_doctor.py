@@ -174,7 +174,8 @@ def test_it_tells_of_int8(tmp_path: Path) -> None:
         assert line(report, "draft", "weights").endswith("MiB in float32")
 
 
-def test_it_says_what_runs_each_model_and_imports_transformers_for_its_modules_alone(phi3: Path) -> None:
+def test_it_says_what_runs_each_model_and_imports_transformers_for_its_modules_alone(tmp_path: Path) -> None:
+    zoo.reference("falcon").save_pretrained(tmp_path)
     program = """if True:
         import json, sys
         from server.commands.check import CheckCommand
@@ -186,11 +187,11 @@ def test_it_says_what_runs_each_model_and_imports_transformers_for_its_modules_a
     """
     options = ["--device", "cpu", "--kv-memory", "0.01"]
     told = subprocess.run(
-        [sys.executable, "-c", program, str(embedded_draft()), str(phi3), *options], capture_output=True, text=True
+        [sys.executable, "-c", program, str(embedded_draft()), str(tmp_path), *options], capture_output=True, text=True
     )  # fmt: skip
     assert told.stdout.splitlines() == [
         "True decoder (llama) decoder (llama) False",
-        "False decoder (llama) transformers' module: this phi3 is not in the table of architectures True",
+        "False decoder (llama) transformers' module: this falcon is not in the table of architectures True",
     ], told.stderr
 
 
