@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from engine.native.compiled import function
 from engine.native.weights import empty, placed, spread
@@ -72,9 +71,9 @@ def panels_of_groups(parts: Seq[Tensor], bits: int, scales: GroupScales, width: 
     each = group_head + (words * bits // 2 if bits in (5, 6) else words * 4) * width
     panels = empty(-(-outputs // width), blocks * block_head + groups * each, dtype=torch.uint8)
     panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
-    whole = panels.view(len(panels), blocks, -1)
-    _put(heads, whole, width)
-    _put(in_groups, whole[..., block_head:].unflatten(2, (groups // blocks, each)), width)
+    block = block_head + groups // blocks * each
+    _put(heads, panels, width, 0, 1, block, 0)
+    _put(in_groups, panels, width, block_head, groups // blocks, block, each)
     call = function("codes", _CODES)
     for start, part in placed(parts):
         dense = part.contiguous()
@@ -87,14 +86,19 @@ def panels_of_groups(parts: Seq[Tensor], bits: int, scales: GroupScales, width: 
     return panels
 
 
-def _put(numbers: Seq[Tensor], places: Tensor, width: int) -> None:
-    """Write each of `numbers` `[out, n]` to the beginning of `places` `[panels, ..., bytes]`, one after the other."""
-    at = 0
-    for each in numbers:
-        size = width * each.element_size()
-        padded = F.pad(each, (0, 0, 0, -len(each) % width))
-        if not each.is_floating_point():  # the bytes of a register's numbers lie 4 apart
-            padded = padded.unflatten(0, (-1, 4, width // 4)).transpose(1, 2).flatten(0, 2)
-        by_place = padded.unflatten(0, (-1, width)).transpose(1, 2).contiguous()  # [panels, n, width]
-        places[..., at : at + size] = by_place.view(torch.uint8).view(*places.shape[:-1], size)
-        at += size
+def _put(numbers: Seq[Tensor], panels: Tensor, width: int, at: int, per: int, block: int, each: int) -> None:
+    """Write each of `numbers` `[out, n]` from byte `at` of every panel, one after the other.
+
+    Number g of an output goes `g / per` blocks of `block` bytes and `g % per` groups of `each` bytes further.
+    """
+    call = function("numbers", (_PTR, *[_I64] * 7, _PTR, _I64))
+    for part in numbers:
+        dense, size = part.contiguous(), part.element_size()
+
+        def work(first: int, last: int, dense: Tensor = dense, size: int = size, at: int = at) -> None:
+            to = panels[first // width :].data_ptr() + at
+            rows = dense[first:].data_ptr(), last - first, dense.shape[1]
+            call(*rows, size, width, per, block, each, to, panels.shape[1])
+
+        spread(dense, work, width)
+        at += width * size

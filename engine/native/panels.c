@@ -112,3 +112,21 @@ void pilotfish_codes(const char *rows, int64_t count, int64_t groups, int64_t wo
     }
   }
 }
+
+/* Scales, steps or zeros of `count` outputs, [count, n] numbers of `size` bytes: into panels of `panel` bytes each, from
+ * `panels` on. Number g goes g / per blocks of `block` bytes and g % per groups of `group` bytes further. Floats lie by
+ * their outputs; of bytes, 4 i + v is that of output v width / 4 + i. */
+void pilotfish_numbers(const char *numbers, int64_t count, int64_t n, int64_t size, int64_t width, int64_t per,
+                       int64_t block, int64_t group, char *panels, int64_t panel) {
+  for (int64_t row = 0; row < count; row++) {
+    int64_t w = row % width, place = size > 1 ? w * size : w % (width / 4) * 4 + w / (width / 4);
+    char *to = panels + row / width * panel + place;
+    const char *from = numbers + row * n * size;
+    for (int64_t g = 0; g < n; g++, from += size) {
+      char *at = to + g / per * block + g % per * group;
+      if (size == 1) *at = *from;
+      else if (size == 2) memcpy(at, from, 2);
+      else memcpy(at, from, 4);
+    }
+  }
+}

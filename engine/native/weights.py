@@ -104,6 +104,9 @@ def spread(matrix: Tensor, work: Callable[[int, int], None], multiple: int = 1) 
     rows, size = len(matrix), max(1, matrix.shape[1] * matrix.element_size())
     step = max(1, _SLICE // size // multiple) * multiple
     firsts = range(0, rows, step)
+    if len(firsts) == 1:  # a thread takes longer to start than most slices
+        work(0, rows)
+        return
     with ThreadPoolExecutor(min(most_threads(), len(firsts) or 1)) as threads:
         for _ in threads.map(lambda first: work(first, min(rows, first + step)), firsts):
             pass

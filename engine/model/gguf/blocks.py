@@ -18,6 +18,7 @@ from engine.errors import ModelError
 from engine.model.gguf.container import StoredTensor
 from engine.model.gguf.kinds import BlockKind
 from engine.model.linear.grouped import GroupedCodes
+from engine.native.blocks import split_blocks, splits
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FIELDS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, each a row for each output
@@ -63,6 +64,11 @@ def _plain(kind: BlockKind, rows: Tensor) -> Tensor:
 
 def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
     """Rows of blocks, each uint8 `[out, bytes]` -> the matrix of all rows as codes; for types that have a size."""
+    if splits(kind.name):
+        one = _of_zeros(kind)
+        blocks = [raw.unflatten(-1, (-1, kind.size)) for raw in raws]
+        split: Any = split_blocks(kind.name, blocks, [getattr(one, name) for name in _FIELDS])
+        return replace(one, **dict(zip(_FIELDS, split, strict=True)))
     chunks = (chunk for raw in raws for chunk in raw.split(_CHUNK))
     parts = [_SPLITS[kind.name](chunk.unflatten(-1, (-1, kind.size))) for chunk in chunks]
     fields = {name: [getattr(part, name) for part in parts] for name in _FIELDS}
@@ -70,12 +76,15 @@ def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
     return replace(parts[0], **joined)
 
 
-@lru_cache
 def size_of_codes(kind: BlockKind) -> int | None:
     """Bytes of the codes, scales and offsets of a block, as our kernels hold them; None without such a form."""
-    if kind.name not in _SPLITS:
-        return None
-    return _SPLITS[kind.name](torch.zeros(1, 1, kind.size, dtype=torch.uint8)).nbytes
+    return _of_zeros(kind).nbytes if kind.name in _SPLITS else None
+
+
+@lru_cache
+def _of_zeros(kind: BlockKind) -> GroupedCodes:
+    """The codes of one block, all of whose bytes are 0: what is in a block of this type, and in which types."""
+    return _SPLITS[kind.name](torch.zeros(1, 1, kind.size, dtype=torch.uint8))
 
 
 def _halves(blocks: Tensor, *places: int) -> list[Tensor]:

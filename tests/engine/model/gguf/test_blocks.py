@@ -14,6 +14,7 @@ from engine.errors import ModelError
 from engine.model.gguf.blocks import codes_of, dequantised, float_type, size_of_codes
 from engine.model.gguf.kinds import KINDS
 from engine.model.linear.grouped import GroupedLinear
+from engine.native.blocks import splits
 
 ROWS, BLOCKS = 5, 3
 STEPS = {
@@ -62,6 +63,19 @@ def test_codes_are_the_same_numbers(number: int) -> None:
     codes = codes_of(kind, torch.from_numpy(raw))
     assert same_bits(GroupedLinear(codes).dequantised(), gguf.quants.dequantize(raw, Type(number)))
     assert codes.nbytes == size_of_codes(kind) * ROWS * BLOCKS
+
+
+@pytest.mark.parametrize("number", [number for number in WITH_CODES if splits(KINDS[number].name)])
+def test_c_and_torch_split_blocks_alike(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, kind = torch.from_numpy(drawn(number)), KINDS[number]
+    found = codes_of(kind, raw, raw.flip(0).repeat(3000, 1))
+    monkeypatch.setattr("engine.model.gguf.blocks.splits", lambda _: False)
+    wanted = codes_of(kind, raw, raw.flip(0).repeat(3000, 1))
+    assert found.bits == wanted.bits
+    for name in ("codes", "scale", "offset", "steps", "zeros"):
+        ours, torchs = getattr(found, name), getattr(wanted, name)
+        assert (ours is None) == (torchs is None)
+        assert ours is None or (ours.dtype == torchs.dtype and torch.equal(ours, torchs))
 
 
 @pytest.mark.parametrize("number", [number for number, kind in KINDS.items() if kind.is_float])
