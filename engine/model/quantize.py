@@ -282,7 +282,7 @@ def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
         if isinstance(module, GroupedLinear) or (is_table and module.codes.codes is not head.codes.codes):
             codes = module.codes
             fields = {name: getattr(codes, name) for name in SCALES}
-            tensors[f"{path}.{CODES}"] = codes.codes
+            tensors[f"{path}.{CODES}"] = codes.codes[:]
             tensors |= {f"{path}.weight_{name}": x for name, x in fields.items() if x is not None}
             if codes.bias is not None:
                 tensors[f"{path}.bias"] = codes.bias

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.native.blocks import StoredCodes
 from engine.native.compiled import function
 from engine.native.weights import empty, placed, spread
 
@@ -57,7 +58,9 @@ class GroupScales:
         return Groups(inputs // self.groups, block, _KINDS[self.scale.dtype], *has)
 
 
-def panels_of_groups(parts: Seq[Tensor], bits: int, scales: GroupScales, width: int, codes_from: int) -> Tensor:
+def panels_of_groups(
+    parts: Seq[Tensor | StoredCodes], bits: int, scales: GroupScales, width: int, codes_from: int
+) -> Tensor:
     """Pack codes, stacked along the outputs, and their scales -> uint8 `[out / width rounded up, bytes of a panel]`.
 
     Codes of 4 bits are uint8 `[out, in / 2]`, two in a byte, the first input low; of 5 and 6 bits uint8 `[out, in]`; of
@@ -76,13 +79,13 @@ def panels_of_groups(parts: Seq[Tensor], bits: int, scales: GroupScales, width: 
     _put(in_groups, panels, width, block_head, groups // blocks, block, each)
     call = function("codes", _CODES)
     for start, part in placed(parts):
-        dense = part.contiguous()
 
-        def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
+        def work(first: int, last: int, start: int = start, part: Tensor | StoredCodes = part) -> None:
+            dense = part[first:last].contiguous()
             where = codes_from, width, start + first, groups // blocks, block_head, group_head, panels.data_ptr()
-            call(dense[first:].data_ptr(), last - first, groups, words, bits, *where)
+            call(dense.data_ptr(), last - first, groups, words, bits, *where)
 
-        spread(dense, work, width)
+        spread(part, work, width)
     return panels
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
+from engine.native.blocks import StoredCodes
 from engine.native.compiled import library
 from engine.native.groups import Groups, GroupScales, panels_of_groups
 from engine.native.weights import panels_of
@@ -91,7 +92,7 @@ class PackedMatrix:
     @classmethod
     def of_groups(
         cls,
-        codes: Tensor | Seq[Tensor],
+        codes: Tensor | Seq[Tensor | StoredCodes],
         bits: int,
         scales: GroupScales,
         bias: Tensor | None,
@@ -102,7 +103,7 @@ class PackedMatrix:
         Codes are uint8 `[out, in / 2]`, two in a byte, the first low, in 4 bits; uint8 `[out, in]` in 5 and 6 bits;
         int8 `[out, in]` in 8 bits. Input j of the codes is `order[j]` of a row, int64 `[in]`, if there is an order.
         """
-        parts = _parts(codes)
+        parts = [codes] if isinstance(codes, Tensor) else codes
         inputs = parts[0].shape[1] * (2 if bits == 4 else 1)
         panels = panels_of_groups(parts, bits, scales, panel(), codes_from())
         made = cls(parts[0].dtype, (len(scales.scale), inputs), bits, panels, bias)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,19 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "round_asymmetric": (_PTR, _INT, _I64, _I64, _I64, _I64, _I64, *[_PTR] * 5),
     "panels": (_PTR, _I64, _I64, _I64, _I64, _PTR),
 }
+
+
+class Sliced(Protocol):
+    """A tensor, or what takes the place of one and makes slices of its rows."""
+
+    def __len__(self) -> int: ...
+    @property
+    def shape(self) -> Seq[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+AnySliced = TypeVar("AnySliced", bound=Sliced)
 
 
 def _function(name: str) -> Callable[..., None]:
@@ -87,7 +101,7 @@ def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
     return panels
 
 
-def placed(parts: Seq[Tensor]) -> Iterator[tuple[int, Tensor]]:
+def placed(parts: Seq[AnySliced]) -> Iterator[tuple[int, AnySliced]]:
     """Pairs of (first output, part)."""
     return zip(accumulate(map(len, parts), initial=0), parts, strict=False)
 
@@ -99,9 +113,9 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def spread(matrix: Tensor, work: Callable[[int, int], None], multiple: int = 1) -> None:
+def spread(matrix: Sliced, work: Callable[[int, int], None], multiple: int = 1) -> None:
     """Run `work(first, last)` for slices of the rows of `matrix`, each but the last a `multiple` of rows."""
-    rows, size = len(matrix), max(1, matrix.shape[1] * matrix.element_size())
+    rows, size = len(matrix), max(1, matrix.shape[1] * matrix.dtype.itemsize)
     step = max(1, _SLICE // size // multiple) * multiple
     firsts = range(0, rows, step)
     if len(firsts) == 1:  # a thread takes longer to start than most slices

@@ -18,7 +18,7 @@ from engine.errors import ModelError
 from engine.model.gguf.container import StoredTensor
 from engine.model.gguf.kinds import BlockKind
 from engine.model.linear.grouped import GroupedCodes
-from engine.native.blocks import split_blocks, splits
+from engine.native.blocks import StoredCodes, splits
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FIELDS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, each a row for each output
@@ -65,15 +65,16 @@ def _plain(kind: BlockKind, rows: Tensor) -> Tensor:
 def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
     """Rows of blocks, each uint8 `[out, bytes]` -> the matrix of all rows as codes; for types that have a size."""
     if splits(kind.name):
-        one = _of_zeros(kind)
-        blocks = [raw.unflatten(-1, (-1, kind.size)) for raw in raws]
-        split: Any = split_blocks(kind.name, blocks, [getattr(one, name) for name in _FIELDS])
-        return replace(one, **dict(zip(_FIELDS, split, strict=True)))
+        one, blocks = _of_zeros(kind), raws[0] if len(raws) == 1 else torch.cat(raws)
+        parts = [getattr(one, name) for name in _FIELDS]
+        codes = StoredCodes(kind.name, blocks.unflatten(-1, (-1, kind.size)), parts)
+        split: dict[str, Any] = dict(zip(_FIELDS, (codes, *codes.scales()), strict=True))
+        return replace(one, **split)
     chunks = (chunk for raw in raws for chunk in raw.split(_CHUNK))
-    parts = [_SPLITS[kind.name](chunk.unflatten(-1, (-1, kind.size))) for chunk in chunks]
-    fields = {name: [getattr(part, name) for part in parts] for name in _FIELDS}
+    made = [_SPLITS[kind.name](chunk.unflatten(-1, (-1, kind.size))) for chunk in chunks]
+    fields = {name: [getattr(part, name) for part in made] for name in _FIELDS}
     joined: dict[str, Any] = {name: torch.cat(found) for name, found in fields.items() if found[0] is not None}
-    return replace(parts[0], **joined)
+    return replace(made[0], **joined)
 
 
 def size_of_codes(kind: BlockKind) -> int | None:

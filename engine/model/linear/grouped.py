@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from engine.machine.mapped import release_mapped
 from engine.model.linear.rows import round_rows
 from engine.native import ALIGNED, GroupScales, PackedMatrix, multiplies, rows_for
+from engine.native.blocks import StoredCodes
 
 _CHUNK = 512  # rows of a matrix that are converted to float at once
 _TYPES = {4: torch.uint8, 5: torch.uint8, 6: torch.uint8, 8: torch.int8}  # of codes, by their bits
@@ -38,7 +39,7 @@ class GroupedCodes:
     Attributes:
         codes: 4 bits: uint8 `[out, in / 2]`, two codes of 0 to 15 in a byte, the first input low; 5 and 6 bits: uint8
             `[out, in]`, codes of 0 to 31 or 63, which take no more than their bits once they are packed; 8 bits: int8
-            `[out, in]`.
+            `[out, in]`. In the blocks of a file where our C splits them.
         bits: 4, 5, 6 or 8.
         scale: float16, bfloat16 or float32 `[out, blocks]`.
         offset: float16, bfloat16 or float32 `[out, blocks]`; without it and `zeros` the middle code means 0: 8, 16 or
@@ -49,7 +50,7 @@ class GroupedCodes:
         zeros: of the type of the codes, `[out, groups]`, or None.
     """
 
-    codes: Tensor
+    codes: Tensor | StoredCodes
     bits: int
     scale: Tensor
     offset: Tensor | None
@@ -105,17 +106,25 @@ class GroupedCodes:
     def levels(self) -> Tensor:
         """The codes as float32 `[out, in]`, less the code that means 0."""
         if self.bits == 8:
-            return self.codes.float()
-        plain = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(1) if self.bits == 4 else self.codes
+            return self.codes[:].float()
+        codes = self.codes[:]
+        plain = torch.stack([codes & 15, codes >> 4], -1).flatten(1) if self.bits == 4 else codes
         return plain.float() - (1 << self.bits - 1 if self.offset is None and self.zeros is None else 0)
 
     def rows(self, which: slice | Tensor) -> GroupedCodes:
         """Some of the outputs, in any order."""
+        parts = (self.scale, self.offset, self.bias, self.steps, self.zeros)
+        # `index_select` copies a row at a time, `x[which]` a number.
         scale, offset, bias, steps, zeros = (
-            None if x is None else x[which] for x in (self.scale, self.offset, self.bias, self.steps, self.zeros)
+            x if x is None else x[which] if isinstance(which, slice) else x.index_select(0, which) for x in parts
         )
         assert scale is not None
-        return GroupedCodes(self.codes[which], self.bits, scale, offset, self.order, bias, steps, zeros)
+        codes = self.codes
+        if isinstance(which, slice):
+            codes = codes[which]
+        else:
+            codes = codes.index_select(0, which) if isinstance(codes, Tensor) else codes.rows(which)
+        return GroupedCodes(codes, self.bits, scale, offset, self.order, bias, steps, zeros)
 
     def dequantised(self) -> Tensor:
         """The weights as float32 `[out, in]`, inputs in the order of the rows."""
@@ -233,14 +242,14 @@ class GroupedLinear(nn.Module):
         """Convert the codes once to the form that is multiplied, and release the plain codes."""
         return self._keep_packed([self.codes.codes]) if self.packed is None else self.packed
 
-    def _keep_packed(self, parts: Seq[Tensor]) -> Packed:
+    def _keep_packed(self, parts: Seq[Tensor | StoredCodes]) -> Packed:
         codes, self._codes = self.codes, None
         if multiplies(codes.codes.dtype) and rows_for(torch.float32, self.in_features) is not None:
             self.packed = PackedMatrix.of_groups(parts, codes.bits, codes.scales, self.bias, codes.order)
         else:
-            self.packed = PortableGrouped(replace(codes, codes=torch.cat([*parts])))
+            self.packed = PortableGrouped(replace(codes, codes=torch.cat([part[:] for part in parts])))
         for part in parts:
-            release_mapped(part)
+            release_mapped(part if isinstance(part, Tensor) else part.blocks)
         return self.packed
 
     def forward(self, x: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ class BlockCodes:
         """See `Codes`."""
         raws, order = self._raws(), self.weight.order
         codes = codes_of(self.tensors[0].kind, *raws)
-        _release(raws)
+        if len(raws) > 1:  # one is released when it is packed
+            _release(raws)
         try:
             return GroupedLinear(
                 replace(codes if order is None else codes.rows(order(self.shape[0])), bias=bias), dtype
