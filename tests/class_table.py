@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.model.decoder.decoder import is_of_table
+from engine.model.decoder.architecture import architecture_of
 from engine.model.one_by_one import OneByOneRunner
 from engine.model.runner import ModelRunner
 from engine.model.text_part import text_part
@@ -102,7 +102,7 @@ def way_of(engine: Engine) -> str:
     if isinstance(target, OneByOneRunner):
         return WHOLE if target._keeps_tokens else ALONE
     assert isinstance(target, ModelRunner)
-    return DECODER if is_of_table(target.model) else RAGGED
+    return RAGGED if architecture_of(target.model) is None else DECODER
 
 
 def _in_short(reason: str, folder: str) -> str:

@@ -159,16 +159,17 @@ class Facts:
         if runs_in.architecture is None:
             described = checkpoint.read_config(name, revision, of_transformers=True)
             weighed = Weighed.module(name, revision, described, held, on_cuda=device.type == "cuda")
+            layout = kv_layout(described, held.dtype, compressed=shares == 1 and weighed.has_latents)
         else:
+            layout = KVLayout(runs_in.architecture.kv, held.dtype)
             weighed = Weighed.decoder(name, revision, described, runs_in.architecture, held)
         with checkpoint.told_as_model_error(name):
             generation = checkpoint.read_end_tokens(name, revision)
             ends = checkpoint.end_tokens_of(described, generation)
             has_chat_template = checkpoint.has_chat_template(name, revision)
-        compressed = shares == 1 and weighed.has_latents
         return cls(
             config=described,
-            layout=kv_layout(described, held.dtype, compressed=compressed).stored_as(config.kv_cache_dtype),
+            layout=layout.stored_as(config.kv_cache_dtype),
             held=held,
             runs_in=runs_in,
             weighed=weighed,
