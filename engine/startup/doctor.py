@@ -16,11 +16,11 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.choices import HEADS, Rounded, Weights
+from engine.choices import HEADS, Weights
 from engine.config import EngineConfig
 from engine.errors import PilotfishError, one_line
 from engine.kv.arena import KVLayout
@@ -104,7 +104,14 @@ class Weighed:
 
     @classmethod
     def decoder(
-        cls, name: str, revision: str | None, config: PreTrainedConfig, made_of: Architecture, held: HeldPrecision
+        cls,
+        name: str,
+        revision: str | None,
+        config: PreTrainedConfig,
+        made_of: Architecture,
+        held: HeldPrecision,
+        *,
+        on_cuda: bool,
     ) -> Weighed:
         """The decoder that is built from a checkpoint; of codes the headers of its files are read."""
         codes: dict[str, Codes] = {}
@@ -114,8 +121,8 @@ class Weighed:
             check_shapes(name, made_of, weights)
             codes = {key: found for key, found in weights.items() if not isinstance(found, torch.Tensor)}
             codes = {key: found for key, found in codes.items() if held.keeps_codes and found.num_bytes() is not None}
-        rounded = None if held.weights == "native" else cast("Rounded", held.weights)
-        return cls(made_of.vocab_size, memory.num_bytes(made_of, held.dtype, rounded, codes))
+        size = memory.num_bytes(made_of, held.dtype, held.weights, codes, on_cuda=on_cuda)
+        return cls(made_of.vocab_size, size)
 
     @classmethod
     def module(
@@ -155,14 +162,15 @@ class Facts:
         described, device = checkpoint.read_config(name, revision), pick_device(config.device)
         held = held_as(config, name, revision, asked, device, described=described)
         checkpoint.check_weights(name)
+        on_cuda = device.type == "cuda"
         runs_in = Implementation.of(config, described, device, shares)
         if runs_in.architecture is None:
             described = checkpoint.read_config(name, revision, of_transformers=True)
-            weighed = Weighed.module(name, revision, described, held, on_cuda=device.type == "cuda")
+            weighed = Weighed.module(name, revision, described, held, on_cuda=on_cuda)
             layout = kv_layout(described, held.dtype, compressed=shares == 1 and weighed.has_latents)
         else:
             layout = KVLayout(runs_in.architecture.kv, held.dtype)
-            weighed = Weighed.decoder(name, revision, described, runs_in.architecture, held)
+            weighed = Weighed.decoder(name, revision, described, runs_in.architecture, held, on_cuda=on_cuda)
         with checkpoint.told_as_model_error(name):
             generation = checkpoint.read_end_tokens(name, revision)
             ends = checkpoint.end_tokens_of(described, generation)
@@ -173,7 +181,7 @@ class Facts:
             held=held,
             runs_in=runs_in,
             weighed=weighed,
-            kernel="torch's" if held.weights == "fp8" else "our Triton" if device.type == "cuda" else kernel_name(),
+            kernel="torch's" if held.weights == "fp8" else "our Triton" if on_cuda else kernel_name(),
             codec=Codec.load(name, revision),
             vocabulary=read_vocabulary(name, revision, weighed.width, described, ends),
             end_tokens=ends,

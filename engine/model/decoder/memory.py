@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from engine.choices import Rounded
+from engine.choices import Rounded, Weights
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.weights import HEAD, TABLE
+from engine.model.linear import fp8, w4
 from engine.model.linear.rounding import bits_of, rounded_bytes
 
 if TYPE_CHECKING:
@@ -18,17 +19,25 @@ if TYPE_CHECKING:
 
 
 def num_bytes(
-    architecture: Architecture, dtype: torch.dtype, rounded: Rounded | None, codes: Mapping[str, Codes]
+    architecture: Architecture,
+    dtype: torch.dtype,
+    weights: Weights,
+    codes: Mapping[str, Codes],
+    *,
+    on_cuda: bool = False,
 ) -> int:
     """Bytes of all weights.
 
     Args:
         architecture: of the decoder.
         dtype: of what is neither rounded nor codes.
-        rounded: how matrices of floats are rounded; None where they stay floats.
+        weights: how matrices of floats are held.
         codes: the weights that keep the codes of the checkpoint, by their names in a float checkpoint.
+        on_cuda: where they are held; else on a CPU.
     """
     shapes = architecture.shapes()
+    rounded = None if on_cuda or weights in ("native", "fp8") else cast("Rounded", weights)
+    swapped = fp8 if weights == "fp8" else w4 if on_cuda and weights == "int4" else None
     if architecture.is_tied and rounded is not None and not codes.keys() & {TABLE, HEAD}:
         shapes[HEAD] = shapes[TABLE]  # its panels; the table keeps the codes
     is_tied = architecture.is_tied
@@ -37,7 +46,11 @@ def num_bytes(
         kept = codes.get(name) or (codes.get(HEAD) if is_tied and name == TABLE else None)
         if kept is not None:
             return kept.num_bytes() or 0
-        if rounded is None or len(shape) == 1:
+        is_matrix = len(shape) > 1 and "norm" not in name  # some norms have a row for each head
+        if is_matrix and swapped is not None and name not in (HEAD, TABLE) and swapped.fits(*shape[::-1]):
+            taken: int = swapped.num_bytes(*shape[::-1])
+            return taken
+        if not is_matrix or rounded is None:
             return math.prod(shape) * dtype.itemsize
         weight, place = torch.empty(shape, device="meta"), "" if name == TABLE else name.removesuffix(".weight")
         is_head = name == HEAD or (is_tied and name == TABLE)
