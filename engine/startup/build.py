@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engine import attention
-from engine.choices import Rounded, Weights
+from engine.choices import Weights
 from engine.control.adaptive import AdaptiveK
 from engine.control.controller import DelayedFeedback
 from engine.control.prefill_budget import PrefillBudget
