@@ -14,7 +14,7 @@ from engine.kernels import reference as reference_ops
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families import architecture_for
 from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.weights import WeightReader
+from engine.model.decoder.weights import WeightReader, renamed
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.linear.packed import pack
@@ -249,7 +249,7 @@ def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> Decoder
     """The same model as a server on a CPU runs it: in our C, where that multiplies here."""
     architecture = architecture_for(model.config)
     if architecture is not None:
-        read = WeightReader(model.state_dict(), model.dtype, weights)
+        read = WeightReader(renamed(model.state_dict(), architecture.names), model.dtype, weights)
         return DecoderModel(architecture, copy.deepcopy(model.config), read).eval()
     if weights is not None:
         quantise(model, weights)
@@ -261,7 +261,7 @@ def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> Decoder
 def on_kernels(model: PreTrainedModel, ops: LayerOps | None = None) -> DecoderModel | PreTrainedModel:
     """A copy as a server on a GPU runs it; `ops`: what stands for our kernels, default plain torch."""
     ops, architecture = ops or LayerOps.of(reference_ops), architecture_for(model.config)
-    if architecture is None:
+    if architecture is None or architecture.is_for_cpus:
         twin = copy.deepcopy(model)
         fuse_for_cuda(twin, ops)
         return twin

@@ -32,6 +32,20 @@ class LayerPart(Protocol):
         ...
 
 
+class Mixer(LayerPart, Protocol):
+    """A mixer of a layer."""
+
+    @property
+    def kv(self) -> LayerKV | None:
+        """What the layer keeps of a position."""
+        ...
+
+    @property
+    def rotary(self) -> RotaryTable:
+        """Its rotary positions."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class NormForm:
     """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), or LayerNorm (Ba et al. 2016, arXiv 1607.06450).
@@ -237,8 +251,8 @@ class Layer:
         names: of the mixer and of the feed-forward.
     """
 
-    mixer: AttentionLayer
-    feed: GatedFeed | PlainFeed | None
+    mixer: Mixer
+    feed: LayerPart | None
     norms: Norms = TWO_NORMS
     parallel: bool = False
     scale: float = 1.0
@@ -247,8 +261,8 @@ class Layer:
     @property
     def parts(self) -> tuple[tuple[str, LayerPart], ...]:
         """Mixer and feed-forward, by name."""
-        both = zip(self.names, (self.mixer, self.feed), strict=True)
-        return tuple((name, part) for name, part in both if part is not None)
+        mixer, feed = self.names
+        return ((mixer, self.mixer), *([] if self.feed is None else [(feed, self.feed)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +298,17 @@ class Architecture:
         """Whether our C multiplies all matrices: rows are whole vectors."""
         rows = {self.width}.union(*(part.row_sizes() for layer in self.layers for _, part in layer.parts))
         return not any(size % ALIGNED for size in rows)
+
+    @property
+    def is_for_cpus(self) -> bool:
+        """Whether it has parts for which there are no kernels of GPUs here."""
+        known = AttentionLayer, GatedFeed, PlainFeed
+        return not all(isinstance(part, known) for layer in self.layers for _, part in layer.parts)
+
+    @property
+    def attention(self) -> AttentionLayer:
+        """That of the first layer that is one."""
+        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionLayer))
 
     @property
     def kv(self) -> tuple[LayerKV | None, ...]:

@@ -19,7 +19,9 @@ from engine.attention.registry import Ragged
 from engine.machine.threads import most_threads
 from engine.model.decoder.architecture import Architecture, AttentionLayer, GatedFeed, PlainFeed
 from engine.model.decoder.attention import GroupedAttention
+from engine.model.decoder.experts import Experts, MixtureMLP
 from engine.model.decoder.feed_forward import GatedMLP, PlainMLP
+from engine.model.decoder.latent import LatentAttention, LatentLayer
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.rotary import Rotation
@@ -59,7 +61,7 @@ class DecoderModel(nn.Module):
     def use(self, ops: LayerOps) -> None:
         """Run these operations between matmuls, which a GPU has in place of our C."""
         feeds = [layer.feed.inner for layer in self.architecture.layers if isinstance(layer.feed, GatedFeed)]
-        heads = [layer.mixer.head_dim for layer in self.architecture.layers]
+        heads = [layer.mixer.head_dim for layer in self.architecture.layers if isinstance(layer.mixer, AttentionLayer)]
         sizes = self.architecture.width, max(feeds, default=16), max(heads)
         rounded = [module for module in self.modules() if isinstance(module, Fp8Linear)]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -197,8 +199,8 @@ class DecoderLayer(nn.Module):
 
 
 # By what they are described by.
-_MIXERS: dict[type, Callable[..., nn.Module]] = {AttentionLayer: GroupedAttention}
-_FEEDS: dict[type, Callable[..., nn.Module]] = {GatedFeed: GatedMLP, PlainFeed: PlainMLP}
+_MIXERS: dict[type, Callable[..., nn.Module]] = {AttentionLayer: GroupedAttention, LatentLayer: LatentAttention}
+_FEEDS: dict[type, Callable[..., nn.Module]] = {GatedFeed: GatedMLP, PlainFeed: PlainMLP, Experts: MixtureMLP}
 
 
 def _through(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +16,27 @@ from engine.model.decoder.architecture import (
     FOUR_NORMS,
     NORMS_AFTER,
     Architecture,
-    AttentionLayer,
-    GatedFeed,
     HeadNorm,
-    Layer,
     NormForm,
-    PlainFeed,
     QueryGrowth,
 )
-from engine.model.decoder.feed_forward import ACTIVATIONS
+from engine.model.decoder.builders import (
+    FULL,
+    after_rotation,
+    decoder,
+    gated,
+    granite_factors,
+    grouped,
+    of_kinds,
+    plain,
+    with_attention,
+    with_windows,
+)
+from engine.model.decoder.mixtures import MIXTURES
 from engine.model.decoder.rotary import RotaryTable
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def architecture_for(config: PreTrainedConfig) -> Architecture | None:
@@ -40,72 +46,6 @@ def architecture_for(config: PreTrainedConfig) -> Architecture | None:
         return None if family is None else family(config)
     except ModelError:  # of rotary positions: transformers may have their scaling
         return None
-
-
-def grouped(config: Any, *, bias: bool | None = None, **more: Any) -> AttentionLayer | None:
-    """The attention of most families; `bias`: of all four matrices, default as the config says in Llama's words."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if heads % kv_heads or head_dim % 2:
-        return None
-    has_bias = bool(getattr(config, "attention_bias", False)) if bias is None else bias
-    fields: dict[str, Any] = {"spec": AttentionSpec(head_dim**-0.5), "qkv_bias": has_bias, "out_bias": has_bias}
-    fields["rotary"] = more.pop("rotary", None) or rotary_of(config, head_dim)
-    return AttentionLayer(heads, kv_heads, head_dim, **fields | more)
-
-
-def rotary_of(config: Any, head_dim: int) -> RotaryTable:
-    """The rotary positions of all layers; none where each kind of layers has its own."""
-    rope = config.rope_parameters
-    if "rope_type" not in rope:
-        return RotaryTable.none(head_dim)
-    return RotaryTable.of({"max_position_embeddings": config.max_position_embeddings} | dict(rope), head_dim)
-
-
-def gated(config: Any, **more: Any) -> GatedFeed | None:
-    """The gated feed-forward of most families."""
-    activation = getattr(config, "hidden_activation", None) or config.hidden_act
-    if activation not in ACTIVATIONS:
-        return None
-    bias = bool(getattr(config, "mlp_bias", False))
-    return GatedFeed(config.intermediate_size, activation, **{"bias": bias} | more)
-
-
-def decoder(
-    config: Any, mixer: AttentionLayer | None, feed: GatedFeed | PlainFeed | None, layer: Any = None, **more: Any
-) -> Architecture | None:
-    """A model whose layers are all alike; `layer`: further fields of a layer."""
-    if mixer is None or feed is None:
-        return None
-    norm = more.pop("norm", None) or NormForm(config.rms_norm_eps)
-    layers = (Layer(mixer, feed, **(layer or {})),) * config.num_hidden_layers
-    return Architecture(
-        layers, config.vocab_size, config.hidden_size, norm, is_tied=bool(config.tie_word_embeddings), **more
-    )
-
-
-def with_attention(made: Architecture, fields: Iterable[dict[str, Any]]) -> Architecture:
-    """With other fields of each layer's attention; `window` is one of its spec."""
-    layers = []
-    for layer, changed in zip(made.layers, fields, strict=True):
-        spec = replace(layer.mixer.spec, window=changed.pop("window", layer.mixer.spec.window))
-        layers.append(replace(layer, mixer=replace(layer.mixer, spec=spec, **changed)))
-    return replace(made, layers=tuple(layers))
-
-
-def with_windows(config: Any, made: Architecture | None) -> Architecture | None:
-    """With the window in the layers that `layer_types` names; in all where the config has a window and no such list."""
-    kinds = None if made is None else kinds_of(config, len(made.layers))
-    if made is None or kinds is None:
-        return None
-    return with_attention(made, ({"window": config.sliding_window if kind == SLIDING else None} for kind in kinds))
-
-
-def kinds_of(config: Any, depth: int) -> list[str] | None:
-    """The kind of each layer; None where there are others than these two."""
-    kinds = getattr(config, "layer_types", None)
-    kinds = kinds or [FULL if config.sliding_window is None else SLIDING] * depth
-    return kinds if len(kinds) == depth and set(kinds) <= {FULL, SLIDING} else None
 
 
 def _llama(config: Any) -> Architecture | None:
@@ -154,7 +94,7 @@ def _smollm3(config: Any) -> Architecture | None:
     made = decoder(config, grouped(config), gated(config))
     if made is None:
         return None
-    still = RotaryTable.none(made.layers[0].mixer.head_dim)
+    still = RotaryTable.none(made.attention.head_dim)
     made = with_attention(made, [{} if turns else {"rotary": still} for turns in config.no_rope_layers])
     return with_windows(config, made) if config.use_sliding_window else made
 
@@ -166,11 +106,8 @@ def _phi3(config: Any) -> Architecture | None:
 
 
 def _granite(config: Any) -> Architecture | None:
-    mixer = grouped(config, spec=AttentionSpec(config.attention_multiplier))
-    scale = None if config.embedding_multiplier == 1 else float(config.embedding_multiplier)
-    logits = None if config.logits_scaling == 1 else 1 / config.logits_scaling
-    layer = {"scale": float(config.residual_multiplier)}
-    return decoder(config, mixer, gated(config), layer, embedding_scale=scale, logit_scale=logits)
+    mixer, (layer, more) = grouped(config, spec=AttentionSpec(config.attention_multiplier)), granite_factors(config)
+    return decoder(config, mixer, gated(config), layer, **more)
 
 
 def _olmo2(config: Any) -> Architecture | None:
@@ -179,7 +116,7 @@ def _olmo2(config: Any) -> Architecture | None:
 
 
 def _olmo3(config: Any) -> Architecture | None:
-    return _of_kinds(config, with_windows(config, _olmo2(config)))
+    return of_kinds(config, with_windows(config, _olmo2(config)))
 
 
 def _exaone4(config: Any) -> Architecture | None:
@@ -188,7 +125,7 @@ def _exaone4(config: Any) -> Architecture | None:
     made = with_windows(config, decoder(config, mixer, gated(config, bias=False), {"norms": NORMS_AFTER}))
     if made is None or config.sliding_window is None:
         return made
-    still = RotaryTable.none(made.layers[0].mixer.head_dim)
+    still = RotaryTable.none(made.attention.head_dim)
     return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
 
 
@@ -214,14 +151,7 @@ def _ernie(config: Any) -> Architecture | None:
 
 
 def _hunyuan(config: Any) -> Architecture | None:
-    """Norms of heads come after the rotation. An `alpha` changes the base of positions, once for all lengths."""
-    names = ("query_layernorm", "key_layernorm")
-    norm = HeadNorm(NormForm(config.rms_norm_eps), turned=True, names=names)
-    rope, dim = dict(config.rope_parameters), getattr(config, "head_dim", None)
-    if rope.get("rope_type") == "dynamic" and rope.get("alpha") and dim:
-        rope |= {"rope_type": "default", "rope_theta": rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))}
-        return decoder(config, grouped(config, norm=norm, rotary=RotaryTable.of(rope, dim)), gated(config, bias=False))
-    return decoder(config, grouped(config, norm=norm), gated(config, bias=False))
+    return decoder(config, after_rotation(config), gated(config, bias=False))
 
 
 def _cohere(config: Any) -> Architecture | None:
@@ -238,14 +168,14 @@ def _cohere2(config: Any) -> Architecture | None:
     made = with_windows(config, _cohere(config))
     if made is None:
         return None
-    still = RotaryTable.none(made.layers[0].mixer.head_dim)
+    still = RotaryTable.none(made.attention.head_dim)
     return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
 
 
 def _starcoder2(config: Any) -> Architecture | None:
     bias, norm = bool(config.use_bias), NormForm(config.norm_epsilon, centred=True, has_bias=True)
-    feed = PlainFeed(config.intermediate_size, config.hidden_act, bias, ("c_fc", "c_proj"))
-    made = decoder(config, grouped(config, bias=bias), feed if config.hidden_act in ACTIVATIONS else None, norm=norm)
+    feed = plain(config.intermediate_size, config.hidden_act, bias=bias, names=("c_fc", "c_proj"))
+    made = decoder(config, grouped(config, bias=bias), feed, norm=norm)
     return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
@@ -272,24 +202,15 @@ def _gemma2(config: Any) -> Architecture | None:
     if made is None:
         return None
     spec = AttentionSpec(config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping)
-    layers = tuple(replace(x, mixer=replace(x.mixer, spec=spec), norms=FOUR_NORMS) for x in made.layers)
+    made = with_attention(made, [{"spec": spec} for _ in made.layers])
+    layers = tuple(replace(layer, norms=FOUR_NORMS) for layer in made.layers)
     return with_windows(config, replace(made, layers=layers, softcap=config.final_logit_softcapping))
 
 
 def _gemma3(config: Any) -> Architecture | None:
     """Norms of heads, and rotary positions of their own in layers with a window."""
     made = _gemma2(config)
-    return made and _of_kinds(config, with_attention(made, [{"norm": HeadNorm(made.norm)} for _ in made.layers]))
-
-
-def _of_kinds(config: Any, made: Architecture | None) -> Architecture | None:
-    """With the rotary positions of each kind of layers."""
-    if made is None:
-        return None
-    dim, more = made.layers[0].mixer.head_dim, {"max_position_embeddings": config.max_position_embeddings}
-    kinds = config.layer_types
-    tables = {kind: RotaryTable.of(more | dict(config.rope_parameters[kind]), dim) for kind in set(kinds)}
-    return with_attention(made, [{"rotary": tables[kind]} for kind in kinds])
+    return made and of_kinds(config, with_attention(made, [{"norm": HeadNorm(made.norm)} for _ in made.layers]))
 
 
 _EXAONE = (
@@ -334,4 +255,4 @@ FAMILIES: dict[str, Callable[[Any], Architecture | None]] = {
     "smollm3": _smollm3,
     "stablelm": _stablelm,
     "starcoder2": _starcoder2,
-}
+} | MIXTURES

@@ -108,7 +108,9 @@ def norm_of_heads(
 ) -> nn.Module:
     """The norm of this name of queries or keys; `order` is that of a head's numbers (`AttentionLayer.order`)."""
     size = norm.size(heads, head_dim)
-    if norm.listed:
+    if not norm.form.has_weight:
+        weight = torch.ones(size)
+    elif norm.listed:
         weight = weights.vectors(f"{name}.norms.{{}}.weight", heads, head_dim)
     else:
         weight = weights.vector(f"{name}.weight", *size)

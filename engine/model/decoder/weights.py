@@ -22,14 +22,16 @@ from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide
 from engine.model.linear.packed import PackedLinear
 from engine.model.linear.rounding import bits_of, round_weight
+from engine.model.published.stacked import StackedCodes
 from engine.native import PackedMatrix, multiplies, rows_for
 
 if TYPE_CHECKING:
-    from engine.model.decoder.architecture import Architecture
+    from engine.model.decoder.architecture import Architecture, Shapes
     from engine.model.published.base import Codes
 
 CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
 class Embedding(nn.Embedding):
@@ -82,6 +84,11 @@ class WeightReader:
         vector = found if isinstance(found, Tensor) else found.dequantised()
         return vector.view(size).to(self.device, self.dtype)
 
+    def floats(self, name: str) -> Tensor:
+        """A weight in float32."""
+        found = self.weights[self.path + name]
+        return (found if isinstance(found, Tensor) else found.dequantised()).float()
+
     def vectors(self, name: str, count: int, size: int) -> Tensor:
         """Vectors that are stored one by one; `name` has their number: `[count, size]`."""
         return torch.stack([self.vector(name.format(number), size) for number in range(count)])
@@ -93,9 +100,33 @@ class WeightReader:
 
         `orders`: by name, which output in the checkpoint each output is to be.
         """
-        orders, names = orders or {}, [*outputs]
+        names = [*outputs]
         weights = [self.weights[f"{self.path}{name}.weight"] for name in names]
         biases = [self._bias(f"{self.path}{name}") if has_bias else None for name in names]
+        return self._joined(names, weights, biases, orders or {})
+
+    def experts(
+        self, stack: str, parts: Seq[str], count: int, inputs: int, *, has_bias: bool, transposed: bool
+    ) -> list[nn.Module]:
+        """A matmul for each of `count` experts: of the matrices of a stack, or of each expert's own `parts`.
+
+        `transposed`: matrices of a stack of floats are `[inputs, outputs]`.
+        """
+        found = self.weights.get(self.path + stack)
+        if found is None:
+            return [self.below(f"{expert}.").matrix(parts, inputs, has_bias=has_bias) for expert in range(count)]
+        biases: Seq[Tensor | None] = self.floats(f"{stack}_bias").unbind() if has_bias else [None] * count
+        matrices: Seq[Tensor | Codes]
+        if isinstance(found, StackedCodes):
+            matrices = found.matrices
+        else:
+            floats = found if isinstance(found, Tensor) else found.dequantised()
+            matrices = (floats.transpose(1, 2) if transposed else floats).unbind()
+        return [self._joined([stack], [one], [bias], {}) for one, bias in zip(matrices, biases, strict=True)]
+
+    def _joined(
+        self, names: Seq[str], weights: list[Tensor | Codes], biases: list[Tensor | None], orders: Mapping[str, Tensor]
+    ) -> nn.Module:
         if self.rounded is not None or all(map(self._keeps, weights)):
             made = [
                 self._codes(self.path + name, weight, bias)
@@ -220,10 +251,31 @@ def check(name: str, architecture: Architecture, weights: Mapping[str, Tensor | 
         wanted[HEAD] = wanted[TABLE]
         if TABLE not in weights:
             del wanted[TABLE]
-    missing = sorted(wanted.keys() - weights.keys())
+    held = {key: tuple(weight.shape) for key, weight in weights.items()}
+    held |= _stacks_of(held)
+    missing = sorted(wanted.keys() - held.keys())
     if missing:
         raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {missing[0]} among them")
     for key, shape in wanted.items():
-        if tuple(weights[key].shape) != shape:
-            has = list(weights[key].shape)
+        if held[key] != shape:
+            has = list(held[key])
             raise ModelError(f"model {name!r}: {key} is of shape {has}; its config says {list(shape)}")
+
+
+def _stacks_of(shapes: Shapes) -> Shapes:
+    """The shapes of stacks that matrices of experts would have, which a checkpoint has one by one."""
+    several: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
+    for key, shape in shapes.items():
+        found = _SINGLE.fullmatch(key)
+        if found is not None:
+            several.setdefault((found[1], found[3]), {})[int(found[2])] = shape
+    stacks: Shapes = {}
+    for (path, part), each in several.items():
+        if len(set(each.values())) == 1 and each.keys() == set(range(len(each))):
+            stacks[f"{path}.{part}"] = len(each), *each[0]
+    for gate in [key for key in stacks if key.endswith(".gate_proj")]:
+        up = gate.replace(".gate_proj", ".up_proj")
+        if stacks.get(up) == stacks[gate]:
+            count, outputs, inputs = stacks[gate]
+            stacks[up.replace(".up_proj", ".gate_up_proj")] = count, 2 * outputs, inputs
+    return stacks

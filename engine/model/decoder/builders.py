@@ -1,0 +1,125 @@
+"""Parts of an `Architecture` from what most families call the fields of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from engine.attention.spec import AttentionSpec
+from engine.model.decoder.architecture import (
+    Architecture,
+    AttentionLayer,
+    GatedFeed,
+    HeadNorm,
+    Layer,
+    LayerPart,
+    Mixer,
+    NormForm,
+    PlainFeed,
+)
+from engine.model.decoder.feed_forward import ACTIVATIONS
+from engine.model.decoder.rotary import RotaryTable
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def grouped(config: Any, *, bias: bool | None = None, **more: Any) -> AttentionLayer | None:
+    """The attention of most families; `bias`: of all four matrices, default as the config says in Llama's words."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if heads % kv_heads or head_dim % 2:
+        return None
+    has_bias = bool(getattr(config, "attention_bias", False)) if bias is None else bias
+    fields: dict[str, Any] = {"spec": AttentionSpec(head_dim**-0.5), "qkv_bias": has_bias, "out_bias": has_bias}
+    fields["rotary"] = more.pop("rotary", None) or rotary_of(config, head_dim)
+    return AttentionLayer(heads, kv_heads, head_dim, **fields | more)
+
+
+def after_rotation(config: Any) -> AttentionLayer | None:
+    """Hunyuan's: norms of heads come after the rotation. An `alpha` changes the base, once for all lengths."""
+    norm = HeadNorm(NormForm(config.rms_norm_eps), turned=True, names=("query_layernorm", "key_layernorm"))
+    rope, dim = dict(config.rope_parameters), getattr(config, "head_dim", None)
+    if rope.get("rope_type") == "dynamic" and rope.get("alpha") and dim:
+        rope |= {"rope_type": "default", "rope_theta": rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))}
+        return grouped(config, norm=norm, rotary=RotaryTable.of(rope, dim))
+    return grouped(config, norm=norm)
+
+
+def rotary_of(config: Any, head_dim: int) -> RotaryTable:
+    """The rotary positions of all layers; none where each kind of layers has its own."""
+    rope = config.rope_parameters
+    if "rope_type" not in rope:
+        return RotaryTable.none(head_dim)
+    return RotaryTable.of({"max_position_embeddings": config.max_position_embeddings} | dict(rope), head_dim)
+
+
+def gated(config: Any, **more: Any) -> GatedFeed | None:
+    """The gated feed-forward of most families."""
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in ACTIVATIONS:
+        return None
+    bias = bool(getattr(config, "mlp_bias", False))
+    return GatedFeed(config.intermediate_size, activation, **{"bias": bias} | more)
+
+
+def plain(inner: int, activation: str, **more: Any) -> PlainFeed | None:
+    """A feed-forward without a gate."""
+    return PlainFeed(inner, activation, **more) if activation in ACTIVATIONS else None
+
+
+def decoder(
+    config: Any, mixer: Mixer | None, feed: LayerPart | None, layer: Any = None, **more: Any
+) -> Architecture | None:
+    """A model whose layers are all alike; `layer`: further fields of a layer."""
+    if mixer is None or feed is None:
+        return None
+    norm = more.pop("norm", None) or NormForm(config.rms_norm_eps)
+    layers = (Layer(mixer, feed, **(layer or {})),) * config.num_hidden_layers
+    return Architecture(
+        layers, config.vocab_size, config.hidden_size, norm, is_tied=bool(config.tie_word_embeddings), **more
+    )
+
+
+def granite_factors(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Granite's factors, as fields of a layer and of a model."""
+    scale = None if config.embedding_multiplier == 1 else float(config.embedding_multiplier)
+    logits = None if config.logits_scaling == 1 else 1 / config.logits_scaling
+    return {"scale": float(config.residual_multiplier)}, {"embedding_scale": scale, "logit_scale": logits}
+
+
+def with_attention(made: Architecture, fields: Iterable[dict[str, Any]]) -> Architecture:
+    """With other fields of each layer's attention; `window` is one of its spec."""
+    layers = []
+    for layer, changed in zip(made.layers, fields, strict=True):
+        assert isinstance(layer.mixer, AttentionLayer), "these layers attend"
+        spec = changed.pop("spec", layer.mixer.spec)
+        spec = replace(spec, window=changed.pop("window", spec.window))
+        layers.append(replace(layer, mixer=replace(layer.mixer, spec=spec, **changed)))
+    return replace(made, layers=tuple(layers))
+
+
+def with_windows(config: Any, made: Architecture | None) -> Architecture | None:
+    """With the window in the layers that `layer_types` names; in all where the config has a window and no such list."""
+    kinds = None if made is None else kinds_of(config, len(made.layers))
+    if made is None or kinds is None:
+        return None
+    return with_attention(made, ({"window": config.sliding_window if kind == SLIDING else None} for kind in kinds))
+
+
+def kinds_of(config: Any, depth: int) -> list[str] | None:
+    """The kind of each layer; None where there are others than these two."""
+    kinds = getattr(config, "layer_types", None)
+    kinds = kinds or [FULL if config.sliding_window is None else SLIDING] * depth
+    return kinds if len(kinds) == depth and set(kinds) <= {FULL, SLIDING} else None
+
+
+def of_kinds(config: Any, made: Architecture | None) -> Architecture | None:
+    """With the rotary positions of each kind of layers."""
+    if made is None:
+        return None
+    dim, more = made.attention.head_dim, {"max_position_embeddings": config.max_position_embeddings}
+    kinds = config.layer_types
+    tables = {kind: RotaryTable.of(more | dict(config.rope_parameters[kind]), dim) for kind in set(kinds)}
+    return with_attention(made, [{"rotary": tables[kind]} for kind in kinds])

@@ -1,0 +1,172 @@
+"""A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): each row is computed by those that a router chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.decoder.architecture import GatedFeed, Shapes
+from engine.model.decoder.feed_forward import GatedMLP
+from engine.model.decoder.weights import WeightReader
+from engine.model.linear.activations import ELEMENTWISE
+from engine.model.linear.experts import RoutedExperts
+from engine.model.linear.routing import RouterMatrix
+from engine.native.experts import ExpertGate
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Which experts a row gets, and with which weights.
+
+    Attributes:
+        experts: there are.
+        each: experts of a row.
+        scores: what logits become: over all experts, or one by one.
+        normalised: the weights of a row are divided by their sum.
+        least: what they are divided by at least.
+        scale: what weights are multiplied by.
+        groups: of experts, and how many of them a row may choose from; None where they are all one.
+        best: a group is as good as the sum of so many of its scores.
+        bias: the product of the router has one.
+        correction: the name of a bias, below the feed-forward, that counts where experts are chosen, and not in their
+            weights.
+        is_row: the correction is stored as a matrix of one row.
+        name: of the router.
+    """
+
+    experts: int
+    each: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    least: float = 1e-20
+    scale: float = 1.0
+    groups: tuple[int, int] | None = None
+    best: int = 2
+    bias: bool = False
+    correction: str | None = None
+    is_row: bool = False
+    name: str = "gate"
+
+    def shapes(self, width: int) -> Shapes:
+        """The shapes of its weights, by their names below the feed-forward."""
+        found: Shapes = {f"{self.name}.weight": (self.experts, width)}
+        if self.bias:
+            found[f"{self.name}.bias"] = (self.experts,)
+        if self.correction is not None:
+            found[self.correction] = (1, self.experts) if self.is_row else (self.experts,)
+        return found
+
+    def choose(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        """float32 `[T, experts]` -> experts `[T, each]` and their weights, float32 `[T, each]`."""
+        scores = logits.softmax(-1) if self.scores == "softmax" else ELEMENTWISE[torch.sigmoid](logits)
+        # Logits have the order of the scores, and two of them are not equal because both scores are nearly 0 or 1.
+        wanted = logits if correction is None else scores + correction
+        if self.groups is not None:
+            count, kept = self.groups
+            by_group = wanted.unflatten(-1, (count, -1))
+            chosen = by_group.topk(self.best, -1)[0].sum(-1).topk(kept, -1)[1]
+            lost = torch.ones(by_group.shape[:2], dtype=torch.bool).scatter_(1, chosen, value=False)
+            wanted = by_group.masked_fill(lost[..., None], -torch.inf).flatten(1)
+        experts = wanted.topk(self.each, -1)[1]
+        weights = scores.gather(1, experts)
+        if self.normalised:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(self.least)
+        return experts, weights * self.scale
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A router and its experts, each of which is down(gate(gate_up)); in some families a feed-forward for all rows too.
+
+    A checkpoint has the matrices of all experts in two stacks, or each by itself.
+
+    Attributes:
+        inner: inputs of `down`.
+        gate: what lies between the two matrices of an expert.
+        router: which experts a row gets.
+        bias: both matrices have one.
+        transposed: matrices of stacks are `[inputs, outputs]`.
+        on_inputs: weights multiply what experts read, and not what they give.
+        shared: the feed-forward for all rows.
+        shared_name: of the feed-forward for all rows.
+        shared_gate: the name of a row whose product with the input, between 0 and 1, is the weight of `shared`.
+    """
+
+    inner: int
+    gate: ExpertGate
+    router: Router
+    bias: bool = False
+    transposed: bool = False
+    on_inputs: bool = False
+    shared: GatedFeed | None = None
+    shared_name: str = "shared_experts"
+    shared_gate: str | None = None
+
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`; of stacks."""
+        found, count = self.router.shapes(width), self.router.experts
+        for name, sizes in {"gate_up_proj": (2 * self.inner, width), "down_proj": (width, self.inner)}.items():
+            found[f"experts.{name}"] = (count, *(sizes[::-1] if self.transposed else sizes))
+            if self.bias:
+                found[f"experts.{name}_bias"] = count, sizes[0]
+        if self.shared is not None:
+            found |= {f"{self.shared_name}.{key}": shape for key, shape in self.shared.shapes(width).items()}
+        return found | ({f"{self.shared_gate}.weight": (1, width)} if self.shared_gate else {})
+
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        return {self.inner} | (self.shared.row_sizes() if self.shared is not None else set())
+
+
+class MixtureMLP(nn.Module):
+    """The experts of a row, each times its weight, and what all rows share."""
+
+    def __init__(self, feed: Experts, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.feed, router, count = feed, feed.router, feed.router.experts
+        self.router = _RowProducts(weights, router.name, count, width, has_bias=router.bias)
+        self.correction: Tensor | None
+        correction = None if router.correction is None else weights.floats(router.correction).view(-1)
+        self.register_buffer("correction", correction, persistent=False)
+        each, form = weights.below("experts."), {"has_bias": feed.bias, "transposed": feed.transposed}
+        ups = each.experts("gate_up_proj", ("gate_proj", "up_proj"), count, width, **form)
+        downs = each.experts("down_proj", ("down_proj",), count, feed.inner, **form)
+        self.experts = RoutedExperts(cast("list[nn.Linear]", ups), cast("list[nn.Linear]", downs), feed.gate)
+        if feed.shared is not None:
+            setattr(self, feed.shared_name, GatedMLP(feed.shared, width, weights.below(f"{feed.shared_name}.")))
+        gate = None if feed.shared_gate is None else _RowProducts(weights, feed.shared_gate, 1, width, has_bias=False)
+        self.shared_gate = gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[1, T, width]` -> `[1, T, width]`."""
+        feed, rows = self.feed, x.reshape(-1, x.shape[-1])
+        chosen, weights = feed.router.choose(self.router(rows), self.correction)
+        if feed.on_inputs:
+            given = (rows[:, None] * weights[..., None]).to(rows.dtype).flatten(0, 1)
+            made = self.experts(given, chosen.view(-1, 1), torch.ones(len(given), 1))
+            made = made.unflatten(0, (-1, feed.router.each)).sum(1)
+        else:
+            made = self.experts(rows, chosen, weights)
+        if feed.shared is not None:
+            shared = self.get_submodule(feed.shared_name)(x).view_as(made)
+            if self.shared_gate is not None:
+                shared = (shared * ELEMENTWISE[torch.sigmoid](self.shared_gate(rows))).to(made.dtype)
+            made = made + shared
+        return cast("Tensor", made).view_as(x)
+
+
+class _RowProducts(nn.Module):
+    """A small matrix that stays in float32; a row's products depend on no other row."""
+
+    def __init__(self, weights: WeightReader, name: str, outputs: int, inputs: int, *, has_bias: bool) -> None:
+        super().__init__()
+        weight = weights.floats(f"{name}.weight").view(outputs, inputs)
+        self._matrix = RouterMatrix(nn.Parameter(weight, requires_grad=False))
+        self._bias = weights.floats(f"{name}.bias") if has_bias else None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """`[T, inputs]` -> float32 `[T, outputs]`."""
+        return self._matrix.multiply(rows.float(), self._bias)

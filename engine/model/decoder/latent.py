@@ -1,0 +1,140 @@
+"""Latent attention (MLA, `kv/latent.py`): of a position one latent vector and a rotary part are kept for all heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.registry import Ragged
+from engine.attention.spec import AttentionSpec
+from engine.kv.arena import LayerKV
+from engine.kv.latent import LatentHeads
+from engine.model.decoder.architecture import NormForm, Shapes, matrix_shapes
+from engine.model.decoder.attention import join
+from engine.model.decoder.norms import norm_of
+from engine.model.decoder.rotary import RotaryTable
+from engine.model.decoder.weights import WeightReader
+
+_NORM = NormForm(1e-6)  # of all families
+_QUERY, _LATENT = "q_proj", "kv_a_proj_with_mqa"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayer:
+    """Attention whose keys and values are products of one latent vector of a position, and a rotary part of all heads.
+
+    Attributes:
+        heads: of queries.
+        rank: numbers of a latent.
+        nope: numbers of a key that do not turn.
+        rope: numbers that turn.
+        value: numbers of a value.
+        spec: scale of the scores.
+        rotary: of the numbers that turn.
+        query_rank: numbers of what queries are products of; None where they are products of the row.
+        interleaved: pairs that are rotated are neighbours in the checkpoint; else they are halves of what is rotated.
+        bias: the products that read a row, and the output's, have one.
+        norm: of latents, and of what queries are products of.
+    """
+
+    heads: int
+    rank: int
+    nope: int
+    rope: int
+    value: int
+    spec: AttentionSpec
+    rotary: RotaryTable
+    query_rank: int | None = None
+    interleaved: bool = False
+    bias: bool = False
+    norm: NormForm = _NORM
+
+    @property
+    def kv(self) -> LayerKV:
+        """What the layer keeps of a position."""
+        return LayerKV(1, self.rank + self.rope, self.rank, is_latent=True)
+
+    @property
+    def queries(self) -> int:
+        """Numbers of the queries of a row."""
+        return self.heads * (self.nope + self.rope)
+
+    @property
+    def firsts(self) -> dict[str, int]:
+        """The matrices that read a row, with their outputs."""
+        query = {_QUERY: self.queries} if self.query_rank is None else {"q_a_proj": self.query_rank}
+        return query | {_LATENT: self.rank + self.rope}
+
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`."""
+        found: Shapes = {"kv_b_proj.weight": (self.heads * (self.nope + self.value), self.rank)}
+        for name, size in self.firsts.items():
+            found |= matrix_shapes(name, size, width, has_bias=self.bias)
+        found |= matrix_shapes("o_proj", width, self.heads * self.value, has_bias=self.bias)
+        if self.query_rank is not None:
+            found |= {"q_b_proj.weight": (self.queries, self.query_rank)}
+            found |= self.norm.shapes("q_a_layernorm.", self.query_rank)
+        return found | self.norm.shapes("kv_a_layernorm.", self.rank)
+
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        return {self.heads * self.value, self.query_rank or 0}
+
+    def order(self, still: int, count: int = 1) -> Tensor | None:
+        """Which number in the checkpoint each of `count` heads of `still + rope` has here; None where they are the same.
+
+        Of a head of 1 number that stays and 4 that turn as neighbours: [0, 1, 3, 2, 4].
+        """
+        if not self.interleaved:
+            return None
+        turned = torch.arange(still, still + self.rope).view(-1, 2).t().flatten()
+        head = torch.cat([torch.arange(still), turned])
+        return (torch.arange(count)[:, None] * len(head) + head).flatten()
+
+
+class LatentAttention(nn.Module):
+    """What expands latents is multiplied into queries and results, so that no key or value of a head is made."""
+
+    def __init__(self, layer: LatentLayer, number: int, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.layer, self.layer_idx = layer, number
+        queries, latents = layer.order(layer.nope, layer.heads), layer.order(layer.rank)
+        ordered = {_QUERY: queries, _LATENT: latents}
+        orders = {name: order for name, order in ordered.items() if order is not None and name in layer.firsts}
+        join(self, weights, layer.firsts, width, has_bias=layer.bias, orders=orders)
+        self.kv_a_layernorm = norm_of(layer.norm, weights, "kv_a_layernorm", layer.rank)
+        if layer.query_rank is not None:
+            self.q_a_layernorm = norm_of(layer.norm, weights, "q_a_layernorm", layer.query_rank)
+            orders = {} if queries is None else {"q_b_proj": queries}
+            self.q_b_proj: Any = weights.matrix(
+                {"q_b_proj": layer.queries}, layer.query_rank, has_bias=False, orders=orders
+            )
+            self.q_b_proj.outputs_order = queries  # adapters ask for it
+        expanding = weights.floats("kv_b_proj.weight").to(weights.dtype)
+        keys, values = expanding.unflatten(0, (layer.heads, -1)).split([layer.nope, layer.value], 1)
+        self.latent = LatentHeads(keys, values, row_wise=True)
+        self.o_proj = weights.matrix({"o_proj": width}, layer.heads * layer.value, has_bias=layer.bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+        """`[1, T, width]`, and cos and sin `[1, T, rope]` -> `[1, T, width]`."""
+        layer, parts = self.layer, cast("Any", self)
+        both: Tensor = parts.kv_a_proj_with_mqa.joined.matmul(x)[0]
+        sizes = [both.shape[1] - layer.rank - layer.rope, layer.rank, layer.rope]
+        query, latent, turned = cast("tuple[Tensor, ...]", both.split(sizes, -1))
+        if layer.query_rank is not None:
+            query = self.q_b_proj(self.q_a_layernorm(query))
+        still, turning = query.unflatten(-1, (layer.heads, -1)).split([layer.nope, layer.rope], -1)
+        together = _rotate(torch.cat([turning, turned[:, None]], 1), *rotary)
+        absorbed = self.latent.absorb(torch.cat([still, together[:, :-1]], -1))
+        key = torch.cat([self.kv_a_layernorm(latent)[:, None], together[:, -1:]], -1)
+        attended = ragged.attend_layer(self.layer_idx, absorbed, key, key[..., : layer.rank], layer.spec)
+        return cast("Tensor", self.o_proj(self.latent.expand(attended).flatten(1)[None]))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `[T, heads, d]`: the halves (a, b) of each head become (a cos - b sin, b cos + a sin)."""
+    first, second = x.chunk(2, -1)
+    return x * cos[0, :, None] + torch.cat([-second, first], -1) * sin[0, :, None]

@@ -1,0 +1,340 @@
+"""The families of the table that are mixtures of experts, or whose attention keeps latents (see `families.py`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from engine.attention.spec import AttentionSpec
+from engine.model.decoder.architecture import NORMS_AFTER, Architecture, HeadNorm, Mixer, NormForm, QueryGrowth
+from engine.model.decoder.builders import (
+    FULL,
+    after_rotation,
+    decoder,
+    gated,
+    granite_factors,
+    grouped,
+    with_attention,
+    with_windows,
+)
+from engine.model.decoder.experts import Experts, Router
+from engine.model.decoder.latent import LatentLayer
+from engine.model.decoder.rotary import RotaryTable
+from engine.native.experts import ExpertGate
+from engine.native.rows import GELU_TANH
+
+_GELU = ExpertGate(GELU_TANH.linear, GELU_TANH.cubic)
+_GATES = {"silu": ExpertGate(), "swish": ExpertGate(), "gelu_pytorch_tanh": _GELU, "gelu_new": _GELU}
+_CORRECTION = "gate.e_score_correction_bias"
+_W123 = (
+    (r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj."),
+    (r"\.experts\.(\d+)\.w2\.", r".experts.\1.down_proj."),
+    (r"\.experts\.(\d+)\.w3\.", r".experts.\1.up_proj."),
+)
+_BLOCK = (r"\.block_sparse_moe\.", ".mlp.")
+
+
+def experts(config: Any, router: Router, inner: int | None = None, **more: Any) -> Experts | None:
+    """The experts of most families."""
+    gate = more.pop("gate", None) or _GATES.get(config.hidden_act)
+    inner = config.moe_intermediate_size if inner is None else inner
+    fits = 0 < router.each <= router.experts
+    if router.groups is not None:
+        count, kept = router.groups
+        size, rest = divmod(router.experts, count)
+        fits = fits and not rest and size >= router.best and kept <= count and router.each <= kept * size
+    return Experts(inner, gate, router, **more) if fits and gate is not None else None
+
+
+def mixture(
+    config: Any,
+    mixer: Mixer | None,
+    feed: Experts | None,
+    is_sparse: Iterable[bool] | None = None,
+    layer: Any = None,
+    **more: Any,
+) -> Architecture | None:
+    """A model of experts in the layers that `is_sparse` says, default all; others have the usual feed-forward."""
+    bias = more.pop("bias", False)
+    made = decoder(config, mixer, gated(config, bias=bias), layer, **more)
+    if made is None or feed is None:
+        return None
+    sparse = [True] * len(made.layers) if is_sparse is None else [*is_sparse]
+    pairs = zip(made.layers, sparse, strict=True)
+    return replace(made, layers=tuple(replace(each, feed=feed) if has else each for each, has in pairs))
+
+
+def _mixtral(config: Any) -> Architecture | None:
+    router = Router(config.num_local_experts, config.num_experts_per_tok)
+    feed = experts(config, router, config.intermediate_size)
+    made = mixture(config, grouped(config, bias=False), feed, names=(_BLOCK, *_W123))
+    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+
+
+def _of_qwen(config: Any) -> Router:
+    return Router(config.num_experts, config.num_experts_per_tok, normalised=bool(config.norm_topk_prob))
+
+
+def _sparse_steps(config: Any) -> list[bool]:
+    """Which layers have experts."""
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+    return [i not in dense and not (i + 1) % step for i in range(config.num_hidden_layers)]
+
+
+def _qwen2_moe(config: Any) -> Architecture | None:
+    shared = gated(config, bias=False)
+    shared = shared and replace(shared, inner=config.shared_expert_intermediate_size)
+    fields: dict[str, Any] = {"shared_name": "shared_expert", "shared_gate": "shared_expert_gate"}
+    feed = experts(config, _of_qwen(config), shared=shared, **fields)
+    mixer = grouped(config, qkv_bias=bool(config.qkv_bias), out_bias=False)
+    return with_windows(config, mixture(config, mixer, feed, _sparse_steps(config)))
+
+
+def _qwen3_moe(config: Any) -> Architecture | None:
+    mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps)))
+    made = mixture(config, mixer, experts(config, _of_qwen(config)), _sparse_steps(config))
+    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+
+
+def _olmoe(config: Any) -> Architecture | None:
+    if config.clip_qkv is not None or getattr(config, "sliding_window", None) is not None:
+        return None
+    mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps), extent="all"))
+    return mixture(config, mixer, experts(config, _of_qwen(config), config.intermediate_size))
+
+
+def _flex_olmo(config: Any) -> Architecture | None:
+    mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps), extent="all"))
+    feed = experts(config, _of_qwen(config), config.intermediate_size)
+    return mixture(config, mixer, feed, layer={"norms": NORMS_AFTER})
+
+
+def _gpt_oss(config: Any) -> Architecture | None:
+    gate = ExpertGate(config.swiglu_alpha, limit=config.swiglu_limit, plus=1.0, interleaved=True)
+    router = Router(config.num_local_experts, config.num_experts_per_tok, bias=True, name="router")
+    feed = experts(config, router, config.intermediate_size, gate=gate, bias=True, transposed=True)
+    return with_windows(config, mixture(config, grouped(config, has_sinks=True), feed))
+
+
+def _granitemoe(config: Any) -> Architecture | None:
+    """One family has a feed-forward for all rows, which it holds beside the experts."""
+    router = Router(config.num_local_experts, config.num_experts_per_tok, name="router")
+    inner = getattr(config, "shared_intermediate_size", 0)
+    shared = gated(config, bias=False, joined=True)
+    shared = replace(shared, inner=inner) if shared is not None and inner else None
+    feed = experts(config, router, config.intermediate_size, shared=shared, shared_name="shared_mlp")
+    layer, more = granite_factors(config)
+    mixer = grouped(config, spec=AttentionSpec(config.attention_multiplier))
+    return mixture(config, mixer, feed, layer=layer, names=_GRANITE, **more)
+
+
+def _ernie4_5_moe(config: Any) -> Architecture | None:
+    bias, shared = bool(config.use_bias), gated(config, bias=bool(config.use_bias))
+    count = config.moe_num_shared_experts
+    shared = replace(shared, inner=config.moe_intermediate_size * count) if shared is not None and count else None
+    correction = "gate.moe_statics.e_score_correction_bias"
+    router = Router(config.moe_num_experts, config.moe_k, least=config.moe_norm_min, correction=correction, is_row=True)
+    first, last, step = config.moe_layer_start_index, config.moe_layer_end_index, config.moe_layer_interval
+    sparse = [first <= i <= last and not (i + 1) % step for i in range(config.num_hidden_layers)]
+    mixer, feed = grouped(config, bias=bias, interleaved=True), experts(config, router, shared=shared)
+    names = ((r"\.mlp\.moe_statics\.", ".mlp.gate.moe_statics."),)
+    return mixture(config, mixer, feed, sparse, bias=bias, head_bias=bias, names=names)
+
+
+def of_deepseek(config: Any, count: int, num_shared: int | None, **more: Any) -> Experts | None:
+    """Scores one by one, a correction, groups, and a feed-forward for all rows, of the size of several experts."""
+    groups = config.n_group or 1, config.topk_group or 1
+    fields: dict[str, Any] = {
+        "scores": "sigmoid",
+        "normalised": bool(config.norm_topk_prob),
+        "scale": float(config.routed_scaling_factor),
+        "groups": None if groups[0] == groups[1] else groups,
+        "correction": _CORRECTION,
+    }
+    router = Router(count, config.num_experts_per_tok, **fields | more)
+    shared = gated(config, bias=False)
+    if shared is None or not num_shared:
+        return None
+    return experts(config, router, shared=replace(shared, inner=config.moe_intermediate_size * num_shared))
+
+
+def _after_dense(config: Any) -> list[bool]:
+    """Which layers have experts: all but some of the first."""
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is not None:
+        return [kind == "sparse" for kind in kinds]
+    return [i >= config.first_k_dense_replace for i in range(config.num_hidden_layers)]
+
+
+def _glm4_moe(config: Any) -> Architecture | None:
+    norm = HeadNorm(NormForm(config.rms_norm_eps)) if config.use_qk_norm else None
+    feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
+    return mixture(config, grouped(config, out_bias=False, norm=norm), feed, _after_dense(config))
+
+
+def _dots1(config: Any) -> Architecture | None:
+    mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps)))
+    feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
+    return with_windows(config, mixture(config, mixer, feed, _after_dense(config)))
+
+
+def _exaone_moe(config: Any) -> Architecture | None:
+    """Layers without a window have no rotary positions, in models that have windows."""
+    mixer = grouped(config, bias=False, norm=HeadNorm(NormForm(config.rms_norm_eps)))
+    feed = of_deepseek(config, config.num_experts, config.num_shared_experts)
+    names = ((r"\.mlp\.e_score_correction_bias", f".mlp.{_CORRECTION}"),)
+    made = with_windows(config, mixture(config, mixer, feed, _after_dense(config), names=names))
+    if made is None or config.sliding_window is None:
+        return made
+    still = RotaryTable.none(made.attention.head_dim)
+    return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
+
+
+def _minimax_m2(config: Any) -> Architecture | None:
+    mixer = grouped(config, bias=False, norm=HeadNorm(NormForm(config.rms_norm_eps), extent="all"))
+    router = Router(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        correction="e_score_correction_bias",
+    )
+    return mixture(config, mixer, experts(config, router, config.intermediate_size), names=(_BLOCK, *_W123))
+
+
+def _hunyuan_v1_moe(config: Any) -> Architecture | None:
+    count, each = config.num_experts, config.moe_topk
+    if not isinstance(count, int) or not isinstance(each, int):
+        return None
+    feed = experts(
+        config,
+        Router(count, each, name="gate.wg"),
+        config.intermediate_size,
+        shared=gated(config, bias=False),
+        shared_name="shared_mlp",
+    )
+    return mixture(config, after_rotation(config), feed)
+
+
+def _llama4(config: Any) -> Architecture | None:
+    """Layers without rotary positions see all, and their queries grow with positions; others see their own chunk."""
+    chunked, depth = "chunked_attention", config.num_hidden_layers
+    form = NormForm(config.rms_norm_eps, has_weight=False)
+    dense, shared = gated(config, bias=False), gated(config, bias=False)
+    router = Router(
+        config.num_local_experts, config.num_experts_per_tok, scores="sigmoid", normalised=False, name="router"
+    )
+    feed = experts(config, router, config.intermediate_size, transposed=True, on_inputs=True, shared=shared,
+                   shared_name="shared_expert")  # fmt: skip
+    mixer, kinds = grouped(config, interleaved=True), config.layer_types
+    if dense is None or mixer is None or not set(kinds) <= {FULL, chunked}:
+        return None
+    layer = {"names": ("self_attn", "feed_forward")}
+    made = mixture(config, mixer, feed, [i in config.moe_layers for i in range(depth)], layer)
+    if made is None:
+        return None
+    wide = replace(dense, inner=config.intermediate_size_mlp)
+    layers = tuple(layer if layer.feed is feed else replace(layer, feed=wide) for layer in made.layers)
+    growth = QueryGrowth(config.attn_scale, config.floor_scale, 1) if config.attn_temperature_tuning else None
+    norm = HeadNorm(form, turned=True) if config.use_qk_norm else None
+    turning, still = {"norm": norm}, {"rotary": RotaryTable.none(mixer.head_dim), "growth": growth}
+    chunks = [config.attention_chunk_size if kind == chunked else None for kind in kinds]
+    fields = [
+        (turning if turns else still) | {"spec": replace(mixer.spec, chunk=chunk)}
+        for turns, chunk in zip(config.no_rope_layers, chunks, strict=True)
+    ]
+    return with_attention(replace(made, layers=layers), fields)
+
+
+def latent(config: Any, *, interleaved: bool) -> LatentLayer | None:
+    """Latent attention."""
+    rope, size, bias = dict(config.rope_parameters), config.qk_rope_head_dim, bool(config.attention_bias)
+    if bias and config.q_lora_rank is None:  # the query's product has none
+        return None
+    table = RotaryTable.of({"max_position_embeddings": config.max_position_embeddings} | rope, size)
+    scale, grown = (config.qk_nope_head_dim + size) ** -0.5, rope.get("mscale_all_dim")
+    if rope.get("rope_type", "default") != "default" and grown and rope["factor"] > 1:
+        scale *= (0.1 * grown * math.log(rope["factor"]) + 1.0) ** 2
+    return LatentLayer(
+        config.num_attention_heads,
+        config.kv_lora_rank,
+        config.qk_nope_head_dim,
+        size,
+        config.v_head_dim,
+        AttentionSpec(scale),
+        table,
+        config.q_lora_rank,
+        interleaved,
+        bias,
+    )
+
+
+def _deepseek_v2(config: Any) -> Architecture | None:
+    kinds: dict[str, Any] = {"scores": "softmax", "correction": None, "normalised": False, "best": 1}
+    if config.topk_method not in ("greedy", "group_limited_greedy"):
+        return None
+    feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts, **kinds)
+    if feed is not None and config.topk_method == "greedy":
+        feed = replace(feed, router=replace(feed.router, groups=None))
+    return mixture(config, latent(config, interleaved=True), feed, _after_dense(config), bias=bool(config.mlp_bias))
+
+
+def _deepseek_v3(config: Any) -> Architecture | None:
+    feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
+    mixer = latent(config, interleaved=bool(config.rope_interleave))
+    return mixture(config, mixer, feed, _after_dense(config))
+
+
+def _axk1(config: Any) -> Architecture | None:
+    """What experts give is normed."""
+    made = _deepseek_v3(config)
+    if made is None:
+        return None
+    norms = ("input_layernorm", None, "post_attention_layernorm", "post_mlp_layernorm")
+    layers = tuple(replace(x, norms=norms) if isinstance(x.feed, Experts) else x for x in made.layers)
+    return replace(made, layers=layers, names=((r"\.mlp\.post_mlp_layernorm\.", ".post_mlp_layernorm."),))
+
+
+def _youtu(config: Any) -> Architecture | None:
+    return decoder(config, latent(config, interleaved=bool(config.rope_interleave)), gated(config))
+
+
+def _minicpm3(config: Any) -> Architecture | None:
+    layer = {"scale": config.scale_depth / math.sqrt(config.num_hidden_layers)}
+    factors = {"embedding_scale": float(config.scale_emb), "logit_scale": 1 / config.logits_scaling}
+    return decoder(config, latent(config, interleaved=False), gated(config, bias=False), layer, **factors)
+
+
+_GRANITE = (
+    _BLOCK,
+    (r"\.mlp\.input_linear\.weight", ".mlp.experts.gate_up_proj"),
+    (r"\.mlp\.output_linear\.weight", ".mlp.experts.down_proj"),
+    (r"\.mlp\.router\.layer\.", ".mlp.router."),
+    (r"(?<!\.mlp)\.shared_mlp\.input_linear\.", ".mlp.shared_mlp.gate_up_proj."),
+    (r"(?<!\.mlp)\.shared_mlp\.output_linear\.", ".mlp.shared_mlp.down_proj."),
+)
+# By model type.
+MIXTURES: dict[str, Callable[[Any], Architecture | None]] = {
+    "axk1": _axk1,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "dots1": _dots1,
+    "ernie4_5_moe": _ernie4_5_moe,
+    "exaone_moe": _exaone_moe,
+    "flex_olmo": _flex_olmo,
+    "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+    "granitemoe": _granitemoe,
+    "granitemoeshared": _granitemoe,
+    "hunyuan_v1_moe": _hunyuan_v1_moe,
+    "llama4_text": _llama4,
+    "minicpm3": _minicpm3,
+    "minimax_m2": _minimax_m2,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "youtu": _youtu,
+}
