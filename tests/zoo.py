@@ -265,7 +265,8 @@ def on_kernels(model: PreTrainedModel, ops: LayerOps | None = None) -> DecoderMo
         twin = copy.deepcopy(model)
         fuse_for_cuda(twin, ops)
         return twin
-    read = WeightReader(model.state_dict(), model.dtype, device=model.device, packs=False)
+    weights = renamed(model.state_dict(), architecture.names)
+    read = WeightReader(weights, model.dtype, device=model.device, packs=False)
     made = DecoderModel(architecture, copy.deepcopy(model.config), read).eval()
     made.use(ops)
     return made

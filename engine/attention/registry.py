@@ -45,6 +45,7 @@ class Ragged:
     batch: RaggedBatch
     arena: KVArena
     attend: Attend
+    states: object = None  # of the pass (`recurrent.arena.PassStates`), for the layers of a decoder that keep some
 
     def attend_layer(
         self,

@@ -88,7 +88,8 @@ class ModelRunner:
     def forward(self, feeds: Seq[Feed]) -> Tensor:
         """Run one pass of the model's own code over the ragged batch, with our attention."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
-        ragged = Ragged(batch, self.arena, self.attend)
+        states = None if self.states is None else self.states.during(batch)
+        ragged = Ragged(batch, self.arena, self.attend, states)
         with self._current.runs(ragged), nullcontext() if self._adapters is None else self._adapters.during(feeds):
             output: Any = self.model(
                 input_ids=batch.input_ids[None],
@@ -244,6 +245,7 @@ def layout_of_model(model: PreTrainedModel) -> KVLayout:
     if states is None:
         compressed = any(latent_of(module) for module in model.modules())
         return kv_layout(model.config, model.dtype, compressed=compressed)
+    assert states.attends is not None, "the decoder knows it"
     depth = shape_of(model.config, "num_hidden_layers")
     return KVLayout(tuple(states.attends.get(layer) for layer in range(depth)), model.dtype)
 

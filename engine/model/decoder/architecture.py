@@ -16,6 +16,7 @@ from engine.attention.spec import AttentionSpec
 from engine.kv.arena import LayerKV
 from engine.model.decoder.rotary import RotaryTable
 from engine.native import ALIGNED
+from engine.recurrent.parts import StatePart
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -44,6 +45,32 @@ class Mixer(LayerPart, Protocol):
     def rotary(self) -> RotaryTable:
         """Its rotary positions."""
         ...
+
+
+class StateMixer:
+    """A mixer that keeps a state of each sequence, beside keys and values or in their place."""
+
+    @property
+    def kv(self) -> LayerKV | None:
+        """What the layer keeps of a position."""
+        return None
+
+    @property
+    def rotary(self) -> RotaryTable:
+        """Its rotary positions."""
+        return RotaryTable.none(0)
+
+    def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
+        """The parts of the state, in the order in which a pass comes to them; `dtype` is that of rows."""
+        raise NotImplementedError
+
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`."""
+        raise NotImplementedError
+
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +157,7 @@ class AttentionLayer:
         joined: the checkpoint has queries, keys and values in one matrix, `qkv_proj`.
         growth: of queries with their positions.
         has_sinks: each head has one more score, which has no value.
+        gated: what a head gives is multiplied by the sigmoid of a gate, whose rows follow the head's in `q_proj`.
         out_name: of the output's matrix.
     """
 
@@ -145,6 +173,7 @@ class AttentionLayer:
     joined: bool = False
     growth: QueryGrowth | None = None
     has_sinks: bool = False
+    gated: bool = False
     out_name: str = "o_proj"
 
     @property
@@ -160,7 +189,8 @@ class AttentionLayer:
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`."""
         names = ("qkv_proj",) if self.joined else ("q_proj", "k_proj", "v_proj")
-        sizes = (sum(self.sizes),) if self.joined else self.sizes
+        queries, keys, values = self.sizes
+        sizes = (sum(self.sizes),) if self.joined else (queries * (2 if self.gated else 1), keys, values)
         found: Shapes = {}
         for name, size in zip(names, sizes, strict=True):
             found |= matrix_shapes(name, size, width, has_bias=self.qkv_bias)
@@ -280,6 +310,7 @@ class Architecture:
         is_tied: the output matrix is the table of embeddings.
         head_bias: the output matrix has a bias.
         names: regular expressions for names of weights in a checkpoint, with what they become.
+        wide: hidden states between layers are float32.
     """
 
     layers: tuple[Layer, ...]
@@ -292,6 +323,7 @@ class Architecture:
     is_tied: bool = False
     head_bias: bool = False
     names: tuple[tuple[str, str], ...] = ()
+    wide: bool = False
 
     @property
     def is_aligned(self) -> bool:
@@ -309,6 +341,11 @@ class Architecture:
     def attention(self) -> AttentionLayer:
         """That of the first layer that is one."""
         return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionLayer))
+
+    def state(self, dtype: torch.dtype, depth: int) -> tuple[StatePart, ...]:
+        """The parts of the state of the first `depth` layers, in the order in which a pass comes to them."""
+        mixers = (layer.mixer for layer in self.layers[:depth])
+        return tuple(part for mixer in mixers if isinstance(mixer, StateMixer) for part in mixer.state(dtype))
 
     @property
     def kv(self) -> tuple[LayerKV | None, ...]:

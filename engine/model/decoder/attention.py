@@ -16,6 +16,7 @@ from engine.model.decoder.architecture import AttentionLayer
 from engine.model.decoder.norms import RMSNorm, norm_of_heads
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader
+from engine.model.linear.activations import ELEMENTWISE
 from engine.native import Rows, rows_for
 from engine.native.rows import WeightAndEps
 
@@ -90,6 +91,9 @@ class GroupedAttention(nn.Module):
             matmul.outputs_order = orders.get("qkv_proj")  # adapters ask for it
             self.qkv_proj = matmul
         else:
+            if layer.gated:
+                sizes["q_proj"] *= 2
+                orders["q_proj"] = _gates_last(orders.get("q_proj"), layer.heads, layer.head_dim)
             join(self, weights, sizes, width, has_bias=layer.qkv_bias, orders=orders)
         out = weights.matrix({layer.out_name: width}, layer.sizes[0], has_bias=layer.out_bias)
         setattr(self, layer.out_name, out)
@@ -130,13 +134,20 @@ class GroupedAttention(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
         """`[1, T, width]`, and cos and sin `[1, T, head_dim]` -> `[1, T, width]`."""
         layer, arena = self.layer, ragged.arena
-        query = self._write(self.matmul(x)[0], rotary, ragged)
+        projected, gate = self.matmul(x)[0], None
+        if layer.gated:
+            queries = layer.sizes[0]
+            query, gate, others = projected.split([queries, queries, projected.shape[-1] - 2 * queries], -1)
+            projected = torch.cat([query, others], -1)
+        query = self._write(projected, rotary, ragged)
         if layer.growth is not None:
             grown = query * layer.growth.of(ragged.batch.positions)[:, None, None]
             query = grown.to(query.dtype)
         keys, values = arena.k[self.layer_idx], arena.v[self.layer_idx]
-        mixed = ragged.attend(query, keys, values, ragged.batch, self.spec)
-        return cast("Tensor", self.out(mixed.flatten(1)[None]))
+        mixed = ragged.attend(query, keys, values, ragged.batch, self.spec).flatten(1)
+        if gate is not None:
+            mixed = mixed * ELEMENTWISE[torch.sigmoid](gate)
+        return cast("Tensor", self.out(mixed[None]))
 
     @property
     def matmul(self) -> nn.Module:
@@ -205,6 +216,12 @@ def _over_heads(order: Tensor, size: int) -> Tensor:
     """The order of a head's numbers -> that of all heads, `[size]`."""
     dim = len(order)
     return (torch.arange(0, size, dim)[:, None] + order).flatten()
+
+
+def _gates_last(order: Tensor | None, heads: int, dim: int) -> Tensor:
+    """The order of queries, `[heads * dim]` -> that of a matrix where each head's gates follow its queries."""
+    queries, gates = torch.arange(2 * heads * dim).view(heads, 2, dim).unbind(1)
+    return torch.cat([queries.flatten() if order is None else queries.flatten()[order], gates.flatten()])
 
 
 def _side_by_side(orders: list[Tensor], size: int) -> Tensor:

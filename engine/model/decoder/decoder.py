@@ -21,7 +21,9 @@ from engine.model.decoder.architecture import Architecture, AttentionLayer, Gate
 from engine.model.decoder.attention import GroupedAttention
 from engine.model.decoder.experts import Experts, MixtureMLP
 from engine.model.decoder.feed_forward import GatedMLP, PlainMLP
+from engine.model.decoder.hybrids import ConvLayer, DeltaLayer, Mamba1Layer, Mamba2Layer
 from engine.model.decoder.latent import LatentAttention, LatentLayer
+from engine.model.decoder.mixers import GatedDelta, Mamba1, Mamba2, ShortConv
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.rotary import Rotation
@@ -30,6 +32,7 @@ from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
 from engine.model.linear.fp8 import Fp8Linear
 from engine.model.tap import FINAL
+from engine.recurrent.parts import StatePart
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig
@@ -61,8 +64,8 @@ class DecoderModel(nn.Module):
     def use(self, ops: LayerOps) -> None:
         """Run these operations between matmuls, which a GPU has in place of our C."""
         feeds = [layer.feed.inner for layer in self.architecture.layers if isinstance(layer.feed, GatedFeed)]
-        heads = [layer.mixer.head_dim for layer in self.architecture.layers if isinstance(layer.mixer, AttentionLayer)]
-        sizes = self.architecture.width, max(feeds, default=16), max(heads)
+        heads = [module.layer.head_dim for module in self.modules() if isinstance(module, GroupedAttention)]
+        sizes = self.architecture.width, max(feeds, default=16), max(heads, default=16)
         rounded = [module for module in self.modules() if isinstance(module, Fp8Linear)]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.ops = ops.checked(sizes, like, in_fp8=bool(rounded))
@@ -73,6 +76,11 @@ class DecoderModel(nn.Module):
                 module.use(self.ops)
             elif isinstance(module, GroupedAttention | GatedMLP):
                 module.ops = self.ops
+
+    @property
+    def state(self) -> tuple[StatePart, ...]:
+        """The parts of the state of its layers, in the order in which a pass comes to them."""
+        return self.architecture.state(self.dtype, len(self.model.layers))
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +114,8 @@ class DecoderModel(nn.Module):
         del use_cache  # keys and values lie in the arena
         trunk = self.model
         hidden: Tensor = trunk.embed_tokens(input_ids)
-        tables = [rotation(position_ids[0], hidden.dtype) for rotation in self.rotations]
+        hidden = hidden.float() if self.architecture.wide else hidden
+        tables = [rotation(position_ids[0], self.dtype) for rotation in self.rotations]
         turned = [tables[which] for which in self._which[: len(trunk.layers)]]
         has_readers = any(FINAL in tap.places for tap in trunk.layers.taps)
         if self.ops is not None and isinstance(trunk.norm, RMSNorm) and all(each.joins_sums for each in trunk.layers):
@@ -118,7 +127,7 @@ class DecoderModel(nn.Module):
             if FINAL in tap.places:
                 tap.keep(FINAL, normed[0])
         kept = trunk.norm(hidden[:, logits_to_keep]) if normed is None else normed[:, logits_to_keep]
-        logits: Tensor = self.lm_head(kept)
+        logits: Tensor = self.lm_head(kept.to(self.dtype))
         scale, cap = self.architecture.logit_scale, self.architecture.softcap
         if scale is not None:
             logits = logits * scale
@@ -146,7 +155,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, architecture: Architecture, number: int, weights: WeightReader) -> None:
         super().__init__()
         layer, width = architecture.layers[number], architecture.width
-        self.layer = layer
+        self.layer, self.dtype = layer, weights.dtype
         mixer, feed = layer.names
         setattr(self, mixer, _MIXERS[type(layer.mixer)](layer.mixer, number, width, weights.below(f"{mixer}.")))
         if layer.feed is not None:
@@ -186,7 +195,7 @@ class DecoderLayer(nn.Module):
         """`[1, T, width]` -> `[1, T, width]`."""
         layer, feed = self.layer, self.feed
         first, after_mixer, second, after_feed = self.norms
-        normed = _through(first, x)
+        normed = _through(first, x.to(self.dtype))  # between layers it may be float32
         mixed = _through(after_mixer, self.mixer(normed, rotary, ragged))
         total: Tensor = x + (mixed if layer.scale == 1 else mixed * layer.scale)
         if feed is None:
@@ -199,7 +208,14 @@ class DecoderLayer(nn.Module):
 
 
 # By what they are described by.
-_MIXERS: dict[type, Callable[..., nn.Module]] = {AttentionLayer: GroupedAttention, LatentLayer: LatentAttention}
+_MIXERS: dict[type, Callable[..., nn.Module]] = {
+    AttentionLayer: GroupedAttention,
+    ConvLayer: ShortConv,
+    DeltaLayer: GatedDelta,
+    Mamba1Layer: Mamba1,
+    Mamba2Layer: Mamba2,
+    LatentLayer: LatentAttention,
+}
 _FEEDS: dict[type, Callable[..., nn.Module]] = {GatedFeed: GatedMLP, PlainFeed: PlainMLP, Experts: MixtureMLP}
 
 

@@ -32,6 +32,7 @@ from engine.model.decoder.builders import (
     with_attention,
     with_windows,
 )
+from engine.model.decoder.hybrids import HYBRIDS
 from engine.model.decoder.mixtures import MIXTURES
 from engine.model.decoder.rotary import RotaryTable
 
@@ -226,33 +227,37 @@ _EXAONE = (
     (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
 )
 # By model type.
-FAMILIES: dict[str, Callable[[Any], Architecture | None]] = {
-    "cohere": _cohere,
-    "cohere2": _cohere2,
-    "cwm": _cwm,
-    "ernie4_5": _ernie,
-    "exaone": _exaone,
-    "exaone4": _exaone4,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
-    "glm": _glm,
-    "glm4": _glm4,
-    "granite": _granite,
-    "hunyuan_v1_dense": _hunyuan,
-    "internlm3": _llama,
-    "iquestcoder": _llama,
-    "llama": _llama,
-    "ministral": _ministral,
-    "ministral3": _ministral3,
-    "mistral": _windowed,
-    "olmo2": _olmo2,
-    "olmo3": _olmo3,
-    "phi3": _phi3,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "seed_oss": _seed_oss,
-    "smollm3": _smollm3,
-    "stablelm": _stablelm,
-    "starcoder2": _starcoder2,
-} | MIXTURES
+FAMILIES: dict[str, Callable[[Any], Architecture | None]] = (
+    {
+        "cohere": _cohere,
+        "cohere2": _cohere2,
+        "cwm": _cwm,
+        "ernie4_5": _ernie,
+        "exaone": _exaone,
+        "exaone4": _exaone4,
+        "gemma": _gemma,
+        "gemma2": _gemma2,
+        "gemma3_text": _gemma3,
+        "glm": _glm,
+        "glm4": _glm4,
+        "granite": _granite,
+        "hunyuan_v1_dense": _hunyuan,
+        "internlm3": _llama,
+        "iquestcoder": _llama,
+        "llama": _llama,
+        "ministral": _ministral,
+        "ministral3": _ministral3,
+        "mistral": _windowed,
+        "olmo2": _olmo2,
+        "olmo3": _olmo3,
+        "phi3": _phi3,
+        "qwen2": _qwen2,
+        "qwen3": _qwen3,
+        "seed_oss": _seed_oss,
+        "smollm3": _smollm3,
+        "stablelm": _stablelm,
+        "starcoder2": _starcoder2,
+    }
+    | HYBRIDS
+    | MIXTURES
+)

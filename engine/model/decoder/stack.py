@@ -132,6 +132,7 @@ def _parts(module: nn.Module) -> LayerParts | None:
     fits = (
         None not in (heads, gate.activation)
         and attention.layer.growth is None
+        and not attention.layer.gated
         and spec.chunk is None
         and spec.sinks is None
     )

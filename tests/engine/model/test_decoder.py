@@ -25,6 +25,8 @@ from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner, layout_of_model
 from engine.model.tap import FINAL, Tap
 from engine.proposers.early_exit import first_layers
+from engine.recurrent.arena import StateArena, StateLayout
+from engine.types import EMPTY_STATE, StateSpan
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -96,6 +98,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "hunyuan_v1_moe": [{"head_dim": 16, "num_experts": 6, "moe_topk": 2}],
     "internlm3": [{}],
     "iquestcoder": [{}],
+    "lfm2": [
+        {"full_attn_idxs": [1], "block_ff_dim": 120, "block_multiple_of": 16},
+        {"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    ],
     "llama": [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}],
     "llama4_text": [
         zoo.LLAMA_4,
@@ -103,6 +109,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "minicpm3": [_LATENTS | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}],
     "minimax_m2": [_PARTLY | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}],
+    "mamba": [{"state_size": 16, "use_bias": True}],
+    "mamba2": [{"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "time_step_limit": [0.5, 1.0]}],
     "ministral": [{"head_dim": 8} | _WINDOWS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}],
     "ministral3": [{"head_dim": 8, "rope_parameters": _GROWING}],
     "mistral": [{"sliding_window": 9}],
@@ -116,6 +124,16 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "phi3": [{"sliding_window": 20}, _PARTLY],
     "qwen2": [{}],
     "qwen2_moe": [_SIX | {"num_experts": 6, "shared_expert_intermediate_size": 32}],
+    "qwen3_5_text": [
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+        },
+    ],
     "qwen3": [{"head_dim": 16}],
     "qwen3_moe": [
         _SIX | {"num_experts": 6, "head_dim": 16, "norm_topk_prob": True},
@@ -127,6 +145,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "starcoder2": [{"sliding_window": 9}],
     "youtu": [_LATENTS],
 }
+
+
+def feed(text: list[int], part: range, page: int, num_logits: int) -> Feed:
+    """A part of a text, which has a page and a slot of states of its own."""
+    span = StateSpan(page + 1 if part.start else EMPTY_STATE, part.start, page + 1, part.stop)
+    return Feed(text[part.start : part.stop], part.start, [page], num_logits, state=span)
 
 
 def test_every_family_has_a_case() -> None:
@@ -152,7 +176,9 @@ def _model(kind: str, more: dict[str, Any], *, is_soft: bool = False) -> PreTrai
 
 
 def _runner(made: PreTrainedModel | DecoderModel) -> ModelRunner:
-    return ModelRunner(made, KVArena(layout_of_model(made), 8, 32, CPU), choose("auto", CPU))
+    layout = StateLayout.of(made)
+    states = None if layout is None else StateArena(layout, 4, 1, CPU)
+    return ModelRunner(made, KVArena(layout_of_model(made), 8, 32, CPU), choose("auto", CPU), states=states)
 
 
 def _off(got: torch.Tensor, want: torch.Tensor, share: float = 1.0) -> float:
@@ -170,12 +196,12 @@ def test_logits_are_those_of_transformers(kind: str, more: dict[str, Any], round
         if isinstance(matrix, nn.Linear | nn.Embedding):
             matrix.weight.data = round_weight(matrix.weight, 8).dequantised()
     runner = _runner(made)
-    alone = runner.forward([Feed(_FIRST, 0, [0], len(_FIRST))])
+    alone = runner.forward([feed(_FIRST, range(30), 0, 30)])
     # Where two experts are nearly as good, rounding lets some rows have the other one.
     is_chosen = rounded and any(isinstance(module, MixtureMLP) for module in made.modules())
     assert _off(alone, plain_logits(model, _FIRST), 0.8 if is_chosen else 1.0) < (0.06 if rounded else 1e-4)
-    runner.forward([Feed(_FIRST[:13], 0, [1], 1), Feed(_SECOND[:9], 0, [0], 1)])
-    parts = runner.forward([Feed(_SECOND[9:], 9, [0], 2), Feed(_FIRST[13:], 13, [1], len(_FIRST) - 13)])
+    runner.forward([feed(_FIRST, range(13), 1, 1), feed(_SECOND, range(9), 0, 1)])
+    parts = runner.forward([feed(_SECOND, range(9, 17), 0, 2), feed(_FIRST, range(13, 30), 1, 17)])
     assert torch.equal(parts[2:], alone[13:]), "a row's bits depend on its batch"
 
 
@@ -184,8 +210,8 @@ def test_kernels_give_the_same(kind: str, more: dict[str, Any]) -> None:
     """With plain torch in their place: what they are handed, and what is done with what they give."""
     model = _model(kind, more)
     runner = _runner(zoo.on_kernels(model))
-    runner.forward([Feed(_FIRST[:13], 0, [1], 1), Feed(_SECOND[:9], 0, [0], 1)])
-    got = runner.forward([Feed(_SECOND[9:], 9, [0], 2), Feed(_FIRST[13:], 13, [1], len(_FIRST) - 13)])
+    runner.forward([feed(_FIRST, range(13), 1, 1), feed(_SECOND, range(9), 0, 1)])
+    got = runner.forward([feed(_SECOND, range(9, 17), 0, 2), feed(_FIRST, range(13, 30), 1, 17)])
     assert _off(got[2:], plain_logits(model, _FIRST)[13:]) < 1e-4
 
 
@@ -206,8 +232,8 @@ def test_who_reads_hidden_states_gets_the_same_on_kernels(kind: str) -> None:
 def test_the_first_layers_of_a_model_on_kernels() -> None:
     model = _model("llama", {"num_hidden_layers": 3})
     mine, theirs = (_runner(first_layers(each, 2)) for each in (zoo.on_kernels(model), zoo.as_served(model)))
-    feed = [Feed(_FIRST, 0, [0], len(_FIRST))]
-    assert _off(mine.forward(feed), theirs.forward(feed)) < 1e-4
+    whole = [feed(_FIRST, range(30), 0, 30)]
+    assert _off(mine.forward(whole), theirs.forward(whole)) < 1e-4
 
 
 def test_a_kernel_that_does_not_compile_is_replaced_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

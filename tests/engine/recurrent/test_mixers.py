@@ -13,10 +13,11 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from engine.attention import choose, reference
 from engine.attention.registry import Attend, Ragged
 from engine.errors import ModelError
-from engine.kv.arena import KVArena, KVLayout
+from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.states import StatePool
 from engine.model.linear.packed import PackedLinear, is_batch_invariant, pack
+from engine.model.runner import layout_of_model
 from engine.native import library
 from engine.recurrent.arena import StateArena, StateLayout
 from engine.recurrent.mixers import prepare
@@ -57,9 +58,7 @@ class Served:
     def __init__(self, model: PreTrainedModel, attend: Attend = reference.attend) -> None:
         layout = StateLayout.of(model)
         assert layout is not None, "the model keeps no state"
-        depth = model.config.num_hidden_layers
-        kv = KVLayout(tuple(layout.attends.get(layer) for layer in range(depth)), torch.float32)
-        self.model, self.layout, self.arena = model, layout, KVArena(kv, 8, PAGE, DEVICE)
+        self.model, self.layout, self.arena = model, layout, KVArena(layout_of_model(model), 8, PAGE, DEVICE)
         self.attend = attend
         pool = StatePool(num_slots=5, log_rows=LOG, snapshots=False)
         self.states, self.cursors = StateArena(layout, 5, LOG, DEVICE), [KVCursor(), KVCursor()]
@@ -73,7 +72,8 @@ class Served:
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            ragged=Ragged(batch, self.arena, self.attend),
+            logits_to_keep=torch.arange(sum(len(tokens) for _, tokens, _ in feeds)),
+            ragged=Ragged(batch, self.arena, self.attend, self.states.during(batch)),
             **self.states.keywords(batch),
         )
         for who, tokens, _ in feeds:

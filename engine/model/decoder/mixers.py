@@ -1,0 +1,210 @@
+"""Mixers that keep a state: what `hybrids.py` describes, over the slots of a ragged batch."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.attention.registry import Ragged
+from engine.model.decoder.attention import join
+from engine.model.decoder.hybrids import ConvLayer, Convolution, DeltaLayer, Mamba1Layer, Mamba2Layer
+from engine.model.decoder.norms import RMSNorm, norm_of
+from engine.model.decoder.weights import WeightReader
+from engine.model.linear.activations import ELEMENTWISE
+from engine.recurrent.arena import PassStates
+from engine.recurrent.rules import softplus
+
+Rotary = tuple[Tensor, Tensor]  # no mixer here turns
+
+
+class CausalConv(nn.Module):
+    """A convolution whose newest inputs are a part of the state."""
+
+    def __init__(self, conv: Convolution, weights: WeightReader, *, bends: bool = True) -> None:
+        """`bends`: what it gives goes through SiLU."""
+        super().__init__()
+        self.bias: Tensor | None
+        below = weights.below(f"{conv.name}.")
+        self.part, self.activation = conv.state(weights.dtype), "silu" if bends else None
+        _keep(self, weight=below.vector("weight", conv.channels, conv.kernel).float())
+        bias = below.vector("bias", conv.channels).float() if conv.bias else None
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: Tensor, states: PassStates) -> Tensor:
+        """`[T, channels]` -> `[T, channels]`."""
+        weight = cast("Tensor", self.weight)
+        return states.rules.conv(states.slots(self.part), x.contiguous(), weight, self.bias, self.activation)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of parts of a row, and a SiLU gate before or after it, in float32."""
+
+    def __init__(self, weight: Tensor, eps: float, *, norm_first: bool) -> None:
+        """`weight`: `[size]` for all parts, or `[parts, size]`."""
+        super().__init__()
+        self.norm, self.norm_first = RMSNorm(torch.ones(weight.shape[-1]), eps), norm_first
+        _keep(self, weight=weight.float())
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """float32 `[T, parts, size]`, and a gate of this shape -> `[T, parts, size]`."""
+        opened = ELEMENTWISE[F.silu](gate.reshape(len(gate), -1).float()).view(x.shape)
+        if self.norm_first:
+            return cast("Tensor", self.norm(x) * self.weight * opened)
+        return cast("Tensor", self.norm(x * opened) * self.weight)
+
+
+class ShortConv(nn.Module):
+    """See `ConvLayer`."""
+
+    def __init__(self, layer: ConvLayer, number: int, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.layer_idx, has_bias = number, layer.conv.bias
+        self.in_proj = weights.matrix({"in_proj": 3 * width}, width, has_bias=has_bias)
+        self.out_proj = weights.matrix({"out_proj": width}, width, has_bias=has_bias)
+        self.conv = CausalConv(layer.conv, weights, bends=False)
+
+    def forward(self, x: Tensor, _: Rotary, ragged: Ragged) -> Tensor:
+        """`[1, T, width]` -> `[1, T, width]`."""
+        before, after, row = self.in_proj(x)[0].chunk(3, -1)
+        return cast("Tensor", self.out_proj((after * self.conv(before * row, states_of(ragged)))[None]))
+
+
+class GatedDelta(nn.Module):
+    """See `DeltaLayer`."""
+
+    def __init__(self, layer: DeltaLayer, number: int, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.layer, self.layer_idx = layer, number
+        orders = _by_kind(layer) if layer.by_key_head else None
+        first, second = layer.matrices
+        # Apart: files of codes often have the small matrices in floats.
+        self._rows = [join(self, weights, sizes, width, has_bias=False, orders=orders) for sizes in (first, second)]
+        self.out_proj = weights.matrix({"out_proj": width}, layer.sizes[1], has_bias=False)
+        self.conv1d = CausalConv(layer.conv, weights)
+        self.norm = GatedNorm(weights.vector("norm.weight", layer.value_dim), layer.eps, norm_first=True)
+        _keep(self, decay=_decay(weights, layer.heads), dt_bias=weights.vector("dt_bias", layer.heads).float())
+
+    def forward(self, x: Tensor, _: Rotary, ragged: Ragged) -> Tensor:
+        """`[1, T, width]` -> `[1, T, width]`."""
+        layer, states = self.layer, states_of(ragged)
+        keys, values = layer.sizes
+        rows, gate = self._rows[0](x)[0].split([2 * keys + values, values], -1)
+        step, decay = (part.float().contiguous() for part in self._rows[1](x)[0].chunk(2, -1))
+        query, key, value = self.conv1d(rows, states).float().split([keys, keys, values], -1)
+        query, key = (_of_length_one(part.unflatten(-1, (-1, layer.key_dim))) for part in (query, key))
+        value = value.unflatten(-1, (-1, layer.value_dim)).contiguous()
+        g = self.decay * ELEMENTWISE[F.softplus](decay + self.dt_bias)
+        out = states.rules.gated_delta(
+            states.slots(layer.rule), query * layer.key_dim**-0.5, key, value, g, ELEMENTWISE[torch.sigmoid](step)
+        )
+        made = self.norm(out, gate.unflatten(-1, (-1, layer.value_dim)))
+        return cast("Tensor", self.out_proj(made.flatten(1).to(x.dtype)[None]))
+
+
+class Mamba2(nn.Module):
+    """See `Mamba2Layer`."""
+
+    def __init__(self, layer: Mamba2Layer, number: int, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.layer, self.layer_idx = layer, number
+        self.in_proj = weights.matrix({"in_proj": sum(layer.sizes)}, width, has_bias=layer.bias)
+        self.out_proj = weights.matrix({"out_proj": width}, layer.inner, has_bias=layer.out_bias)
+        self.conv1d = CausalConv(layer.conv, weights)
+        self.norm: GatedNorm | None = None
+        if layer.eps is not None:
+            weight = weights.vector("norm.weight", layer.norm_groups, layer.inner // layer.norm_groups)
+            self.norm = GatedNorm(weight, layer.eps, norm_first=layer.norm_first)
+        _keep(self, decay=_decay(weights, layer.heads), skip=weights.vector("D", layer.heads).float())
+        _keep(self, dt_bias=weights.vector("dt_bias", layer.heads).float())
+        if layer.factors is not None:
+            each = zip(layer.factors, layer.sizes, strict=True)
+            _keep(self, factors=torch.cat([torch.full((size,), factor) for factor, size in each]).to(weights.dtype))
+
+    def forward(self, x: Tensor, _: Rotary, ragged: Ragged) -> Tensor:
+        """`[1, T, width]` -> `[1, T, width]`."""
+        layer, states = self.layer, states_of(ragged)
+        projected = self.in_proj(x)[0]
+        if layer.factors is not None:
+            projected = projected * self.factors
+        gate, rows, step = projected.split([layer.inner, layer.conv.channels, layer.heads], -1)
+        fed, key, query = self.conv1d(rows, states).float().split(layer.sizes[1:4], -1)
+        fed = fed.unflatten(-1, (layer.heads, -1)).contiguous()
+        key, query = (part.unflatten(-1, (layer.groups, -1)).contiguous() for part in (key, query))
+        step = softplus(step.float() + self.dt_bias).clamp(*layer.limits)
+        decay, skip = cast("Tensor", self.decay), cast("Tensor", self.skip)
+        out = states.rules.mamba2(states.slots(layer.rule), fed, step, decay, key, query, skip)
+        if self.norm is None:
+            out = out.flatten(1) * ELEMENTWISE[F.silu](gate.float())
+        else:
+            parts = (layer.norm_groups, layer.inner // layer.norm_groups)
+            out = self.norm(out.reshape(-1, *parts), gate.unflatten(-1, parts)).flatten(1)
+        return cast("Tensor", self.out_proj(out.to(x.dtype)[None]))
+
+
+class Mamba1(nn.Module):
+    """See `Mamba1Layer`."""
+
+    def __init__(self, layer: Mamba1Layer, number: int, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.layer, self.layer_idx = layer, number
+        self.in_proj = weights.matrix({"in_proj": 2 * layer.inner}, width, has_bias=layer.bias)
+        self.x_proj = weights.matrix({"x_proj": layer.rank + 2 * layer.size}, layer.inner, has_bias=False)
+        self.dt_proj = weights.matrix({"dt_proj": layer.inner}, layer.rank, has_bias=True)
+        self.out_proj = weights.matrix({"out_proj": width}, layer.inner, has_bias=layer.bias)
+        self.conv1d = CausalConv(layer.conv, weights)
+        _keep(self, decay=_decay(weights, layer.inner, layer.size), skip=weights.vector("D", layer.inner).float())
+        for name, size in layer.norms.items():
+            assert layer.norm is not None
+            setattr(self, name, norm_of(layer.norm, weights, name, size))
+
+    def forward(self, x: Tensor, _: Rotary, ragged: Ragged) -> Tensor:
+        """`[1, T, width]` -> `[1, T, width]`."""
+        layer, states = self.layer, states_of(ragged)
+        rows, gate = self.in_proj(x)[0].chunk(2, -1)
+        fed = self.conv1d(rows, states)
+        parts = self.x_proj(fed[None])[0].split([layer.rank, layer.size, layer.size], -1)
+        if layer.norms:
+            parts = [self.get_submodule(name)(part.contiguous()) for name, part in zip(layer.norms, parts, strict=True)]
+        step, key, query = (part.contiguous() for part in parts)
+        step = softplus(self.dt_proj(step[None])[0].float())
+        decay, skip, slots = cast("Tensor", self.decay), cast("Tensor", self.skip), states.slots(layer.rule)
+        out = states.rules.mamba1(slots, fed.float(), step, decay, key.float(), query.float(), skip)
+        return cast("Tensor", self.out_proj((out * ELEMENTWISE[F.silu](gate.float())).to(x.dtype)[None]))
+
+
+def states_of(ragged: Ragged) -> PassStates:
+    """The states of a pass."""
+    assert isinstance(ragged.states, PassStates), "the runner of a model with states has an arena of them"
+    return ragged.states
+
+
+def _keep(module: nn.Module, **tensors: Tensor) -> None:
+    """As buffers: a model of the first layers shares them."""
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor, persistent=False)
+
+
+def _decay(weights: WeightReader, *size: int) -> Tensor:
+    """Less than 0."""
+    return -weights.vector("A_log", *size).float().exp()
+
+
+def _of_length_one(rows: Tensor) -> Tensor:
+    """Normalised keys or queries."""
+    return (rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)).contiguous()
+
+
+def _by_kind(layer: DeltaLayer) -> dict[str, Tensor]:
+    """For each matrix, which output in the checkpoint each output is: there, those of a key head are together."""
+    each = layer.heads // layer.key_heads
+    sizes = [layer.key_dim, layer.key_dim, each * layer.value_dim, each * layer.value_dim]
+    parts: dict[str, Any] = {"in_proj_qkvz": sizes, "in_proj_ba": [each, each]}
+    return {
+        name: torch.cat(
+            [part.flatten() for part in torch.arange(layer.key_heads * sum(own)).view(-1, sum(own)).split(own, 1)]
+        )
+        for name, own in parts.items()
+    }
