@@ -73,6 +73,32 @@ class StateMixer:
         raise NotImplementedError
 
 
+class StateMixer:
+    """A mixer that keeps a state of each sequence, beside keys and values or in their place."""
+
+    @property
+    def kv(self) -> LayerKV | None:
+        """See `Mixer`."""
+        return None
+
+    @property
+    def rotary(self) -> RotaryTable:
+        """See `Mixer`."""
+        return RotaryTable.none(0)
+
+    def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
+        """The parts of the state, in the order in which a pass comes to them; `dtype` is that of rows."""
+        raise NotImplementedError
+
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`."""
+        raise NotImplementedError
+
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class NormForm:
     """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), or LayerNorm (Ba et al. 2016, arXiv 1607.06450).
@@ -219,12 +245,16 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class GatedFeed:
-    """down(activation(gate) * up); with `joined` the checkpoint has gate and up in one matrix, `gate_up_proj`."""
+    """down(activation(gate) * up); with `joined` the checkpoint has gate and up in one matrix, `gate_up_proj`.
+
+    `scales`: what the gate, before its activation, and the result are multiplied by.
+    """
 
     inner: int
     activation: str
     bias: bool = False
     joined: bool = False
+    scales: tuple[float, float] = (1.0, 1.0)
 
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`."""

@@ -21,9 +21,16 @@ from engine.model.decoder.architecture import Architecture, AttentionLayer, Gate
 from engine.model.decoder.attention import GroupedAttention
 from engine.model.decoder.experts import Experts, MixtureMLP
 from engine.model.decoder.feed_forward import GatedMLP, PlainMLP
-from engine.model.decoder.hybrids import ConvLayer, DeltaLayer, Mamba1Layer, Mamba2Layer
+from engine.model.decoder.hybrids import (
+    BesideLayer,
+    ConvLayer,
+    DeltaLayer,
+    FeedLayer,
+    Mamba1Layer,
+    Mamba2Layer,
+)
 from engine.model.decoder.latent import LatentAttention, LatentLayer
-from engine.model.decoder.mixers import GatedDelta, Mamba1, Mamba2, ShortConv
+from engine.model.decoder.mixers import Beside, FeedAlone, GatedDelta, Mamba1, Mamba2, ShortConv
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.rotary import Rotation
@@ -210,8 +217,10 @@ class DecoderLayer(nn.Module):
 # By what they are described by.
 _MIXERS: dict[type, Callable[..., nn.Module]] = {
     AttentionLayer: GroupedAttention,
+    BesideLayer: Beside,
     ConvLayer: ShortConv,
     DeltaLayer: GatedDelta,
+    FeedLayer: FeedAlone,
     Mamba1Layer: Mamba1,
     Mamba2Layer: Mamba2,
     LatentLayer: LatentAttention,

@@ -32,6 +32,7 @@ from engine.model.decoder.builders import (
     with_attention,
     with_windows,
 )
+from engine.model.decoder.families_hybrid import HYBRIDS
 from engine.model.decoder.hybrids import HYBRIDS
 from engine.model.decoder.mixtures import MIXTURES
 from engine.model.decoder.rotary import RotaryTable

@@ -66,7 +66,7 @@ class GatedMLP(nn.Module):
         else:
             join(self, weights, dict.fromkeys(("gate_proj", "up_proj"), feed.inner), width, has_bias=feed.bias)
         self.down_proj = weights.matrix({"down_proj": width}, feed.inner, has_bias=feed.bias)
-        self._name = _IN_KERNELS.get(feed.activation)
+        self._name = _IN_KERNELS.get(feed.activation) if feed.scales == (1, 1) else None
         self.activation: Activation | None = None if self._name is None else _IN_C[self._name]
         self.act_fn = RowWise(ACTIVATIONS[feed.activation]())
 
@@ -86,7 +86,11 @@ class GatedMLP(nn.Module):
         native = rows_for(both.dtype, self.feed.inner)
         if native is None or not both.is_cpu or not len(both) or bend is None:
             gate, up = both.chunk(2, -1)
-            return cast("Tensor", down(self.act_fn(gate) * up))
+            before, after = self.feed.scales
+            if before != 1:
+                gate = gate * before
+            made: Tensor = down(self.act_fn(gate) * up)
+            return made if after == 1 else made * after
         rows = both.view(-1, both.shape[-1])
         if isinstance(down, GroupedLinear):
             out = down.of_rounded(*native.gate_round(rows, bend), x.dtype)

@@ -1,35 +1,22 @@
-"""Families with layers that keep a state: short convolutions, gated delta rules, Mamba 1 and 2.
-
-As in `families.py`, a config that asks for what the table does not have gives None.
-"""
+"""Mixers that keep a state, as data: short convolutions, gated delta rules, Mamba 1 and 2. Reads no weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from engine.kv.arena import LayerKV
 from engine.model.decoder.architecture import (
-    Architecture,
     AttentionLayer,
-    GatedFeed,
-    HeadNorm,
-    Layer,
     NormForm,
-    Norms,
     PlainFeed,
     Shapes,
     StateMixer,
     matrix_shapes,
 )
-from engine.model.decoder.builders import FULL, gated, grouped
+from engine.model.decoder.rotary import RotaryTable
 from engine.recurrent.parts import StatePart
-
-LINEAR = "linear_attention"  # as configs call layers that keep a state
-_SILU = ("silu", "swish")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,114 +254,52 @@ class Mamba1Layer(StateMixer):
         return {self.inner, self.rank}
 
 
-Feeds = GatedFeed | PlainFeed
+@dataclass(frozen=True, slots=True)
+class BesideLayer(StateMixer):
+    """Mamba 2 and attention that read the same row; results are multiplied by `scales` and added."""
+
+    mamba: Mamba2Layer
+    attention: AttentionLayer
+    scales: tuple[float, float]
+
+    @property
+    def kv(self) -> LayerKV:
+        """See `StateMixer`."""
+        return self.attention.kv
+
+    @property
+    def rotary(self) -> RotaryTable:
+        """See `StateMixer`."""
+        return self.attention.rotary
+
+    def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
+        """See `StateMixer`."""
+        return self.mamba.state(dtype)
+
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`."""
+        found = {f"mamba.{name}": shape for name, shape in self.mamba.shapes(width).items()}
+        return found | {f"self_attn.{name}": shape for name, shape in self.attention.shapes(width).items()}
+
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        return self.mamba.row_sizes() | self.attention.row_sizes()
 
 
-def of_kinds(config: Any, kinds: Seq[str], layers: Mapping[str, Layer | None], **more: Any) -> Architecture | None:
-    """A model whose layers are of these kinds; None where one of them is not in the table."""
-    found = [layers.get(kind) for kind in kinds]
-    made = tuple(layer for layer in found if layer is not None)
-    if len(made) != len(found):
-        return None
-    return Architecture(made, config.vocab_size, config.hidden_size, is_tied=bool(config.tie_word_embeddings), **more)
+@dataclass(frozen=True, slots=True)
+class FeedLayer(StateMixer):
+    """A feed-forward in a mixer's place, which keeps nothing."""
 
+    feed: PlainFeed
 
-def layer(
-    mixer: AttentionLayer | StateMixer | None, feed: Feeds | None, norms: Norms, names: tuple[str, str]
-) -> Layer | None:
-    """A layer; None where one of its parts is not in the table."""
-    return None if mixer is None or feed is None else Layer(mixer, feed, norms, names=names)
+    def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
+        """See `StateMixer`."""
+        return ()
 
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`."""
+        return self.feed.shapes(width)
 
-def _lfm2(config: Any) -> Architecture | None:
-    norm, norms, feed = NormForm(config.norm_eps), ("operator_norm", None, "ffn_norm", None), "feed_forward"
-    inner = config.intermediate_size
-    if config.block_auto_adjust_ff_dim:
-        inner = int(2 * inner / 3)
-        if config.block_ffn_dim_multiplier is not None:
-            whole = config.block_multiple_of
-            inner = -(-int(config.block_ffn_dim_multiplier * inner) // whole) * whole
-    mlp = GatedFeed(inner, "silu")
-    conv = ConvLayer(
-        config.hidden_size, Convolution(config.hidden_size, config.conv_L_cache, bool(config.conv_bias), "conv")
-    )
-    of_heads = HeadNorm(norm, names=("q_layernorm", "k_layernorm"))
-    attention = grouped(config, bias=False, norm=of_heads, out_name="out_proj")
-    made = {"conv": layer(conv, mlp, norms, ("conv", feed)), FULL: layer(attention, mlp, norms, ("self_attn", feed))}
-    return of_kinds(config, config.layer_types, made, norm=norm, names=_LFM2)
-
-
-def _delta(config: Any, **more: Any) -> DeltaLayer | None:
-    """The delta rule of Qwen's families."""
-    heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
-    if heads % key_heads or config.hidden_act not in _SILU:
-        return None
-    sizes = heads, key_heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
-    return DeltaLayer(*sizes, config.rms_norm_eps, **more)
-
-
-def _qwen3_5(config: Any) -> Architecture | None:
-    norm, norms = (
-        NormForm(config.rms_norm_eps, plus_one=True),
-        ("input_layernorm", None, "post_attention_layernorm", None),
-    )
-    attention, feed = grouped(config, norm=HeadNorm(norm), gated=True), gated(config, bias=False)
-    made = {
-        LINEAR: layer(_delta(config), feed, norms, ("linear_attn", "mlp")),
-        FULL: layer(attention, feed, norms, ("self_attn", "mlp")),
-    }
-    return of_kinds(config, config.layer_types, made, norm=norm)
-
-
-def _mamba2(config: Any) -> Architecture | None:
-    inner = config.num_heads * config.head_dim
-    if config.hidden_act not in _SILU or inner != int(config.expand * config.hidden_size):
-        return None
-    low, high = config.time_step_limit
-    mixer = Mamba2Layer(
-        config.num_heads, config.head_dim, config.state_size, config.n_groups, config.conv_kernel,
-        bool(config.use_conv_bias), config.layer_norm_epsilon, config.n_groups, limits=(low, high),
-        bias=bool(config.use_bias), out_bias=bool(config.use_bias),
-    )  # fmt: skip
-    return _alone(config, mixer)
-
-
-def _mamba(config: Any) -> Architecture | None:
-    if config.hidden_act not in _SILU:
-        return None
-    mixer = Mamba1Layer(
-        config.intermediate_size, config.state_size, config.time_step_rank, config.conv_kernel,
-        bool(config.use_conv_bias), bool(config.use_bias),
-    )  # fmt: skip
-    return _alone(config, mixer)
-
-
-def _alone(config: Any, mixer: StateMixer) -> Architecture:
-    """A model whose layers are a mixer alone."""
-    only = Layer(mixer, None, ("norm", None, None, None), names=("mamba", ""))
-    return Architecture(
-        (only,) * config.num_hidden_layers, config.vocab_size, config.hidden_size,
-        NormForm(config.layer_norm_epsilon), is_tied=bool(config.tie_word_embeddings), names=_MAMBA,
-        wide=bool(config.residual_in_fp32),
-    )  # fmt: skip
-
-
-_FEED = (
-    (r"\.feed_forward\.w1\.", ".feed_forward.gate_proj."),
-    (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
-    (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
-)
-_LFM2 = ((r"(^|\.)embedding_norm\.", r"\1norm."), *_FEED)
-_MAMBA = (
-    (r"^(?:backbone|model)\.embeddings?\.", "model.embed_tokens."),
-    (r"^backbone\.", "model."),
-    (r"^model\.norm_f\.", "model.norm."),
-    (r"\.mixer\.", ".mamba."),
-)
-# By model type.
-HYBRIDS: dict[str, Callable[[Any], Architecture | None]] = {
-    "lfm2": _lfm2,
-    "mamba": _mamba,
-    "mamba2": _mamba2,
-    "qwen3_5_text": _qwen3_5,
-}
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        return self.feed.row_sizes()

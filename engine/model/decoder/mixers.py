@@ -9,15 +9,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.attention.registry import Ragged
-from engine.model.decoder.attention import join
-from engine.model.decoder.hybrids import ConvLayer, Convolution, DeltaLayer, Mamba1Layer, Mamba2Layer
+from engine.model.decoder.attention import GroupedAttention, join
+from engine.model.decoder.feed_forward import PlainMLP
+from engine.model.decoder.hybrids import (
+    BesideLayer,
+    ConvLayer,
+    Convolution,
+    DeltaLayer,
+    FeedLayer,
+    Mamba1Layer,
+    Mamba2Layer,
+)
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
 from engine.recurrent.arena import PassStates
 from engine.recurrent.rules import softplus
 
-Rotary = tuple[Tensor, Tensor]  # no mixer here turns
+Rotary = tuple[Tensor, Tensor]  # cos and sin; states do not turn
 
 
 class CausalConv(nn.Module):
@@ -173,6 +182,34 @@ class Mamba1(nn.Module):
         decay, skip, slots = cast("Tensor", self.decay), cast("Tensor", self.skip), states.slots(layer.rule)
         out = states.rules.mamba1(slots, fed.float(), step, decay, key.float(), query.float(), skip)
         return cast("Tensor", self.out_proj((out * ELEMENTWISE[F.silu](gate.float())).to(x.dtype)[None]))
+
+
+class Beside(nn.Module):
+    """See `BesideLayer`."""
+
+    def __init__(self, layer: BesideLayer, number: int, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.layer, self.layer_idx = layer, number
+        self.mamba = Mamba2(layer.mamba, number, width, weights.below("mamba."))
+        self.self_attn = GroupedAttention(layer.attention, number, width, weights.below("self_attn."))
+
+    def forward(self, x: Tensor, rotary: Rotary, ragged: Ragged) -> Tensor:
+        """`[1, T, width]` -> `[1, T, width]`."""
+        of_mamba, of_attention = self.layer.scales
+        first: Tensor = self.mamba(x, rotary, ragged)
+        return first * of_mamba + self.self_attn(x, rotary, ragged) * of_attention
+
+
+class FeedAlone(PlainMLP):
+    """See `FeedLayer`."""
+
+    def __init__(self, layer: FeedLayer, number: int, width: int, weights: WeightReader) -> None:
+        super().__init__(layer.feed, width, weights)
+        self.layer_idx = number
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        """`[1, T, width]` -> `[1, T, width]`."""
+        return super().forward(x)
 
 
 def states_of(ragged: Ragged) -> PassStates:

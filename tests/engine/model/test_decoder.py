@@ -40,6 +40,7 @@ _GROWING = {
 _FACTORS = {
     "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
 }  # fmt: skip
+<<<<<<< HEAD
 _SIX = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}  # of six experts, which no vector is as long as
 _GROUPS = _SIX | {
     "n_routed_experts": 6, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2,
@@ -54,6 +55,18 @@ _DIRECT = {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": Fals
 # By model type: what a config has beside the common sizes, for each of several models.
 CASES: dict[str, list[dict[str, Any]]] = {
     "axk1": [_GROUPS | _LATENTS],
+=======
+_MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_ssm": 128}
+_MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+_FALCON = {
+    "mlp_multipliers": [0.7, 1.3], "ssm_multipliers": [0.6, 0.8, 1.2, 1.4, 0.9], "ssm_in_multiplier": 0.8,
+    "ssm_out_multiplier": 0.9, "attention_in_multiplier": 0.7, "attention_out_multiplier": 1.2, "key_multiplier": 0.6,
+    "embedding_multiplier": 1.5, "lm_head_multiplier": 0.5,
+}  # fmt: skip
+# By model type: what a config has beside the common sizes, for each of several models.
+CASES: dict[str, list[dict[str, Any]]] = {
+    "bamba": [_MAMBA_2 | {"attn_layer_indices": [1]}],
+>>>>>>> 4b822b4 (Falcon H1 and Mamba, Bamba, Nemotron H, Granite 4 and Jamba without experts are in the table)
     "cohere": [{}, {"use_qk_norm": True}],
     "cohere2": [_WINDOWS],
     "cwm": [_WINDOWS],
@@ -73,10 +86,20 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "exaone": [{}],
     "exaone4": [_WINDOWS, {"sliding_window": None, "layer_types": ["full_attention"] * 2}],
+<<<<<<< HEAD
     "exaone_moe": [
         _SIX | _WINDOWS | {"head_dim": 16, "num_experts": 6, "mlp_layer_types": ["sparse", "dense"], "n_group": 2},
     ],
     "flex_olmo": [{"num_experts": 6, "num_experts_per_tok": 2}],
+=======
+    "falcon_h1": [
+        _MAMBA_2 | _FALCON | {"head_dim": 8},
+        _MAMBA_2
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "projectors_bias": True, "mamba_proj_bias": True},
+        _MAMBA_2 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ],
+    "falcon_mamba": [{"state_size": 16, "time_step_rank": 16}],
+>>>>>>> 4b822b4 (Falcon H1 and Mamba, Bamba, Nemotron H, Granite 4 and Jamba without experts are in the table)
     "gemma": [{"head_dim": 16}],
     "gemma2": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
     "gemma3_text": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
@@ -86,10 +109,16 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "glm4_moe_lite": [_GROUPS | _LATENTS],
     "gpt_oss": [_WINDOWS | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 0.5}],
     "granite": [_FACTORS, {"attention_bias": True, "mlp_bias": True}],
+<<<<<<< HEAD
     "granitemoe": [_FACTORS | {"num_local_experts": 6, "num_experts_per_tok": 2}],
     "granitemoeshared": [
         {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
         {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+=======
+    "granitemoehybrid": [
+        _MAMBA_2 | _FACTORS | _MIXED | {"num_local_experts": 0, "shared_intermediate_size": 96},
+        _MAMBA_2 | _MIXED | {"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True},
+>>>>>>> 4b822b4 (Falcon H1 and Mamba, Bamba, Nemotron H, Granite 4 and Jamba without experts are in the table)
     ],
     "hunyuan_v1_dense": [
         {"head_dim": 16},
@@ -98,6 +127,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "hunyuan_v1_moe": [{"head_dim": 16, "num_experts": 6, "moe_topk": 2}],
     "internlm3": [{}],
     "iquestcoder": [{}],
+    "jamba": [
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 16, "mamba_dt_rank": 16},
+    ],
     "lfm2": [
         {"full_attn_idxs": [1], "block_ff_dim": 120, "block_multiple_of": 16},
         {"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False, "conv_bias": True},
@@ -114,7 +146,23 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "ministral": [{"head_dim": 8} | _WINDOWS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}],
     "ministral3": [{"head_dim": 8, "rope_parameters": _GROWING}],
     "mistral": [{"sliding_window": 9}],
+<<<<<<< HEAD
     "mixtral": [{"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}],
+=======
+    "nemotron_h": [
+        {
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "head_dim": 16,
+            "hybrid_override_pattern": "M*-M",
+            "time_step_min": 0.3,
+            "mlp_bias": True,
+            "use_bias": True,
+        },
+    ],
+>>>>>>> 4b822b4 (Falcon H1 and Mamba, Bamba, Nemotron H, Granite 4 and Jamba without experts are in the table)
     "olmo2": [{}],
     "olmo3": [_WINDOWS],
     "olmoe": [

@@ -1,0 +1,264 @@
+"""Families with layers that keep a state. As in `families.py`, what the table does not have gives None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+from engine.attention.spec import AttentionSpec
+from engine.model.decoder.architecture import (
+    TWO_NORMS,
+    Architecture,
+    AttentionLayer,
+    GatedFeed,
+    HeadNorm,
+    Layer,
+    NormForm,
+    Norms,
+    PlainFeed,
+    StateMixer,
+)
+from engine.model.decoder.builders import FULL, gated, grouped, plain
+from engine.model.decoder.hybrids import (
+    BesideLayer,
+    ConvLayer,
+    Convolution,
+    DeltaLayer,
+    FeedLayer,
+    Mamba1Layer,
+    Mamba2Layer,
+)
+from engine.model.decoder.rotary import RotaryTable
+
+LINEAR = "linear_attention"  # as configs call layers that keep a state
+_SILU = ("silu", "swish")
+Feeds = GatedFeed | PlainFeed
+
+
+def of_kinds(config: Any, kinds: Seq[str], layers: Mapping[str, Layer | None], **more: Any) -> Architecture | None:
+    """A model whose layers are of these kinds; None where one of them is not in the table."""
+    found = [layers.get(kind) for kind in kinds]
+    made = tuple(layer for layer in found if layer is not None)
+    if len(made) != len(found):
+        return None
+    return Architecture(made, config.vocab_size, config.hidden_size, is_tied=bool(config.tie_word_embeddings), **more)
+
+
+def layer(
+    mixer: AttentionLayer | StateMixer | None, feed: Feeds | None, norms: Norms, names: tuple[str, str]
+) -> Layer | None:
+    """A layer; None where one of its parts is not in the table."""
+    return None if mixer is None or feed is None else Layer(mixer, feed, norms, names=names)
+
+
+def _lfm2(config: Any) -> Architecture | None:
+    norm, norms, feed = NormForm(config.norm_eps), ("operator_norm", None, "ffn_norm", None), "feed_forward"
+    inner = config.intermediate_size
+    if config.block_auto_adjust_ff_dim:
+        inner = int(2 * inner / 3)
+        if config.block_ffn_dim_multiplier is not None:
+            whole = config.block_multiple_of
+            inner = -(-int(config.block_ffn_dim_multiplier * inner) // whole) * whole
+    mlp = GatedFeed(inner, "silu")
+    conv = ConvLayer(
+        config.hidden_size, Convolution(config.hidden_size, config.conv_L_cache, bool(config.conv_bias), "conv")
+    )
+    of_heads = HeadNorm(norm, names=("q_layernorm", "k_layernorm"))
+    attention = grouped(config, bias=False, norm=of_heads, out_name="out_proj")
+    made = {"conv": layer(conv, mlp, norms, ("conv", feed)), FULL: layer(attention, mlp, norms, ("self_attn", feed))}
+    return of_kinds(config, config.layer_types, made, norm=norm, names=_LFM2)
+
+
+def _delta(config: Any, **more: Any) -> DeltaLayer | None:
+    """The delta rule of Qwen's families."""
+    heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
+    if heads % key_heads or config.hidden_act not in _SILU:
+        return None
+    sizes = heads, key_heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
+    return DeltaLayer(*sizes, config.rms_norm_eps, **more)
+
+
+def _qwen3_5(config: Any) -> Architecture | None:
+    norm, norms = (
+        NormForm(config.rms_norm_eps, plus_one=True),
+        ("input_layernorm", None, "post_attention_layernorm", None),
+    )
+    attention, feed = grouped(config, norm=HeadNorm(norm), gated=True), gated(config, bias=False)
+    made = {
+        LINEAR: layer(_delta(config), feed, norms, ("linear_attn", "mlp")),
+        FULL: layer(attention, feed, norms, ("self_attn", "mlp")),
+    }
+    return of_kinds(config, config.layer_types, made, norm=norm)
+
+
+def _mamba2(config: Any) -> Architecture | None:
+    if config.hidden_act not in _SILU or config.num_heads * config.head_dim != int(config.expand * config.hidden_size):
+        return None
+    return _alone(config, _mamba2_of_old(config, (config.num_heads, config.head_dim, config.state_size)))
+
+
+def _mamba2_of_old(config: Any, sizes: tuple[int, int, int], **more: Any) -> Mamba2Layer:
+    """By Mamba's own names in configs."""
+    low, high = config.time_step_limit
+    bias = bool(config.use_bias)
+    fields: dict[str, Any] = {"limits": (low, high), "bias": bias, "out_bias": bias}
+    return Mamba2Layer(
+        *sizes, config.n_groups, config.conv_kernel, bool(config.use_conv_bias), config.layer_norm_epsilon,
+        config.n_groups, **fields | more,
+    )  # fmt: skip
+
+
+def _mamba2_of(config: Any, **more: Any) -> Mamba2Layer | None:
+    """By the names that models have in which Mamba 2 is a part."""
+    if config.hidden_act not in _SILU:
+        return None
+    low, high = config.time_step_limit
+    sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_n_groups, config.mamba_d_conv
+    bias = bool(config.mamba_proj_bias)
+    fields: dict[str, Any] = {"eps": config.rms_norm_eps, "limits": (low, high), "bias": bias, "out_bias": bias}
+    fields |= {"norm_groups": config.mamba_n_groups, "conv_bias": bool(config.mamba_conv_bias)}
+    return Mamba2Layer(*sizes, **fields | more)
+
+
+def _mamba(config: Any, norm: NormForm | None = None) -> Architecture | None:
+    if config.hidden_act not in _SILU:
+        return None
+    mixer = Mamba1Layer(
+        config.intermediate_size, config.state_size, config.time_step_rank, config.conv_kernel,
+        bool(config.use_conv_bias), bool(config.use_bias), norm,
+    )  # fmt: skip
+    return _alone(config, mixer)
+
+
+def _falcon_mamba(config: Any) -> Architecture | None:
+    """What step sizes, keys and queries are made of is normed."""
+    return _mamba(config, NormForm(config.mixer_rms_eps, has_weight=False))
+
+
+def _alone(config: Any, *mixers: AttentionLayer | StateMixer, wide: bool | None = None) -> Architecture:
+    """A model whose layers are a mixer alone: these, or all the one that is given."""
+    each = mixers if len(mixers) > 1 else mixers * config.num_hidden_layers
+    return Architecture(
+        tuple(Layer(mixer, None, ("norm", None, None, None), names=("block", "")) for mixer in each),
+        config.vocab_size, config.hidden_size, NormForm(config.layer_norm_epsilon),
+        is_tied=bool(config.tie_word_embeddings), names=_MAMBA,
+        wide=bool(config.residual_in_fp32) if wide is None else wide,
+    )  # fmt: skip
+
+
+def _nemotron_h(config: Any) -> Architecture | None:
+    """Layers are a mixer or a feed-forward. `residual_in_fp32` has no meaning here."""
+    if config.mamba_hidden_act not in _SILU:
+        return None
+    attention = grouped(config, bias=False, rotary=RotaryTable.none(config.head_dim))
+    feed = plain(config.intermediate_size, config.mlp_hidden_act, bias=bool(config.mlp_bias))
+    sizes = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
+    mamba = _mamba2_of_old(config, sizes, limits=(config.time_step_min, float("inf")))
+    of: dict[str, Any] = {FULL: attention, LINEAR: mamba, "mlp": feed and FeedLayer(feed)}
+    mixers = [of.get(kind) for kind in config.layers_block_type]
+    return None if None in mixers or len(mixers) < 2 else _alone(config, *mixers, wide=False)
+
+
+def _falcon_h1(config: Any) -> Architecture | None:
+    """Factors of keys, and of what attention reads, are factors of its scores and results here."""
+    reads, has_norm = config.attention_in_multiplier, bool(config.mamba_rms_norm)
+    if (config.attention_bias and reads != 1) or (config.mamba_proj_bias and config.ssm_in_multiplier != 1):
+        return None
+    attention, norm = grouped(config), NormForm(config.rms_norm_eps)
+    mamba = _mamba2_of(
+        config, eps=config.rms_norm_eps if has_norm else None, norm_first=bool(config.mamba_norm_before_gate),
+        out_bias=bool(config.projectors_bias),
+        factors=tuple(factor * config.ssm_in_multiplier for factor in config.ssm_multipliers),
+    )  # fmt: skip
+    feed = gated(config, scales=tuple(config.mlp_multipliers))
+    if (
+        attention is None
+        or mamba is None
+        or mamba.inner != (config.mamba_d_ssm or config.mamba_expand * config.hidden_size)
+    ):
+        return None
+    spec = replace(attention.spec, scale=attention.spec.scale * config.key_multiplier * reads**2)
+    scales = config.ssm_out_multiplier, config.attention_out_multiplier * reads
+    mixer = BesideLayer(mamba, replace(attention, spec=spec), scales)
+    made = {"hybrid": layer(mixer, feed, _PRE_FF, ("beside", "feed_forward"))}
+    factors = {"embedding_scale": config.embedding_multiplier, "logit_scale": config.lm_head_multiplier}
+    return of_kinds(config, ["hybrid"] * config.num_hidden_layers, made, norm=norm, names=_FALCON_H1, **factors)
+
+
+def _bamba(config: Any) -> Architecture | None:
+    feed, norm = gated(config), NormForm(config.rms_norm_eps)
+    made = {
+        LINEAR: layer(_mamba2_of(config), feed, _PRE_FF, ("mamba", "feed_forward")),
+        FULL: layer(grouped(config), feed, _PRE_FF, ("self_attn", "feed_forward")),
+    }
+    return of_kinds(config, config.layers_block_type, made, norm=norm, names=_FINAL)
+
+
+def _jamba(config: Any) -> Architecture | None:
+    """Attention has no rotary positions."""
+    if config.hidden_act not in _SILU or set(config.layers_num_experts) != {1}:
+        return None
+    norm, feed = NormForm(config.rms_norm_eps), gated(config)
+    mamba = Mamba1Layer(
+        config.mamba_expand * config.hidden_size, config.mamba_d_state, config.mamba_dt_rank, config.mamba_d_conv,
+        bool(config.mamba_conv_bias), bool(config.mamba_proj_bias), norm,
+    )  # fmt: skip
+    head_dim = config.hidden_size // config.num_attention_heads
+    attention = grouped(config, bias=False, rotary=RotaryTable.none(head_dim))
+    made = {
+        LINEAR: layer(mamba, feed, _PRE_FF, ("mamba", "feed_forward")),
+        FULL: layer(attention, feed, _PRE_FF, ("self_attn", "feed_forward")),
+    }
+    return of_kinds(config, config.layer_types, made, norm=norm, names=_FINAL)
+
+
+def _granite_hybrid(config: Any) -> Architecture | None:
+    if config.num_local_experts:
+        return None
+    norm, head_dim = NormForm(config.rms_norm_eps), config.hidden_size // config.num_attention_heads
+    rotary = None if config.position_embedding_type == "rope" else RotaryTable.none(head_dim)
+    attention = grouped(config, rotary=rotary, spec=AttentionSpec(config.attention_multiplier))
+    feed = gated(config, bias=False, joined=True, inner=config.shared_intermediate_size)
+    made = {
+        LINEAR: layer(_mamba2_of(config), feed, TWO_NORMS, ("mamba", "shared_mlp")),
+        FULL: layer(attention, feed, TWO_NORMS, ("self_attn", "shared_mlp")),
+    }
+    scaled = {kind: x and replace(x, scale=float(config.residual_multiplier)) for kind, x in made.items()}
+    factors = {"embedding_scale": float(config.embedding_multiplier), "logit_scale": 1 / config.logits_scaling}
+    return of_kinds(config, config.layers_block_type, scaled, norm=norm, names=_GRANITE, **factors)
+
+
+_FEED = (
+    (r"\.feed_forward\.w1\.", ".feed_forward.gate_proj."),
+    (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
+    (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
+)
+_LFM2 = ((r"(^|\.)embedding_norm\.", r"\1norm."), *_FEED)
+_MAMBA = (
+    (r"^(?:backbone|model)\.embeddings?\.", "model.embed_tokens."),
+    (r"^backbone\.", "model."),
+    (r"^model\.norm_f\.", "model.norm."),
+    (r"\.mixer\.", ".block."),
+)
+_PRE_FF: Norms = ("input_layernorm", None, "pre_ff_layernorm", None)
+_FINAL = ((r"(^|\.)final_layernorm\.", r"\1norm."),)
+_FALCON_H1 = ((r"\.(\d+)\.(mamba|self_attn)\.", r".\1.beside.\2."), *_FINAL)
+_GRANITE = (
+    (r"\.shared_mlp\.input_linear\.", ".shared_mlp.gate_up_proj."),
+    (r"\.shared_mlp\.output_linear\.", ".shared_mlp.down_proj."),
+)
+# By model type.
+HYBRIDS: dict[str, Callable[[Any], Architecture | None]] = {
+    "bamba": _bamba,
+    "falcon_h1": _falcon_h1,
+    "falcon_mamba": _falcon_mamba,
+    "granitemoehybrid": _granite_hybrid,
+    "jamba": _jamba,
+    "lfm2": _lfm2,
+    "mamba": _mamba,
+    "mamba2": _mamba2,
+    "nemotron_h": _nemotron_h,
+    "qwen3_5_text": _qwen3_5,
+}
