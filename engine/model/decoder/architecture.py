@@ -52,32 +52,6 @@ class StateMixer:
 
     @property
     def kv(self) -> LayerKV | None:
-        """What the layer keeps of a position."""
-        return None
-
-    @property
-    def rotary(self) -> RotaryTable:
-        """Its rotary positions."""
-        return RotaryTable.none(0)
-
-    def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """The parts of the state, in the order in which a pass comes to them; `dtype` is that of rows."""
-        raise NotImplementedError
-
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        raise NotImplementedError
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        raise NotImplementedError
-
-
-class StateMixer:
-    """A mixer that keeps a state of each sequence, beside keys and values or in their place."""
-
-    @property
-    def kv(self) -> LayerKV | None:
         """See `Mixer`."""
         return None
 

@@ -33,7 +33,6 @@ from engine.model.decoder.builders import (
     with_windows,
 )
 from engine.model.decoder.families_hybrid import HYBRIDS
-from engine.model.decoder.hybrids import HYBRIDS
 from engine.model.decoder.mixtures import MIXTURES
 from engine.model.decoder.rotary import RotaryTable
 

@@ -156,9 +156,10 @@ def _nemotron_h(config: Any) -> Architecture | None:
     feed = plain(config.intermediate_size, config.mlp_hidden_act, bias=bool(config.mlp_bias))
     sizes = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
     mamba = _mamba2_of_old(config, sizes, limits=(config.time_step_min, float("inf")))
-    of: dict[str, Any] = {FULL: attention, LINEAR: mamba, "mlp": feed and FeedLayer(feed)}
-    mixers = [of.get(kind) for kind in config.layers_block_type]
-    return None if None in mixers or len(mixers) < 2 else _alone(config, *mixers, wide=False)
+    of = {FULL: attention, LINEAR: mamba, "mlp": None if feed is None else FeedLayer(feed)}
+    found = [of.get(kind) for kind in config.layers_block_type]
+    mixers = [mixer for mixer in found if mixer is not None]
+    return None if len(mixers) < max(2, len(found)) else _alone(config, *mixers, wide=False)
 
 
 def _falcon_h1(config: Any) -> Architecture | None:

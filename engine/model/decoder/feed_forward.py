@@ -66,7 +66,7 @@ class GatedMLP(nn.Module):
         else:
             join(self, weights, dict.fromkeys(("gate_proj", "up_proj"), feed.inner), width, has_bias=feed.bias)
         self.down_proj = weights.matrix({"down_proj": width}, feed.inner, has_bias=feed.bias)
-        self._name = _IN_KERNELS.get(feed.activation) if feed.scales == (1, 1) else None
+        self._name = _IN_KERNELS.get(feed.activation) if feed.scales == (1.0, 1.0) else None
         self.activation: Activation | None = None if self._name is None else _IN_C[self._name]
         self.act_fn = RowWise(ACTIVATIONS[feed.activation]())
 

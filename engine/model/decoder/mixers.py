@@ -197,7 +197,8 @@ class Beside(nn.Module):
         """`[1, T, width]` -> `[1, T, width]`."""
         of_mamba, of_attention = self.layer.scales
         first: Tensor = self.mamba(x, rotary, ragged)
-        return first * of_mamba + self.self_attn(x, rotary, ragged) * of_attention
+        second: Tensor = self.self_attn(x, rotary, ragged)
+        return first * of_mamba + second * of_attention
 
 
 class FeedAlone(PlainMLP):

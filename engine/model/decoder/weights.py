@@ -122,7 +122,10 @@ class WeightReader:
         else:
             floats = found if isinstance(found, Tensor) else found.dequantised()
             matrices = (floats.transpose(1, 2) if transposed else floats).unbind()
-        return [self._joined([stack], [one], [bias], {}) for one, bias in zip(matrices, biases, strict=True)]
+        return [
+            self._joined([stack], [cast("Tensor | Codes", one)], [bias], {})
+            for one, bias in zip(matrices, biases, strict=True)
+        ]
 
     def _joined(
         self, names: Seq[str], weights: list[Tensor | Codes], biases: list[Tensor | None], orders: Mapping[str, Tensor]

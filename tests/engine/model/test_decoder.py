@@ -40,7 +40,6 @@ _GROWING = {
 _FACTORS = {
     "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
 }  # fmt: skip
-<<<<<<< HEAD
 _SIX = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}  # of six experts, which no vector is as long as
 _GROUPS = _SIX | {
     "n_routed_experts": 6, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2,
@@ -52,10 +51,6 @@ _LATENTS = {
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 _YARN_OF_LATENTS = {"rope_parameters": _YARN | {"mscale": 0.8, "mscale_all_dim": 0.6}}
 _DIRECT = {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False}
-# By model type: what a config has beside the common sizes, for each of several models.
-CASES: dict[str, list[dict[str, Any]]] = {
-    "axk1": [_GROUPS | _LATENTS],
-=======
 _MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_ssm": 128}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 _FALCON = {
@@ -65,8 +60,8 @@ _FALCON = {
 }  # fmt: skip
 # By model type: what a config has beside the common sizes, for each of several models.
 CASES: dict[str, list[dict[str, Any]]] = {
+    "axk1": [_GROUPS | _LATENTS],
     "bamba": [_MAMBA_2 | {"attn_layer_indices": [1]}],
->>>>>>> 4b822b4 (Falcon H1 and Mamba, Bamba, Nemotron H, Granite 4 and Jamba without experts are in the table)
     "cohere": [{}, {"use_qk_norm": True}],
     "cohere2": [_WINDOWS],
     "cwm": [_WINDOWS],
@@ -86,12 +81,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "exaone": [{}],
     "exaone4": [_WINDOWS, {"sliding_window": None, "layer_types": ["full_attention"] * 2}],
-<<<<<<< HEAD
     "exaone_moe": [
         _SIX | _WINDOWS | {"head_dim": 16, "num_experts": 6, "mlp_layer_types": ["sparse", "dense"], "n_group": 2},
     ],
     "flex_olmo": [{"num_experts": 6, "num_experts_per_tok": 2}],
-=======
     "falcon_h1": [
         _MAMBA_2 | _FALCON | {"head_dim": 8},
         _MAMBA_2
@@ -99,7 +92,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
         _MAMBA_2 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ],
     "falcon_mamba": [{"state_size": 16, "time_step_rank": 16}],
->>>>>>> 4b822b4 (Falcon H1 and Mamba, Bamba, Nemotron H, Granite 4 and Jamba without experts are in the table)
     "gemma": [{"head_dim": 16}],
     "gemma2": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
     "gemma3_text": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
@@ -109,16 +101,14 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "glm4_moe_lite": [_GROUPS | _LATENTS],
     "gpt_oss": [_WINDOWS | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 0.5}],
     "granite": [_FACTORS, {"attention_bias": True, "mlp_bias": True}],
-<<<<<<< HEAD
     "granitemoe": [_FACTORS | {"num_local_experts": 6, "num_experts_per_tok": 2}],
     "granitemoeshared": [
         {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
         {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
-=======
+    ],
     "granitemoehybrid": [
         _MAMBA_2 | _FACTORS | _MIXED | {"num_local_experts": 0, "shared_intermediate_size": 96},
         _MAMBA_2 | _MIXED | {"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True},
->>>>>>> 4b822b4 (Falcon H1 and Mamba, Bamba, Nemotron H, Granite 4 and Jamba without experts are in the table)
     ],
     "hunyuan_v1_dense": [
         {"head_dim": 16},
@@ -146,9 +136,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "ministral": [{"head_dim": 8} | _WINDOWS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}],
     "ministral3": [{"head_dim": 8, "rope_parameters": _GROWING}],
     "mistral": [{"sliding_window": 9}],
-<<<<<<< HEAD
     "mixtral": [{"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}],
-=======
     "nemotron_h": [
         {
             "mamba_num_heads": 8,
@@ -162,7 +150,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "use_bias": True,
         },
     ],
->>>>>>> 4b822b4 (Falcon H1 and Mamba, Bamba, Nemotron H, Granite 4 and Jamba without experts are in the table)
     "olmo2": [{}],
     "olmo3": [_WINDOWS],
     "olmoe": [
