@@ -17,8 +17,7 @@ from engine.control.controller import Control, Speedup, levelled
 from engine.control.prefill_budget import PrefillBudget
 from engine.kv.pages import PagePool
 from engine.params import MAX_PREDICTED_DRAFTS
-from engine.shares import TURN, Shares, equal_parts
-from engine.turns import in_step, in_turn, most_masked
+from engine.turns import TURN, Shares, equal_parts, in_step, in_turn, most_masked
 from engine.types import KVCursor, Sequence
 
 _MOST_FOLLOWED = 1024  # tokens of a step, of all outputs together that are behind in their predictions

@@ -235,7 +235,7 @@ class Request:
         emitted: what its outputs emitted before, by index, if the request is continued; its seed is then set.
         prediction: what the caller expects an output to be; it is drafted where the output follows it.
         adapter: the name of the adapter with which the target continues it; None for the target alone.
-        caller: whose share of the machine it uses. Callers get equal shares (`engine/shares.py`).
+        caller: whose share of the machine it uses. Callers get equal shares (`engine/turns.py`).
     """
 
     request_id: str

@@ -22,9 +22,8 @@ from engine.errors import ModelError
 from engine.types import FinishReason
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from server.admission.admission import Admission
-from server.admission.grammars import GrammarPool
 from server.admission.security import Callers, Quotas
-from server.admission.slow_work import SlowWork
+from server.admission.slow_work import GrammarPool, SlowWork
 from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
 from server.errors import EngineCrashed, Unavailable

@@ -17,9 +17,8 @@ from deploy.ray.edge import REMAINING
 from deploy.ray.envelope import Envelope
 from engine.errors import InvalidRequest, PilotfishError, Unsupported
 from server.admission.admission import Admission, Call, Origin
-from server.admission.grammars import GrammarPool
 from server.admission.security import Callers, Quotas
-from server.admission.slow_work import SlowWork
+from server.admission.slow_work import GrammarPool, SlowWork
 from server.config import ServerConfig
 from server.driver import Driver
 from server.grpc.control import ControlService

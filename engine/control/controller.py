@@ -16,7 +16,10 @@ _KEEP = 0.99  # per step: the ratio is of the last hundred or so
 
 
 class Speedup:
-    """Live over all sequences, and of each since it began. 1 is plain decoding, and what is said before any step."""
+    """What the same tokens would have taken plainly, over the time spent: of the last steps, and of each sequence.
+
+    1 is plain decoding, and what is said before any step.
+    """
 
     def __init__(self) -> None:
         self._plain = self._spent = 0.0

@@ -95,7 +95,7 @@ class CatchesUp(Protocol):
 
 
 class NoProposer:
-    """Proposes nothing."""
+    """Proposes nothing: plain decoding, the oracle that all others are held against."""
 
     uses_draft_kv = False
     shares_draft_kv = False
@@ -106,7 +106,7 @@ class NoProposer:
 
 
 class PredictionProposer:
-    """Proposes what the request's prediction has next. It is asked for sequences that are in their prediction."""
+    """Proposes what the request's prediction has next (`engine/request/prediction.py`), where the output follows it."""
 
     uses_draft_kv = False
     shares_draft_kv = False

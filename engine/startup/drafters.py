@@ -18,8 +18,8 @@ from engine.model.decoder.architecture import architecture_of
 from engine.model.runner import ModelRunner, Runner, end_tokens, layout_of_model, vocab_size
 from engine.model.tap import Tap
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
-from engine.proposers.early_exit import first_layers
 from engine.proposers.heads.base import Head, HeadContext
+from engine.proposers.model import first_layers
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
 from engine.startup.runners import Ways, alone
 from engine.startup.states import StatePlan

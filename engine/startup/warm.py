@@ -15,8 +15,7 @@ from engine.device_loop.results import Progress, untold
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.startup.build import build_engine, pick_device
-from engine.startup.calibrate import Calibration, drafters_of, run
-from engine.startup.calibration_text import TEXT
+from engine.startup.calibrate import TEXT, Calibration, drafters_of, run
 from engine.text.codec import Codec
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing

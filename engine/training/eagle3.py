@@ -247,7 +247,10 @@ def config_of(shape: Eagle3Shape, places: Seq[int], positions: int) -> dict[str,
 
 
 def export_head(head: TrainedEagle3, config: dict[str, Any], out: Path) -> None:
-    """Write both files; the weights come last, and whole or not at all. The embedding is left to the target."""
+    """Write a head in the published layout of EAGLE-3; the weights come last, and whole or not at all.
+
+    The embedding is left to the target.
+    """
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
     tensors = {

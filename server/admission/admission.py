@@ -15,10 +15,9 @@ from engine.types import FinishReason, Grammar
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission import answers, convert
 from server.admission.convert import with_structure
-from server.admission.grammars import GrammarPool
 from server.admission.resume import require_fit, resume_info
 from server.admission.security import ANYBODY, Caller, Quotas, Refusals
-from server.admission.slow_work import SlowWork, release_turn
+from server.admission.slow_work import GrammarPool, SlowWork, release_turn
 from server.admission.status import refusal
 from server.driver import Driver
 from server.errors import QueueFull

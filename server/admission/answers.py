@@ -12,7 +12,7 @@ from engine.types import DraftStats, FinishedOutput, FinishReason, Logprob
 from pilotfish.v1 import control_pb2 as control_pb
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.convert import Wanted
-from server.admission.settings import speculation_settings
+from server.admission.resume import speculation_settings
 from server.model import ServedModel
 from server.streams.output import Chunk, End, Timeline
 

@@ -19,8 +19,7 @@ from engine.text.stops import NO_ASIDES
 from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import answer_of, text_of_conversation
-from server.admission.resume import MAX_INTERRUPTIONS, emitted_outputs, received_outputs
-from server.admission.settings import MODES, VERIFICATIONS
+from server.admission.resume import MAX_INTERRUPTIONS, MODES, VERIFICATIONS, emitted_outputs, received_outputs
 from server.errors import NotFound
 from server.formats.structure import Answer, structure_of
 from server.model import ServedModel

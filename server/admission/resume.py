@@ -10,13 +10,33 @@ import re
 from collections.abc import Iterator, Sequence
 
 from engine.errors import GrammarFault, InvalidRequest, Violation, shown
-from engine.params import MAX_SEED
+from engine.params import MAX_SEED, SpeculationMode, SpeculationSettings, Verification
 from engine.types import GRAMMAR_TOKENS, EmittedOutput, Grammar, GrammarState, Request
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.settings import speculation_settings
 from server.errors import ResumeRefused
 from server.model import ServedModel
 from server.streams.output import NOTHING_RECEIVED, ReceivedOutput
+
+MODES = {
+    pb.SPECULATION_MODE_AUTO: SpeculationMode.AUTO,
+    pb.SPECULATION_MODE_OFF: SpeculationMode.OFF,
+    pb.SPECULATION_MODE_FIXED: SpeculationMode.FIXED,
+}
+VERIFICATIONS = {
+    pb.VERIFICATION_COUPLED: Verification.COUPLED,
+    pb.VERIFICATION_REJECTION: Verification.REJECTION,
+}
+
+
+def speculation_settings(settings: SpeculationSettings) -> pb.SpeculationOptions:
+    """Return the effective settings with every field set."""
+    return pb.SpeculationOptions(
+        mode=next(number for number, mode in MODES.items() if mode is settings.mode),
+        num_draft_tokens=settings.num_draft_tokens,
+        proposer=settings.proposer,
+        verification=next(number for number, rule in VERIFICATIONS.items() if rule is settings.verification),
+    )
+
 
 MAX_INTERRUPTIONS = 999_999  # that are counted
 _EVENT_ID = re.compile(

@@ -216,7 +216,7 @@ _SHARE = 0.5  # of the seconds that are left to the caller, which is to hear why
 
 
 class Refusals:
-    """The refusals of each caller, as far as they are recent."""
+    """Recent refusals of each caller. Whoever asks again at once would take the time in which others are served."""
 
     def __init__(self) -> None:
         self._buckets = TokenBuckets(AT_ONCE)

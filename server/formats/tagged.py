@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from server.formats.base import ChatFormat, Tool, quoted
-from server.formats.schemas.value_rules import ValueEnd, ValueRules
-from server.formats.schemas.values import STRING, Parameters
+from server.formats.schemas.value_rules import STRING, Parameters, ValueEnd, ValueRules
 from server.formats.steps import CallParser, Steps
 
 # What a schema may say of all arguments together. They are written one by one, so this cannot be held.
@@ -241,7 +240,10 @@ class _Value:
 
 
 class GlmFormat(TaggedFormat):
-    """The name of the function, and `<arg_key>` and `<arg_value>` for each argument."""
+    r"""Calls of GLM 4.5 and later: pairs of a key and a value, one call after another.
+
+    `<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`; GLM 4.7 writes no line breaks.
+    """
 
     name = "glm"
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -259,7 +261,10 @@ class GlmFormat(TaggedFormat):
 
 
 class QwenCoderFormat(TaggedFormat):
-    """`<function=f>` with a `<parameter=x>` for each argument."""
+    r"""Calls of Qwen3-Coder and Qwen 3.5: parameters as XML, one call after another.
+
+    `<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>`
+    """
 
     name = "qwen_coder"
     markers = ("<tool_call>", "</tool_call>")

@@ -11,8 +11,7 @@ from gguf import GGMLQuantizationType as Type
 from engine.config import EngineConfig
 from engine.startup.doctor import check
 from models import embedded_target
-from server.fingerprint import fingerprint
-from server.model import ServedModel, model_name
+from server.model import ServedModel, fingerprint, model_name
 from tests import gguf_files
 from tests.serving import grpc_client, serving
 

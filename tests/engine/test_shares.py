@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import shares
+from engine import turns as shares
 from engine.control.prefill_budget import PrefillBudget
 from engine.kv.pages import PagePool
 from engine.scheduler import Scheduler, Work
-from engine.shares import TURN, Shares, equal_parts
 from engine.startup.warm import make_ready
+from engine.turns import TURN, Shares, equal_parts
 from engine.types import Sequence
 from tests import fakes
 

@@ -272,7 +272,7 @@ FAULTS = tuple(
 61 | graphs | engine/device_loop/results.py | the results of a round are read before they have come
 -self._event.synchronize()
 +pass
-62 | fair shares | engine/shares.py | the places that a caller holds count for nothing
+62 | fair shares | engine/turns.py | the places that a caller holds count for nothing
 -self._had[caller] + TURN * self.places(caller) + tokens
 +self._had[caller] + tokens
 =tests/engine/test_shares.py

@@ -11,7 +11,7 @@ import pytest
 from engine.params import Guided
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.grammars import GrammarPool
+from server.admission.slow_work import GrammarPool
 from server.errors import QueueFull
 from tests.server.fake_engine import EOS, TEXT, FakeEngine, logprob_of
 from tests.server.fake_grammar import FakeCompiler

@@ -17,7 +17,7 @@ from engine.text.codec import OutputText
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import ChatTemplate
-from server.fingerprint import fingerprint
+from server.model import fingerprint
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import TEXT, FakeEngine
 from tests.server.fake_grammar import FakeCompiler

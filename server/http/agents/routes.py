@@ -31,7 +31,7 @@ from server.model import ServedModel
 
 
 class NamedEventStream(EventStream):
-    """Server-sent events with names and without ids. Nothing follows the answer's own last event."""
+    """Server-sent events with names (`event: TYPE`), without ids. Nothing follows the answer's own last event."""
 
     last = ""
 

@@ -17,8 +17,7 @@ from server.http.messages.types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from server.http.openai.conversation import effort_arguments
-from server.http.requests import without_conversation
+from server.http.requests import effort_arguments, without_conversation
 
 _MODES = {
     "auto": pb.TOOL_CHOICE_MODE_AUTO,

@@ -12,8 +12,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.formats.json_text import object_in
 from server.http.agents.fields import Json
 from server.http.agents.turns import SEPARATOR, Turns
-from server.http.openai.conversation import effort_arguments
-from server.http.requests import without_conversation
+from server.http.requests import effort_arguments, without_conversation
 from server.http.responses.types import (
     CallOutputItem,
     Content,

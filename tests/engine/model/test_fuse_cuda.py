@@ -16,7 +16,7 @@ from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.fusion.kernel_layers import KernelLayer, KernelNorm, LayerOps
 from engine.model.linear.experts import StackedExperts
 from engine.model.tap import FINAL, Tap
-from engine.proposers.early_exit import first_layers
+from engine.proposers.model import first_layers
 from tests import zoo
 from tests.card import here
 from tests.engine.model.test_experts import plain_model

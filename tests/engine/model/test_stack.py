@@ -20,7 +20,7 @@ from engine.model.linear.packed import PackedLinear, is_batch_invariant, pack
 from engine.model.runner import ModelRunner, kv_layout
 from engine.model.tap import FINAL, Tap
 from engine.native import library, multiplies
-from engine.proposers.early_exit import first_layers
+from engine.proposers.model import first_layers
 from tests import zoo
 
 CPU = torch.device("cpu")

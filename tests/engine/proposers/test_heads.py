@@ -17,8 +17,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.model.tap import FINAL
-from engine.proposers.early_exit import first_layers
 from engine.proposers.heads import proposer
+from engine.proposers.model import first_layers
 from engine.startup.build import assemble
 from engine.startup.calibrate import drafters_of
 from engine.startup.warm import make_ready

@@ -7,8 +7,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from engine.training.acceptance import measure_acceptance
 from engine.training.eagle3 import Eagle3Shape, TrainedEagle3
+from engine.training.loop import measure_acceptance
 from engine.training.store import WrittenText
 from tests.engine.proposers.heads.test_eagle3 import Paper
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
-from engine.proposers.early_exit import first_layers
+from engine.proposers.model import first_layers
 from engine.startup.build import assemble
 from engine.types import Request
 from tests import adapters, fakes, heads, laws, zoo

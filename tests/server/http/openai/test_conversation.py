@@ -9,8 +9,7 @@ from google.protobuf.json_format import MessageToDict
 
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import callable_tools
-from server.http.openai.conversation import conversation
-from server.http.requests import messages_of
+from server.http.requests import conversation, messages_of
 from server.http.types import ChatBody, CompletionBody, GenerateBody
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
