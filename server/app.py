@@ -32,6 +32,7 @@ from server.grpc.health import Health
 from server.grpc.inference import InferenceService
 from server.grpc.server import listen, make_server
 from server.http.adapters import add_adapters
+from server.http.calls import Services
 from server.http.gateway import HttpServer, gateway
 from server.http.messages.routes import add_messages
 from server.http.render import add_render
@@ -154,10 +155,9 @@ class App:
         config = self.config
         exposition = Exposition(self.metrics.registry, model_name(config.target) if config.vllm_metrics else None)
         app = gateway(self.lifecycle, lambda: self.driver, exposition, config, self._callers)
-        add_generation(app, self._admission, self._require_driver, self._slow, config.stall_seconds)
-        add_responses(app, self._admission, self._require_driver, self._slow, config.stall_seconds)
-        add_messages(app, self._admission, self._require_driver, self._slow, config.stall_seconds)
-        add_render(app, self._admission, self._require_driver, self._slow)
+        services = Services(self._admission, self._require_driver, self._slow, config.stall_seconds)
+        for add in (add_generation, add_responses, add_messages, add_render):
+            add(app, services)
         add_adapters(app, self._require_driver, config.adapter_root)
         return HttpServer(app, config)
 

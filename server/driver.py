@@ -168,7 +168,7 @@ class Driver:
         if output.stats is not None:
             self._metrics.steps.observe(output.stats)
             self.estimates.observe(output.stats)
-            self._supervisor.record_step()
+            self._supervisor.crashes.record_step()
         self._turns.renew()
         self._report_load()
 
@@ -211,7 +211,7 @@ class Driver:
         about = f"{len(request.token_ids)} prompt tokens, {emitted} emitted, {shown(request.sampling, 1000)}"
         problem = "request %s brought the engine down %d times, at last alone, and ends: %s, %s"
         logger.error(problem, stream.request_id, crashes, about, request.speculation)
-        self._supervisor.discount(crashes)
+        self._supervisor.crashes.discount(crashes)
         stream.fail(RequestFailed("the engine failed each time that it served this request"))
         self._forget(stream, FinishReason.ERROR)
 

@@ -161,9 +161,8 @@ def _logprob_violations(request: Request, bounds: Bounds, max_model_len: int) ->
 def _prediction_violations(tokens: tuple[int, ...], vocab_size: int, max_model_len: int) -> Iterator[Violation]:
     if len(tokens) > max_model_len:
         yield Violation("prediction", f"has {len(tokens)} tokens; the limit is {max_model_len}")
-    elif tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        wrong = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
-        yield Violation(f"prediction.token_ids[{wrong}]", f"is {tokens[wrong]}; expected 0 to {vocab_size - 1}")
+    else:
+        yield from unknown_ids("prediction.token_ids", tokens, vocab_size)
 
 
 def _guided_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Violation]:
@@ -228,7 +227,5 @@ def emitted_violations(request: Request, vocab_size: int, max_len: int) -> Itera
         tokens = output.token_ids
         if len(tokens) > max(0, room):
             yield Violation(f"{FIELD}[{index}].token_ids", f"has {len(tokens)} tokens; the output has room for {room}")
-        elif tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            wrong = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
-            where = f"{FIELD}[{index}].token_ids[{wrong}]"
-            yield Violation(where, f"is {tokens[wrong]}; expected 0 to {vocab_size - 1}")
+        else:
+            yield from unknown_ids(f"{FIELD}[{index}].token_ids", tokens, vocab_size)

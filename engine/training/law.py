@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,7 +38,3 @@ class LogitScaling:
         """float32 `[..., vocab]` of features `[..., hidden]` and rows `[vocab, hidden]`."""
         made = F.linear(features, matrix).float() * self.factor
         return made if self.cap is None else self.cap * (made / self.cap).tanh()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Its fields, for a file."""
-        return asdict(self)

@@ -117,7 +117,7 @@ def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
         law = LogitScaling.of(writer.model.config)
         writer.check_law(law, job.prompts[0] if job.prompts else job.opening)
         parts = {"embedding": writer.embedding(), "output": writer.output_matrix()}
-        folder.save(PARTS, parts, {"places": json.dumps(writer.places), "law": json.dumps(law.as_dict())})
+        folder.save(PARTS, parts, {"places": json.dumps(writer.places), "law": json.dumps(asdict(law))})
     prompts, apart = _split(job)
     if not folder.has_texts(HELD_OUT):
         own = apart or own_prompts(writer, job.opening, plan, -1, as_prompt=job.as_prompt)[: plan.held_out]

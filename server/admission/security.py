@@ -10,8 +10,9 @@ import hashlib
 import hmac
 import random
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -164,7 +165,7 @@ class Quotas:
 
     def __init__(self, max_live: int | None, per_second: float | None, clock: Clock) -> None:
         self._max_live, self._clock = max_live, clock
-        self._live: dict[str, int] = defaultdict(int)
+        self._live = Counter[str]()
         self._buckets = None if per_second is None else TokenBuckets(per_second)
 
     def enter(self, caller: Caller, n: int = 1) -> Callable[[], None]:
@@ -173,26 +174,17 @@ class Quotas:
         Returns:
             A function that stops counting the request; further calls of it have no effect.
         """
+        leaving = ExitStack()
         if not caller.name:
-            return _nothing
+            return leaving.close
         if self._max_live is not None and self._live[caller.name] + n > self._max_live:
             asked = f" and asks for {n} outputs" if n > 1 else ""
             problem = f"{caller.name} has {self._live[caller.name]} live requests{asked}; the limit is {self._max_live}"
             raise QuotaExceeded(problem, bound="live requests", retry_seconds=_LIVE_RETRY_SECONDS)
         self._spend(caller, n)
         self._live[caller.name] += n
-        return self._leaving(caller, n)
-
-    def _leaving(self, caller: Caller, n: int) -> Callable[[], None]:
-        is_in = True
-
-        def leave() -> None:
-            nonlocal is_in
-            if is_in:
-                is_in = False
-                self._live[caller.name] -= n
-
-        return leave
+        leaving.callback(self._live.subtract, {caller.name: n})
+        return leaving.close
 
     def _spend(self, caller: Caller, n: int) -> None:
         """Take `n` requests from the caller's token bucket while it has one, or raise QuotaExceeded."""
@@ -204,10 +196,6 @@ class Quotas:
             problem = f"{caller.name} sends more than {per_second:g} requests per second"
             raise QuotaExceeded(problem, bound="requests per second", retry_seconds=(1 - held) / per_second)
         self._buckets.take(caller.name, n, now)
-
-
-def _nothing() -> None:
-    """Do nothing: a request without quotas is not counted."""
 
 
 AT_ONCE = 20  # refusals of one caller that are answered at once, and per second after that

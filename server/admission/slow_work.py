@@ -19,7 +19,7 @@ import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import itemgetter
@@ -65,25 +65,16 @@ class SlowWork:
         turn = InputTurn(size)
         if size > MAX_MIDDLE_BYTES:
             await self._large_turn.acquire()
-            turn.release = self._releasing()
+            ending = ExitStack()  # which closes once
+            ending.callback(self._trim_later)
+            ending.callback(self._large_turn.release)
+            turn.release = ending.close
         token = _turn.set(turn)
         try:
             yield turn
         finally:
             _turn.reset(token)
             turn.release()
-
-    def _releasing(self) -> Callable[[], None]:
-        is_held = True
-
-        def release() -> None:
-            nonlocal is_held
-            if is_held:
-                is_held = False
-                self._large_turn.release()
-                self._trim_later()
-
-        return release
 
     def _trim_later(self) -> None:
         if not self._is_trim_due:

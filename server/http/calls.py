@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,7 +23,9 @@ from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Call, Origin
 from server.admission.resume import EventIds
+from server.admission.slow_work import SlowWork
 from server.admission.stalls import Writes, stall_limit
+from server.driver import Driver
 from server.errors import Aborted, DeadlinePassed, QueueFull
 from server.http.errors import INTERNAL, HttpError, http_error
 from server.http.limits import STALLED
@@ -37,6 +39,15 @@ T = TypeVar("T")
 Messages = AsyncIterator[pb.GenerateStreamResponse]
 Shape = Callable[["Calls", list[pb.GenerateResponse]], Awaitable[dict[str, Any]]]  # the answer
 Render = Callable[[Messages], AsyncIterator[list[dict[str, Any]]]]  # the events of one message after the other
+
+
+class Services(NamedTuple):
+    """What the routes work with that take prompts."""
+
+    admission: Admission
+    driver: Callable[[], Driver]  # raises until the model is loaded
+    slow: SlowWork
+    stall_seconds: float
 
 
 class CallerGone(Exception):  # an event, so its name has no suffix `Error`

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,20 +12,18 @@ from fastapi.responses import Response
 from engine.errors import Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission import convert
-from server.admission.admission import Admission
-from server.admission.slow_work import SlowWork, release_turn
-from server.driver import Driver
+from server.admission.slow_work import release_turn
 from server.http.bodies import WrongBody, read_body
-from server.http.calls import unless_gone
+from server.http.calls import Services, unless_gone
 from server.http.requests import ParsedBody
 from server.http.types import ChatBody, CompletionBody, OpenAiBody
 
 BodyT = TypeVar("BodyT", bound=OpenAiBody)
 
 
-def add_render(app: FastAPI, admission: Admission, driver: Callable[[], Driver], slow: SlowWork) -> None:
-    """Add the routes; `driver` raises until the model is loaded. Their bodies are those of the routes that generate."""
-    router, renderer = APIRouter(), _Renderer(admission, driver, slow)
+def add_render(app: FastAPI, services: Services) -> None:
+    """Add the routes. Their bodies are those of the routes that generate."""
+    router, renderer = APIRouter(), _Renderer(services)
 
     @router.post("/v1/completions/render", response_model=None, openapi_extra=_body_of("/v1/completions"))
     async def completions(request: Request) -> Response:
@@ -46,8 +43,8 @@ def add_render(app: FastAPI, admission: Admission, driver: Callable[[], Driver],
 class _Renderer:
     """Checks a body as admission does, encodes its prompt, and stops there."""
 
-    def __init__(self, admission: Admission, driver: Callable[[], Driver], slow: SlowWork) -> None:
-        self._admission, self._driver, self._slow = admission, driver, slow
+    def __init__(self, services: Services) -> None:
+        self._admission, self._driver, self._slow, _ = services
 
     async def render(self, kind: type[BodyT], prefix: str, request: Request) -> list[dict[str, Any]]:
         """Return what the answer says of each prompt. Raises the error that the same request would get."""

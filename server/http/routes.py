@@ -13,13 +13,10 @@ from starlette.requests import ClientDisconnect
 
 from engine.errors import InvalidRequest, PilotfishError
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Admission
 from server.admission.resume import EventIds
-from server.admission.slow_work import SlowWork
-from server.driver import Driver
 from server.http import native_answers
 from server.http.bodies import WrongBody, read_body
-from server.http.calls import CallerGone, Calls, EventStream, WholeAnswer, origin_of, unless_gone
+from server.http.calls import CallerGone, Calls, EventStream, Services, WholeAnswer, origin_of, unless_gone
 from server.http.errors import INTERNAL, HttpError
 from server.http.messages.errors import error_at
 from server.http.openai.chat import ChatAnswers, fitted
@@ -46,11 +43,9 @@ class Answers(Protocol):
 AnswersTo: TypeAlias = Callable[[BodyT, pb.GenerateRequest, ServedModel], Answers]
 
 
-def add_generation(
-    app: FastAPI, admission: Admission, driver: Callable[[], Driver], slow: SlowWork, stall_seconds: float
-) -> None:
-    """Add the routes, and handlers that return errors in OpenAI's format; `driver` raises until the model is loaded."""
-    router, routes = APIRouter(), _Routes(admission, driver, slow, stall_seconds)
+def add_generation(app: FastAPI, services: Services) -> None:
+    """Add the routes, and handlers that return errors in OpenAI's format."""
+    router, routes = APIRouter(), _Routes(services)
 
     @router.post("/generate", response_model=None, openapi_extra=_schema(GenerateBody, "/generate"))
     async def generate(request: Request) -> Response:
@@ -74,10 +69,8 @@ def add_generation(
 class _Routes:
     """The common part of all routes."""
 
-    def __init__(
-        self, admission: Admission, driver: Callable[[], Driver], slow: SlowWork, stall_seconds: float
-    ) -> None:
-        self._admission, self._driver, self._slow, self._stall_seconds = admission, driver, slow, stall_seconds
+    def __init__(self, services: Services) -> None:
+        self._admission, self._driver, self._slow, self._stall_seconds = services
 
     async def respond(self, kind: type[BodyT], answers_to: AnswersTo[BodyT], request: Request) -> Response:
         """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""

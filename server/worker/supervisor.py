@@ -59,21 +59,13 @@ class Supervisor:
     def __init__(
         self, restart: Callable[[], Awaitable[None]], lifecycle: Lifecycle, metrics: Metrics, crashes: Crashes
     ) -> None:
-        self._restart, self._lifecycle, self._metrics, self._crashes = restart, lifecycle, metrics, crashes
+        self._restart, self._lifecycle, self._metrics, self.crashes = restart, lifecycle, metrics, crashes
 
     async def lost(self) -> None:
         """Count a failure of the engine, and accept no requests."""
-        self._crashes.record()
+        self.crashes.record()
         self._metrics.engine_up.set(0)
         await self._lifecycle.move(State.RECOVERING)
-
-    def record_step(self) -> None:
-        """Record that the engine has taken a step."""
-        self._crashes.record_step()
-
-    def discount(self, count: int) -> None:
-        """Do not count the latest `count` failures, which a request caused."""
-        self._crashes.discount(count)
 
     async def revive(self, stopping: asyncio.Event) -> bool:
         """Restart until the engine runs; False if the server has failed or is `stopping`.
@@ -81,7 +73,7 @@ class Supervisor:
         A server that drains needs an engine, too: its live streams go on.
         """
         while self._lifecycle.state is not State.FAILED and not stopping.is_set():
-            pause = self._crashes.pause()
+            pause = self.crashes.pause()
             if pause is None:
                 logger.error("the engine has failed too often; giving up")
                 break
@@ -91,7 +83,7 @@ class Supervisor:
                 self._metrics.restarts.inc()
                 await self._lifecycle.move(State.READY)
                 return True
-            self._crashes.record()
+            self.crashes.record()
         if not stopping.is_set():
             await self._lifecycle.move(State.FAILED)
         return False

@@ -15,15 +15,13 @@ from starlette.types import Send
 
 from engine.errors import InvalidRequest, Violation, shown
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Admission, Call, Origin
+from server.admission.admission import Call, Origin
 from server.admission.resume import EventIds
-from server.admission.slow_work import SlowWork
 from server.admission.stalls import Writes
-from server.driver import Driver
 from server.http.agents.answers import AgentAnswer, events_of, whole_of
 from server.http.agents.fields import AgentBody, Json, without_tags
 from server.http.bodies import MAX_ERRORS, read_json
-from server.http.calls import Calls, EventStream, WholeAnswer, origin_of, unless_gone, write_text
+from server.http.calls import Calls, EventStream, Services, WholeAnswer, origin_of, unless_gone, write_text
 from server.http.errors import HttpError, violations
 from server.http.pieces import CallReader
 from server.http.requests import ParsedBody
@@ -76,16 +74,9 @@ class AgentProtocol(Generic[BodyT]):
 class AgentRoutes(Generic[BodyT]):
     """Answers requests of one protocol."""
 
-    def __init__(
-        self,
-        protocol: AgentProtocol[BodyT],
-        admission: Admission,
-        driver: Callable[[], Driver],
-        slow: SlowWork,
-        stall_seconds: float,
-    ) -> None:
-        self._protocol, self._admission, self._driver = protocol, admission, driver
-        self._slow, self._stall_seconds = slow, stall_seconds
+    def __init__(self, protocol: AgentProtocol[BodyT], services: Services) -> None:
+        self._protocol = protocol
+        self._admission, self._driver, self._slow, self._stall_seconds = services
 
     async def respond(self, request: Request) -> Response:
         """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request
@@ -11,12 +10,11 @@ from fastapi.responses import JSONResponse, Response
 from engine.errors import InvalidRequest, Unsupported, Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission import convert
-from server.admission.admission import Admission, Call
-from server.admission.slow_work import SlowWork, release_turn
-from server.driver import Driver
+from server.admission.admission import Call
+from server.admission.slow_work import release_turn
 from server.http.agents.answers import AgentAnswer
 from server.http.agents.routes import AgentProtocol, AgentRoutes, fields_of
-from server.http.calls import unless_gone
+from server.http.calls import Services, unless_gone
 from server.http.messages.answers import MessagesAnswer
 from server.http.messages.requests import conversation, messages_request
 from server.http.messages.types import ConversationBody, MessagesBody
@@ -24,14 +22,12 @@ from server.http.requests import ParsedBody
 from server.model import ServedModel
 
 
-def add_messages(
-    app: FastAPI, admission: Admission, driver: Callable[[], Driver], slow: SlowWork, stall_seconds: float
-) -> None:
-    """Add the routes; `driver` raises until the model is loaded."""
+def add_messages(app: FastAPI, services: Services) -> None:
+    """Add the routes."""
     router = APIRouter()
     protocol = AgentProtocol(MessagesBody, _converted, _answer)
-    routes = AgentRoutes(protocol, admission, driver, slow, stall_seconds)
-    counter = _Counter(admission, driver, slow)
+    routes = AgentRoutes(protocol, services)
+    counter = _Counter(services)
 
     @router.post("/v1/messages", response_model=None)
     async def messages(request: Request) -> Response:
@@ -49,8 +45,8 @@ def add_messages(
 class _Counter:
     """Renders and encodes conversations, as admission does, to count their tokens."""
 
-    def __init__(self, admission: Admission, driver: Callable[[], Driver], slow: SlowWork) -> None:
-        self._admission, self._driver, self._slow = admission, driver, slow
+    def __init__(self, services: Services) -> None:
+        self._admission, self._driver, self._slow, _ = services
 
     async def count(self, request: Request) -> Response:
         """Return the number of tokens, or raise what the same conversation would be refused with."""

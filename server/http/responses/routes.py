@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from engine.errors import shown
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Admission, Call
-from server.admission.slow_work import SlowWork
-from server.driver import Driver
+from server.admission.admission import Call
 from server.http.agents.answers import AgentAnswer
 from server.http.agents.routes import AgentProtocol, AgentRoutes
+from server.http.calls import Services
 from server.http.responses.answers import ResponsesAnswer
 from server.http.responses.requests import functions, responses_request
 from server.http.responses.types import ResponsesBody
 from server.model import ServedModel
 
 
-def add_responses(
-    app: FastAPI, admission: Admission, driver: Callable[[], Driver], slow: SlowWork, stall_seconds: float
-) -> None:
-    """Add the routes; `driver` raises until the model is loaded."""
+def add_responses(app: FastAPI, services: Services) -> None:
+    """Add the routes."""
     router = APIRouter()
     protocol = AgentProtocol(ResponsesBody, _converted, _answer)
-    routes = AgentRoutes(protocol, admission, driver, slow, stall_seconds)
+    routes = AgentRoutes(protocol, services)
 
     @router.post("/v1/responses", response_model=None)
     async def responses(request: Request) -> Response:
