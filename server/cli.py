@@ -208,7 +208,7 @@ def show_version(_arguments: list[str]) -> int:
 
 
 def _run(config: ServerConfig, forks: ForkServer | None) -> int:
-    from server.worker.garbage import freeze_loaded, importing, map_large_blocks
+    from server.worker.garbage import importing, map_large_blocks, settle
 
     with importing():
         import uvloop
@@ -217,7 +217,7 @@ def _run(config: ServerConfig, forks: ForkServer | None) -> int:
         from server.telemetry import logs
 
     def be_ready(app: App) -> None:
-        freeze_loaded()
+        settle()
         _show_banner(app)
 
     logs.configure(config.log_format)

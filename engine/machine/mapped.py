@@ -1,4 +1,4 @@
-"""Weights that are mapped from files: releasing them, the progress of reading, and memory for converted weights."""
+"""What is mapped from files, weights and code: releasing it, the progress of reading; memory for converted weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _DONTNEED, _HUGEPAGE, _NOHUGEPAGE = 4, 14, 15  # MADV_*, of Linux
-_PAGES = Path("/proc/self/pagemap")  # 8 bytes for each page
+_PAGES, _MAPS = Path("/proc/self/pagemap"), Path("/proc/self/maps")  # of pages there are 8 bytes for each
 _SWAPPED, _OF_FILE, _PRESENT = (1 << bit for bit in (62, 61, 63))
 
 
@@ -80,6 +82,21 @@ def release_mapped(tensor: Tensor) -> None:
         watcher = reading()
         if watcher is not None:
             watcher.add(tensor.nbytes)
+
+
+def release_libraries() -> None:
+    """Release the pages of all code, as `release_mapped` those of a tensor: what is run again is mapped again.
+
+    Most of what importing torch reads, 75 of 90 MB, is run once.
+    """
+    advise = _madvise()
+    if advise is None:
+        return
+    for line in _MAPS.read_text("utf-8", "replace").splitlines():
+        place, rights, _, _, inode, *_ = line.split(maxsplit=5)
+        start, stop = (int(address, 16) for address in place.split("-"))
+        if rights in ("r-xp", "r--p") and inode != "0" and _lie_in_file(start, stop - start):
+            advise(start, stop - start, _DONTNEED)
 
 
 def in_pages(tensor: Tensor, *, large: bool) -> None:

@@ -29,7 +29,7 @@ from engine.verdicts import Verdicts, collected
 from server.model import CompileGrammar, EngineView, Progress, ServedModel, model_name
 from server.telemetry import logs
 from server.worker import wire
-from server.worker.garbage import freeze_loaded
+from server.worker.garbage import settle
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -328,7 +328,7 @@ def serve(link: Link, load: LoadEngine) -> None:
         link.send(wire.Refused(str(error)))
         return
     engine = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
-    freeze_loaded()
+    settle()
     link.send(ready(model, engine, verdicts.found))
     compiler, beat = model.compile_grammar, start.beat_seconds
     told = {"watches_cache": start.watches_cache, "is_successor": start.is_successor}

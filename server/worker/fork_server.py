@@ -21,7 +21,7 @@ from typing import Self
 
 from server.errors import EngineCrashed
 from server.worker.child import Child, die_with_parent
-from server.worker.garbage import importing
+from server.worker.garbage import importing, share_one_heap
 
 # What the engines' processes run, and what the fork server imports before it forks the first one.
 ENGINE = "from server.worker.engine_process import main; main()"
@@ -145,9 +145,14 @@ def main(ahead: Sequence[str], source: str) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     die_with_parent()
+    share_one_heap()
     with importing():  # a later collection would write to every object, and so copy every shared page
         for module in ahead:
             import_module(module)
+        from engine.machine.mapped import (
+            release_libraries,
+        )  # it needs numpy, which takes longer than to start a process
+    release_libraries()
     running: set[int] = set()  # processes that were forked and not ended: nobody else can have their numbers
     while True:
         order, descriptors, _, _ = socket.recv_fds(orders, len(_END) + _NUMBER_BYTES, 1)

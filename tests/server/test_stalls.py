@@ -84,3 +84,29 @@ def test_large_blocks_are_mapped_also_after_the_first_is_freed_and_what_was_load
     assert done.stdout.split() == ["0", "1", "True"]
     assert done.stderr == "", "at the end, too"
     assert gc.get_freeze_count() == frozen, "another process has its own"
+
+
+HEAPS = """
+import ctypes, sys, threading
+from server.worker.garbage import share_one_heap
+library = ctypes.CDLL(None)
+if sys.argv[1:]:
+    share_one_heap()
+meeting = threading.Barrier(2)
+def take():
+    kept = [bytearray(1000) for _ in range(1000)]
+    meeting.wait()
+threads = [threading.Thread(target=take) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+library.malloc_stats()
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc 2.33")
+def test_all_threads_take_memory_from_one_heap():
+    found = [
+        subprocess.run([sys.executable, "-c", HEAPS, *arguments], capture_output=True, text=True, check=True).stderr
+        for arguments in ([], ["shared"])
+    ]
+    assert ["Arena 1:" in each for each in found] == [True, False]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.kv.arena import KVArena, KVLayout, LayerKV
-from engine.machine.mapped import release_mapped
+from engine.machine.mapped import release_libraries, release_mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux")
 
@@ -55,6 +55,14 @@ def test_mapped_pages_are_let_go_and_read_again_from_the_systems_cache(tmp_path:
     assert resident(path) < 1024
     assert in_cache(path) == 4096 * 1024 // mmap.PAGESIZE
     assert torch.equal(mapped, numbers)
+
+
+def test_code_is_let_go_and_runs_again() -> None:
+    library = Path(torch.__file__).resolve().parent / "lib" / "libtorch_cpu.so"
+    before, product = resident(library), torch.ones(3, 3) @ torch.ones(3, 3)
+    release_libraries()
+    assert resident(library) < before / 4
+    assert torch.equal(torch.ones(3, 3) @ torch.ones(3, 3), product)
 
 
 def test_a_page_that_was_written_to_is_not_let_go_of(tmp_path: Path) -> None:
