@@ -80,6 +80,7 @@ class Engine:
         self._keeps_at: float | None = None  # when what was learned is saved again; None: never
         self._has_learned = False  # since it was saved: an idle engine must not overwrite what another one learned
         self.calibrate: Callable[[Callable[[], bool]], bool] = lambda _: False  # the part that was left for `rest`
+        self.calibration_text: Seq[int] | None = None  # in tokens, where whoever has the tokenizer has told them
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.model.bounded import find_file
 from engine.model.gguf.files import open_gguf
 from engine.params import Guided, SpeculationSettings
+from engine.startup.calibration_text import TEXT
 from engine.stats import EngineLoad
 from engine.text.codec import Codec
 from engine.types import Adapter, Grammar, Request
@@ -73,6 +74,10 @@ class ModelText:
         """Read tokenizer and chat template. Raises ModelError if they cannot be used."""
         codec = Codec.load(config.target, config.revision)
         return cls(codec, None if codec is None else ChatTemplate.load(config.target, config.revision))
+
+    def calibration_tokens(self) -> tuple[int, ...]:
+        """The text with which an engine calibrates; empty without a tokenizer."""
+        return () if self.codec is None else self.codec.encode(TEXT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from engine.device_loop.results import Progress, untold
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.startup.build import build_engine, pick_device
-from engine.startup.calibrate import TEXT, Calibration, drafters_of, run
+from engine.startup.calibrate import Calibration, drafters_of, run
+from engine.startup.calibration_text import TEXT
 from engine.text.codec import Codec
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
@@ -156,6 +157,8 @@ def _in_parts(
 
 def _text(engine: Engine, codec: Tokenizer | None = None) -> Seq[int]:
     """The calibration text in the target's tokens; empty without a tokenizer."""
+    if engine.calibration_text is not None:
+        return engine.calibration_text
     found = Codec.load(engine.config.target, engine.config.revision, kept=False) if codec is None else codec()
     tokens = () if found is None else [t for t in found.encode(TEXT) if t < engine.vocab_size]
     del found

@@ -145,7 +145,8 @@ class EngineServer:
 
         An engine that is idle rests: one chore at a time, after a moment in which no order has come. It calibrates
         from its first sign of life without an order until the next order, so that whoever asks as soon as the server is
-        ready, or again and again, never waits for it. A standby does not: another engine needs the machine.
+        ready, or again and again, never waits for it. A standby does not: another engine needs the machine. Nor does
+        one that has not been told with what text.
         """
         told, is_quiet = self._order, True
         for message in self._link.receive(self._patience):
@@ -162,7 +163,8 @@ class EngineServer:
         is_due = self._beat()
         if self._is_idle and (is_due or (is_quiet and self._has_chores)):
             self._is_calm |= is_due
-            calibrates = self._is_calm and not (self._is_successor and not self._order)
+            has_text = self._engine.calibration_text is not None
+            calibrates = self._is_calm and has_text and not (self._is_successor and not self._order)
             self._has_chores = self._engine.rest(self._is_wanted if calibrates else None)
 
     def _beat(self) -> bool:
@@ -198,6 +200,9 @@ class EngineServer:
         match message:
             case wire.Taken():
                 self._lead -= 1
+                return
+            case wire.CalibrationText():
+                self._engine.calibration_text, self._has_chores = message.token_ids, True
                 return
             case wire.Add():
                 self._take(message.request)

@@ -82,6 +82,7 @@ class RemoteEngine:
         self._forks, self._has_standby, self._watches_cache = forks, standby, watches_cache
         self._worker: Worker | None = None
         self._standby: Standby | None = None
+        self._text: wire.CalibrationText | None = None  # None: the first engine is being loaded
         self._load_seconds = 0.0  # that another engine may take, besides `hang_seconds`
         self._order = 0
         self._live: dict[str, _RemoteRequest] = {}  # by the id that the engine has
@@ -100,7 +101,11 @@ class RemoteEngine:
         self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in facts.adapters.items()}
         self._use(worker, facts)
         self._load_seconds = _LOADS * (time.monotonic() - started)
-        return await asyncio.to_thread(self._program.around, self, self.config, facts.device, await reading)
+        text = await reading
+        tokens = await asyncio.to_thread(text.calibration_tokens)
+        self._text = wire.CalibrationText(tuple(token for token in tokens if token < facts.limits.vocab_size))
+        worker.send(self._text)
+        return await asyncio.to_thread(self._program.around, self, self.config, facts.device, text)
 
     async def restart(self) -> None:
         """Put another process in place of the lost one: the standby if it is loaded, else a new one."""
@@ -138,6 +143,8 @@ class RemoteEngine:
         self._intake = Intake(self.config, limits, facts.proposer_names, self.adapters)
         self.default_proposer = self._intake.default_proposer
         self._bring_adapters(worker, facts.adapters)
+        if self._text is not None:
+            worker.send(self._text)
         if self._has_standby:
             self._standby = Standby(partial(self._loaded, _log, is_successor=True))
 

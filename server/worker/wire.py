@@ -103,6 +103,12 @@ class UnloadAdapter(msgspec.Struct, tag=True, array_like=True, frozen=True):
     name: str
 
 
+class CalibrationText(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The text with which an idle engine calibrates, in tokens: else it would read a tokenizer of its own for it."""
+
+    token_ids: tuple[int, ...]
+
+
 class Taken(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The front-end process has read one more `StepReport`, so the engine may send another."""
 
@@ -171,7 +177,7 @@ class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 Order: TypeAlias = Add | Finish | Drop | LoadAdapter | UnloadAdapter
-ToEngine: TypeAlias = Start | Order | Taken
+ToEngine: TypeAlias = Start | Order | CalibrationText | Taken
 ToFrontEnd: TypeAlias = Progress | Refused | Ready | StepReport | AdapterAnswer | Beat
 
 _encoder = msgspec.msgpack.Encoder()

@@ -80,6 +80,7 @@ class FakeEngine:
     """
 
     page_size, spec_gain = 16, 1.25
+    calibration_text: tuple[int, ...] | None = ()
 
     def __init__(self, *, batch: int = 4, burst: int = 3, text: str = TEXT, step_seconds: float = 0.0) -> None:
         self.config = EngineConfig(target="fake", max_batch_size=batch)

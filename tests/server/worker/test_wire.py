@@ -70,6 +70,7 @@ TO_ENGINE = [
     wire.Drop(3, "alice/r", FinishReason.CANCELLED),
     wire.Taken(),
     wire.Start("{}", "json", 0.5, is_successor=True, verdicts=(True, False)),
+    wire.CalibrationText((1, 2)),
 ]
 TO_FRONT_END = [
     wire.Progress("loading"),
@@ -284,6 +285,22 @@ def test_a_standby_does_not_calibrate_until_it_serves(front_ends):
     front_ends.say(wire.Add(1, asked("a", max_tokens=1)))
     front_ends.turn(3)
     assert calls[3:] == [True] * 2
+
+
+def test_an_engine_calibrates_with_the_text_of_its_front_ends(front_ends):
+    front_ends.say(wire.CalibrationText((1, 2)))
+    assert not front_ends.turn(), "it is no order"
+    assert front_ends.engine.calibration_text == (1, 2)
+
+
+def test_an_engine_calibrates_only_with_a_text(front_ends):
+    calls = []
+    front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None)
+    front_ends.server._beat_seconds, front_ends.engine.calibration_text = 0.0, None
+    front_ends.turn(2)
+    front_ends.say(wire.CalibrationText(()))
+    front_ends.turn(2)
+    assert calls == [False, False, True, True]
 
 
 def test_an_engine_calibrates_only_after_a_while_without_an_order(front_ends):
