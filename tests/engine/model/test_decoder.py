@@ -24,7 +24,7 @@ from engine.model.linear.rounding import round_weight
 from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner, layout_of_model
 from engine.model.tap import FINAL, Tap
-from engine.proposers.early_exit import first_layers
+from engine.proposers.model import first_layers
 from engine.recurrent.arena import StateArena, StateLayout
 from engine.types import EMPTY_STATE, StateSpan
 from tests import zoo
