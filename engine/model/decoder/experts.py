@@ -129,7 +129,7 @@ class MixtureMLP(nn.Module):
         self.feed, router, count = feed, feed.router, feed.router.experts
         self.router = _RowProducts(weights, router.name, count, width, has_bias=router.bias)
         self.correction: Tensor | None
-        correction = None if router.correction is None else weights.floats(router.correction).view(-1)
+        correction = None if router.correction is None else weights.floats(router.correction).float().view(-1)
         self.register_buffer("correction", correction, persistent=False)
         each, form = weights.below("experts."), {"has_bias": feed.bias, "transposed": feed.transposed}
         ups = each.experts("gate_up_proj", ("gate_proj", "up_proj"), count, width, **form)
@@ -159,13 +159,13 @@ class MixtureMLP(nn.Module):
 
 
 class _RowProducts(nn.Module):
-    """A small matrix that stays in float32; a row's products depend on no other row."""
+    """A small matrix of floats that is not rounded; a row's products depend on no other row."""
 
     def __init__(self, weights: WeightReader, name: str, outputs: int, inputs: int, *, has_bias: bool) -> None:
         super().__init__()
         weight = weights.floats(f"{name}.weight").view(outputs, inputs)
         self._matrix = RouterMatrix(nn.Parameter(weight, requires_grad=False))
-        self._bias = weights.floats(f"{name}.bias") if has_bias else None
+        self._bias = weights.floats(f"{name}.bias").float() if has_bias else None
 
     def forward(self, rows: Tensor) -> Tensor:
         """`[T, inputs]` -> float32 `[T, outputs]`."""

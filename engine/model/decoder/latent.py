@@ -84,7 +84,7 @@ class LatentLayer:
         return {self.heads * self.value, self.query_rank or 0}
 
     def order(self, still: int, count: int = 1) -> Tensor | None:
-        """Which number in the checkpoint each of `count` heads of `still + rope` has here; None where they are alike.
+        """Which number in the checkpoint each of `count` heads' `still + rope` is; None where they are the same.
 
         Of a head of 1 number that stays and 4 that turn as neighbours: [0, 1, 3, 2, 4].
         """
@@ -108,8 +108,8 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = norm_of(layer.norm, weights, "kv_a_layernorm", layer.rank)
         if layer.query_rank is not None:
             self.q_a_layernorm = norm_of(layer.norm, weights, "q_a_layernorm", layer.query_rank)
-            orders = {} if queries is None else {"q_b_proj": queries}
-            matmul: Any = weights.matrix({"q_b_proj": layer.queries}, layer.query_rank, has_bias=False, orders=orders)
+            orders, name = {} if queries is None else {"q_b_proj": queries}, "q_b_proj"
+            matmul: Any = weights.matrix([name], layer.query_rank, has_bias=False, orders=orders)
             matmul.outputs_order = queries  # adapters ask for it
             self.q_b_proj = matmul
         expanding = weights.floats("kv_b_proj.weight").to(weights.dtype)

@@ -10,9 +10,10 @@ import torch
 
 from engine.choices import Rounded, Weights
 from engine.model.decoder.architecture import Architecture
-from engine.model.decoder.weights import HEAD, TABLE
+from engine.model.decoder.weights import HEAD, TABLE, stack_of
 from engine.model.linear import fp8, w4
 from engine.model.linear.rounding import bits_of, rounded_bytes
+from engine.model.linear.swap import is_router
 
 if TYPE_CHECKING:
     from engine.model.published.base import Codes
@@ -40,20 +41,31 @@ def num_bytes(
     swapped = fp8 if weights == "fp8" else w4 if on_cuda and weights == "int4" else None
     if architecture.is_tied and rounded is not None and not codes.keys() & {TABLE, HEAD}:
         shapes[HEAD] = shapes[TABLE]  # its panels; the table keeps the codes
-    is_tied = architecture.is_tied
+    is_tied, kept = architecture.is_tied, dict[str, int]()
+    for key, each in codes.items():
+        kept[stack_of(key)] = kept.get(stack_of(key), 0) + (each.num_bytes() or 0)
 
     def size(name: str, shape: tuple[int, ...]) -> int:
-        kept = codes.get(name) or (codes.get(HEAD) if is_tied and name == TABLE else None)
-        if kept is not None:
-            return kept.num_bytes() or 0
-        is_matrix = len(shape) > 1 and "norm" not in name  # some norms have a row for each head
+        found = kept.get(name, kept.get(HEAD) if is_tied and name == TABLE else None)
+        if found is not None:
+            return found
+        # Some norms have a row for each head.
+        is_matrix = len(shape) == 2 and "norm" not in name and not _stays(name)
         if is_matrix and swapped is not None and name not in (HEAD, TABLE) and swapped.fits(*shape[::-1]):
             taken: int = swapped.num_bytes(*shape[::-1])
             return taken
-        if not is_matrix or rounded is None:
+        if rounded is None or not (is_matrix or ".experts." in name) or _stays(name):
             return math.prod(shape) * dtype.itemsize
+        if ".experts." in name:
+            shape = math.prod(shape[:2]), shape[2]
         weight, place = torch.empty(shape, device="meta"), "" if name == TABLE else name.removesuffix(".weight")
         is_head = name == HEAD or (is_tied and name == TABLE)
         return rounded_bytes(weight, bits_of(rounded, place, weight, is_head=is_head))
 
     return sum(size(name, shape) for name, shape in shapes.items())
+
+
+def _stays(name: str) -> bool:
+    """Whether a matrix is never rounded: it chooses experts, is one row, or expands latents (`kv/latent.py`)."""
+    path = name.removesuffix(".weight")
+    return is_router(path) or path.endswith(("_gate", "kv_b_proj", "_bias"))

@@ -85,9 +85,9 @@ class WeightReader:
         return vector.view(size).to(self.device, self.dtype)
 
     def floats(self, name: str) -> Tensor:
-        """A weight in float32."""
+        """A weight as it is stored, dequantised where it is codes."""
         found = self.weights[self.path + name]
-        return (found if isinstance(found, Tensor) else found.dequantised()).float()
+        return (found if isinstance(found, Tensor) else found.dequantised()).to(self.device)
 
     def vectors(self, name: str, count: int, size: int) -> Tensor:
         """Vectors that are stored one by one; `name` has their number: `[count, size]`."""
@@ -115,17 +115,14 @@ class WeightReader:
         found = self.weights.get(self.path + stack)
         if found is None:
             return [self.below(f"{expert}.").matrix(parts, inputs, has_bias=has_bias) for expert in range(count)]
-        biases: Seq[Tensor | None] = self.floats(f"{stack}_bias").unbind() if has_bias else [None] * count
+        biases: Seq[Tensor | None] = [None] * count if not has_bias else self.floats(f"{stack}_bias").unbind()
         matrices: Seq[Tensor | Codes]
         if isinstance(found, StackedCodes):
             matrices = found.matrices
         else:
             floats = found if isinstance(found, Tensor) else found.dequantised()
             matrices = (floats.transpose(1, 2) if transposed else floats).unbind()
-        return [
-            self._joined([stack], [cast("Tensor | Codes", one)], [bias], {})
-            for one, bias in zip(matrices, biases, strict=True)
-        ]
+        return [self._joined([stack], [matrices[i]], [biases[i]], {}) for i in range(count)]
 
     def _joined(
         self, names: Seq[str], weights: list[Tensor | Codes], biases: list[Tensor | None], orders: Mapping[str, Tensor]
@@ -263,6 +260,12 @@ def check(name: str, architecture: Architecture, weights: Mapping[str, Tensor | 
         if held[key] != shape:
             has = list(held[key])
             raise ModelError(f"model {name!r}: {key} is of shape {has}; its config says {list(shape)}")
+
+
+def stack_of(key: str) -> str:
+    """The name of the stack that has the matrix of an expert; any other weight's own name."""
+    found = _SINGLE.fullmatch(key)
+    return key if found is None else f"{found[1]}.{'down_proj' if found[3] == 'down_proj' else 'gate_up_proj'}"
 
 
 def _stacks_of(shapes: Shapes) -> Shapes:
