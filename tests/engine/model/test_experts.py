@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.machine.threads import exactly
+from engine.model.decoder.experts import MixtureMLP
 from engine.model.linear.experts import OwnGate, RoutedExperts
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.packed import is_batch_invariant, pack, packs_whole, runs_in_c
 from engine.model.linear.rounding import round_weight
 from engine.model.linear.routing import RowWiseRouting, _RowWise, make_routing_row_wise
 from engine.model.linear.unstack import recognised, unstack
-from engine.model.quantize import quantise
 from engine.native import multiplies
 from engine.native.experts import ExpertMatrices
 from engine.startup.build import assemble
@@ -184,9 +184,9 @@ def run(model: PreTrainedModel, **config: Any) -> dict[str, list[int]]:
 @pytest.mark.parametrize(("kind", "dtype"), [("glm4_moe", torch.float32), ("qwen2_moe", torch.bfloat16)])
 def test_a_mixture_gives_a_row_the_same_bits_alone_and_in_company(kind: str, dtype: torch.dtype) -> None:
     """Its router and its shared expert too, whose gate is one number for each row."""
-    model = zoo.as_served(zoo.ours(plain_model(kind)).to(dtype))
+    model = zoo.as_served(plain_model(kind).to(dtype))
     assert is_batch_invariant(model)
-    block = next(module for module in model.modules() if isinstance(module, RowWiseRouting))
+    block = next(module for module in model.modules() if isinstance(module, MixtureMLP))
     x = torch.randn(1, 61, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.inference_mode():
         alone = torch.cat([block(row) for row in x.split(1, 1)], 1)
@@ -229,9 +229,7 @@ def test_reproducible_logits_are_the_same_bits_alone_and_drafted_for_in_company(
 
 def test_rounded_models_write_the_same_with_and_without_drafts() -> None:
     def made() -> PreTrainedModel:
-        model = zoo.ours(plain_model("qwen3_moe"))
-        quantise(model, "int4")
-        return zoo.as_served(model)
+        return zoo.as_served(plain_model("qwen3_moe"), "int4")
 
     model = made()
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
