@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from engine.choices import HEADS
-from engine.model.decoder.architecture import architecture_of
+from engine.model.decoder.described import ModelConfig
 from engine.proposers.heads.base import Head
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
@@ -31,8 +31,8 @@ def load_heads(config: EngineConfig, target: PreTrainedModel) -> dict[str, Head]
     """
     named = ((option, getattr(config, option), getattr(config, f"{option}_revision")) for option in HEADS)
     heads = {option: _loader(option)(name, revision, target) for option, name, revision in named if name is not None}
-    if architecture_of(target) is not None and not config.mtp:
-        return heads  # no family of the table has such layers
+    if isinstance(target.config, ModelConfig) and not config.mtp:
+        return heads  # none of these families has such layers
     from engine.proposers.heads.mtp import load_mtp, tell_of_mtp
 
     if config.mtp:  # it is part of the target's own checkpoint

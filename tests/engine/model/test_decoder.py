@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.experts import MixtureMLP
-from engine.model.decoder.families import FAMILIES
+from engine.model.decoder.families import FAMILIES, architecture_for
+from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
 from engine.model.linear.rounding import round_weight
 from engine.model.one_by_one import plain_logits
@@ -285,3 +287,17 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_the_log_says_so_once(cap
         made = zoo.on_kernels(model, replace(LayerOps.of(reference), gate=fails))
     assert caplog.text.count("gate runs in plain torch, as our kernel cannot run here") == 1
     assert _off(_runner(made).forward([Feed(_FIRST, 0, [0], 1)]), plain_logits(model, _FIRST)[-1:]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v3", "ernie4_5_moe", "gpt_oss", "granitemoeshared", "llama4_text", "minimax_m2", "mixtral"]
+)
+def test_a_folder_has_experts_by_their_names_on_the_hub(kind: str, tmp_path: Path) -> None:
+    """Singly in most families, and in stacks in others."""
+    model = _model(kind, CASES[kind][0])
+    model.save_pretrained(tmp_path)
+    architecture = architecture_for(model.config)
+    assert architecture is not None
+    made = load_decoder(str(tmp_path), None, copy.deepcopy(model.config), architecture, torch.float32)
+    got = _runner(made).forward([Feed(_FIRST, 0, [0], len(_FIRST))])
+    assert _off(got, plain_logits(model, _FIRST)) < 1e-4

@@ -22,7 +22,6 @@ from engine.model.adapters.places import find_place
 from engine.model.fusion.latent import compress
 from engine.model.linear.packed import is_batch_invariant
 from engine.model.runner import ModelRunner, kv_layout, layout_of_model
-from engine.startup.build import assemble
 from engine.startup.doctor import Facts
 from tests import zoo
 
@@ -148,8 +147,7 @@ def test_an_adapter_of_the_expanding_matrix_is_refused_by_name() -> None:
 
 def test_the_doctor_foretells_what_is_kept(tmp_path: Path) -> None:
     reference().save_pretrained(tmp_path)
-    model = zoo.ours(reference())
-    assemble(EngineConfig(target=str(tmp_path), max_model_len=64), model)
+    model = zoo.as_served(reference())
     facts = Facts.read(str(tmp_path), None, "native", EngineConfig(target=str(tmp_path), dtype="float32"))
     assert facts.layout == layout_of_model(model)
 
