@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.published.base import FloatCodes, Weights, expect, taken
+from engine.model.published.base import FloatCodes, Weights, expect, taken, unpack4
+from engine.model.published.stacked import StackedCodes
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_LEVELS = torch.tensor([*_POSITIVE, *(-level for level in _POSITIVE)])
 
 
 def check(_settings: Mapping[str, Any]) -> None:
@@ -39,17 +42,16 @@ def read(_settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights
     return weights
 
 
-def _experts(name: str, blocks: Tensor, scales: Tensor) -> FloatCodes:
+def _experts(name: str, blocks: Tensor, scales: Tensor) -> StackedCodes:
     if blocks.ndim != 4 or blocks.dtype != torch.uint8:
         raise ModelError(f"{name}{_BLOCKS} is {blocks.dtype} {list(blocks.shape)}; expected uint8 of four dimensions")
     experts, out, groups, half = blocks.shape
     expect(name + _SCALES, scales, (experts, out, groups), torch.uint8)
-    shape = experts, groups * half * 2, out
-    return FloatCodes(shape, partial(_plain, blocks, scales), (blocks, scales))
+    shape, pairs = (out, groups * half * 2), zip(blocks, scales, strict=True)
+    return StackedCodes([FloatCodes(shape, partial(_plain, *pair), pair) for pair in pairs], transposed=True)
 
 
 def _plain(blocks: Tensor, scales: Tensor) -> Tensor:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    made: Tensor = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    return made.contiguous()
+    """The matrix `[out, in]` of an expert; of each byte the low half comes first."""
+    floats = _LEVELS[unpack4(blocks).int()]
+    return torch.ldexp(floats, scales.int()[..., None] - 127).flatten(1)

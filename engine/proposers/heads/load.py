@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from engine.choices import HEADS
 from engine.model.decoder.described import ModelConfig
@@ -31,7 +31,7 @@ def load_heads(config: EngineConfig, target: PreTrainedModel) -> dict[str, Head]
     """
     named = ((option, getattr(config, option), getattr(config, f"{option}_revision")) for option in HEADS)
     heads = {option: _loader(option)(name, revision, target) for option, name, revision in named if name is not None}
-    if isinstance(target.config, ModelConfig) and not config.mtp:
+    if isinstance(cast("object", target.config), ModelConfig) and not config.mtp:
         return heads  # none of these families has such layers
     from engine.proposers.heads.mtp import load_mtp, tell_of_mtp
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine.attention import Attend
@@ -148,7 +148,7 @@ def _model_of(name: str, config: PreTrainedConfig, weights: Weights, target: Pre
         setattr(config, key, value)
     prepare(config)
     transformers_logging.disable_progress_bar()  # it would write into the log of a server
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None,
         config=config,
         state_dict=given,
