@@ -261,7 +261,7 @@ def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> Decoder
 def on_kernels(model: PreTrainedModel, ops: LayerOps | None = None) -> DecoderModel | PreTrainedModel:
     """A copy as a server on a GPU runs it; `ops`: what stands for our kernels, default plain torch."""
     ops, architecture = ops or LayerOps.of(reference_ops), architecture_for(model.config)
-    if architecture is None or architecture.is_for_cpus:
+    if architecture is None:
         twin = copy.deepcopy(model)
         fuse_for_cuda(twin, ops)
         return twin

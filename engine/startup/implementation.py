@@ -48,7 +48,6 @@ class Implementation:
             return cls(kind, why_not=f"this {kind} is not in the table of architectures")
         reasons = (
             (device.type != "cpu" and not has_triton(), f"device is {device.type}, and Triton is not installed"),
-            (device.type != "cpu" and architecture.is_for_cpus, f"device is {device.type}"),
             (shares > 1, f"tensor_parallel_size is {shares}"),
             (not config.fuse, "fuse is off"),
         )

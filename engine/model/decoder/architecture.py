@@ -336,12 +336,6 @@ class Architecture:
         return not any(size % ALIGNED for size in rows)
 
     @property
-    def is_for_cpus(self) -> bool:
-        """Whether it has parts for which there are no kernels of GPUs here."""
-        known = AttentionLayer, GatedFeed, PlainFeed
-        return not all(isinstance(part, known) for layer in self.layers for _, part in layer.parts)
-
-    @property
     def attention(self) -> AttentionLayer:
         """That of the first layer that is one."""
         return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionLayer))

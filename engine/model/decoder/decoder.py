@@ -37,6 +37,7 @@ from engine.model.decoder.rotary import Rotation
 from engine.model.decoder.stack import Stack
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
+from engine.model.linear.experts import StackedExperts
 from engine.model.linear.fp8 import Fp8Linear
 from engine.model.tap import FINAL
 from engine.recurrent.parts import StatePart
@@ -83,6 +84,8 @@ class DecoderModel(nn.Module):
                 module.use(self.ops)
             elif isinstance(module, GroupedAttention | GatedMLP):
                 module.ops = self.ops
+            elif isinstance(module, StackedExperts):
+                module.mix = self.ops.mix
 
     @property
     def state(self) -> tuple[StatePart, ...]:

@@ -7,12 +7,14 @@ from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from engine.kernels import reference
 from engine.model.decoder.architecture import GatedFeed, Shapes
 from engine.model.decoder.feed_forward import GatedMLP
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
-from engine.model.linear.experts import RoutedExperts
+from engine.model.linear.experts import RoutedExperts, StackedExperts
 from engine.model.linear.routing import RouterMatrix
 from engine.native.experts import ExpertGate
 
@@ -68,7 +70,7 @@ class Router:
             count, kept = self.groups
             by_group = wanted.unflatten(-1, (count, -1))
             chosen = by_group.topk(self.best, -1)[0].sum(-1).topk(kept, -1)[1]
-            lost = torch.ones(by_group.shape[:2], dtype=torch.bool).scatter_(1, chosen, value=False)
+            lost = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, chosen, value=False)
             wanted = by_group.masked_fill(lost[..., None], -torch.inf).flatten(1)
         experts = wanted.topk(self.each, -1)[1]
         weights = scores.gather(1, experts)
@@ -134,7 +136,9 @@ class MixtureMLP(nn.Module):
         each, form = weights.below("experts."), {"has_bias": feed.bias, "transposed": feed.transposed}
         ups = each.experts("gate_up_proj", ("gate_proj", "up_proj"), count, width, **form)
         downs = each.experts("down_proj", ("down_proj",), count, feed.inner, **form)
-        self.experts = RoutedExperts(cast("list[nn.Linear]", ups), cast("list[nn.Linear]", downs), feed.gate)
+        both = cast("list[nn.Linear]", ups), cast("list[nn.Linear]", downs)
+        in_c = weights.packs and weights.device.type == "cpu"
+        self.experts = RoutedExperts(*both, feed.gate) if in_c else _stacked(*both, feed.gate)
         if feed.shared is not None:
             setattr(self, feed.shared_name, GatedMLP(feed.shared, width, weights.below(f"{feed.shared_name}.")))
         gate = None if feed.shared_gate is None else _RowProducts(weights, feed.shared_gate, 1, width, has_bias=False)
@@ -146,7 +150,7 @@ class MixtureMLP(nn.Module):
         chosen, weights = feed.router.choose(self.router(rows), self.correction)
         if feed.on_inputs:
             given = (rows[:, None] * weights[..., None]).to(rows.dtype).flatten(0, 1)
-            made = self.experts(given, chosen.view(-1, 1), torch.ones(len(given), 1))
+            made = self.experts(given, chosen.view(-1, 1), given.new_ones(len(given), 1, dtype=torch.float32))
             made = made.unflatten(0, (-1, feed.router.each)).sum(1)
         else:
             made = self.experts(rows, chosen, weights)
@@ -164,9 +168,22 @@ class _RowProducts(nn.Module):
     def __init__(self, weights: WeightReader, name: str, outputs: int, inputs: int, *, has_bias: bool) -> None:
         super().__init__()
         weight = weights.floats(f"{name}.weight").view(outputs, inputs)
-        self._matrix = RouterMatrix(nn.Parameter(weight, requires_grad=False))
-        self._bias = weights.floats(f"{name}.bias").float() if has_bias else None
+        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), cast("Tensor | None", None)
+        if has_bias:
+            self.bias = nn.Parameter(weights.floats(f"{name}.bias").float(), requires_grad=False)
+        self._matrix = RouterMatrix(self.weight)
 
     def forward(self, rows: Tensor) -> Tensor:
         """`[T, inputs]` -> float32 `[T, outputs]`."""
-        return self._matrix.multiply(rows.float(), self._bias)
+        if not rows.is_cpu:
+            return F.linear(rows.float(), self.weight.float(), self.bias)
+        return self._matrix.multiply(rows.float(), self.bias)
+
+
+def _stacked(ups: list[nn.Linear], downs: list[nn.Linear], gate: ExpertGate) -> StackedExperts:
+    """The matrices of all experts in two stacks, for one function; plain torch until a model is given kernels."""
+    up, down = (torch.stack([matmul.weight.detach() for matmul in matmuls]) for matmuls in (ups, downs))
+    biases = None
+    if ups[0].bias is not None:
+        biases = torch.stack([matmul.bias for matmul in ups]), torch.stack([matmul.bias for matmul in downs])
+    return StackedExperts(up, down, biases, gate, reference.mix)

@@ -36,6 +36,8 @@ class RowWise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., n]` -> `[..., n]`."""
+        if not x.is_cpu:
+            return self._whole(x)
         n = x.shape[-1]
         if n % _VECTOR:
             padded: Tensor = self(F.pad(x, (0, -n % _VECTOR)))

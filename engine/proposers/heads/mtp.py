@@ -148,7 +148,8 @@ def _model_of(name: str, config: PreTrainedConfig, weights: Weights, target: Pre
         setattr(config, key, value)
     prepare(config)
     transformers_logging.disable_progress_bar()  # it would write into the log of a server
-    loaded: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    loaded: Any = kind.from_pretrained(
         None,
         config=config,
         state_dict=given,
