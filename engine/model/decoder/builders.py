@@ -61,7 +61,8 @@ def gated(config: Any, **more: Any) -> GatedFeed | None:
     if activation not in ACTIVATIONS:
         return None
     bias = bool(getattr(config, "mlp_bias", False))
-    return GatedFeed(**{"inner": config.intermediate_size, "activation": activation, "bias": bias} | more)
+    inner = more.pop("inner", config.intermediate_size)
+    return GatedFeed(inner, activation, **{"bias": bias} | more)
 
 
 def plain(inner: int, activation: str, **more: Any) -> PlainFeed | None:

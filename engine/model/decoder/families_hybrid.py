@@ -15,12 +15,13 @@ from engine.model.decoder.architecture import (
     GatedFeed,
     HeadNorm,
     Layer,
+    LayerPart,
     NormForm,
     Norms,
-    PlainFeed,
     StateMixer,
 )
-from engine.model.decoder.builders import FULL, gated, grouped, plain
+from engine.model.decoder.builders import FULL, gated, granite_factors, grouped, plain
+from engine.model.decoder.experts import Experts, Router
 from engine.model.decoder.hybrids import (
     BesideLayer,
     ConvLayer,
@@ -30,11 +31,12 @@ from engine.model.decoder.hybrids import (
     Mamba1Layer,
     Mamba2Layer,
 )
+from engine.model.decoder.mixtures import GRANITE_NAMES, W123, experts, granite_experts, qwen_experts, sparse_steps
 from engine.model.decoder.rotary import RotaryTable
+from engine.native.experts import ExpertGate
 
 LINEAR = "linear_attention"  # as configs call layers that keep a state
 _SILU = ("silu", "swish")
-Feeds = GatedFeed | PlainFeed
 
 
 def of_kinds(config: Any, kinds: Seq[str], layers: Mapping[str, Layer | None], **more: Any) -> Architecture | None:
@@ -47,28 +49,45 @@ def of_kinds(config: Any, kinds: Seq[str], layers: Mapping[str, Layer | None], *
 
 
 def layer(
-    mixer: AttentionLayer | StateMixer | None, feed: Feeds | None, norms: Norms, names: tuple[str, str]
+    mixer: AttentionLayer | StateMixer | None, feed: LayerPart | None, norms: Norms, names: tuple[str, str]
 ) -> Layer | None:
     """A layer; None where one of its parts is not in the table."""
     return None if mixer is None or feed is None else Layer(mixer, feed, norms, names=names)
 
 
+def with_experts(made: Architecture | None, feed: Experts | None, sparse: Seq[bool]) -> Architecture | None:
+    """With experts in some layers."""
+    if made is None or feed is None:
+        return None
+    each = zip(made.layers, sparse, strict=True)
+    return replace(made, layers=tuple(replace(layer, feed=feed) if has else layer for layer, has in each))
+
+
 def _lfm2(config: Any) -> Architecture | None:
-    norm, norms, feed = NormForm(config.norm_eps), ("operator_norm", None, "ffn_norm", None), "feed_forward"
     inner = config.intermediate_size
-    if config.block_auto_adjust_ff_dim:
+    if getattr(config, "block_auto_adjust_ff_dim", False):
         inner = int(2 * inner / 3)
         if config.block_ffn_dim_multiplier is not None:
             whole = config.block_multiple_of
             inner = -(-int(config.block_ffn_dim_multiplier * inner) // whole) * whole
-    mlp = GatedFeed(inner, "silu")
-    conv = ConvLayer(
-        config.hidden_size, Convolution(config.hidden_size, config.conv_L_cache, bool(config.conv_bias), "conv")
-    )
+    norm, norms, mlp = NormForm(config.norm_eps), ("operator_norm", None, "ffn_norm", None), GatedFeed(inner, "silu")
+    conv = Convolution(config.hidden_size, config.conv_L_cache, bool(config.conv_bias), "conv")
     of_heads = HeadNorm(norm, names=("q_layernorm", "k_layernorm"))
     attention = grouped(config, bias=False, norm=of_heads, out_name="out_proj")
-    made = {"conv": layer(conv, mlp, norms, ("conv", feed)), FULL: layer(attention, mlp, norms, ("self_attn", feed))}
+    made = {
+        "conv": layer(ConvLayer(config.hidden_size, conv), mlp, norms, ("conv", "feed_forward")),
+        FULL: layer(attention, mlp, norms, ("self_attn", "feed_forward")),
+    }
     return of_kinds(config, config.layer_types, made, norm=norm, names=_LFM2)
+
+
+def _lfm2_moe(config: Any) -> Architecture | None:
+    """A row's weights are divided by their sum, which transformers adds 0.000001 to."""
+    fields: dict[str, Any] = {"normalised": bool(config.norm_topk_prob), "scale": float(config.routed_scaling_factor)}
+    correction = "expert_bias" if config.use_expert_bias else None
+    router = Router(config.num_experts, config.num_experts_per_tok, "sigmoid", correction=correction, **fields)
+    sparse = [number >= config.num_dense_layers for number in range(config.num_hidden_layers)]
+    return with_experts(_lfm2(config), experts(config, router, gate=ExpertGate()), sparse)
 
 
 def _delta(config: Any, **more: Any) -> DeltaLayer | None:
@@ -80,17 +99,22 @@ def _delta(config: Any, **more: Any) -> DeltaLayer | None:
     return DeltaLayer(*sizes, config.rms_norm_eps, **more)
 
 
-def _qwen3_5(config: Any) -> Architecture | None:
-    norm, norms = (
-        NormForm(config.rms_norm_eps, plus_one=True),
-        ("input_layernorm", None, "post_attention_layernorm", None),
-    )
+def _qwen3_5(config: Any, **more: Any) -> Architecture | None:
+    norm = NormForm(config.rms_norm_eps, plus_one=True)
     attention, feed = grouped(config, norm=HeadNorm(norm), gated=True), gated(config, bias=False)
     made = {
-        LINEAR: layer(_delta(config), feed, norms, ("linear_attn", "mlp")),
-        FULL: layer(attention, feed, norms, ("self_attn", "mlp")),
+        LINEAR: layer(_delta(config, **more), feed, TWO_NORMS, ("linear_attn", "mlp")),
+        FULL: layer(attention, feed, TWO_NORMS, ("self_attn", "mlp")),
     }
     return of_kinds(config, config.layer_types, made, norm=norm)
+
+
+def _qwen3_5_moe(config: Any) -> Architecture | None:
+    return with_experts(_qwen3_5(config), qwen_experts(config), [True] * config.num_hidden_layers)
+
+
+def _qwen3_next(config: Any) -> Architecture | None:
+    return with_experts(_qwen3_5(config, by_key_head=True), qwen_experts(config), sparse_steps(config))
 
 
 def _mamba2(config: Any) -> Architecture | None:
@@ -199,7 +223,7 @@ def _bamba(config: Any) -> Architecture | None:
 
 def _jamba(config: Any) -> Architecture | None:
     """Attention has no rotary positions."""
-    if config.hidden_act not in _SILU or set(config.layers_num_experts) != {1}:
+    if config.hidden_act not in _SILU:
         return None
     norm, feed = NormForm(config.rms_norm_eps), gated(config)
     mamba = Mamba1Layer(
@@ -212,23 +236,28 @@ def _jamba(config: Any) -> Architecture | None:
         LINEAR: layer(mamba, feed, _PRE_FF, ("mamba", "feed_forward")),
         FULL: layer(attention, feed, _PRE_FF, ("self_attn", "feed_forward")),
     }
-    return of_kinds(config, config.layer_types, made, norm=norm, names=_FINAL)
+    model = of_kinds(config, config.layer_types, made, norm=norm, names=_FINAL)
+    sparse = [count > 1 for count in config.layers_num_experts]
+    if not any(sparse):
+        return model
+    router = Router(config.num_experts, config.num_experts_per_tok, normalised=False, name="router")
+    return with_experts(model, experts(config, router, config.intermediate_size), sparse)
 
 
 def _granite_hybrid(config: Any) -> Architecture | None:
-    if config.num_local_experts:
-        return None
     norm, head_dim = NormForm(config.rms_norm_eps), config.hidden_size // config.num_attention_heads
     rotary = None if config.position_embedding_type == "rope" else RotaryTable.none(head_dim)
     attention = grouped(config, rotary=rotary, spec=AttentionSpec(config.attention_multiplier))
-    feed = gated(config, bias=False, joined=True, inner=config.shared_intermediate_size)
-    made = {
-        LINEAR: layer(_mamba2_of(config), feed, TWO_NORMS, ("mamba", "shared_mlp")),
-        FULL: layer(attention, feed, TWO_NORMS, ("self_attn", "shared_mlp")),
+    shared = gated(config, bias=False, joined=True, inner=config.shared_intermediate_size)
+    feed, name = (granite_experts(config), "mlp") if config.num_local_experts else (shared, "shared_mlp")
+    of_layer, factors = granite_factors(config)
+    found = {
+        LINEAR: layer(_mamba2_of(config), feed, TWO_NORMS, ("mamba", name)),
+        FULL: layer(attention, feed, TWO_NORMS, ("self_attn", name)),
     }
-    scaled = {kind: x and replace(x, scale=float(config.residual_multiplier)) for kind, x in made.items()}
-    factors = {"embedding_scale": float(config.embedding_multiplier), "logit_scale": 1 / config.logits_scaling}
-    return of_kinds(config, config.layers_block_type, scaled, norm=norm, names=_GRANITE, **factors)
+    made = {kind: each and replace(each, **of_layer) for kind, each in found.items()}
+    names = GRANITE_NAMES if config.num_local_experts else _GRANITE
+    return of_kinds(config, config.layers_block_type, made, norm=norm, names=names, **factors)
 
 
 _FEED = (
@@ -236,7 +265,7 @@ _FEED = (
     (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
     (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
 )
-_LFM2 = ((r"(^|\.)embedding_norm\.", r"\1norm."), *_FEED)
+_LFM2 = ((r"(^|\.)embedding_norm\.", r"\1norm."), *_FEED, *W123)
 _MAMBA = (
     (r"^(?:backbone|model)\.embeddings?\.", "model.embed_tokens."),
     (r"^backbone\.", "model."),
@@ -258,8 +287,11 @@ HYBRIDS: dict[str, Callable[[Any], Architecture | None]] = {
     "granitemoehybrid": _granite_hybrid,
     "jamba": _jamba,
     "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
     "mamba": _mamba,
     "mamba2": _mamba2,
     "nemotron_h": _nemotron_h,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "qwen3_5_text": _qwen3_5,
+    "qwen3_next": _qwen3_next,
 }

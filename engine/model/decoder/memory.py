@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +18,9 @@ from engine.model.linear.swap import is_router
 
 if TYPE_CHECKING:
     from engine.model.published.base import Codes
+
+# Norms with a row for each head, convolutions of single channels, and decays.
+_NO_MATRIX = re.compile(r"norm|\.conv1d\.|\.conv\.conv\.|\.A_log$")
 
 
 def num_bytes(
@@ -58,9 +62,9 @@ def num_bytes(
             return math.prod(shape) * dtype.itemsize
         if ".experts." in name:
             shape = math.prod(shape[:2]), shape[2]
-        weight, place = torch.empty(shape, device="meta"), "" if name == TABLE else name.removesuffix(".weight")
+        weight, place = torch.empty(shape[-2:], device="meta"), "" if name == TABLE else name.removesuffix(".weight")
         is_head = name == HEAD or (is_tied and name == TABLE)
-        return rounded_bytes(weight, bits_of(rounded, place, weight, is_head=is_head))
+        return math.prod(shape[:-2]) * rounded_bytes(weight, bits_of(rounded, place, weight, is_head=is_head))
 
     return sum(size(name, shape) for name, shape in shapes.items())
 

@@ -28,7 +28,7 @@ from engine.native.rows import GELU_TANH
 _GELU = ExpertGate(GELU_TANH.linear, GELU_TANH.cubic)
 _GATES = {"silu": ExpertGate(), "swish": ExpertGate(), "gelu_pytorch_tanh": _GELU, "gelu_new": _GELU}
 _CORRECTION = "gate.e_score_correction_bias"
-_W123 = (
+W123 = (
     (r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj."),
     (r"\.experts\.(\d+)\.w2\.", r".experts.\1.down_proj."),
     (r"\.experts\.(\d+)\.w3\.", r".experts.\1.up_proj."),
@@ -69,32 +69,36 @@ def mixture(
 def _mixtral(config: Any) -> Architecture | None:
     router = Router(config.num_local_experts, config.num_experts_per_tok)
     feed = experts(config, router, config.intermediate_size)
-    made = mixture(config, grouped(config, bias=False), feed, names=(_BLOCK, *_W123))
+    made = mixture(config, grouped(config, bias=False), feed, names=(_BLOCK, *W123))
     return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
 def _of_qwen(config: Any) -> Router:
-    return Router(config.num_experts, config.num_experts_per_tok, normalised=bool(config.norm_topk_prob))
+    normalised = bool(getattr(config, "norm_topk_prob", True))
+    return Router(config.num_experts, config.num_experts_per_tok, normalised=normalised)
 
 
-def _sparse_steps(config: Any) -> list[bool]:
+def qwen_experts(config: Any) -> Experts | None:
+    """Beside the experts there is a feed-forward for all rows, which has a weight of its own."""
+    shared = gated(config, bias=False, inner=config.shared_expert_intermediate_size)
+    fields: dict[str, Any] = {"shared_name": "shared_expert", "shared_gate": "shared_expert_gate"}
+    return experts(config, _of_qwen(config), shared=shared, **fields)
+
+
+def sparse_steps(config: Any) -> list[bool]:
     """Which layers have experts."""
     step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
     return [i not in dense and not (i + 1) % step for i in range(config.num_hidden_layers)]
 
 
 def _qwen2_moe(config: Any) -> Architecture | None:
-    shared = gated(config, bias=False)
-    shared = shared and replace(shared, inner=config.shared_expert_intermediate_size)
-    fields: dict[str, Any] = {"shared_name": "shared_expert", "shared_gate": "shared_expert_gate"}
-    feed = experts(config, _of_qwen(config), shared=shared, **fields)
     mixer = grouped(config, qkv_bias=bool(config.qkv_bias), out_bias=False)
-    return with_windows(config, mixture(config, mixer, feed, _sparse_steps(config)))
+    return with_windows(config, mixture(config, mixer, qwen_experts(config), sparse_steps(config)))
 
 
 def _qwen3_moe(config: Any) -> Architecture | None:
     mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps)))
-    made = mixture(config, mixer, experts(config, _of_qwen(config)), _sparse_steps(config))
+    made = mixture(config, mixer, experts(config, _of_qwen(config)), sparse_steps(config))
     return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
@@ -118,16 +122,18 @@ def _gpt_oss(config: Any) -> Architecture | None:
     return with_windows(config, mixture(config, grouped(config, has_sinks=True), feed))
 
 
-def _granitemoe(config: Any) -> Architecture | None:
-    """One family has a feed-forward for all rows, which it holds beside the experts."""
+def granite_experts(config: Any) -> Experts | None:
+    """Some families have a feed-forward for all rows, which a checkpoint holds beside the experts."""
     router = Router(config.num_local_experts, config.num_experts_per_tok, name="router")
     inner = getattr(config, "shared_intermediate_size", 0)
-    shared = gated(config, bias=False, joined=True)
-    shared = replace(shared, inner=inner) if shared is not None and inner else None
-    feed = experts(config, router, config.intermediate_size, shared=shared, shared_name="shared_mlp")
+    shared = gated(config, bias=False, joined=True, inner=inner) if inner else None
+    return experts(config, router, config.intermediate_size, shared=shared, shared_name="shared_mlp")
+
+
+def _granitemoe(config: Any) -> Architecture | None:
     layer, more = granite_factors(config)
     mixer = grouped(config, spec=AttentionSpec(config.attention_multiplier))
-    return mixture(config, mixer, feed, layer=layer, names=_GRANITE, **more)
+    return mixture(config, mixer, granite_experts(config), layer=layer, names=GRANITE_NAMES, **more)
 
 
 def _ernie4_5_moe(config: Any) -> Architecture | None:
@@ -200,7 +206,7 @@ def _minimax_m2(config: Any) -> Architecture | None:
         scores="sigmoid",
         correction="e_score_correction_bias",
     )
-    return mixture(config, mixer, experts(config, router, config.intermediate_size), names=(_BLOCK, *_W123))
+    return mixture(config, mixer, experts(config, router, config.intermediate_size), names=(_BLOCK, *W123))
 
 
 def _hunyuan_v1_moe(config: Any) -> Architecture | None:
@@ -306,7 +312,7 @@ def _minicpm3(config: Any) -> Architecture | None:
     return decoder(config, latent(config, interleaved=False), gated(config, bias=False), layer, **factors)
 
 
-_GRANITE = (
+GRANITE_NAMES = (
     _BLOCK,
     (r"\.mlp\.input_linear\.weight", ".mlp.experts.gate_up_proj"),
     (r"\.mlp\.output_linear\.weight", ".mlp.experts.down_proj"),
