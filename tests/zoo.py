@@ -14,7 +14,7 @@ from engine.kernels import reference as reference_ops
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families import architecture_for
 from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.weights import WeightReader, renamed
+from engine.model.decoder.weights import WeightReader, prepared
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.linear.packed import pack
@@ -146,7 +146,7 @@ _BY_KIND: dict[str, tuple[str, dict[str, object]]] = {
         _FOUR | _DELTA | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16, "indexer_n_heads": 2,
          "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2},
     ),
-    "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
+    "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": True}),
     "gpt-j": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48, "rotary_dim": 4}),
 }  # fmt: skip
 
@@ -249,7 +249,7 @@ def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> Decoder
     """The same model as a server on a CPU runs it: in our C, where that multiplies here."""
     architecture = architecture_for(model.config)
     if architecture is not None:
-        read = WeightReader(renamed(model.state_dict(), architecture.names), model.dtype, weights)
+        read = WeightReader(prepared(model.state_dict(), architecture), model.dtype, weights)
         return DecoderModel(architecture, copy.deepcopy(model.config), read).eval()
     if weights is not None:
         quantise(model, weights)
@@ -265,7 +265,7 @@ def on_kernels(model: PreTrainedModel, ops: LayerOps | None = None) -> DecoderMo
         twin = copy.deepcopy(model)
         fuse_for_cuda(twin, ops)
         return twin
-    weights = renamed(model.state_dict(), architecture.names)
+    weights = prepared(model.state_dict(), architecture)
     read = WeightReader(weights, model.dtype, device=model.device, packs=False)
     made = DecoderModel(architecture, copy.deepcopy(model.config), read).eval()
     made.use(ops)

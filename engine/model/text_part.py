@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Text parts that have no class of their own, and the families that compute the same from text alone: all three
 # coordinates of a token's position are then equal, so rotary tables by coordinate are the usual ones.
-_SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_SAME_AS = {"emu3_text_model": "llama", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 # What the language model is called inside of the whole, in old and new checkpoints; without what follows, alone.
 _NAMES = {r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
           r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model."}  # fmt: skip

@@ -28,7 +28,7 @@ from engine.machine.threads import cores, quota
 from engine.model import checkpoint
 from engine.model.decoder import memory
 from engine.model.decoder.weights import check as check_shapes
-from engine.model.decoder.weights import renamed
+from engine.model.decoder.weights import prepared
 from engine.model.fusion.latent import has_latents
 from engine.model.linear.grouped import kernel_name
 from engine.model.published.files import read_headers
@@ -116,8 +116,8 @@ class Weighed:
         """The decoder that is built from a checkpoint; of codes the headers of its files are read."""
         codes: dict[str, Codes] = {}
         if held.quantisation is not None:
-            names = (*made_of.names, *(names_in_whole(config) or {}).items())
-            weights = renamed(read_weights(name, revision, held.quantisation, read_headers), names)
+            names = (names_in_whole(config) or {}).items()
+            weights = prepared(read_weights(name, revision, held.quantisation, read_headers), made_of, names)
             check_shapes(name, made_of, weights)
             codes = {key: found for key, found in weights.items() if not isinstance(found, torch.Tensor)}
             codes = {key: found for key, found in codes.items() if held.keeps_codes and found.num_bytes() is not None}

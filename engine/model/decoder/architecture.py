@@ -155,8 +155,12 @@ class AttentionLayer:
         qkv_bias: the products of queries, keys and values have a bias.
         out_bias: the product of the output has one.
         joined: the checkpoint has queries, keys and values in one matrix, `qkv_proj`.
+        groups: of its outputs, each of which has queries, keys and values of its own.
+        values_first: in a group values come before keys.
+        clip: queries, keys and values are between this number and its negative.
         growth: of queries with their positions.
         has_sinks: each head has one more score, which has no value.
+        out_norm: of what the output's matrix reads, `attn_sub_norm`.
         gated: what a head gives is multiplied by the sigmoid of a gate, whose rows follow the head's in `q_proj`.
         out_name: of the output's matrix.
     """
@@ -171,8 +175,12 @@ class AttentionLayer:
     qkv_bias: bool = False
     out_bias: bool = False
     joined: bool = False
+    groups: int = 1
+    values_first: bool = False
+    clip: float | None = None
     growth: QueryGrowth | None = None
     has_sinks: bool = False
+    out_norm: NormForm | None = None
     gated: bool = False
     out_name: str = "o_proj"
 
@@ -198,6 +206,8 @@ class AttentionLayer:
         if self.norm is not None:
             for name, heads in zip(self.norm.names, (self.heads, self.kv_heads), strict=True):
                 found |= self.norm.shapes(name, heads, self.head_dim)
+        if self.out_norm is not None:
+            found |= self.out_norm.shapes("attn_sub_norm.", self.sizes[0])
         return found | ({"sinks": (self.heads,)} if self.has_sinks else {})
 
     def row_sizes(self) -> set[int]:
@@ -211,7 +221,7 @@ class AttentionLayer:
         A head of 8 numbers, of which 4 are rotated as neighbours: [0, 2, 4, 5, 1, 3, 6, 7].
         """
         turned = self.head_dim - 2 * self.rotary.still
-        if not self.interleaved and not self.rotary.still:
+        if not turned or not (self.interleaved or self.rotary.still):
             return None
         pairs = torch.arange(turned).view(-1, 2).t() if self.interleaved else torch.arange(turned).view(2, -1)
         return torch.cat([pairs, torch.arange(turned, self.head_dim).view(2, -1)], 1).flatten()
@@ -221,6 +231,7 @@ class AttentionLayer:
 class GatedFeed:
     """down(activation(gate) * up); with `joined` the checkpoint has gate and up in one matrix, `gate_up_proj`.
 
+    `norm`: of what `down` reads, `ffn_sub_norm`.
     `scales`: what the gate, before its activation, and the result are multiplied by.
     """
 
@@ -229,6 +240,7 @@ class GatedFeed:
     bias: bool = False
     joined: bool = False
     scales: tuple[float, float] = (1.0, 1.0)
+    norm: NormForm | None = None
 
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`."""
@@ -236,7 +248,7 @@ class GatedFeed:
         found = matrix_shapes("down_proj", width, self.inner, has_bias=self.bias)
         for name, size in names.items():
             found |= matrix_shapes(name, size, width, has_bias=self.bias)
-        return found
+        return found | (self.norm.shapes("ffn_sub_norm.", self.inner) if self.norm is not None else {})
 
     def row_sizes(self) -> set[int]:
         """See `LayerPart`."""
@@ -255,13 +267,18 @@ class PlainFeed:
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`."""
         up, down = self.names
-        found = matrix_shapes(up, self.inner, width, has_bias=self.bias)
+        found = matrix_shapes(up, self.inner, width, has_bias=self.bias) | LEARNED.get(self.activation, {})
         return found | matrix_shapes(down, width, self.inner, has_bias=self.bias)
 
     def row_sizes(self) -> set[int]:
         """See `LayerPart`."""
         return {self.inner}
 
+
+# By the names of activations that have weights: their shapes.
+LEARNED: dict[str, Shapes] = {
+    "xielu": {"act_fn.alpha_p": (1,), "act_fn.alpha_n": (1,), "act_fn.beta": (), "act_fn.eps": ()}
+}
 
 # Names of a layer's norms: before the mixer, of what the mixer gives, before the feed-forward, of what that gives.
 Norms = tuple[str | None, str | None, str | None, str | None]
@@ -282,6 +299,7 @@ class Layer:
         norms: names of the norms, as `TWO_NORMS` has them.
         parallel: both read x as it was before the layer; without a second norm they read the same normed row.
         scale: what both results are multiplied by before they are added.
+        normed_sums: the norms of results are of the sums of x and the results.
         names: of the mixer and of the feed-forward.
     """
 
@@ -290,6 +308,7 @@ class Layer:
     norms: Norms = TWO_NORMS
     parallel: bool = False
     scale: float = 1.0
+    normed_sums: bool = False
     names: tuple[str, str] = ("self_attn", "mlp")
 
     @property
@@ -297,6 +316,14 @@ class Layer:
         """Mixer and feed-forward, by name."""
         mixer, feed = self.names
         return ((mixer, self.mixer), *([] if self.feed is None else [(feed, self.feed)]))
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedPositions:
+    """A table of vectors, `model.embed_positions`: row position + offset is added to a token's embedding."""
+
+    rows: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,12 +335,18 @@ class Architecture:
         vocab_size: rows of the table of embeddings.
         width: numbers of a hidden state.
         norm: of every norm but those of heads.
+        has_final_norm: the output matrix reads normed rows.
+        positions: that embeddings are added to, if they are learned.
+        embedding_width: of a token's embedding, where it is not `width`; `model.project_in` and `model.project_out`
+            are between the two.
+        normed_embeddings: the first layer reads what `model.embed_norm` makes of embeddings.
         embedding_scale: what embeddings are multiplied by, in the type of the model.
         logit_scale: what logits are multiplied by.
         softcap: logits become tanh(logit / softcap) * softcap.
         is_tied: the output matrix is the table of embeddings.
         head_bias: the output matrix has a bias.
         names: regular expressions for names of weights in a checkpoint, with what they become.
+        transposed: the checkpoint has the matrices of layers as `[inputs, outputs]`.
         wide: hidden states between layers are float32.
     """
 
@@ -321,18 +354,24 @@ class Architecture:
     vocab_size: int
     width: int
     norm: NormForm
+    has_final_norm: bool = True
+    positions: LearnedPositions | None = None
+    embedding_width: int | None = None
+    normed_embeddings: bool = False
     embedding_scale: float | None = None
     logit_scale: float | None = None
     softcap: float | None = None
     is_tied: bool = False
     head_bias: bool = False
     names: tuple[tuple[str, str], ...] = ()
+    transposed: bool = False
     wide: bool = False
 
     @property
     def is_aligned(self) -> bool:
         """Whether our C multiplies all matrices: rows are whole vectors."""
-        rows = {self.width}.union(*(part.row_sizes() for layer in self.layers for _, part in layer.parts))
+        parts = (part for layer in self.layers for _, part in layer.parts)
+        rows = {self.width, self.embedding_width or self.width}.union(*(part.row_sizes() for part in parts))
         return not any(size % ALIGNED for size in rows)
 
     @property
@@ -352,10 +391,16 @@ class Architecture:
 
     def shapes(self) -> Shapes:
         """The shape of every weight, by its name in a checkpoint; a tied head is the table."""
-        found: Shapes = {"model.embed_tokens.weight": (self.vocab_size, self.width)}
-        found |= self.norm.shapes("model.norm.", self.width)
+        size = self.embedding_width or self.width
+        found: Shapes = {"model.embed_tokens.weight": (self.vocab_size, size)}
+        if self.embedding_width is not None:
+            found |= {"model.project_in.weight": (self.width, size), "model.project_out.weight": (size, self.width)}
+        if self.positions is not None:
+            found["model.embed_positions.weight"] = self.positions.rows, self.width
+        for name, is_there in (("norm", self.has_final_norm), ("embed_norm", self.normed_embeddings)):
+            found |= self.norm.shapes(f"model.{name}.", self.width) if is_there else {}
         if not self.is_tied:
-            found["lm_head.weight"] = self.vocab_size, self.width
+            found["lm_head.weight"] = self.vocab_size, size
         if self.head_bias:
             found["lm_head.bias"] = (self.vocab_size,)
         for number, layer in enumerate(self.layers):

@@ -13,7 +13,7 @@ from engine.attention.registry import Ragged
 from engine.attention.spec import AttentionSpec
 from engine.kv.rounded import SCALE_BYTES, is_rounded
 from engine.model.decoder.architecture import AttentionLayer
-from engine.model.decoder.norms import RMSNorm, norm_of_heads
+from engine.model.decoder.norms import RMSNorm, norm_of, norm_of_heads
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
@@ -81,16 +81,13 @@ class GroupedAttention(nn.Module):
         super().__init__()
         self.layer, self.layer_idx = layer, number
         self.ops: LayerOps | None = None  # of a GPU
-        order, sizes = layer.order(), dict(zip(("q_proj", "k_proj", "v_proj"), layer.sizes, strict=True))
-        orders = {} if order is None else {name: _over_heads(order, sizes[name]) for name in ("q_proj", "k_proj")}
+        orders = _orders(layer)
         if layer.joined:
-            whole = {"qkv_proj": sum(layer.sizes)}
-            if orders:
-                orders = {"qkv_proj": _side_by_side([orders["q_proj"], orders["k_proj"]], sum(layer.sizes))}
-            matmul: Any = weights.matrix(whole, width, has_bias=layer.qkv_bias, orders=orders)
+            matmul: Any = weights.matrix({"qkv_proj"}, width, has_bias=layer.qkv_bias, orders=orders)
             matmul.outputs_order = orders.get("qkv_proj")  # adapters ask for it
             self.qkv_proj = matmul
         else:
+            sizes = dict(zip(("q_proj", "k_proj", "v_proj"), layer.sizes, strict=True))
             if layer.gated:
                 sizes["q_proj"] *= 2
                 orders["q_proj"] = _gates_last(orders.get("q_proj"), layer.heads, layer.head_dim)
@@ -99,7 +96,10 @@ class GroupedAttention(nn.Module):
         setattr(self, layer.out_name, out)
         if layer.norm is not None:
             for name, heads in zip(layer.norm.names, (layer.heads, layer.kv_heads), strict=True):
-                setattr(self, name, norm_of_heads(layer.norm, weights, name, heads, layer.head_dim, order))
+                setattr(self, name, norm_of_heads(layer.norm, weights, name, heads, layer.head_dim, layer.order()))
+        self.attn_sub_norm: nn.Module | None = None
+        if layer.out_norm is not None:
+            self.attn_sub_norm = norm_of(layer.out_norm, weights, "attn_sub_norm", layer.sizes[0])
         self.sinks: Tensor | None
         sinks = weights.vector("sinks", layer.heads) if layer.has_sinks else None
         self.register_buffer("sinks", sinks, persistent=False)
@@ -139,6 +139,8 @@ class GroupedAttention(nn.Module):
             queries = layer.sizes[0]
             query, gate, others = projected.split([queries, queries, projected.shape[-1] - 2 * queries], -1)
             projected = torch.cat([query, others], -1)
+        if layer.clip is not None:
+            projected = projected.clamp(-layer.clip, layer.clip)
         query = self._write(projected, rotary, ragged)
         if layer.growth is not None:
             grown = query * layer.growth.of(ragged.batch.positions)[:, None, None]
@@ -147,7 +149,7 @@ class GroupedAttention(nn.Module):
         mixed = ragged.attend(query, keys, values, ragged.batch, self.spec).flatten(1)
         if gate is not None:
             mixed = mixed * ELEMENTWISE[torch.sigmoid](gate)
-        return cast("Tensor", self.out(mixed[None]))
+        return cast("Tensor", self.out(mixed[None] if self.attn_sub_norm is None else self.attn_sub_norm(mixed[None])))
 
     @property
     def matmul(self) -> nn.Module:
@@ -212,6 +214,25 @@ class GroupedAttention(nn.Module):
         return rows_for(dtype, dim // 2) if fits and not dim % 2 else None
 
 
+def _orders(layer: AttentionLayer) -> dict[str, Tensor]:
+    """By matrix, which output in the checkpoint each output is; without those that are where they are there.
+
+    Joined, in groups of a head of 2 numbers, that are not rotated: [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11].
+    """
+    order, (queries, keys, _) = layer.order(), layer.sizes
+    if not layer.joined:
+        return {} if order is None else {"q_proj": _over_heads(order, queries), "k_proj": _over_heads(order, keys)}
+    if order is None and layer.groups == 1:
+        return {}
+    groups = torch.arange(sum(layer.sizes)).view(layer.groups, -1)  # keys are as many as values
+    query, key, value = (x.flatten() for x in groups.split([size // layer.groups for size in layer.sizes], 1))
+    if layer.values_first:
+        key, value = value, key
+    if order is not None:
+        query, key = query[_over_heads(order, queries)], key[_over_heads(order, keys)]
+    return {"qkv_proj": torch.cat([query, key, value])}
+
+
 def _over_heads(order: Tensor, size: int) -> Tensor:
     """The order of a head's numbers -> that of all heads, `[size]`."""
     dim = len(order)
@@ -222,15 +243,6 @@ def _gates_last(order: Tensor | None, heads: int, dim: int) -> Tensor:
     """The order of queries, `[heads * dim]` -> that of a matrix where each head's gates follow its queries."""
     queries, gates = torch.arange(2 * heads * dim).view(heads, 2, dim).unbind(1)
     return torch.cat([queries.flatten() if order is None else queries.flatten()[order], gates.flatten()])
-
-
-def _side_by_side(orders: list[Tensor], size: int) -> Tensor:
-    """Orders of parts that follow each other; what is behind them, up to `size`, stays."""
-    found, start = [], 0
-    for order in orders:
-        found.append(order + start)
-        start += len(order)
-    return torch.cat([*found, torch.arange(start, size)])
 
 
 def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

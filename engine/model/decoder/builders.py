@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.attention.spec import AttentionSpec
 from engine.model.decoder.architecture import (
+    LEARNED,
     Architecture,
     AttentionLayer,
     GatedFeed,
@@ -24,10 +25,12 @@ from engine.model.decoder.rotary import RotaryTable
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def grouped(config: Any, *, bias: bool | None = None, **more: Any) -> AttentionLayer | None:
+def grouped(
+    config: Any, *, bias: bool | None = None, kv_heads: int | None = None, **more: Any
+) -> AttentionLayer | None:
     """The attention of most families; `bias`: of all four matrices, default as the config says in Llama's words."""
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = kv_heads or getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if heads % kv_heads or head_dim % 2:
         return None
@@ -58,7 +61,7 @@ def rotary_of(config: Any, head_dim: int) -> RotaryTable:
 def gated(config: Any, **more: Any) -> GatedFeed | None:
     """The gated feed-forward of most families."""
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
-    if activation not in ACTIVATIONS:
+    if activation not in ACTIVATIONS or activation in LEARNED:
         return None
     bias = bool(getattr(config, "mlp_bias", False))
     inner = more.pop("inner", config.intermediate_size)
@@ -117,10 +120,12 @@ def kinds_of(config: Any, depth: int) -> list[str] | None:
 
 
 def of_kinds(config: Any, made: Architecture | None) -> Architecture | None:
-    """With the rotary positions of each kind of layers."""
+    """With the rotary positions of each kind of layers, if it has any."""
     if made is None:
         return None
     dim, more = made.attention.head_dim, {"max_position_embeddings": config.max_position_embeddings}
     kinds = config.layer_types
-    tables = {kind: RotaryTable.of(more | dict(config.rope_parameters[kind]), dim) for kind in set(kinds)}
+    found = {kind: config.rope_parameters[kind] for kind in set(kinds)}
+    still = RotaryTable.none(dim)
+    tables = {kind: still if rope is None else RotaryTable.of(more | dict(rope), dim) for kind, rope in found.items()}
     return with_attention(made, [{"rotary": tables[kind]} for kind in kinds])

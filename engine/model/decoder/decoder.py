@@ -35,7 +35,7 @@ from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.rotary import Rotation
 from engine.model.decoder.stack import Stack
-from engine.model.decoder.weights import WeightReader
+from engine.model.decoder.weights import Embedding, WeightReader
 from engine.model.linear.activations import ELEMENTWISE
 from engine.model.linear.experts import StackedExperts
 from engine.model.linear.fp8 import Fp8Linear
@@ -62,12 +62,24 @@ class DecoderModel(nn.Module):
         self.model: Any = nn.Module()
         self.model.embed_tokens = table
         self.model.layers = Stack(_layers(architecture, weights))
-        self.model.norm = norm_of(architecture.norm, weights, "model.norm", architecture.width)
+        self._read_ends(weights.below("model."))
         each = [layer.mixer.rotary for layer in architecture.layers]
         self.rotations = nn.ModuleList(map(Rotation, dict.fromkeys(each)))
         self._which = [[*dict.fromkeys(each)].index(table) for table in each]
         self.to(weights.device)
         self.ops: LayerOps | None = None
+
+    def _read_ends(self, weights: WeightReader) -> None:
+        """Read what there is between the tables and the layers."""
+        made, trunk = self.architecture, self.model
+        width, size = made.width, made.embedding_width
+        for name, is_there in (("norm", made.has_final_norm), ("embed_norm", made.normed_embeddings)):
+            setattr(trunk, name, norm_of(made.norm, weights, name, width) if is_there else None)
+        for name, inputs in (("project_in", size), ("project_out", size and width)):
+            setattr(trunk, name, None if inputs is None else weights.matrix([name], inputs, has_bias=False))
+        if made.positions is not None:
+            table = weights.vector("embed_positions.weight", made.positions.rows, width)
+            trunk.embed_positions = Embedding(table, None)
 
     def use(self, ops: LayerOps) -> None:
         """Run these operations between matmuls, which a GPU has in place of our C."""
@@ -123,7 +135,7 @@ class DecoderModel(nn.Module):
         """`logits` `[1, R, vocab]` of these rows, as transformers' models return them."""
         del use_cache  # keys and values lie in the arena
         trunk = self.model
-        hidden: Tensor = trunk.embed_tokens(input_ids)
+        hidden = self._embedded(input_ids, position_ids)
         hidden = hidden.float() if self.architecture.wide else hidden
         tables = [rotation(position_ids[0], self.dtype) for rotation in self.rotations]
         turned = [tables[which] for which in self._which[: len(trunk.layers)]]
@@ -132,16 +144,28 @@ class DecoderModel(nn.Module):
             normed = trunk.layers.in_sums(hidden, turned, ragged, trunk.norm)
         else:
             hidden = trunk.layers.run(hidden, turned, ragged)
-            normed = trunk.norm(hidden) if has_readers else None
+            normed = self._final(hidden) if has_readers else None
         for tap in trunk.layers.taps if has_readers else ():
             if FINAL in tap.places:
                 tap.keep(FINAL, normed[0])
-        kept = trunk.norm(hidden[:, logits_to_keep]) if normed is None else normed[:, logits_to_keep]
+        kept = self._final(hidden[:, logits_to_keep]) if normed is None else normed[:, logits_to_keep]
         logits: Tensor = self.lm_head(kept.to(self.dtype))
         scale, cap = self.architecture.logit_scale, self.architecture.softcap
         if scale is not None:
             logits = logits * scale
         return SimpleNamespace(logits=logits if cap is None else ELEMENTWISE[torch.tanh](logits / cap) * cap)
+
+    def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer reads, `[1, T, width]`."""
+        trunk, learned = self.model, self.architecture.positions
+        hidden = _through(trunk.project_in, trunk.embed_tokens(ids))
+        if learned is not None:
+            hidden = hidden + trunk.embed_positions(positions + learned.offset)
+        return _through(trunk.embed_norm, hidden)
+
+    def _final(self, hidden: Tensor) -> Tensor:
+        """What the output matrix reads: `[1, T, width]` -> `[1, T, width]`."""
+        return _through(self.model.project_out, _through(self.model.norm, hidden))
 
 
 def _layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLayer]:
@@ -194,7 +218,8 @@ class DecoderLayer(nn.Module):
         first, after_mixer, second, after_feed = self.norms
         has_norms = isinstance(first, RMSNorm) and isinstance(second, RMSNorm) and self.feed is not None
         others = all(norm is None or isinstance(norm, RMSNorm) for norm in (after_mixer, after_feed))
-        return has_norms and others and self.layer.scale == 1 and not self.layer.parallel
+        is_plain = self.layer.scale == 1 and not self.layer.parallel and not self.layer.normed_sums
+        return has_norms and others and is_plain
 
     @staticmethod
     def rounds(part: Any) -> bool:
@@ -206,15 +231,20 @@ class DecoderLayer(nn.Module):
         layer, feed = self.layer, self.feed
         first, after_mixer, second, after_feed = self.norms
         normed = _through(first, x.to(self.dtype))  # between layers it may be float32
-        mixed = _through(after_mixer, self.mixer(normed, rotary, ragged))
-        total: Tensor = x + (mixed if layer.scale == 1 else mixed * layer.scale)
+        total = self._sum(x, self.mixer(normed, rotary, ragged), after_mixer)
         if feed is None:
             return total
         read = total
         if layer.parallel:
             read = normed if second is None else x
-        made = _through(after_feed, feed(_through(second, read)))
-        return total + (made if layer.scale == 1 else made * layer.scale)
+        return self._sum(total, feed(_through(second, read)), after_feed)
+
+    def _sum(self, x: Tensor, made: Tensor, norm: nn.Module | None) -> Tensor:
+        """With what a part of the layer has made of x, and its norm."""
+        scale = self.layer.scale
+        made = made if self.layer.normed_sums else _through(norm, made)
+        total = x + (made if scale == 1 else made * scale)
+        return _through(norm, total) if self.layer.normed_sums else total
 
 
 # By what they are described by.

@@ -32,6 +32,7 @@ from engine.model.decoder.builders import (
     with_attention,
     with_windows,
 )
+from engine.model.decoder.families_dense import DENSE
 from engine.model.decoder.families_hybrid import HYBRIDS
 from engine.model.decoder.mixtures import MIXTURES
 from engine.model.decoder.rotary import RotaryTable
@@ -111,6 +112,27 @@ def _granite(config: Any) -> Architecture | None:
     return decoder(config, mixer, gated(config), layer, **more)
 
 
+def _granite_swa(config: Any) -> Architecture | None:
+    """Windows, sinks, and a base of rotary positions for each layer; with 0 it has none."""
+    made = with_windows(config, _granite(config))
+    if made is None:
+        return None
+    dim, rope = made.attention.head_dim, {"max_position_embeddings": config.max_position_embeddings}
+    rope |= dict(config.rope_parameters)
+    tables = {base: RotaryTable.of(rope | {"rope_theta": base}, dim) for base in set(config.layer_rope_theta) - {0}}
+    tables[0] = RotaryTable.none(dim)
+    return with_attention(made, [{"rotary": tables[base], "has_sinks": True} for base in config.layer_rope_theta])
+
+
+def _hyperclovax(config: Any) -> Architecture | None:
+    """Granite that multiplies its logits, with norms of results."""
+    made, norms = _granite(config), ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    if made is None:
+        return None
+    layers = made.layers if not config.use_post_norm else tuple(replace(layer, norms=norms) for layer in made.layers)
+    return replace(made, layers=layers, logit_scale=float(config.logits_scaling))
+
+
 def _olmo2(config: Any) -> Architecture | None:
     norm = HeadNorm(NormForm(config.rms_norm_eps), extent="all")
     return decoder(config, grouped(config, norm=norm), gated(config, bias=False), {"norms": NORMS_AFTER})
@@ -173,6 +195,12 @@ def _cohere2(config: Any) -> Architecture | None:
     return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
 
 
+def _cohere_compass(config: Any) -> Architecture | None:
+    """Cohere 2 that rotates halves; its kinds of layers say which have rotary positions."""
+    made = of_kinds(config, with_windows(config, _cohere(config)))
+    return made and with_attention(made, [{"interleaved": False} for _ in made.layers])
+
+
 def _starcoder2(config: Any) -> Architecture | None:
     bias, norm = bool(config.use_bias), NormForm(config.norm_epsilon, centred=True, has_bias=True)
     feed = plain(config.intermediate_size, config.hidden_act, bias=bias, names=("c_fc", "c_proj"))
@@ -208,6 +236,11 @@ def _gemma2(config: Any) -> Architecture | None:
     return with_windows(config, replace(made, layers=layers, softcap=config.final_logit_softcapping))
 
 
+def _vaultgemma(config: Any) -> Architecture | None:
+    made, norms = _gemma2(config), (FOUR_NORMS[0], None, FOUR_NORMS[2], None)
+    return made and replace(made, layers=tuple(replace(layer, norms=norms) for layer in made.layers))
+
+
 def _gemma3(config: Any) -> Architecture | None:
     """Norms of heads, and rotary positions of their own in layers with a window."""
     made = _gemma2(config)
@@ -231,6 +264,7 @@ FAMILIES: dict[str, Callable[[Any], Architecture | None]] = (
     {
         "cohere": _cohere,
         "cohere2": _cohere2,
+        "cohere_compass_text": _cohere_compass,
         "cwm": _cwm,
         "ernie4_5": _ernie,
         "exaone": _exaone,
@@ -241,7 +275,9 @@ FAMILIES: dict[str, Callable[[Any], Architecture | None]] = (
         "glm": _glm,
         "glm4": _glm4,
         "granite": _granite,
+        "granite_swa": _granite_swa,
         "hunyuan_v1_dense": _hunyuan,
+        "hyperclovax": _hyperclovax,
         "internlm3": _llama,
         "iquestcoder": _llama,
         "llama": _llama,
@@ -251,13 +287,16 @@ FAMILIES: dict[str, Callable[[Any], Architecture | None]] = (
         "olmo2": _olmo2,
         "olmo3": _olmo3,
         "phi3": _phi3,
+        "phi4_multimodal": _phi3,
         "qwen2": _qwen2,
         "qwen3": _qwen3,
         "seed_oss": _seed_oss,
         "smollm3": _smollm3,
         "stablelm": _stablelm,
         "starcoder2": _starcoder2,
+        "vaultgemma": _vaultgemma,
     }
+    | DENSE
     | HYBRIDS
     | MIXTURES
 )

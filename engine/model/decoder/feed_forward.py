@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.kernels.args import Fp8Rows
-from engine.model.decoder.architecture import GatedFeed, PlainFeed
+from engine.model.decoder.architecture import LEARNED, GatedFeed, PlainFeed
 from engine.model.decoder.attention import join
+from engine.model.decoder.norms import norm_of
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import RowWise
@@ -38,9 +39,31 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-# By their names in configs.
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+class XIELU(nn.Module):
+    """A parabola for x > 0, and an exponential of x and a line for the rest (arXiv 2411.13010)."""
+
+    above: Tensor
+    below: Tensor
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(self, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> None:
+        """Take the weights as the checkpoint has them: the factors of both sides are softplus of the alphas."""
+        super().__init__()
+        parts = {"above": F.softplus(alpha_p), "below": beta + F.softplus(alpha_n), "beta": beta, "eps": eps}
+        for name, part in parts.items():
+            self.register_buffer(name, part, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., n]` -> `[..., n]`."""
+        below = (torch.expm1(torch.minimum(x, self.eps)) - x) * self.below
+        return torch.where(x > 0, self.above * x * x, below) + self.beta * x
+
+
+# By their names in configs; each is called with its weights (`LEARNED`).
+ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "gelu": nn.GELU,
+    "gelu_fast": lambda: nn.GELU(approximate="tanh"),
     "gelu_new": lambda: nn.GELU(approximate="tanh"),
     "gelu_pytorch_tanh": lambda: nn.GELU(approximate="tanh"),
     "quick_gelu": QuickGELU,
@@ -48,9 +71,11 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu2": SquaredReLU,
     "silu": nn.SiLU,
     "swish": nn.SiLU,
+    "xielu": XIELU,
 }
 # Those that our C and our kernels have, by their names there.
 _IN_KERNELS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_IN_KERNELS |= {"gelu_fast": "gelu_tanh"}
 _IN_C = {"silu": SILU, "gelu_tanh": GELU_TANH}
 
 
@@ -66,7 +91,11 @@ class GatedMLP(nn.Module):
         else:
             join(self, weights, dict.fromkeys(("gate_proj", "up_proj"), feed.inner), width, has_bias=feed.bias)
         self.down_proj = weights.matrix({"down_proj": width}, feed.inner, has_bias=feed.bias)
-        self._name = _IN_KERNELS.get(feed.activation) if feed.scales == (1.0, 1.0) else None
+        self.ffn_sub_norm: nn.Module | None = None
+        if feed.norm is not None:
+            self.ffn_sub_norm = norm_of(feed.norm, weights, "ffn_sub_norm", feed.inner)
+        is_plain = feed.scales == (1.0, 1.0) and feed.norm is None
+        self._name = _IN_KERNELS.get(feed.activation) if is_plain else None
         self.activation: Activation | None = None if self._name is None else _IN_C[self._name]
         self.act_fn = RowWise(ACTIVATIONS[feed.activation]())
 
@@ -89,7 +118,8 @@ class GatedMLP(nn.Module):
             before, after = self.feed.scales
             if before != 1:
                 gate = gate * before
-            made: Tensor = down(self.act_fn(gate) * up)
+            gated = self.act_fn(gate) * up
+            made: Tensor = down(gated if self.ffn_sub_norm is None else self.ffn_sub_norm(gated))
             return made if after == 1 else made * after
         rows = both.view(-1, both.shape[-1])
         if isinstance(down, GroupedLinear):
@@ -108,7 +138,8 @@ class PlainMLP(nn.Module):
         up, down = feed.names
         setattr(self, up, weights.matrix({up: feed.inner}, width, has_bias=feed.bias))
         setattr(self, down, weights.matrix({down: width}, feed.inner, has_bias=feed.bias))
-        self.act_fn = RowWise(ACTIVATIONS[feed.activation]())
+        learned = (weights.vector(name, *shape) for name, shape in LEARNED.get(feed.activation, {}).items())
+        self.act_fn = RowWise(ACTIVATIONS[feed.activation](*learned))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., width]` -> `[..., width]`."""

@@ -9,7 +9,7 @@ from engine.choices import Rounded
 from engine.model.checkpoint import end_tokens_of, read_end_tokens, told_as_model_error
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.weights import CPU, WeightReader, check, renamed
+from engine.model.decoder.weights import CPU, WeightReader, check, prepared
 from engine.model.published.methods import read_weights
 from engine.model.text_part import names_in_whole
 
@@ -52,7 +52,7 @@ def load_decoder(
     """
     names = (names_in_whole(config) or {}).items()
     with told_as_model_error(name):
-        weights = renamed(read_weights(name, revision, quantisation), (*architecture.names, *names))
+        weights = prepared(read_weights(name, revision, quantisation), architecture, names)
         check(name, architecture, weights)
         reader = WeightReader(weights, dtype, rounded, keeps_codes=keeps_codes, device=device, packs=packs)
         made = DecoderModel(architecture, config, reader)

@@ -107,17 +107,16 @@ def norm_of_heads(
     norm: HeadNorm, weights: WeightReader, name: str, heads: int, head_dim: int, order: Tensor | None
 ) -> nn.Module:
     """The norm of this name of queries or keys; `order` is that of a head's numbers (`AttentionLayer.order`)."""
-    size = norm.size(heads, head_dim)
-    if not norm.form.has_weight:
-        weight = torch.ones(size)
-    elif norm.listed:
-        weight = weights.vectors(f"{name}.norms.{{}}.weight", heads, head_dim)
-    else:
-        weight = weights.vector(f"{name}.weight", *size)
-    if order is not None:
-        weight = weight.unflatten(-1, (-1, head_dim))[..., order].view(size)
-    assert not norm.form.has_bias, "no family has norms of heads with a bias"
-    return _made(norm.form, weight, None)
+    size, form = norm.size(heads, head_dim), norm.form
+
+    def read(kind: str) -> Tensor:
+        if norm.listed:
+            found = weights.vectors(f"{name}.norms.{{}}.{kind}", heads, head_dim)
+        else:
+            found = weights.vector(f"{name}.{kind}", *size)
+        return found if order is None else found.unflatten(-1, (-1, head_dim))[..., order].view(size)
+
+    return _made(form, read("weight") if form.has_weight else torch.ones(size), read("bias") if form.has_bias else None)
 
 
 def _made(form: NormForm, weight: Tensor, bias: Tensor | None) -> nn.Module:

@@ -231,13 +231,25 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
-def renamed(weights: Mapping[str, Tensor | Codes], names: Iterable[tuple[str, str]]) -> Mapping[str, Tensor | Codes]:
-    """Weights by the names of a causal language model: `names`: regular expressions, with what they become."""
+def prepared(
+    weights: Mapping[str, Tensor | Codes], architecture: Architecture, names: Iterable[tuple[str, str]] = ()
+) -> Mapping[str, Tensor | Codes]:
+    """Weights by the names of a decoder, matrices as `[outputs, inputs]`.
+
+    `names`: regular expressions for names in the checkpoint, with what they become before those of the architecture.
+    """
     if TABLE.removeprefix("model.") in weights:  # the checkpoint of a model without an output matrix
         weights = {key if key == HEAD else f"model.{key}": weight for key, weight in weights.items()}
-    for pattern, becomes in names:
+    for pattern, becomes in (*names, *architecture.names):
         weights = {re.sub(pattern, becomes, key): weight for key, weight in weights.items()}
-    return weights
+    if not architecture.transposed:
+        return weights
+    return {key: _as_outputs(weight) if key.startswith("model.layers.") else weight for key, weight in weights.items()}
+
+
+def _as_outputs(weight: Tensor | Codes) -> Tensor | Codes:
+    """A matrix `[inputs, outputs]` as `[outputs, inputs]`; that of codes is so already."""
+    return weight.t() if isinstance(weight, Tensor) and weight.ndim == 2 else weight
 
 
 def check(name: str, architecture: Architecture, weights: Mapping[str, Tensor | Codes]) -> None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from engine.attention import choose
 from engine.kernels import faults, reference
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
+from engine.model.adapters.places import find_place
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.experts import MixtureMLP
-from engine.model.decoder.families import FAMILIES
+from engine.model.decoder.families import FAMILIES, architecture_for
+from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
 from engine.model.linear.rounding import round_weight
 from engine.model.one_by_one import plain_logits
@@ -28,6 +32,7 @@ from engine.proposers.model import first_layers
 from engine.recurrent.arena import StateArena, StateLayout
 from engine.types import EMPTY_STATE, StateSpan
 from tests import zoo
+from tests.classes import tiny
 
 CPU = torch.device("cpu")
 _FIRST, _SECOND = [(7 * i + 3) % zoo.VOCAB for i in range(30)], [(5 * i + 11) % zoo.VOCAB for i in range(17)]
@@ -62,12 +67,22 @@ _DELTA = _MIXED | {
     "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }  # fmt: skip
+_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 80}
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # By model type: what a config has beside the common sizes, for each of several models.
 CASES: dict[str, list[dict[str, Any]]] = {
+    "apertus": [{}, {"attention_bias": True}],
+    "apertus1p5_text": [{}],
+    "arcee": [{}, _BIASES],
     "axk1": [_GROUPS | _LATENTS],
     "bamba": [_MAMBA_2 | {"attn_layer_indices": [1]}],
+    "biogpt": [{}, {"scale_embedding": False}],
+    "bitnet": [{}],
+    "codegen": [_GPT | {"rotary_dim": 8}],
     "cohere": [{}, {"use_qk_norm": True}],
     "cohere2": [_WINDOWS],
+    "cohere_compass_text": [_WINDOWS | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": None}}],
     "cwm": [_WINDOWS],
     "deepseek_v2": [
         _GROUPS | _LATENTS | {"topk_method": "group_limited_greedy", "q_lora_rank": None, "n_shared_experts": 2},
@@ -88,7 +103,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "exaone_moe": [
         _SIX | _WINDOWS | {"head_dim": 16, "num_experts": 6, "mlp_layer_types": ["sparse", "dense"], "n_group": 2},
     ],
-    "flex_olmo": [{"num_experts": 6, "num_experts_per_tok": 2}],
+    "falcon": [
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1, "bias": True},
+        {"multi_query": True},
+        {"multi_query": False, "parallel_attn": False},
+    ],
     "falcon_h1": [
         _MAMBA_2 | _FALCON | {"head_dim": 8},
         _MAMBA_2
@@ -96,6 +116,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         _MAMBA_2 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ],
     "falcon_mamba": [{"state_size": 16, "time_step_rank": 16}],
+    "flex_olmo": [{"num_experts": 6, "num_experts_per_tok": 2}],
     "gemma": [{"head_dim": 16}],
     "gemma2": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
     "gemma3_text": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
@@ -103,13 +124,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "glm4": [{"head_dim": 16} | _PARTLY],
     "glm4_moe": [_GROUPS | {"head_dim": 16, "use_qk_norm": True}, _GROUPS | {"head_dim": 16, "attention_bias": True}],
     "glm4_moe_lite": [_GROUPS | _LATENTS],
+    "gpt2": [_GPT, _GPT | {"scale_attn_by_inverse_layer_idx": True}],
+    "gpt_bigcode": [_GPT, _GPT | {"multi_query": False}],
+    "gpt_neo": [{"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 9}],
+    "gpt_neox": [{}, {"use_parallel_residual": False, "attention_bias": False} | _PARTLY],
     "gpt_oss": [_WINDOWS | {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 0.5}],
+    "gptj": [_GPT | {"rotary_dim": 8}],
     "granite": [_FACTORS, {"attention_bias": True, "mlp_bias": True}],
+    "granite_swa": [_FACTORS | _WINDOWS | {"layer_rope_theta": [0, 500.0]}],
     "granitemoe": [_FACTORS | {"num_local_experts": 6, "num_experts_per_tok": 2}],
-    "granitemoeshared": [
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
-    ],
     "granitemoehybrid": [
         _MAMBA_2
         | _FACTORS
@@ -118,13 +141,20 @@ CASES: dict[str, list[dict[str, Any]]] = {
         _MAMBA_2 | _FACTORS | _MIXED | {"num_local_experts": 0, "shared_intermediate_size": 96},
         _MAMBA_2 | _MIXED | {"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True},
     ],
+    "granitemoeshared": [
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+    ],
+    "helium": [{"head_dim": 16}],
     "hunyuan_v1_dense": [
         {"head_dim": 16},
         {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}},
     ],
     "hunyuan_v1_moe": [{"head_dim": 16, "num_experts": 6, "moe_topk": 2}],
+    "hyperclovax": [_FACTORS, {"use_post_norm": False}],
     "internlm3": [{}],
     "iquestcoder": [{}],
+    "jais2": [{}],
     "jamba": [
         {
             "attn_layer_period": 2,
@@ -158,14 +188,16 @@ CASES: dict[str, list[dict[str, Any]]] = {
         zoo.LLAMA_4,
         zoo.LLAMA_4 | {"use_qk_norm": False, "num_experts_per_tok": 2, "attention_bias": True},
     ],
-    "minicpm3": [_LATENTS | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}],
-    "minimax_m2": [_PARTLY | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}],
     "mamba": [{"state_size": 16, "use_bias": True}],
     "mamba2": [{"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "time_step_limit": [0.5, 1.0]}],
+    "minicpm3": [_LATENTS | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}],
+    "minimax_m2": [_PARTLY | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}],
     "ministral": [{"head_dim": 8} | _WINDOWS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}],
     "ministral3": [{"head_dim": 8, "rope_parameters": _GROWING}],
     "mistral": [{"sliding_window": 9}],
     "mixtral": [{"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}],
+    "nanochat": [{}],
+    "nemotron": [{}, _BIASES | _PARTLY],
     "nemotron_h": [
         {
             "mamba_num_heads": 8,
@@ -179,13 +211,23 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "use_bias": True,
         },
     ],
+    "olmo": [{}, {"clip_qkv": 0.5}],
     "olmo2": [{}],
     "olmo3": [_WINDOWS],
     "olmoe": [
         {"num_experts": 6, "num_experts_per_tok": 2},
         {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ],
+    "openai-gpt": [_GPT | {"n_inner": 256}],
+    "opt": [
+        {"ffn_dim": 80, "word_embed_proj_dim": 64},
+        {"ffn_dim": 80, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "enable_bias": False},
+        {"ffn_dim": 80, "word_embed_proj_dim": 64, "layer_norm_elementwise_affine": False},
+    ],
+    "persimmon": [{}, {"qk_layernorm": False}],
+    "phi": [_PARTLY, _PARTLY | {"qk_layernorm": True, "num_key_value_heads": 4}],
     "phi3": [{"sliding_window": 20}, _PARTLY],
+    "phi4_multimodal": [dict(vars(tiny("phi4_multimodal"))) | {"pad_token_id": 0}],
     "qwen2": [{}],
     "qwen2_moe": [_SIX | {"num_experts": 6, "shared_expert_intermediate_size": 32}],
     "qwen3_5_moe_text": [_DELTA | _SIX | {"num_experts": 6, "shared_expert_intermediate_size": 32}],
@@ -203,6 +245,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "smollm3": [{"no_rope_layers": [1, 0]}],
     "stablelm": [{"qk_layernorm": True}, {"use_qkv_bias": True, "use_parallel_residual": True}],
     "starcoder2": [{"sliding_window": 9}],
+    "vaultgemma": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
     "youtu": [_LATENTS],
 }
 
@@ -253,8 +296,9 @@ def test_logits_are_those_of_transformers(kind: str, more: dict[str, Any], round
     made = zoo.as_served(copy.deepcopy(model), rounded)
     assert isinstance(made, DecoderModel)
     for matrix in model.modules() if rounded else ():
-        if isinstance(matrix, nn.Linear | nn.Embedding):
-            matrix.weight.data = round_weight(matrix.weight, 8).dequantised()
+        if isinstance(matrix, nn.Linear | Conv1D) or matrix is model.get_input_embeddings():
+            weight = matrix.weight.t() if isinstance(matrix, Conv1D) else matrix.weight
+            weight.data.copy_(round_weight(weight, 8).dequantised())
     runner = _runner(made)
     alone = runner.forward([feed(_FIRST, range(30), 0, 30)])
     # Where two experts are nearly as good, rounding lets some rows have the other one.
@@ -308,3 +352,35 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_the_log_says_so_once(cap
         made = zoo.on_kernels(model, replace(LayerOps.of(reference), gate=fails))
     assert caplog.text.count("gate runs in plain torch, as our kernel cannot run here") == 1
     assert _off(_runner(made).forward([Feed(_FIRST, 0, [0], 1)]), plain_logits(model, _FIRST)[-1:]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v3", "ernie4_5_moe", "gpt_oss", "granitemoeshared", "llama4_text", "minimax_m2", "mixtral"]
+)
+def test_a_folder_has_experts_by_their_names_on_the_hub(kind: str, tmp_path: Path) -> None:
+    """Singly in most families, and in stacks in others."""
+    model = _model(kind, CASES[kind][0])
+    model.save_pretrained(tmp_path)
+    architecture = architecture_for(model.config)
+    assert architecture is not None
+    made = load_decoder(str(tmp_path), None, copy.deepcopy(model.config), architecture, torch.float32)
+    got = _runner(made).forward([Feed(_FIRST, 0, [0], len(_FIRST))])
+    assert _off(got, plain_logits(model, _FIRST)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("codegen", "transformer.h.0.attn.qkv_proj"),
+        ("falcon", "transformer.h.0.self_attention.query_key_value"),
+        ("gpt2", "transformer.h.0.attn.c_attn"),
+        ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value"),
+        ("opt", "model.decoder.layers.0.fc1"),
+    ],
+)
+def test_an_adapter_finds_a_matrix_by_its_name_and_its_outputs_by_their_order(kind: str, path: str) -> None:
+    model = zoo.with_large_weights(zoo.config_of(kind, **{"hidden_size": 64, "intermediate_size": 80} | CASES[kind][0]))
+    matmul, place = model.get_submodule(path), find_place(zoo.as_served(model), path)
+    rows = torch.randn(3, 64)
+    assert (place.inputs, place.outputs) == (64, matmul(rows).shape[1])
+    assert torch.allclose(place.matmul(rows), place.ordered(matmul(rows).t()).t(), atol=1e-4)

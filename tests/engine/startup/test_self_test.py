@@ -134,7 +134,7 @@ def test_the_zoo_passes(family: str, dtype: str) -> None:
         assert way_of(engine) == RAGGED
 
 
-@pytest.mark.parametrize(("family", "on_cpu", "elsewhere"), [("llama", True, False), ("gpt2", True, True)])
+@pytest.mark.parametrize(("family", "on_cpu", "elsewhere"), [("llama", True, False), ("falcon", True, True)])
 def test_a_well_known_family_is_not_compared_with_its_plain_pass_on_a_gpu(family, on_cpu, elsewhere):
     model = zoo.ours(zoo.reference(family))
     assert (is_compared(model), is_compared(model.to("meta"))) == (on_cpu, elsewhere)
