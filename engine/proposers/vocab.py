@@ -7,25 +7,23 @@ the order of the target's ids. Knows tokenizers; knows no text of any request.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.runner import Runner
+from engine.text.spelling import Spelling
 
 # Word frequencies fall as 1/rank: of 50,000 tokens the commonest tenth makes four fifths of running text. With fewer in
 # common than that, most drafts would be lost before the draft model has guessed at all.
 LEAST_SHARED = 0.1  # of the target's tokens that have a text
-_METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ABSENT = -1
 
@@ -53,14 +51,18 @@ class DraftVocabulary:
         specials = {i: token.content for i, token in added.items() if token.special}
         end = min((i for i in ends if i < width), default=None)
         begin = begin if begin is not None and begin < width else None
-        spell = _speller(name, json.loads(tokenizer.to_str()))
+        if isinstance(tokenizer.model, models.WordPiece) or isinstance(tokenizer.decoder, decoders.WordPiece):
+            raise ModelError(
+                f"model {name!r} has a WordPiece tokenizer, which keeps no spaces: its tokens have no bytes"
+            )
+        spelling = Spelling(tokenizer)
         pieces = {i: piece for piece, i in tokenizer.get_vocab(with_added_tokens=False).items() if i < width}
-        texts = {i: spell(piece) for i, piece in pieces.items()}
+        texts = {i: text for i in pieces if (text := spelling.bytes_of(i)) is not None}
         texts |= {i: token.content.encode() for i, token in added.items()}
         characters = {piece for piece in pieces.values() if len(piece) == 1}
         for i, piece in pieces.items():
             if i in specials or i in (begin, end) or _is_spare(piece, characters):
-                texts.pop(i)
+                texts.pop(i, None)
         texts = {i: text for i, text in texts.items() if i not in specials}
         return cls(name, width, tokenizer.get_vocab(), texts, specials, begin, end)
 
@@ -182,45 +184,3 @@ def _is_spare(piece: str, characters: set[str]) -> bool:
     """Whether this is a byte token such as `<0x41>` of a character that has a token, so that it is never used."""
     found = _BYTE_TOKEN.fullmatch(piece)
     return found is not None and chr(int(found[1], 16)) in characters and int(found[1], 16) < 0x80
-
-
-def _speller(name: str, settings: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """How this tokenizer spells bytes in its tokens; `settings` are those of tokenizer.json."""
-    parts = [*_parts(settings.get("decoder")), *_parts(settings.get("pre_tokenizer"))]
-    kinds = {part["type"] for part in parts}
-    if "WordPiece" in kinds or settings["model"]["type"] == "WordPiece":
-        raise ModelError(f"model {name!r} has a WordPiece tokenizer, which keeps no spaces: its tokens have no bytes")
-    if "ByteLevel" in kinds:
-        return _spell_byte_level
-    with_spaces = "Metaspace" in kinds or any(part.get("content") == " " for part in parts if part["type"] == "Replace")
-    return _spell_metaspace if with_spaces else str.encode
-
-
-def _parts(node: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """A decoder or pre-tokenizer, or the members of a sequence of them."""
-    if node is None:
-        return
-    yield node
-    for child in node.get("decoders") or node.get("pretokenizers") or ():
-        yield from _parts(child)
-
-
-def _spell_metaspace(piece: str) -> bytes:
-    found = _BYTE_TOKEN.fullmatch(piece)
-    return bytes([int(found[1], 16)]) if found else piece.replace(_METASPACE, " ").encode()
-
-
-def _spell_byte_level(piece: str) -> bytes:
-    if all(char in _BYTE_OF for char in piece):
-        return bytes(_BYTE_OF[char] for char in piece)
-    return piece.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones as themselves, the others as the characters from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
