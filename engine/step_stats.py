@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TypedDict
 
 from engine.control.controller import StepFeedback
 from engine.control.prefill_budget import PrefillBudget
@@ -19,12 +18,6 @@ from engine.scheduler import Scheduler, StepPlan, Work
 from engine.stats import Forward, StepStats
 from engine.target_pass import Verified
 from engine.types import TokenEvent
-
-
-class _Load(TypedDict):
-    running: int
-    waiting: int
-    kv_usage: float
 
 
 def feedback_of(
@@ -50,7 +43,7 @@ def feedback_of(
 
 def teach(prefill: PrefillBudget, plan: StepPlan, proposal: Proposal, phase_seconds: Mapping[str, float]) -> None:
     """Give the time of a step to the budget of prompt tokens per step."""
-    chunks = [len(w.span) for w in plan.works if not _feeds_newest_only(w)]
+    chunks = _chunks(plan)
     decoding = len(plan.works) - len(chunks) + len(plan.on_device)  # in plain steps or on the device
     seconds = sum(phase_seconds.values())
     for first in proposal.forwards[:1]:
@@ -67,15 +60,17 @@ def measure(
     scheduler: Scheduler,
 ) -> StepStats:
     """The step's statistics."""
-    proposal, pairs = verified.proposal, zip(verified.fed, events, strict=True)
+    proposal, pool, pairs = verified.proposal, scheduler.target_pool, zip(verified.fed, events, strict=True)
+    works = zip(plan.works, proposal.tokens, strict=True)
+    newest = [len(drafts) for work, drafts in works if _feeds_newest_only(work)]
     rounds = [(len(fed.drafts), sum(event.from_draft)) for fed, event in pairs if fed.drafts]
     return StepStats(
-        forwards=(*proposal.forwards, *_target_forwards(plan, proposal)),
+        forwards=(*proposal.forwards, *_target_forwards(newest, _chunks(plan))),
         phase_seconds=phase_seconds,
         rounds=len(rounds),
         drafted=sum(num_draft for num_draft, _ in rounds),
         accepted_per_position=_per_position(rounds),
-        sequences_per_num_draft=_per_num_draft(plan, proposal),
+        sequences_per_num_draft=_counted(newest),
         generated_tokens=sum(len(event.token_ids) for event in events),
         prompt_tokens=sum(_num_prompt_tokens(work) for work in plan.works),
         preempted=plan.num_preempted,
@@ -84,14 +79,10 @@ def measure(
         draft_failures=draft_failures,
         threads=threads_in_use(),
         spec_gain=scheduler.gain,
-        **_load(scheduler),
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        kv_usage=1 - pool.num_free / pool.num_pages,
     )
-
-
-def _per_num_draft(plan: StepPlan, proposal: Proposal) -> tuple[int, ...]:
-    """How many sequences past their prompt had 0, 1, ... drafts; drafts of [2, 0, 2] -> (1, 0, 2)."""
-    works = zip(plan.works, proposal.tokens, strict=True)
-    return _counted(len(drafts) for work, drafts in works if _feeds_newest_only(work))
 
 
 def _counted(numbers: Iterable[int]) -> tuple[int, ...]:
@@ -118,15 +109,17 @@ def with_rounds(stats: StepStats, round_results: Seq[RoundResult], events: Seq[T
     )
 
 
-def _target_forwards(plan: StepPlan, proposal: Proposal) -> Iterator[Forward]:
-    """The target's one pass, reported as verification of some sequences and prefill of others."""
-    works = list(zip(plan.works, proposal.tokens, strict=True))
-    verified = [1 + len(drafts) for w, drafts in works if _feeds_newest_only(w)]
-    prefilled = [len(w.span) for w, _ in works if not _feeds_newest_only(w)]
-    if verified:
-        yield Forward("verify", len(verified), sum(verified))
-    if prefilled:
-        yield Forward("prefill", len(prefilled), sum(prefilled))
+def _target_forwards(newest: Seq[int], chunks: Seq[int]) -> Iterator[Forward]:
+    """The target's one pass, reported as verification of some sequences' drafts and prefill of chunks of others."""
+    if newest:
+        yield Forward("verify", len(newest), len(newest) + sum(newest))
+    if chunks:
+        yield Forward("prefill", len(chunks), sum(chunks))
+
+
+def _chunks(plan: StepPlan) -> list[int]:
+    """The tokens of each sequence that is read, not decoded."""
+    return [len(work.span) for work in plan.works if not _feeds_newest_only(work)]
 
 
 def _feeds_newest_only(work: Work) -> bool:
@@ -142,12 +135,3 @@ def _per_position(rounds: Seq[tuple[int, int]]) -> tuple[int, ...]:
     """(K, accepted) of each round -> how many rounds kept draft 0, 1, ...; [(3, 2), (2, 0)] -> (1, 1, 0)."""
     deepest = max((num_draft for num_draft, _ in rounds), default=0)
     return tuple(sum(accepted > position for _, accepted in rounds) for position in range(deepest))
-
-
-def _load(scheduler: Scheduler) -> _Load:
-    pool = scheduler.target_pool
-    return {
-        "running": len(scheduler.running),
-        "waiting": len(scheduler.waiting),
-        "kv_usage": 1 - pool.num_free / pool.num_pages,
-    }
