@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
+import torch
 from torch import Tensor
 
 from engine.attention import sdpa
@@ -14,7 +16,7 @@ from engine.kv.batch import RaggedBatch
 from engine.kv.rounded import is_rounded, width_of
 from engine.machine.threads import pool_threads
 from engine.native import library
-from engine.native.attention import BITS, AttentionArgs, attention_args, pack_batch_indices
+from engine.native.attention import BITS, AttentionArgs
 
 _LANES = 16  # what a head's size must be a multiple of
 
@@ -60,6 +62,31 @@ def _reads(query: Tensor, x: Tensor) -> bool:
 
 
 def args_of(batch: RaggedBatch, heads: int, kv_heads: int, dim: int) -> AttentionArgs:
-    """The kernel's arguments for a batch, without the tensors of a layer. Valid as long as `batch` is."""
-    where = batch.once("native", lambda: pack_batch_indices(batch.cu_seqlens, batch.kv_lens, batch.page_tables))
-    return attention_args(where, batch.page_size, len(batch.kv_lens), heads, kv_heads, dim)
+    """The kernel's arguments for a batch, without the tensors of a layer. Valid as long as `batch` is.
+
+    Values are as wide as keys, and heads lie beside each other without gaps.
+    """
+    where, sequences = batch.once("native", partial(_where, batch)), len(batch.kv_lens)
+    start = where.data_ptr()
+    return AttentionArgs(
+        first_rows=start,
+        kv_lens=start + 4 * (sequences + 1),
+        tables=start + 4 * (2 * sequences + 1),
+        query_stride=heads * dim,
+        key_stride=kv_heads * dim,
+        value_stride=kv_heads * dim,
+        sequences=sequences,
+        width=(len(where) - (2 * sequences + 1)) // sequences,
+        page_size=batch.page_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        value_dim=dim,
+    )
+
+
+def _where(batch: RaggedBatch) -> Tensor:
+    """First rows `[B + 1]`, lengths `[B]` and page tables `[B, width]` of a batch one after another, in int32."""
+    width = max(map(len, batch.page_tables))
+    tables = chain.from_iterable((*table, *(0,) * (width - len(table))) for table in batch.page_tables)
+    return torch.tensor([*batch.cu_seqlens, *batch.kv_lens, *tables], dtype=torch.int32)

@@ -116,7 +116,7 @@ class Layers:
         """Replace `hidden` `[T, width]` by the result of the last layer, in place.
 
         `rotary` has for each layer cos and sin `[T, head_dim]`, of the type of `hidden`; `places` `[T]` int64 are rows
-        of the arena; `where` contains the pages to read (`attention_args`). `beside` `[T, width]` is read by layers
+        of the arena; `where` contains the pages to read (`attention.native`). `beside` `[T, width]` is read by layers
         with `norm_beside`. Each tensor of `read`, dense like `hidden`, gets the hidden states before the layer of that
         number.
 

@@ -18,21 +18,18 @@ from server.http.agents.routes import fields_of
 _FIELDS = {"name": "lora_name", "path": "lora_path"}  # of the protocol, as the bodies call them
 
 
-class LoadAdapterBody(BaseModel):
-    """The body of a load."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    lora_name: str
-    lora_path: str
-
-
 class UnloadAdapterBody(BaseModel):
     """The body of an unload."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     lora_name: str
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """The body of a load."""
+
+    lora_path: str
 
 
 def add_adapters(app: FastAPI, driver: Callable[[], Driver], root: Path | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -10,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Tag
 
 from engine.errors import Violation, shown
 from server.http.fields import Body
-from server.http.types import GenerationFields, Structure
+from server.http.types import GenerationFields
 
 Json = dict[str, Any]
 Ignored: TypeAlias = Any  # type of a field that has no effect on the output, whatever it is
@@ -25,17 +24,6 @@ class AgentBody(GenerationFields):
         yield from super().conflicts()
         if self.event_ids:
             yield Violation("event_ids", "is True; a stream of this route cannot be continued")
-
-    def structures(self) -> Iterator[Structure]:
-        """Yield the structures of all routes, and the one that the protocol's own field asks for."""
-        yield from super().structures()
-        structure = self.structure()
-        if structure is not None:
-            yield structure
-
-    @abstractmethod
-    def structure(self) -> Structure | None:
-        """Return the structure that the protocol's own field asks for."""
 
 
 def _kind(value: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -56,9 +55,8 @@ BodyT = TypeVar("BodyT", bound=AgentBody)
 FieldsT = TypeVar("FieldsT", bound=BaseModel)
 
 
-@dataclass(frozen=True, slots=True)
-class AgentProtocol(Generic[BodyT]):
-    """A protocol of agents.
+class AgentRoutes(Generic[BodyT]):
+    """Answers requests of one protocol.
 
     Args:
         kind: the body of its requests.
@@ -66,16 +64,11 @@ class AgentProtocol(Generic[BodyT]):
         answer: makes the answer to an admitted body.
     """
 
-    kind: type[BodyT]
-    convert: Callable[[BodyT, ServedModel], pb.GenerateRequest]
-    answer: Callable[[BodyT, Call], AgentAnswer]
-
-
-class AgentRoutes(Generic[BodyT]):
-    """Answers requests of one protocol."""
-
-    def __init__(self, protocol: AgentProtocol[BodyT], services: Services) -> None:
-        self._protocol = protocol
+    def __init__(
+        self, kind: type[BodyT], convert: Callable[[BodyT, ServedModel], pb.GenerateRequest],
+        answer: Callable[[BodyT, Call], AgentAnswer], services: Services,
+    ) -> None:  # fmt: skip
+        self._kind, self._convert, self._answer = kind, convert, answer
         self._admission, self._driver, self._slow, self._stall_seconds = services
 
     async def respond(self, request: Request) -> Response:
@@ -94,7 +87,7 @@ class AgentRoutes(Generic[BodyT]):
 
         def begun(calls: Calls) -> tuple[AgentAnswer, CallReader]:
             (call,) = calls.calls
-            return self._protocol.answer(body, call), CallReader.of(message.messages, call.driver.model.format)
+            return self._answer(body, call), CallReader.of(message.messages, call.driver.model.format)
 
         async def whole(calls: Calls, responses: list[pb.GenerateResponse]) -> Json:
             return await whole_of(*begun(calls), *responses)
@@ -116,8 +109,8 @@ class AgentRoutes(Generic[BodyT]):
 
     def read(self, data: bytes, content_type: str, model: ServedModel) -> tuple[BodyT, pb.GenerateRequest]:
         """Return the fields of a body, and the message that they make."""
-        body = fields_of(self._protocol.kind, data, content_type)
-        return body, self._protocol.convert(body, model)
+        body = fields_of(self._kind, data, content_type)
+        return body, self._convert(body, model)
 
 
 def fields_of(kind: type[FieldsT], data: bytes, content_type: str) -> FieldsT:

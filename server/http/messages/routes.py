@@ -13,7 +13,7 @@ from server.admission import convert
 from server.admission.admission import Call
 from server.admission.slow_work import release_turn
 from server.http.agents.answers import AgentAnswer
-from server.http.agents.routes import AgentProtocol, AgentRoutes, fields_of
+from server.http.agents.routes import AgentRoutes, fields_of
 from server.http.calls import Services, unless_gone
 from server.http.messages.answers import MessagesAnswer
 from server.http.messages.requests import conversation, messages_request
@@ -25,8 +25,7 @@ from server.model import ServedModel
 def add_messages(app: FastAPI, services: Services) -> None:
     """Add the routes."""
     router = APIRouter()
-    protocol = AgentProtocol(MessagesBody, _converted, _answer)
-    routes = AgentRoutes(protocol, services)
+    routes = AgentRoutes(MessagesBody, _converted, _answer, services)
     counter = _Counter(services)
 
     @router.post("/v1/messages", response_model=None)

@@ -6,6 +6,7 @@ because agents send them with every request.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -172,10 +173,11 @@ class ConversationBody(AgentBody):
     cache_control: Ignored = None  # no effect: every prompt is cached
     context_management: Ignored = None  # no effect: the whole conversation is read
 
-    def structure(self) -> Structure | None:
-        """Return the structure of the text."""
-        wanted = self.output_config.format
-        return None if wanted is None else Structure("output_config.format.schema", "json", wanted.schema_)
+    def structures(self) -> Iterator[Structure]:
+        """Yield the structures of all routes, and the one of `output_config`."""
+        yield from super().structures()
+        if self.output_config.format is not None:
+            yield Structure("output_config.format.schema", "json", self.output_config.format.schema_)
 
     def names(self) -> dict[str, str]:
         """Return the names of all routes, and those of this route's own fields."""

@@ -7,22 +7,19 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from engine.errors import shown
-from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Call
 from server.http.agents.answers import AgentAnswer
-from server.http.agents.routes import AgentProtocol, AgentRoutes
+from server.http.agents.routes import AgentRoutes
 from server.http.calls import Services
 from server.http.responses.answers import ResponsesAnswer
 from server.http.responses.requests import functions, responses_request
 from server.http.responses.types import ResponsesBody
-from server.model import ServedModel
 
 
 def add_responses(app: FastAPI, services: Services) -> None:
     """Add the routes."""
     router = APIRouter()
-    protocol = AgentProtocol(ResponsesBody, _converted, _answer)
-    routes = AgentRoutes(protocol, services)
+    routes = AgentRoutes(ResponsesBody, lambda body, _: responses_request(body), _answer, services)
 
     @router.post("/v1/responses", response_model=None)
     async def responses(request: Request) -> Response:
@@ -35,10 +32,6 @@ def add_responses(app: FastAPI, services: Services) -> None:
         raise HTTPException(404, f"no response has the id {shown(response_id)}: this server stores none")
 
     app.include_router(router)
-
-
-def _converted(body: ResponsesBody, _: ServedModel) -> pb.GenerateRequest:
-    return responses_request(body)
 
 
 def _answer(body: ResponsesBody, call: Call) -> AgentAnswer:

@@ -6,6 +6,7 @@ because agents send them with every request.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -257,14 +258,14 @@ class ResponsesBody(AgentBody):
     client_metadata: Ignored = None  # no effect
     stream_options: Ignored = None  # no effect: it is about obfuscation
 
-    def structure(self) -> Structure | None:
-        """Return the structure of the text."""
+    def structures(self) -> Iterator[Structure]:
+        """Yield the structures of all routes, and the one of `text`."""
+        yield from super().structures()
         wanted = self.text.format
-        if wanted is None or wanted.type == "text":
-            return None
-        if wanted.schema_ is None:
-            return Structure("text.format", "json", ANY_OBJECT)
-        return Structure("text.format.schema", "json", wanted.schema_)
+        if wanted is not None and wanted.schema_ is not None:
+            yield Structure("text.format.schema", "json", wanted.schema_)
+        elif wanted is not None and wanted.type != "text":
+            yield Structure("text.format", "json", ANY_OBJECT)
 
     def names(self) -> dict[str, str]:
         """Return the names of all routes, and those of this route's own fields."""
