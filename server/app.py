@@ -137,7 +137,7 @@ class App:
 
     def _make_driver(self, model: ServedModel) -> Driver:
         config = self.config
-        supervisor = Supervisor(self.host.restart, self.lifecycle, self.metrics, self._crashes)
+        supervisor = Supervisor(lambda: self.host.restart(), self.lifecycle, self.metrics, self._crashes)  # noqa: PLW0108  # whatever it is by then
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
         self.metrics.requests.watch_queue(lambda: queue.usage)
         return Driver(
