@@ -191,19 +191,17 @@ class EngineConfig(Bounds):
     )
 
     @model_validator(mode="after")
-    def _batch_fits(self) -> Self:
+    def _options_fit(self) -> Self:
         if self.max_batch_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_batch_tokens is {self.max_batch_tokens}; it must be at least max_batch_size "
                 f"({self.max_batch_size}), so that every running sequence can take a step"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _target_can_be_sharded(self) -> Self:
         problems = [problem for stands, problem in self._problems_with_shards() if stands]
         if self.tensor_parallel_size > 1 and problems:
             raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; {'; '.join(problems)}")
+        if self.reproducible and self.verification is not Verification.COUPLED:
+            raise ValueError("reproducible needs verification to be coupled: under rejection the drafts decide, too")
         return self
 
     def _problems_with_shards(self) -> Iterator[tuple[bool, str]]:
@@ -219,9 +217,3 @@ class EngineConfig(Bounds):
         yield bool(self.adapter), f"adapter is {self.adapter}, and adapters are not cut"
         for name, head in (*((name, getattr(self, name)) for name in HEADS), ("mtp", self.mtp or None)):
             yield head is not None, f"{name} is {head!r}, and no process has the whole output matrix that heads use"
-
-    @model_validator(mode="after")
-    def _reproducible_is_coupled(self) -> Self:
-        if self.reproducible and self.verification is not Verification.COUPLED:
-            raise ValueError("reproducible needs verification to be coupled: under rejection the drafts decide, too")
-        return self

@@ -137,7 +137,8 @@ class App:
 
     def _make_driver(self, model: ServedModel) -> Driver:
         config = self.config
-        supervisor = Supervisor(lambda: self.host.restart(), self.lifecycle, self.metrics, self._crashes)  # noqa: PLW0108  # whatever it is by then
+        restart = lambda: self.host.restart()  # noqa: E731, PLW0108
+        supervisor = Supervisor(restart, self.lifecycle, self.metrics, self._crashes)
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
         self.metrics.requests.watch_queue(lambda: queue.usage)
         return Driver(

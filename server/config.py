@@ -153,23 +153,15 @@ class ServerConfig(BaseSettings, EngineConfig):
         return values
 
     @model_validator(mode="after")
-    def _secrets_fit(self) -> Self:
+    def _options_fit(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
             raise ValueError("TLS needs both tls_cert and tls_key, and tls_client_ca needs them too")
         if (self.max_requests_per_token or self.requests_per_second) and self.token_file is None:
             raise ValueError("max_requests_per_token and requests_per_second are of tokens; they need a token_file")
-        return self
-
-    @model_validator(mode="after")
-    def _standby_can_be_kept(self) -> Self:
         if self.standby and not self.engine_process:
             raise ValueError("standby is a second process; it needs engine_process")
         if self.standby and self.tensor_parallel_size > 1:
             raise ValueError(f"standby is not supported with tensor_parallel_size {self.tensor_parallel_size}")
-        return self
-
-    @model_validator(mode="after")
-    def _events_can_be_published(self) -> Self:
         for name in ("kv_events_replay_endpoint", "kv_events_topic"):
             if getattr(self, name) is not None and self.kv_events_endpoint is None:
                 raise ValueError(f"{name} is of K/V events; they need a kv_events_endpoint")

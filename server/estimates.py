@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from engine.stats import Clock, StepStats
 from engine.types import Request
 from server.queue import Outlook
-from server.streams.output import Timeline
+from server.streams.stream import Timeline
 
 _MOST_WEIGHT = 10.0  # a mean is that of about so many values
 _FADE_SECONDS = 30.0  # in which a value loses a factor of e of its weight

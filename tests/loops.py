@@ -18,8 +18,8 @@ from engine.attention import paged
 from engine.control.controller import Control
 from engine.device_loop import draws
 from engine.device_loop.loop import RoundLoop
+from engine.device_loop.repertoire import RoundShape, covering
 from engine.device_loop.round import DeviceModel, RoundOps
-from engine.device_loop.shapes import RoundShape, covering
 from engine.engine import Engine
 from engine.kernels import reference
 from engine.kv.arena import KVArena

@@ -20,8 +20,8 @@ from benchmarks.cuda.card import Card, wait
 from benchmarks.cuda.shapes import SHAPES
 from benchmarks.harness.bare import options
 from engine.attention.registry import ATTENTION_NAME
+from engine.device_loop.repertoire import places_for
 from engine.device_loop.round import RoundOps
-from engine.device_loop.shapes import places_for
 from engine.engine import Engine
 from engine.kernels.args import Committed, Tracks
 from engine.model.fusion.fuse_cuda import fuse_for_cuda

@@ -16,7 +16,7 @@ from engine.kv.batch import RaggedBatch
 from engine.kv.rounded import is_rounded, width_of
 from engine.machine.threads import pool_threads
 from engine.native import library
-from engine.native.attention import BITS, AttentionArgs
+from engine.native.compiled import BITS, AttentionArgs
 
 _LANES = 16  # what a head's size must be a multiple of
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.control.acceptance import Bools, Ints
+from engine.control.controller import Traits
 from engine.control.cost_model import CostModel, Floats, quantities, with_rows
-from engine.control.traits import Traits
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.control.controller import StepFeedback
-from engine.device_loop.repertoire import Recorder, Repertoire
+from engine.device_loop.repertoire import Recorder, Repertoire, RoundShape, covering, in_order_of_worth
 from engine.device_loop.results import (
     DeviceSequence,
     DeviceTimer,
@@ -26,7 +26,6 @@ from engine.device_loop.results import (
     Rounds,
 )
 from engine.device_loop.round import DeviceModel, Round, RoundOps
-from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth
 from engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots, SlotState
 from engine.kernels.paging import send
 from engine.kv.batch import Feed

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from engine.native import build
 
 log = logging.getLogger(__name__)
@@ -166,3 +168,21 @@ def fingerprint() -> str:
         libraries = ""
     parts = [platform.machine(), platform.processor(), flags, libraries, os.environ.get("PILOTFISH_NATIVE", "")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+BITS = {torch.float32: 32, torch.bfloat16: 16}
+
+
+class AttentionArgs(ctypes.Structure):
+    """`Args` of attention.h."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("query", "key", "value", "out", "first_rows", "kv_lens", "tables", "sinks")
+        ),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
+        *((name, ctypes.c_int64) for name in ("sequences", "width", "page_size", "heads", "kv_heads")),
+        *((name, ctypes.c_int64) for name in ("dim", "value_dim", "window", "chunk", "rounded")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    )

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
-from engine.native.attention import BITS
-from engine.native.compiled import library
+from engine.native.compiled import BITS, library
 from engine.native.matmul import ALIGNED, Matrix, PackedMatrix
 
 _PTR, _F32, _I32, _I64 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int32, ctypes.c_int64

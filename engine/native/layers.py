@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.machine.threads import pool_threads
-from engine.native.attention import BITS, AttentionArgs
-from engine.native.compiled import library
+from engine.native.compiled import BITS, AttentionArgs, library
 from engine.native.matmul import Matrix, PackedMatrix
 from engine.native.rows import SILU, Activation, Norm, WeightAndEps
 

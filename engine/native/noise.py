@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
@@ -17,10 +17,6 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _function(name: str) -> Callable[..., None]:
-    return function(name, _SIGNATURES[name])
-
-
 def draws(seed: Tensor) -> bool:
     """Whether C can compute the noise for these seeds; it cannot for traced tensors, which have a shape but no data."""
     return type(seed) is Tensor and seed.is_cpu and library() is not None
@@ -28,21 +24,17 @@ def draws(seed: Tensor) -> bool:
 
 def uniform(seed: Tensor, position: Tensor, stream: Tensor, pairs: int) -> Tensor:
     """Numbers in (0, 1) for the first 2 * pairs tokens: int64 `[rows]` each -> float64 `[rows, 2 * pairs]`."""
-    seed, position, stream = _dense(seed, position, stream)
-    out = torch.empty(len(seed), 2 * pairs, dtype=torch.float64)
-    ours = seed.data_ptr(), position.data_ptr(), stream.data_ptr()
-    _function("uniform")(*ours, len(seed), pairs, out.data_ptr())
-    return out
+    shape = len(seed), 2 * pairs
+    return _written("uniform", (seed, position, stream), (len(seed), pairs), shape)
 
 
 def uniform_at(seed: Tensor, position: Tensor, stream: Tensor, tokens: Tensor) -> Tensor:
     """The same numbers for `tokens` `[rows, S]` only: float64 `[rows, S]`."""
-    seed, position, stream, tokens = _dense(seed, position, stream, tokens)
-    out = torch.empty(tokens.shape, dtype=torch.float64)
-    ours = seed.data_ptr(), position.data_ptr(), stream.data_ptr(), tokens.data_ptr()
-    _function("uniform_at")(*ours, *tokens.shape, out.data_ptr())
+    return _written("uniform_at", (seed, position, stream, tokens), tokens.shape, tokens.shape)
+
+
+def _written(name: str, given: tuple[Tensor, ...], sizes: Seq[int], shape: Seq[int]) -> Tensor:
+    """What a function of noise.c writes to a result of this shape."""
+    dense, out = [tensor.contiguous() for tensor in given], torch.empty(shape, dtype=torch.float64)
+    function(name, _SIGNATURES[name])(*(tensor.data_ptr() for tensor in dense), *sizes, out.data_ptr())
     return out
-
-
-def _dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.contiguous() for tensor in tensors)

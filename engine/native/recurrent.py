@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.machine.threads import pool_threads
-from engine.native.attention import BITS
-from engine.native.compiled import function, library
+from engine.native.compiled import BITS, function, library
 
 RULES = ("delta", "mamba1", "conv")  # in the order of recurrent.c
 

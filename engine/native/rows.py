@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.machine.threads import pool_threads
-from engine.native.attention import BITS
-from engine.native.compiled import library
+from engine.native.compiled import BITS, library
 
 _LANES = 16
 _I64, _F32, _PTR, _INT = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p, ctypes.c_int

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from engine.machine.mapped import in_pages
 from engine.machine.threads import most_threads
-from engine.native.attention import BITS
-from engine.native.compiled import function, library
+from engine.native.compiled import BITS, function, library
 
 _SLICE = 2**20  # bytes of the input that a slice reads
 _I64, _PTR, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int

@@ -11,8 +11,8 @@ from engine.attention import paged
 from engine.device_loop import draws
 from engine.device_loop.graphs import Graphs
 from engine.device_loop.loop import RoundLoop
+from engine.device_loop.repertoire import allows_rounds
 from engine.device_loop.round import DeviceModel, RoundOps
-from engine.device_loop.shapes import allows_rounds
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, reference
 from engine.model.linear.packed import is_batch_invariant

@@ -24,7 +24,7 @@ from engine.params import Guided
 from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.codec import Codec
 from engine.text.matcher import CompiledGrammar, GrammarVocabulary, Unrestricted, first_line
-from engine.text.schemas.documents import parsed, parsed_part
+from engine.text.schemas.keywords import parsed, parsed_part
 from engine.text.schemas.rules import is_library_schema, schema_rule
 from engine.text.thinking import Budgeted
 from engine.types import Grammar

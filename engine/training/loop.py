@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.training.eagle3 import NUM_PLACES, TrainedEagle3
-from engine.training.law import LogitScaling
 from engine.training.recipe import Schedule
+from engine.training.recorder import LogitScaling
 from engine.training.store import RunFolder, WrittenText
 
 

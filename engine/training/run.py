@@ -20,9 +20,9 @@ from engine.machine.threads import cores
 from engine.model.checkpoint import positions, read_config
 from engine.startup.build import pick_device
 from engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of, export_head
-from engine.training.law import LogitScaling
 from engine.training.loop import HeadTrainer, TargetParts, TrainingStep
 from engine.training.recipe import HeadShape, Schedule, TextPlan
+from engine.training.recorder import LogitScaling
 from engine.training.store import RunFolder, WrittenText
 from engine.training.text import Tokens, Writer, continued, held_out, own_prompts
 

@@ -28,9 +28,8 @@ from engine.model.tap import FINAL, Tap
 from engine.params import SamplingParams, SpeculationMode
 from engine.startup.build import assemble, load, pick_device
 from engine.startup.runners import RoundsByShape
-from engine.training.law import LogitScaling
 from engine.training.recipe import TextPlan
-from engine.training.recorder import RECORDER, RowRecorder
+from engine.training.recorder import RECORDER, LogitScaling, RowRecorder
 from engine.training.store import WrittenText
 from engine.types import Request, TokenEvent
 

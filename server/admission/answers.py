@@ -14,7 +14,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.admission.convert import Wanted
 from server.admission.resume import speculation_settings
 from server.model import ServedModel
-from server.streams.output import Chunk, End, Timeline
+from server.streams.stream import Chunk, End, Timeline
 
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,

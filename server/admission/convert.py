@@ -23,8 +23,7 @@ from server.admission.resume import MAX_INTERRUPTIONS, MODES, VERIFICATIONS, emi
 from server.errors import NotFound
 from server.formats.structure import Answer, structure_of
 from server.model import ServedModel
-from server.streams.output import ReceivedOutput
-from server.streams.stream import SendOptions
+from server.streams.stream import ReceivedOutput, SendOptions
 
 Values = TypeVar("Values", bound=Sized)
 

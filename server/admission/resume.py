@@ -15,7 +15,7 @@ from engine.types import GRAMMAR_TOKENS, EmittedOutput, Grammar, GrammarState, R
 from pilotfish.v1 import generation_pb2 as pb
 from server.errors import ResumeRefused
 from server.model import ServedModel
-from server.streams.output import NOTHING_RECEIVED, ReceivedOutput
+from server.streams.stream import NOTHING_RECEIVED, ReceivedOutput
 
 MODES = {
     pb.SPECULATION_MODE_AUTO: SpeculationMode.AUTO,

@@ -21,20 +21,18 @@ from client import Client, GenerateOptions, ModelInfo, Output, RequestFailedErro
 from client.connection import Connection
 from client.terminal import VARIABLE
 from server.commands.verify_answers import (
+    PLAIN,
     WAYS,
     FirstDifference,
-    VerifyClient,
-    Way,
-    first_difference,
-    largest_gap,
-)
-from server.commands.verify_cases import (
-    PLAIN,
     Tokens,
     VerifyCase,
+    VerifyClient,
     VerifySetting,
+    Way,
     cases,
     default_prompts,
+    first_difference,
+    largest_gap,
     read_prompts,
     settings,
 )

@@ -22,8 +22,8 @@ from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
 from server.errors import Forbidden, NotFound, Unauthenticated
 from server.http import playground
+from server.http.errors import error_at
 from server.http.limits import HttpProtocol, RequestLimits
-from server.http.messages.errors import error_at
 from server.http.playground import add_playground
 from server.lifecycle import Lifecycle, State
 from server.telemetry.exposition import Exposition

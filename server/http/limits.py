@@ -11,8 +11,7 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from server.http.errors import HttpError
-from server.http.messages.errors import error_at
+from server.http.errors import HttpError, error_at
 
 ANSWER_SECONDS = 1.0  # for an answer to a body that has not arrived, before the connection is closed
 # Chunks of a body, besides one per so many bytes: each chunk takes the event loop as long as some kilobytes.

@@ -17,8 +17,7 @@ from server.admission.resume import EventIds
 from server.http import native_answers
 from server.http.bodies import WrongBody, read_body
 from server.http.calls import CallerGone, Calls, EventStream, Services, WholeAnswer, origin_of, unless_gone
-from server.http.errors import INTERNAL, HttpError
-from server.http.messages.errors import error_at
+from server.http.errors import INTERNAL, HttpError, error_at
 from server.http.openai.chat import ChatAnswers, fitted
 from server.http.openai.text import TextAnswers
 from server.http.requests import ParsedBody, continued

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from engine.params import MAX_NUM_DRAFT, MAX_PREDICTED_DRAFTS
 from engine.stats import Clock, ForwardKind, StepStats
 from engine.types import FinishReason
-from server.streams.output import Timeline
+from server.streams.stream import Timeline
 from server.version import version
 
 PHASES = ("plan", "launch", "propose", "forward", "verify", "commit", "land")

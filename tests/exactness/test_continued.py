@@ -14,8 +14,7 @@ import pytest
 from engine.llm import LLM, CompletionOutput
 from engine.params import SamplingParams, SpeculationParams
 from engine.types import FinishReason, TokenEvent
-from server.streams.output import Chunk, ReceivedOutput
-from server.streams.stream import OutputStream, SendOptions
+from server.streams.stream import Chunk, OutputStream, ReceivedOutput, SendOptions
 from tests.covering import some
 from tests.exactness.test_options import ALONE, MAX_TOKENS, REQUESTS
 from tests.sameness import PROMPTS, Pair, asking, assert_same, codec, random_of, random_pair

@@ -22,8 +22,8 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrained
 
 from benchmarks.harness.bare import options as bare_options
 from engine.attention import paged, registry
+from engine.device_loop.repertoire import in_order_of_worth
 from engine.device_loop.round import RoundOps
-from engine.device_loop.shapes import in_order_of_worth
 from engine.device_loop.slots import IDLE
 from engine.engine import Engine
 from engine.kernels import commit, sampling

@@ -18,7 +18,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.driver import PATIENCE_SECONDS
 from server.estimates import Estimates, least_tokens
 from server.queue import AdmissionQueue
-from server.streams.output import Timeline
+from server.streams.stream import Timeline
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, error_of, request
 from tests.server.test_life import busy, metric

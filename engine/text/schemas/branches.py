@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
-from engine.text.schemas.documents import Schema
-from engine.text.schemas.keywords import VALUES, Branch, Keywords
+from engine.text.schemas.keywords import VALUES, Branch, Keywords, Schema
 from engine.text.schemas.numbers import checked
 from engine.text.schemas.patterns import writable
 

@@ -21,8 +21,7 @@ from fractions import Fraction
 from itertools import combinations
 
 from engine.text.schemas.branches import Branches
-from engine.text.schemas.documents import Document, Schema
-from engine.text.schemas.keywords import JSON, Branch, Keywords, values_of
+from engine.text.schemas.keywords import JSON, Branch, Document, Keywords, Schema, values_of
 from engine.text.schemas.numbers import Bound, NumberSet
 from engine.text.schemas.patterns import escaped, json_text, texts
 from engine.text.schemas.terminals import Texts, is_empty

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from engine.text.schemas.documents import Document, parsed
+from engine.text.schemas.keywords import Document, parsed
 from engine.text.schemas.rules import schema_rule
 from server.formats.base import Tool, pattern, quoted
 

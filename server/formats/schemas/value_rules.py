@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NoReturn, TypeAlias
 
-from engine.text.schemas.documents import Document, parsed
 from engine.text.schemas.formats import patterns_of
+from engine.text.schemas.keywords import Document, parsed
 from engine.text.schemas.numbers import written
 from engine.text.schemas.patterns import Alphabet, searched
 from engine.text.schemas.rules import schema_rule
@@ -146,7 +146,6 @@ _WRITTEN = {  # how a value begins, or what it is, that is no string beside this
     "null": f"(null|None){_SPACE}",
 }
 _SIMPLE = {"boolean": "true|false", "null": "null", "number": _NUMBER, "integer": _INTEGER}
-_MAX_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

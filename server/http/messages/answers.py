@@ -7,8 +7,7 @@ from server.formats.base import CallArguments, CallStart, Content, Piece, Reason
 from server.formats.json_text import object_in
 from server.http.agents.answers import AgentAnswer
 from server.http.agents.fields import Json
-from server.http.errors import HttpError
-from server.http.messages.errors import MessagesError
+from server.http.errors import HttpError, MessagesError
 from server.http.pieces import call_id
 
 SIGNATURE = "unsigned"  # of reasoning, which clients drop from the conversation if it has none

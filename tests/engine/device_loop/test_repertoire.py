@@ -13,9 +13,8 @@ import torch
 from engine.attention import registry
 from engine.config import EngineConfig
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
-from engine.device_loop.repertoire import Repertoire, Run, as_it_is
+from engine.device_loop.repertoire import Repertoire, RoundShape, Run, as_it_is, covering, in_order_of_worth, sizes_for
 from engine.device_loop.round import Round, RoundOps
-from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth, sizes_for
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.kernels import faults

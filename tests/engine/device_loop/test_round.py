@@ -13,8 +13,8 @@ import torch
 
 from engine.device_loop import draws, slots
 from engine.device_loop.graphs import RecordedRound
+from engine.device_loop.repertoire import RoundShape, covering
 from engine.device_loop.round import Round, RoundOps
-from engine.device_loop.shapes import RoundShape, covering
 from engine.device_loop.slots import REJECTS, SlotState
 from engine.engine import Engine
 from engine.errors import ModelError

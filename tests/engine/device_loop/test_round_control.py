@@ -11,9 +11,8 @@ from engine.control.controller import Control, DelayedFeedback, levelled
 from engine.control.controller import StepFeedback as Done
 from engine.control.cost_model import KNOTS
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
-from engine.device_loop.repertoire import Repertoire
+from engine.device_loop.repertoire import Repertoire, covering
 from engine.device_loop.round import Round, RoundOutput
-from engine.device_loop.shapes import covering
 from engine.params import SpeculationMode
 from engine.types import KVCursor, Sequence
 from tests import fakes

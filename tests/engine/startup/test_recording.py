@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.device_loop.repertoire import Repertoire
+from engine.device_loop.repertoire import Repertoire, RoundShape, covering, in_order_of_worth
 from engine.device_loop.results import untold
 from engine.device_loop.round import Round
-from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth
 from engine.engine import Engine
 from engine.startup import warm
 from tests import fakes

@@ -18,8 +18,8 @@ from engine.errors import ModelError
 from engine.params import SamplingParams
 from engine.proposers.heads.eagle import load_eagle
 from engine.training import loop
-from engine.training.law import LogitScaling
 from engine.training.recipe import HeadShape, Schedule, TextPlan
+from engine.training.recorder import LogitScaling
 from engine.training.run import TrainingJob, train_draft
 from engine.training.store import RunFolder, WrittenText
 from engine.training.text import Writer, places_of

@@ -18,8 +18,17 @@ from pilotfish.v1 import generation_pb2 as pb
 from server import cli
 from server.admission import answers, convert
 from server.commands.verify import VerifyJob, VerifyReport, as_text, company
-from server.commands.verify_answers import WAYS, first_difference, largest_gap
-from server.commands.verify_cases import VerifyCase, VerifySetting, cases, default_prompts, read_prompts, settings
+from server.commands.verify_answers import (
+    WAYS,
+    VerifyCase,
+    VerifySetting,
+    cases,
+    default_prompts,
+    first_difference,
+    largest_gap,
+    read_prompts,
+    settings,
+)
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 from tests.serving import serving, serving_embedded
