@@ -153,7 +153,7 @@ class ServerConfig(BaseSettings, EngineConfig):
         return values
 
     @model_validator(mode="after")
-    def _options_fit(self) -> Self:
+    def _serving_options_fit(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
             raise ValueError("TLS needs both tls_cert and tls_key, and tls_client_ca needs them too")
         if (self.max_requests_per_token or self.requests_per_second) and self.token_file is None:
