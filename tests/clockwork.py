@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.control.adaptive import AdaptiveK
-from engine.control.controller import Found, StepFeedback, Traits
+from engine.control.controller import StepFeedback
+from engine.control.goodput import Found, Traits
 from engine.kv.pages import PagePool
 from engine.params import SpeculationMode
 from engine.scheduler import Scheduler, Work

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.control.adaptive import AdaptiveK
-from engine.control.controller import Found, StepFeedback, Traits
+from engine.control.controller import StepFeedback
+from engine.control.goodput import Found, Traits
 from engine.params import SpeculationMode
 from engine.startup.calibrate import SHAPES
 from engine.types import AUTO, Sequence

@@ -20,9 +20,9 @@ import numpy as np
 
 from engine.control.acceptance import Acceptance, Ints, Source
 from engine.control.candidates import Bids, Picked, pick
-from engine.control.controller import Control, Found, Speedup, StepFeedback, Traits, within
+from engine.control.controller import Control, Speedup, StepFeedback, within
 from engine.control.cost_model import CostModel, Floats, quantities, with_rows
-from engine.control.goodput import BatchLoad, Choice, Offer, catching_up, drafting_seconds, more_rows
+from engine.control.goodput import BatchLoad, Choice, Found, Offer, Traits, catching_up, drafting_seconds, more_rows
 from engine.params import SpeculationMode
 from engine.types import Sequence
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.control.acceptance import Bools, Ints
-from engine.control.controller import Traits
 from engine.control.cost_model import CostModel, Floats
-from engine.control.goodput import more_rows
+from engine.control.goodput import Traits, more_rows
 
 _ROUNDS = 4  # at most; nearly always the choice is settled after two
 

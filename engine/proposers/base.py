@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from engine.control.controller import Found
+from engine.control.goodput import Found
 from engine.kv.batch import Feed
 from engine.stats import Forward
 from engine.types import Sequence

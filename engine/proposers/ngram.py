@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
-from engine.control.controller import Found
+from engine.control.goodput import Found
 from engine.proposers.base import Proposal
 from engine.types import Sequence
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from engine.control.controller import Found, Traits
+from engine.control.goodput import Found, Traits
 from engine.kv.batch import Feed
 from engine.proposers.base import CatchesUp, Finder, Observer, Passed, PredictionProposer, Proposal, Proposer
 from engine.sampling.processors import allowed_prefix

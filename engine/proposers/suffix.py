@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from engine.control.controller import Found
+from engine.control.goodput import Found
 from engine.proposers.base import Proposal
 from engine.types import Sequence
 

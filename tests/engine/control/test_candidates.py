@@ -7,7 +7,7 @@ import pytest
 
 from engine.control.adaptive import AdaptiveK
 from engine.control.candidates import Bids, draft_seconds, pick
-from engine.control.controller import Traits
+from engine.control.goodput import Traits
 from engine.params import SpeculationMode
 from tests.clockwork import COSTS
 from tests.covering import some

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from engine.control.acceptance import Acceptance, Source
 from engine.control.adaptive import SHARE, AdaptiveK
-from engine.control.controller import Control, Found, Speedup, StepFeedback, Traits
+from engine.control.controller import Control, Speedup, StepFeedback
 from engine.control.cost_model import KNOTS, CostModel, quantities, with_rows
-from engine.control.goodput import BatchLoad, Offer, drafting_seconds
+from engine.control.goodput import BatchLoad, Found, Offer, Traits, drafting_seconds
 from engine.params import MAX_NUM_DRAFT, SpeculationMode
 from engine.types import Sequence
 from tests.clockwork import BUDGET, COSTS, MOST, READS, Books, Costs, Machine
