@@ -8,18 +8,19 @@ from functools import lru_cache
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, FalconForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from engine.attention import choose
 from engine.attention.registry import ATTENTION_NAME
-from engine.choices import Rounded
+from engine.choices import KVType, Rounded
 from engine.kernels import reference as reference_ops
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.families import architecture_for
+from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader, prepared
-from engine.model.fusion.fuse import fuse
-from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.linear.packed import pack
 from engine.model.quantize import quantise
-from engine.model.runner import prepare
+from engine.model.runner import ModelRunner, kv_layout, prepare
 
 VOCAB = 97
 END = 2
@@ -253,7 +254,6 @@ def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> Decoder
         return DecoderModel(architecture, copy.deepcopy(model.config), read).eval()
     if weights is not None:
         quantise(model, weights)
-    fuse(model)
     pack(model)
     return model
 
@@ -262,14 +262,20 @@ def on_kernels(model: PreTrainedModel, ops: LayerOps | None = None) -> DecoderMo
     """A copy as a server on a GPU runs it; `ops`: what stands for our kernels, default plain torch."""
     ops, architecture = ops or LayerOps.of(reference_ops), architecture_for(model.config)
     if architecture is None:
-        twin = copy.deepcopy(model)
-        fuse_for_cuda(twin, ops)
-        return twin
+        return copy.deepcopy(model)
     weights = prepared(model.state_dict(), architecture)
     read = WeightReader(weights, model.dtype, device=model.device, packs=False)
     made = DecoderModel(architecture, copy.deepcopy(model.config), read).eval()
     made.use(ops)
     return made
+
+
+def logits(model: PreTrainedModel, kind: KVType = "auto") -> torch.Tensor:
+    """Of a ragged batch: a chunk, a prompt, then one token each."""
+    arena = KVArena(kv_layout(model.config, model.dtype).stored_as(kind), 3, 64, torch.device("cpu"))
+    runner = ModelRunner(model, arena, choose("auto", model.device))
+    first = runner.forward([Feed(range(5, 25), 0, [1], 20), Feed([3, 4, 5], 0, [2], 0)])
+    return torch.cat([first, runner.forward([Feed([9], 20, [1]), Feed([3, 4], 3, [2], 2)])])
 
 
 def near(model: PreTrainedModel, amount: float = 0.02) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +25,10 @@ from engine.device_loop.repertoire import places_for
 from engine.device_loop.round import RoundOps
 from engine.engine import Engine
 from engine.kernels.args import Committed, Tracks
-from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.families.table import architecture_for
+from engine.model.decoder.ops import LayerOps
+from engine.model.decoder.weights import WeightReader, prepared
 from engine.model.runner import kv_layout, prepare
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.sampling import noise
@@ -60,6 +64,16 @@ class RandomPair:
         return [model for model in (self.target, self.draft) if model is not None]
 
 
+def on_kernels(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in our decoder, as a server on a GPU has them."""
+    architecture = architecture_for(model.config)
+    assert architecture is not None, "shapes are Llama's"
+    read = WeightReader(prepared(model.state_dict(), architecture), model.dtype, device=model.device, packs=False)
+    made = DecoderModel(architecture, model.config, read).eval()
+    made.use(LayerOps.kernels())
+    return cast("PreTrainedModel", made)
+
+
 def _random_model(config: LlamaConfig, card: Card, attention: str) -> PreTrainedModel:
     """Return a model with random bf16 weights, created directly on the device."""
     prepare(config)
@@ -68,7 +82,7 @@ def _random_model(config: LlamaConfig, card: Card, attention: str) -> PreTrained
             config, attn_implementation=attention, dtype=torch.bfloat16
         )
     if card.is_cuda and attention == ATTENTION_NAME:
-        fuse_for_cuda(model)
+        model = on_kernels(model)
     model.eval()
     return model
 

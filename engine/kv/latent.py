@@ -38,7 +38,7 @@ class LatentHeads(nn.Module):
 
 
 def latent_of(module: nn.Module) -> LatentHeads | None:
-    """The products of a layer that keeps latents (`model.fusion.latent`); None for any other."""
+    """The products of a layer that keeps latents (`model.latent`); None for any other."""
     found = getattr(module, "latent", None)
     return found if isinstance(found, LatentHeads) else None
 

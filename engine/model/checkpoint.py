@@ -17,7 +17,7 @@ from safetensors import safe_open
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError, PilotfishError
 from engine.model.bounded import check_folder, find_file
-from engine.model.decoder.described import described_by
+from engine.model.decoder.families.described import described_by
 from engine.model.gguf.architectures import config_of
 from engine.model.gguf.files import gguf_file, open_gguf
 from engine.model.gguf.tokenizer import chat_template_in
@@ -54,7 +54,8 @@ def read_config(name: str, revision: str | None, *, of_transformers: bool = Fals
     """Read the config of a causal language model, without running the checkpoint's own code.
 
     Of a model that also sees or hears it is the config of its language model. That of a well-known family is read
-    without transformers (`described.py`), and has the same fields; with `of_transformers` it is always transformers'.
+    without transformers (`families/described.py`), and has the same fields;
+    with `of_transformers` it is always transformers'.
 
     Raises:
         ModelError: there is no config, or it describes another kind of model.

@@ -195,7 +195,7 @@ def prepare(config: PreTrainedConfig) -> None:
 def kv_layout(config: PreTrainedConfig, dtype: torch.dtype, *, compressed: bool = False) -> KVLayout:
     """Read the shape of K/V, layer by layer, from a transformers config of any family.
 
-    `compressed`: layers with latent attention keep latents (`fusion.latent.compress`), and not what they expand to.
+    `compressed`: layers with latent attention keep latents (`latent.compress`), and not what they expand to.
     """
     text = config.get_text_config()
     depth = shape_of(config, "num_hidden_layers")

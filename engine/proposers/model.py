@@ -11,7 +11,6 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.checkpoint import shape_of
-from engine.model.fusion.fuse_cuda import link
 from engine.model.runner import Runner
 from engine.model.tap import layers_of
 from engine.proposers.base import Proposal
@@ -95,5 +94,4 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     name, stack = layers_of(twin)
     parent, _, attribute = name.rpartition(".")
     setattr(twin.get_submodule(parent), attribute, stack[:layers])
-    link(twin)  # another layer comes before the final norm now
     return twin

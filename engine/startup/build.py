@@ -33,7 +33,7 @@ from engine.model.decoder.architecture import architecture_of
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
 from engine.model.fixed_shape import TILE, FixedShapeRunner
-from engine.model.fusion.latent import EXPANDING, compress, has_latents
+from engine.model.latent import EXPANDING, compress, has_latents
 from engine.model.linear.fp8 import to_fp8
 from engine.model.linear.packed import is_batch_invariant, runs_in_c
 from engine.model.linear.w4 import to_w4

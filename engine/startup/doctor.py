@@ -29,7 +29,7 @@ from engine.model import checkpoint
 from engine.model.decoder import memory
 from engine.model.decoder.weights import check as check_shapes
 from engine.model.decoder.weights import prepared
-from engine.model.fusion.latent import has_latents
+from engine.model.latent import has_latents
 from engine.model.linear.grouped import kernel_name
 from engine.model.published.files import read_headers
 from engine.model.published.methods import read_weights

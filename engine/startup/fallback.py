@@ -8,9 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.choices import Rounded
-from engine.kernels import has_triton
-from engine.model.fusion.fuse import fuse
-from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
 from engine.model.linear.fp8 import to_fp8
 from engine.model.linear.packed import pack
 from engine.model.linear.w4 import to_w4
@@ -26,22 +23,16 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
 def load_fallback(
     config: EngineConfig, name: str, revision: str | None, held: HeldPrecision, device: torch.device
 ) -> PreTrainedModel:
-    """Load a model, and replace the parts of it that our kernels run.
+    """Load a model; its matrices are ours where they can be.
 
     Raises:
         ModelError: it cannot be loaded.
     """
     model = _read(name, revision, held, device)
     if config.fuse and device.type == "cpu" and config.loop != "rounds":  # our C cannot read the batches of rounds
-        fuse(model)
         pack(model)
-    ours = config.fuse and device.type == "cuda" and has_triton()
-    if ours:
-        fuse_for_cuda(model)
     if held.weights == "fp8":
         to_fp8(model)
-        if ours:
-            round_ahead(model)
     if held.weights == "int4" and device.type == "cuda":
         to_w4(model)
     return model

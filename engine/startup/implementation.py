@@ -12,7 +12,7 @@ import torch
 
 from engine.kernels import has_triton
 from engine.model.decoder.architecture import Architecture
-from engine.model.decoder.families import architecture_for
+from engine.model.decoder.families.table import architecture_for
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from transformers import PreTrainedConfig

@@ -16,7 +16,7 @@ from engine.choices import Weights
 from engine.errors import ModelError
 from engine.kernels import has_triton
 from engine.model.checkpoint import named_type, read_config, stored_type, told_as_model_error
-from engine.model.decoder.families import architecture_for
+from engine.model.decoder.families.table import architecture_for
 from engine.model.linear.packed import packs_whole
 from engine.model.published.methods import Quantisation, quantisation_of
 from engine.model.quantize import quantised_as

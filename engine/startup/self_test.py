@@ -23,7 +23,7 @@ from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.decoder.families import architecture_for
+from engine.model.decoder.families.table import architecture_for
 from engine.model.linear.grouped import has_codes
 from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner

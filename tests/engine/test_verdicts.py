@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.model.decoder.families import architecture_for
+from engine.model.decoder.families.table import architecture_for
 from engine.startup import self_test
 from engine.startup.build import assemble, build_engine
 from engine.verdicts import Verdicts, collected, verdict

@@ -354,7 +354,7 @@ FAULTS = tuple(
 -rotary=rotary[kind], head_norms=True
 +rotary=rotary[_FULL], head_norms=True
 =tests/engine/model/test_stack.py
-84 | decoder | engine/model/decoder/described.py | a Qwen's first layers have a window too
+84 | decoder | engine/model/decoder/families/described.py | a Qwen's first layers have a window too
 -window is None or i < first
 +window is None
 =tests/engine/model/test_described.py

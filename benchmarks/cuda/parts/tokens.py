@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
+from benchmarks.cuda.engines import on_kernels
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.harness.bare import options
 from engine.attention.registry import ATTENTION_NAME
 from engine.device_loop.loop import RoundLoop
 from engine.engine import Engine
-from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.runner import kv_layout, prepare
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
@@ -65,8 +65,7 @@ class Models:
         made = [reference, _ours(reference, 0.0), _ours(reference, 0.02)]
         on_device: list[Any] = [model.to(device=device, dtype=dtype) for model in made]
         if device == "cuda":
-            for model in on_device[1:]:
-                fuse_for_cuda(model)
+            on_device[1:] = map(on_kernels, on_device[1:])
         return cls(*on_device)
 
 

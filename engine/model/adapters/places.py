@@ -12,8 +12,7 @@ from engine.errors import ModelError
 from engine.kv.latent import latent_of
 from engine.model.decoder.attention import Joined, JoinedPart
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.fusion.kernel_layers import KernelGate
-from engine.model.fusion.latent import EXPANDING
+from engine.model.latent import EXPANDING
 from engine.model.linear.fp8 import Fp8Linear
 from engine.model.linear.packed import is_transposed
 from engine.model.linear.rows import matmul_shape
@@ -21,8 +20,7 @@ from engine.model.linear.rows import matmul_shape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ORIGINALS = ("inner", "fused")  # where a replacement keeps what it replaces
-_OF_JOINED = ("gate_proj", "up_proj")  # names of the parts of `KernelGate.both`
+_ORIGINALS = ("inner",)  # where a replacement keeps what it replaces
 _FP8 = "its rows are rounded to 8-bit floats before it gets them, and an adapter needs them as they were"
 _AT_START = "name an adapter of it when the server starts, and keys and values stay expanded"
 
@@ -76,10 +74,6 @@ def _renamed(model: nn.Module, path: str) -> str:
 
 def _child(module: nn.Module, name: str) -> nn.Module | Place | None:
     """The module of this name in `module`, or in what it replaces."""
-    if isinstance(module, KernelGate) and name in _OF_JOINED and isinstance(module.both, Joined):
-        return _part(module.both, _OF_JOINED.index(name))
-    if isinstance(module, KernelGate) and name == "gate_up_proj":
-        return module.both
     children = dict(module.named_children())
     if name in children:
         return children[name]

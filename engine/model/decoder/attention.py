@@ -22,26 +22,15 @@ from engine.native.rows import WeightAndEps
 
 
 class Joined(nn.Module):
-    """One matmul in place of several that read the same rows; for each a `JoinedPart` takes its part of the result."""
+    """One matmul in place of several that read the same rows; a `JoinedPart` stands for each of them."""
 
     def __init__(self, matmul: nn.Module, sizes: list[int]) -> None:
         super().__init__()
         self.matmul, self.sizes = matmul, sizes
-        self._rows: Tensor | None = None
-        self._shares: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., sum of sizes]`."""
         return cast("Tensor", self.matmul(x))
-
-    def share(self, index: int, x: Tensor) -> Tensor:
-        """Return the result of one part; all parts are computed at the first call and released after the last part."""
-        if self._rows is not x:  # we keep a reference to x, so that no other tensor can get the same identity
-            self._rows, self._shares = x, self(x).split(self.sizes, -1)
-        share = self._shares[index]
-        if index == len(self.sizes) - 1:
-            self._rows, self._shares = None, ()
-        return share
 
 
 class JoinedPart(nn.Module):
@@ -51,10 +40,6 @@ class JoinedPart(nn.Module):
         """`order`: which output in the checkpoint each output is; None where they are the same."""
         super().__init__()
         self.joined, self.index, self.order = joined, index, order
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the result of the matmul that it replaces."""
-        return self.joined.share(self.index, x)
 
 
 def join(

@@ -72,4 +72,4 @@ def num_bytes(
 def _stays(name: str) -> bool:
     """Whether a matrix is never rounded: it chooses experts, is one row, or expands latents (`kv/latent.py`)."""
     path = name.removesuffix(".weight")
-    return is_router(path) or path.endswith(("_gate", "kv_b_proj", "_bias"))
+    return is_router(path) or path.endswith(("_gate", "kv_b_proj", "_bias", "embed_positions"))

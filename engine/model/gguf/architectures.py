@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.decoder.described import described_by
+from engine.model.decoder.families.described import described_by
 from engine.model.gguf.blocks import float_type
 from engine.model.gguf.container import Container
 from engine.model.gguf.families import architecture_of

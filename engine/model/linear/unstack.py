@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.linear.equivalence import agree
-from engine.model.linear.experts import Mix, OwnGate, RoutedExperts, StackedExperts
+from engine.model.linear.experts import OwnGate, RoutedExperts
 from engine.native import ALIGNED
 from engine.native.experts import ExpertGate
 from engine.native.rows import GELU_TANH
@@ -165,16 +165,6 @@ def _unstacked(module: nn.Module, form: StackedForm) -> RoutedExperts:
 def routed(module: nn.Module, form: StackedForm, ups: Iterable[nn.Linear], downs: Iterable[nn.Linear]) -> RoutedExperts:
     """The matmuls of experts, as the module of their stacks runs them."""
     return RoutedExperts(ups, downs, OwnGate(_with(module, {})) if form.gate is None else form.gate)
-
-
-def together(module: nn.Module, form: StackedForm, mix: Mix) -> StackedExperts | None:
-    """The stacks of a module as they are, for one function over all of them; None where it must run its own code."""
-    if form.gate is None:
-        return None
-    up, down = (module.get_parameter(name) for name in form.names)
-    biases = [cast("Tensor | None", getattr(module, f"{name}_bias", None)) for name in form.names]
-    both = (biases[0], biases[1]) if biases[0] is not None and biases[1] is not None else None
-    return StackedExperts(up, down, both, form.gate, mix, transposed=form.transposed)
 
 
 def _matmuls(module: nn.Module, name: str, transposed: bool) -> Iterator[nn.Linear]:

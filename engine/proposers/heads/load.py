@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from engine.choices import HEADS
-from engine.model.decoder.described import ModelConfig
+from engine.model.decoder.families.described import ModelConfig
 from engine.proposers.heads.base import Head
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing

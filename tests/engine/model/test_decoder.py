@@ -21,7 +21,7 @@ from engine.kv.batch import Feed
 from engine.model.adapters.places import find_place
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.experts import MixtureMLP
-from engine.model.decoder.families import FAMILIES, architecture_for
+from engine.model.decoder.families.table import FAMILIES, architecture_for
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
 from engine.model.linear.rounding import round_weight

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoConfig
 
 from engine.model.checkpoint import read_config
-from engine.model.decoder.described import ModelConfig, described_by
-from engine.model.decoder.families import architecture_for
+from engine.model.decoder.families.described import ModelConfig, described_by
+from engine.model.decoder.families.table import architecture_for
 from models import embedded_target
 
 SIZES = {

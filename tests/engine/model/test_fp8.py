@@ -18,15 +18,15 @@ from engine.errors import ModelError
 from engine.kernels import faults, has_triton, reference
 from engine.kernels.args import GROUP, LARGEST
 from engine.kernels.reference import round_rows
-from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
-from engine.model.fusion.kernel_layers import KernelGate, KernelLayer, LayerOps
+from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.ops import LayerOps
 from engine.model.linear.fp8 import Fp8Linear, to_fp8
 from engine.model.linear.w4 import W4Linear, round_weight, to_w4
 from engine.model.quantize import weight_bytes
 from engine.startup.precision import weights_of
 from tests import fakes, zoo
-from tests.engine.model.test_fuse import logits
 from tests.loops import engine_of, request
+from tests.zoo import logits
 
 WIDE = LlamaConfig(
     vocab_size=zoo.VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -87,17 +87,16 @@ def held(made: nn.Module) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.parametrize(("weights", "fused"), [("fp8", False), ("fp8", True), ("int4", False), ("int4", True)])
+@pytest.mark.parametrize(("weights", "joined"), [("fp8", False), ("fp8", True), ("int4", False), ("int4", True)])
 def test_every_matmul_is_rounded_and_none_is_kept_twice(
-    weights: str, fused: bool, caplog: pytest.LogCaptureFixture
+    weights: str, joined: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a fused model `o_proj`, the joined ones and `down_proj`, in the stand-ins and in the originals they keep."""
+    """In our decoder the joined ones, `o_proj` and `down_proj`; in transformers' module each by itself."""
     made = model()
-    head, plain = made.get_output_embeddings(), weight_bytes(made, made.dtype, "native")
-    small = weight_bytes(made, made.dtype, weights, on_cuda=True)
-    if fused:
-        fuse_for_cuda(made, reference)
-    count = 4 * 2 if fused else 7 * 2
+    plain, small = weight_bytes(made, made.dtype, "native"), weight_bytes(made, made.dtype, weights, on_cuda=True)
+    if joined:
+        made = zoo.on_kernels(made)
+    head, count = made.get_output_embeddings(), (4 if joined else 7) * 2
     with caplog.at_level(logging.INFO):
         swapped = to_fp8(made) if weights == "fp8" else FOUR_BITS(made)
     assert (swapped.done, swapped.stayed) == (count, {"lm_head": "head"})
@@ -105,12 +104,8 @@ def test_every_matmul_is_rounded_and_none_is_kept_twice(
     assert made.get_output_embeddings() is head
     linears = {name for name, module in made.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear)}
     assert linears == {"lm_head"}
-    norms = 2 * WIDE.hidden_size * (2 * 2 + 1) if fused else 0  # fused norms have their scales in float32
+    norms = 2 * WIDE.hidden_size * (2 * 2 + 1) if joined else 0  # ours have their scales in float32
     assert held(made) == small + norms < plain
-    if fused:
-        attention = made.model.layers[0].inner.self_attn
-        assert attention.o_proj is attention.fused.inner.o_proj
-        assert isinstance(attention.o_proj, Fp8Linear | W4Linear)
 
 
 def test_what_stays_is_named_with_its_reason() -> None:
@@ -127,11 +122,7 @@ def test_what_stays_is_named_with_its_reason() -> None:
 
 @MULTIPLIES
 def test_rows_are_rounded_by_what_makes_them() -> None:
-    """Norms and gates hand 8-bit floats to the matmul; logits are what they were, and so are copies of the model."""
-    made = model()
-    fuse_for_cuda(made, reference)
-    to_fp8(made)
-    want = logits(made)
+    """Norms and gates hand 8-bit floats to the matmul; a copy of the model does the same."""
     calls: list[str] = []
 
     def counted(name: str):
@@ -141,48 +132,37 @@ def test_rows_are_rounded_by_what_makes_them() -> None:
 
         return run
 
-    ops = LayerOps.of(reference)
     kinds = ("add_norm", "add_norm_round", "gate", "gate_round", "round_rows")
-    assert round_ahead(made, dataclasses.replace(ops, **{name: counted(name) for name in kinds})) == {
-        "matmuls": 8, "gates": 2, "norms": 4,
-    }  # fmt: skip
-    assert torch.equal(logits(made), want)
-    assert torch.equal(logits(copy.deepcopy(made)), want)
-    for module in made.modules():
-        if hasattr(module, "ops"):
-            module.ops = dataclasses.replace(ops, **{name: counted(name) for name in kinds})
+    made = zoo.on_kernels(model())
+    assert isinstance(made, DecoderModel)
+    to_fp8(made)
+    made.use(dataclasses.replace(LayerOps.of(reference), **{name: counted(name) for name in kinds}))
     calls.clear()
-    logits(made)  # two passes
+    want = logits(made)  # two passes
     assert {name: calls.count(name) for name in kinds} == {
         "add_norm": 2,  # the last sum with the final norm, whose rows the head reads
         "add_norm_round": 2 * 4, "gate": 0, "gate_round": 2 * 2, "round_rows": 2 * 2,
     }  # fmt: skip
+    assert torch.equal(logits(copy.deepcopy(made)), want)
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 @MULTIPLIES
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("gate_round", "gates that round"), ("add_norm_round", "norms that round"), ("round_rows", "rounding")],
-)
-def test_a_card_whose_compiler_knows_no_fp8_rounds_in_plain_torch(
-    name: str, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("name", ["gate_round", "add_norm_round", "round_rows"])
+def test_a_card_whose_compiler_knows_no_fp8_rounds_in_plain_torch(name: str, caplog: pytest.LogCaptureFixture) -> None:
     def fails(*_: object) -> None:
         raise faults()[0]("type fp8e4nv not supported in this architecture")
 
-    made = model()
-    fuse_for_cuda(made, dataclasses.replace(LayerOps.of(reference), **{name: fails}))
+    made = zoo.on_kernels(model())
+    assert isinstance(made, DecoderModel)
     to_fp8(made)
+    made.use(LayerOps.of(reference))
     want = logits(made)
     with caplog.at_level(logging.WARNING):
-        round_ahead(made, dataclasses.replace(LayerOps.of(reference), **{name: fails}))
+        made.use(dataclasses.replace(LayerOps.of(reference), **{name: fails}))
     assert torch.equal(logits(made), want)
-    assert caplog.text.count(f"no kernels of ours for {kind}: TritonError: type fp8e4nv not supported") == 1
-    rounding = [module.rounds for module in made.modules() if isinstance(module, KernelGate)]
-    assert any(rounding) == (name != "gate_round")
-    rounding = [module.norms[0].rounds for module in made.modules() if isinstance(module, KernelLayer)]
-    assert any(rounding) == (name != "add_norm_round")
+    told = f"{name} runs in plain torch, as our kernel cannot run here: TritonError: type fp8e4nv not supported"
+    assert caplog.text.count(told) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ 4 bits

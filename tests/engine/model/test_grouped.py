@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.model.fusion.fuse import Joined, fuse
 from engine.model.linear import grouped
 from engine.model.linear.activations import make_row_wise
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide, has_codes
-from engine.model.linear.packed import is_batch_invariant, packs_whole, runs_in_c
-from engine.model.linear.rows import matmul_shape, round_rows
-from engine.native import library
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide
+from engine.model.linear.rows import round_rows
 from tests.drawn import numbers
 from tests.drawn_codes import FORMS, codes
-from tests.engine.model.test_stack import plain_model, several_passes
+from tests.engine.model.test_stack import plain_model
 
 INPUTS, GROUP = 96, 32
 
@@ -131,27 +128,6 @@ def coded_model(bits: int, dtype: torch.dtype, family: str = "llama") -> PreTrai
             own = bits or (8 if name.endswith(("v_proj", "gate_proj")) else 4)
             model.set_submodule(name, GroupedLinear(rounded(module.weight, own), wide))
     return model
-
-
-@pytest.mark.skipif(library() is None, reason="no C compiler here")
-@pytest.mark.parametrize(
-    ("bits", "dtype", "family"),
-    [(4, torch.bfloat16, "llama"), (8, torch.float32, "gemma3"), (0, torch.float32, "llama"),
-     (0, torch.bfloat16, "gemma3")],
-)  # fmt: skip
-def test_layers_of_codes_are_fused(bits: int, dtype: torch.dtype, family: str) -> None:
-    model = coded_model(bits, dtype, family)
-    assert all((has_codes(model), packs_whole(model), is_batch_invariant(model)))
-    want = several_passes(model)
-    fused = coded_model(bits, dtype, family)
-    assert fuse(fused)["matmuls joined"] == 2 * len(fused.model.layers)
-    joined = next(module for module in fused.modules() if isinstance(module, Joined))
-    assert matmul_shape(joined.matmul) == (128, sum(joined.sizes))
-    layer_by_layer = several_passes(fused)
-    # A last bit of a fused norm can be a step of a rounded row. In bfloat16 it is 0.031 of the spread without codes.
-    most = 0.05
-    assert float((layer_by_layer - want).square().mean().sqrt()) < most * float(want.std())
-    assert runs_in_c(fused)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from engine.kv.batch import Feed
 from engine.kv.latent import HeadProducts, LatentHeads
 from engine.machine.threads import exactly
 from engine.model.adapters.places import find_place
-from engine.model.fusion.latent import compress
+from engine.model.latent import compress
 from engine.model.linear.packed import is_batch_invariant
 from engine.model.runner import ModelRunner, kv_layout, layout_of_model
 from engine.startup.doctor import Facts

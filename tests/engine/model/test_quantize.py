@@ -22,7 +22,7 @@ from engine.startup.build import load, pick_device
 from models import embedded_target
 from server import cli
 from tests import zoo
-from tests.engine.model.test_fuse import logits
+from tests.zoo import logits
 
 CPU = torch.device("cpu")
 

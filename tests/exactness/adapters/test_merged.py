@@ -18,7 +18,6 @@ from transformers import LlamaConfig, PreTrainedModel
 from engine import LLM, InvalidRequest, SamplingParams
 from engine.config import EngineConfig
 from engine.llm import CompletionOutput
-from engine.model.fusion.fuse import fuse
 from engine.model.runner import kv_layout
 from engine.params import SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
@@ -62,15 +61,9 @@ def _bfloat16(model: PreTrainedModel) -> nn.Module:
     return zoo.as_served(model.to(torch.bfloat16))
 
 
-def _loose(model: PreTrainedModel) -> PreTrainedModel:
-    """torch's own matmuls, joined: nothing is packed."""
-    fuse(model)
-    return model
-
-
 KINDS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
     "float32": zoo.as_served, "bfloat16": _bfloat16, "int8": _int8, "int8-bfloat16": lambda m: _int8(m.bfloat16()),
-    "unpacked": _loose,
+    "unpacked": zoo.on_kernels,
 }  # fmt: skip
 
 

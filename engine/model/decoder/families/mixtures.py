@@ -9,7 +9,8 @@ from typing import Any
 
 from engine.attention.spec import AttentionSpec
 from engine.model.decoder.architecture import NORMS_AFTER, Architecture, HeadNorm, Mixer, NormForm, QueryGrowth
-from engine.model.decoder.builders import (
+from engine.model.decoder.experts import Experts, Router
+from engine.model.decoder.families.builders import (
     FULL,
     after_rotation,
     decoder,
@@ -19,7 +20,6 @@ from engine.model.decoder.builders import (
     with_attention,
     with_windows,
 )
-from engine.model.decoder.experts import Experts, Router
 from engine.model.decoder.latent import LatentLayer
 from engine.model.decoder.rotary import RotaryTable
 from engine.native.experts import ExpertGate

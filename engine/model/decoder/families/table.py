@@ -20,7 +20,7 @@ from engine.model.decoder.architecture import (
     NormForm,
     QueryGrowth,
 )
-from engine.model.decoder.builders import (
+from engine.model.decoder.families.builders import (
     FULL,
     after_rotation,
     decoder,
@@ -32,9 +32,9 @@ from engine.model.decoder.builders import (
     with_attention,
     with_windows,
 )
-from engine.model.decoder.families_dense import DENSE
-from engine.model.decoder.families_hybrid import HYBRIDS
-from engine.model.decoder.mixtures import MIXTURES
+from engine.model.decoder.families.dense import DENSE
+from engine.model.decoder.families.hybrid import HYBRIDS
+from engine.model.decoder.families.mixtures import MIXTURES
 from engine.model.decoder.rotary import RotaryTable
 
 if TYPE_CHECKING:  # its import takes seconds

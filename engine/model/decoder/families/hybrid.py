@@ -1,4 +1,4 @@
-"""Families with layers that keep a state. As in `families.py`, what the table does not have gives None."""
+"""Families with layers that keep a state. As in `table.py`, what the table does not have gives None."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ from engine.model.decoder.architecture import (
     Norms,
     StateMixer,
 )
-from engine.model.decoder.builders import FULL, gated, granite_factors, grouped, plain
 from engine.model.decoder.experts import Experts, Router
+from engine.model.decoder.families.builders import FULL, gated, granite_factors, grouped, plain
+from engine.model.decoder.families.mixtures import (
+    GRANITE_NAMES,
+    W123,
+    experts,
+    granite_experts,
+    qwen_experts,
+    sparse_steps,
+)
 from engine.model.decoder.hybrids import (
     BesideLayer,
     ConvLayer,
@@ -31,7 +39,6 @@ from engine.model.decoder.hybrids import (
     Mamba1Layer,
     Mamba2Layer,
 )
-from engine.model.decoder.mixtures import GRANITE_NAMES, W123, experts, granite_experts, qwen_experts, sparse_steps
 from engine.model.decoder.rotary import RotaryTable
 from engine.native.experts import ExpertGate
 

@@ -1,6 +1,6 @@
 """Dense families that do not have Llama's words: learned positions, joined matrices, feed-forwards without a gate.
 
-Each function fills an `Architecture` from a config, as those of `families.py` do.
+Each function fills an `Architecture` from a config, as those of `table.py` do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.attention.spec import AttentionSpec
 from engine.model.decoder.architecture import Architecture, AttentionLayer, HeadNorm, LearnedPositions, NormForm
-from engine.model.decoder.builders import decoder, gated, grouped, plain, with_attention
+from engine.model.decoder.families.builders import decoder, gated, grouped, plain, with_attention
 from engine.model.decoder.rotary import RotaryTable
 
 _ONE_NORM = {"norms": ("input_layernorm", None, None, None), "parallel": True}
