@@ -64,8 +64,8 @@ def gated(config: Any, **more: Any) -> GatedFeed | None:
     if activation not in ACTIVATIONS or activation in LEARNED:
         return None
     bias = bool(getattr(config, "mlp_bias", False))
-    inner = more.pop("inner", config.intermediate_size)
-    return GatedFeed(inner, activation, **{"bias": bias} | more)
+    inner = more.pop("inner", None) or getattr(config, "intermediate_size", None)
+    return None if inner is None else GatedFeed(inner, activation, **{"bias": bias} | more)
 
 
 def plain(inner: int, activation: str, **more: Any) -> PlainFeed | None:

@@ -106,18 +106,18 @@ def _delta(config: Any, **more: Any) -> DeltaLayer | None:
     return DeltaLayer(*sizes, config.rms_norm_eps, **more)
 
 
-def _qwen3_5(config: Any, **more: Any) -> Architecture | None:
-    norm = NormForm(config.rms_norm_eps, plus_one=True)
-    attention, feed = grouped(config, norm=HeadNorm(norm), gated=True), gated(config, bias=False)
+def _qwen3_5(config: Any, feed: Experts | None = None, **more: Any) -> Architecture | None:
+    norm, inner = NormForm(config.rms_norm_eps, plus_one=True), feed or gated(config, bias=False)
+    attention = grouped(config, norm=HeadNorm(norm), gated=True)
     made = {
-        LINEAR: layer(_delta(config, **more), feed, TWO_NORMS, ("linear_attn", "mlp")),
-        FULL: layer(attention, feed, TWO_NORMS, ("self_attn", "mlp")),
+        LINEAR: layer(_delta(config, **more), inner, TWO_NORMS, ("linear_attn", "mlp")),
+        FULL: layer(attention, inner, TWO_NORMS, ("self_attn", "mlp")),
     }
     return of_kinds(config, config.layer_types, made, norm=norm)
 
 
 def _qwen3_5_moe(config: Any) -> Architecture | None:
-    return with_experts(_qwen3_5(config), qwen_experts(config), [True] * config.num_hidden_layers)
+    return _qwen3_5(config, qwen_experts(config))
 
 
 def _qwen3_next(config: Any) -> Architecture | None:

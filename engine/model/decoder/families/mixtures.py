@@ -87,7 +87,7 @@ def qwen_experts(config: Any) -> Experts | None:
 
 def sparse_steps(config: Any) -> list[bool]:
     """Which layers have experts."""
-    step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+    step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
     return [i not in dense and not (i + 1) % step for i in range(config.num_hidden_layers)]
 
 

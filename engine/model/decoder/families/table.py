@@ -6,6 +6,7 @@ model.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -41,12 +42,16 @@ if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig
 
 
+log = logging.getLogger(__name__)
+
+
 def architecture_for(config: PreTrainedConfig) -> Architecture | None:
     """The architecture that a config describes; None where it is not in the table."""
     family = FAMILIES.get(config.model_type)
     try:
         return None if family is None else family(config)
-    except ModelError:  # of rotary positions: transformers may have their scaling
+    except (ModelError, AttributeError, KeyError, TypeError) as error:  # a scaling that only transformers may have, or
+        log.debug("%s is left to transformers: %r", config.model_type, error)  # a number that the config lacks
         return None
 
 
