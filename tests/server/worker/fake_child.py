@@ -36,6 +36,8 @@ ACCIDENTS = {
 class AccidentProne(FakeEngine):
     """Has the accident in its third step with the request."""
 
+    calibration_text = None  # until it is told
+
     def rest(self, is_wanted=None):
         """Where the target is a folder with `calibrating` in it, calibrate until an order comes."""
         sign = Path(self.config.target) / "calibrating"

@@ -26,6 +26,7 @@ from models import embedded_target
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
+from server.model import ModelText
 from server.worker import engine_process
 from server.worker.fork_server import ForkServer
 from server.worker.remote import EngineProgram
@@ -36,11 +37,11 @@ from tests.server.test_life import LONG, code_of, health_of, metric, read_to_end
 from tests.server.worker import fake_child
 from tests.serving import http_client, serving, until
 
-EXPECTED = FakeEngine()
+EXPECTED, TEXT = FakeEngine(), ModelText(None, None)
 
 
 def around(engine, config, device, text):
-    assert text == config.target
+    assert text is TEXT
     return served(engine, compile_grammar=FakeCompiler())
 
 
@@ -48,7 +49,7 @@ def read(config):
     """Says in a folder that it was read."""
     if Path(config.target).is_dir():
         (Path(config.target) / "text").unlink(missing_ok=True)
-    return config.target
+    return TEXT
 
 
 PROGRAM = EngineProgram(fake_child.PROGRAM, around, ("tests.server.worker.fake_child", "torch"), read)
