@@ -179,7 +179,9 @@ def _layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLa
         below = weights.below(f"model.layers.{number}.")
         return here.copy().run(DecoderLayer, architecture, number, below)
 
-    with ThreadPoolExecutor(most_threads() if weights.rounded is None else 1) as threads:
+    if weights.rounded is not None or weights.device.type != "cpu":
+        return [*map(layer, numbers)]
+    with ThreadPoolExecutor(most_threads()) as threads:
         return list(threads.map(layer, numbers))
 
 
