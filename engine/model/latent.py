@@ -17,7 +17,6 @@ from engine.attention.registry import is_ours
 from engine.kv.latent import LatentHeads, latent_of
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.rows import matmul_shape
-from engine.verdicts import verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,4 +113,4 @@ def _agrees(model: PreTrainedModel, module: Any, shape: LatentShape, heads: Late
         value = heads.expand(key[..., : shape.rank].expand(-1, shape.heads, -1))
         return torch.cat([(heads.absorb(query) * key).sum(-1, keepdim=True), value], -1)
 
-    return verdict(lambda: agree(lambda way: way(), expanded, compressed))
+    return agree(lambda way: way(), expanded, compressed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from engine.startup.runners import Ways, alone
 from engine.startup.states import StatePlan
 from engine.text.codec import TOKENIZER_FILE, Codec
 from engine.types import Adapter
-from engine.verdicts import verdict
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -140,7 +138,7 @@ class Drafters:
         """Make the proposers that read the target's hidden states, all through one tap."""
         made = dict[str, Proposer]()
         for name, head in self.heads.items():
-            if architecture_of(self.target) is None and head.places and not verdict(partial(_is_read, tap, head)):
+            if architecture_of(self.target) is None and head.places and not _is_read(tap, head):
                 raise ModelError(f"{type(self.target).__name__} runs past its layers: no features can be read off it")
             arena = make_arena(self.layouts[name]) if name in self.layouts else None
             made[name] = head.proposer(HeadContext(target, tap, arena, attend, prefill, adapters.get(name)))

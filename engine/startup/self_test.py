@@ -29,7 +29,6 @@ from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner
 from engine.recurrent.arena import StateArena, StateLayout
 from engine.types import EMPTY_STATE, StateSpan
-from engine.verdicts import verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -49,17 +48,9 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     Raises:
         ModelError: the model fails; the message says how.
     """
-    verdict(lambda: _keeps_contract(model, layout, attend))
-
-
-def _keeps_contract(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> bool:
     _check_layers(model, layout)
-    if not layout.is_rounded:
-        _passes(model, layout, attend, None)
-        return True
-    in_floats = _passes(model, replace(layout, dtype=model.dtype), attend, None)
+    in_floats = _passes(model, replace(layout, dtype=model.dtype), attend, None) if layout.is_rounded else None
     _passes(model, layout, attend, in_floats)
-    return True
 
 
 def _passes(model: PreTrainedModel, layout: KVLayout, attend: Attend, in_floats: Tensor | None) -> Tensor:

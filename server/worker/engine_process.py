@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from engine.errors import ModelError
 from engine.params import Guided
 from engine.stats import StepStats
 from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Request, TokenEvent
-from engine.verdicts import Verdicts, collected
 from server.model import CompileGrammar, EngineView, Progress, ServedModel, model_name
 from server.telemetry import logs
 from server.worker import wire
@@ -303,7 +302,7 @@ class EngineServer:
         self._spoke = time.monotonic()
 
 
-def ready(model: ServedModel, engine: Engine, verdicts: Iterable[bool] = ()) -> wire.Ready:
+def ready(model: ServedModel, engine: Engine) -> wire.Ready:
     """Return the facts about the engine that do not change while it runs."""
     return wire.Ready(
         limits=engine.limits,
@@ -314,7 +313,6 @@ def ready(model: ServedModel, engine: Engine, verdicts: Iterable[bool] = ()) -> 
         dtype=engine.dtype,
         device=model.device,
         load=engine.load,
-        verdicts=tuple(verdicts),
         adapters={name: adapter.fingerprint for name, adapter in engine.adapters.items()},
     )
 
@@ -325,16 +323,14 @@ def serve(link: Link, load: LoadEngine) -> None:
     logs.configure(start.log_format)
     config = EngineConfig.model_validate_json(start.config)
     link.allow(wire.most_bytes(config))
-    verdicts = Verdicts(start.verdicts)
     try:
-        with collected(verdicts):
-            model = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
+        model = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
     except ModelError as error:
         link.send(wire.Refused(str(error)))
         return
     engine = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
     settle()
-    link.send(ready(model, engine, verdicts.found))
+    link.send(ready(model, engine))
     compiler, beat = model.compile_grammar, start.beat_seconds
     told = {"watches_cache": start.watches_cache, "is_successor": start.is_successor}
     EngineServer(link, engine, compiler, beat, **told).run()

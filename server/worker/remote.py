@@ -170,9 +170,8 @@ class RemoteEngine:
         worker = Worker(await self._forked(), self._limit, progress)
         try:
             beat = beat_seconds(self._hang_seconds)
-            verdicts = self._facts.verdicts if is_successor else ()
             config, watches = self.config.model_dump_json(), self._watches_cache
-            start = wire.Start(config, self._log_format, beat, is_successor, verdicts, watches)
+            start = wire.Start(config, self._log_format, beat, is_successor, watches)
             await worker.connect(start)
             limit = self._hang_seconds + self._load_seconds if is_successor else None
             return worker, await worker.ready(self._hang_seconds, limit)

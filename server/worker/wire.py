@@ -46,7 +46,6 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
         log_format: format of the log.
         beat_seconds: most seconds between two messages from the engine once it is ready and no step runs.
         is_successor: an engine with this configuration ran here before, so this one calibrates nothing at load.
-        verdicts: the outcomes of the tests of that engine's load.
         watches_cache: the reports contain the changes of the prefix cache.
     """
 
@@ -54,7 +53,6 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
     log_format: LogFormat
     beat_seconds: float
     is_successor: bool = False
-    verdicts: tuple[bool, ...] = ()
     watches_cache: bool = False
 
 
@@ -135,7 +133,6 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
         limits: those of the models, and others down to `dtype`: attributes of `Engine`.
         device: device of the target.
         load: load of the engine at the start.
-        verdicts: the outcomes of the tests of the load, for an engine that takes the place of this one.
         adapters: the fingerprints of the adapters that the configuration names, by name.
     """
 
@@ -147,7 +144,6 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     dtype: str
     device: str
     load: EngineLoad
-    verdicts: tuple[bool, ...] = ()
     adapters: dict[str, str] = {}
 
 

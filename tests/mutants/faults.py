@@ -350,7 +350,7 @@ FAULTS = tuple(
 -growth(own) / growth(of_all) if
 +growth(own) if
 =tests/engine/model/test_rotary.py
-83 | decoder | engine/model/decoder/families/builders.py | layers with a window and without have the same rotary positions
+83 | decoder | engine/model/decoder/families/builders.py | layers of both kinds have the same rotary positions
 -{"rotary": tables[kind]} for kind in kinds
 +{"rotary": tables[FULL]} for kind in kinds
 =tests/engine/model/test_decoder.py

@@ -69,7 +69,7 @@ TO_ENGINE = [
     wire.Finish(2, "alice/r", FinishReason.STOP, 1, 20),
     wire.Drop(3, "alice/r", FinishReason.CANCELLED),
     wire.Taken(),
-    wire.Start("{}", "json", 0.5, is_successor=True, verdicts=(True, False)),
+    wire.Start("{}", "json", 0.5, is_successor=True),
     wire.CalibrationText((1, 2)),
 ]
 TO_FRONT_END = [
