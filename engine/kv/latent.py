@@ -17,14 +17,15 @@ from engine.native import ALIGNED, PackedMatrices, PackedMatrix, multiplies
 class LatentHeads(nn.Module):
     """What the heads of a layer make of latents: W_UK and W_UV of each."""
 
-    def __init__(self, keys: Tensor, values: Tensor, *, row_wise: bool) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, *, row_wise: bool, packs: bool = True) -> None:
         """Take W_UK `[heads, nope, rank]` and W_UV `[heads, value_dim, rank]`.
 
-        `row_wise`: a row's bits depend on no other row, also where torch multiplies.
+        `row_wise`: a row's bits depend on no other row, also where torch multiplies. `packs`: on a CPU our C does.
         """
         super().__init__()
         self.nope = keys.shape[1]
-        self.keys, self.values = (HeadProducts(x, row_wise=row_wise) for x in (keys.transpose(1, 2), values))
+        both = keys.transpose(1, 2), values
+        self.keys, self.values = (HeadProducts(x, row_wise=row_wise, packs=packs) for x in both)
 
     def absorb(self, query: Tensor) -> Tensor:
         """Queries `[T, heads, nope + rope]` -> `[T, heads, rank + rope]`, for keys of a latent and a rotary part."""
@@ -46,13 +47,13 @@ def latent_of(module: nn.Module) -> LatentHeads | None:
 class HeadProducts(nn.Module):
     """A matrix `[out, in]` for each head; in our C where that multiplies its type and size."""
 
-    def __init__(self, weight: Tensor, *, row_wise: bool) -> None:
+    def __init__(self, weight: Tensor, *, row_wise: bool, packs: bool = True) -> None:
         super().__init__()
         self._packed: PackedMatrices | None = None
         self._row_wise = row_wise
         self.weight: Tensor | None
         self.register_buffer("weight", None, persistent=False)  # a parameter of such a shape would be stacked experts
-        if weight.is_cpu and multiplies(weight.dtype) and not weight.shape[2] % ALIGNED:
+        if packs and weight.is_cpu and multiplies(weight.dtype) and not weight.shape[2] % ALIGNED:
             self._packed = PackedMatrices([PackedMatrix.of(part.contiguous()) for part in weight])
         else:
             self.weight = weight.transpose(1, 2).contiguous()  # [heads, in, out]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engine import attention
+from engine.attention.registry import AttentionName
 from engine.choices import Weights
 from engine.control.adaptive import AdaptiveK
 from engine.control.controller import DelayedFeedback
@@ -236,7 +237,7 @@ def assemble(
     runner = runner if ranks is None else ShardedRunner(runner, ranks)
     # Under the coupled rule the bits of a draft change no output, so only the target runs in slower fixed-shape passes.
     row_wise = is_batch_invariant(target)
-    runners = drafters.runners(make_arena, partial(_attention, config, row_wise=row_wise), states, ways)
+    runners = drafters.runners(make_arena, partial(_attention, config.attention, row_wise=row_wise), states, ways)
     # Attention that fits a draft model also fits a head.
     attend = next((own.attend for own in runners.values() if isinstance(own, ModelRunner)), None)
     attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
@@ -401,25 +402,18 @@ def _ragged(
     """
     if model is not target:  # every rank that drafts holds a whole draft
         layout = layout_of_model(model).stored_as(config.kv_cache_dtype)
-        return _attention(config, model, layout, row_wise=row_wise)
+        return _attention(config.attention, model, layout, row_wise=row_wise)
     layout = layout_of(config, target)
-    if not needs_tiles:
-        return _attention(config, target, layout, row_wise=row_wise)
-    return attention.fitting("fixed", target.device, _test_of(target, layout))
+    return _attention("fixed" if needs_tiles else config.attention, target, layout, row_wise=row_wise)
 
 
-def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
-    """Choose the attention that is asked for, or else the fastest one, that passes the self-test with this model."""
+def _attention(name: AttentionName, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
+    """Choose the attention of this name, or else the fastest one; of a model outside of the table by its self-test."""
     if architecture_of(model) is not None:
-        return attention.choose(config.attention, model.device, row_wise=row_wise)
-    return attention.fitting(config.attention, model.device, _test_of(model, layout), row_wise=row_wise)
-
-
-def _test_of(model: PreTrainedModel, layout: KVLayout) -> Callable[[attention.Attend], None]:
-    """The self-test of a model that is not of the table."""
+        return attention.choose(name, model.device, row_wise=row_wise)
     from engine.startup.self_test import check_ragged_contract
 
-    return partial(check_ragged_contract, model, layout)
+    return attention.fitting(name, model.device, partial(check_ragged_contract, model, layout), row_wise=row_wise)
 
 
 def _tiled_runner(

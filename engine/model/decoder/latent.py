@@ -114,7 +114,7 @@ class LatentAttention(nn.Module):
             self.q_b_proj = matmul
         expanding = weights.floats("kv_b_proj.weight").to(weights.dtype)
         keys, values = expanding.unflatten(0, (layer.heads, -1)).split([layer.nope, layer.value], 1)
-        self.latent = LatentHeads(keys, values, row_wise=weights.device.type == "cpu")
+        self.latent = LatentHeads(keys, values, row_wise=weights.device.type == "cpu", packs=weights.packs)
         self.o_proj = weights.matrix({"o_proj": width}, layer.heads * layer.value, has_bias=layer.bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
