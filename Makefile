@@ -58,7 +58,7 @@ LOWEST_VENV := .venv-lowest
 LOWEST_PYTHON ?= $(LOWEST_VENV)/bin/python
 # What hangs on them: how kernels are interpreted and compiled, how calls of torch are seen, transformers' modules.
 LOWEST_TESTS := tests/kernels tests/cuda tests/no_gpu tests/card $(addprefix tests/engine/,test_attention.py device_loop/test_round.py \
-	$(patsubst %,model/test_%.py,fuse fuse_cuda fp8))
+	model/test_fp8.py)
 
 LOWEST_INSTALLED := $(if $(filter $(LOWEST_VENV)/%,$(LOWEST_PYTHON)),$(LOWEST_VENV)/.installed)
 

@@ -116,7 +116,9 @@ def _flex_olmo(config: Any) -> Architecture | None:
 
 
 def _gpt_oss(config: Any) -> Architecture | None:
-    gate = ExpertGate(config.swiglu_alpha, limit=config.swiglu_limit, plus=1.0, interleaved=True)
+    gate = ExpertGate(
+        getattr(config, "swiglu_alpha", 1.702), limit=getattr(config, "swiglu_limit", 7.0), plus=1.0, interleaved=True
+    )
     router = Router(config.num_local_experts, config.num_experts_per_tok, bias=True, name="router")
     feed = experts(config, router, config.intermediate_size, gate=gate, bias=True, transposed=True)
     return with_windows(config, mixture(config, grouped(config, has_sinks=True), feed))
