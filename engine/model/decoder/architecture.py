@@ -6,6 +6,7 @@ a family has is in `families/`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -47,7 +48,7 @@ class Mixer(LayerPart, Protocol):
         ...
 
 
-class StateMixer:
+class StateMixer(ABC):
     """A mixer that keeps a state of each sequence, beside keys and values or in their place."""
 
     @property
@@ -60,17 +61,17 @@ class StateMixer:
         """See `Mixer`."""
         return RotaryTable.none(0)
 
+    @abstractmethod
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
         """The parts of the state, in the order in which a pass comes to them; `dtype` is that of rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def row_sizes(self) -> set[int]:
         """See `LayerPart`."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +311,11 @@ class Layer:
     scale: float = 1.0
     normed_sums: bool = False
     names: tuple[str, str] = ("self_attn", "mlp")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether results are added as they are, one after the other."""
+        return self.scale == 1 and not self.parallel and not self.normed_sums
 
     @property
     def parts(self) -> tuple[tuple[str, LayerPart], ...]:

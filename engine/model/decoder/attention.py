@@ -98,13 +98,16 @@ class GroupedAttention(nn.Module):
     @property
     def out(self) -> nn.Module:
         """The matrix of the output."""
-        return self.get_submodule(self.layer.out_name)
+        return cast("nn.Module", self._modules[self.layer.out_name])
 
     @property
     def norms(self) -> tuple[nn.Module, nn.Module] | None:
         """Of queries and of keys."""
         norm = self.layer.norm
-        return None if norm is None else (self.get_submodule(norm.names[0]), self.get_submodule(norm.names[1]))
+        if norm is None:
+            return None
+        query, key = (cast("nn.Module", self._modules[name]) for name in norm.names)
+        return query, key
 
     @property
     def joined_norms(self) -> tuple[WeightAndEps, WeightAndEps] | tuple[None, None] | None:
@@ -157,8 +160,8 @@ class GroupedAttention(nn.Module):
         if norms is not None and norms != (None, None):
             projected = self._normed(projected)
         query, key, value = self._heads(projected)
-        signed = ragged.batch.once(("sin", sin), partial(_signed, sin))
-        turned = _rotate(torch.cat([query, key], 1), cos, signed)
+        signed = ragged.batch.once(("sin", sin), partial(signed_halves, sin))
+        turned = rotated(torch.cat([query, key], 1), cos, signed)
         query, key = cast("tuple[Tensor, Tensor]", turned.split([layer.heads, layer.kv_heads], 1))
         if layer.norm is not None and layer.norm.turned:
             both = cast("tuple[nn.Module, nn.Module]", self.norms)
@@ -230,12 +233,12 @@ def _gates_last(order: Tensor | None, heads: int, dim: int) -> Tensor:
     return torch.cat([queries.flatten() if order is None else queries.flatten()[order], gates.flatten()])
 
 
-def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Rotate [T, heads, d]: the halves (a, b) of each head become (a cos - b sin, b cos + a sin)."""
     return (x * cos[0, :, None]).add_(x.roll(x.shape[-1] // 2, -1).mul_(signed_sin))
 
 
-def _signed(sin: Tensor) -> Tensor:
+def signed_halves(sin: Tensor) -> Tensor:
     """[1, T, d] -> [T, 1, d], the first half negated."""
     first, second = sin[0, :, None].chunk(2, -1)
     return torch.cat([-first, second], -1)

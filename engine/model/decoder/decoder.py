@@ -1,7 +1,7 @@
-"""The decoder that runs every architecture of the table (`architecture.py`), over ragged batches, on a CPU.
+"""The decoder that runs every architecture of the table (`architecture.py`), over ragged batches.
 
-Its modules have transformers' names, which adapters and heads use. Layers run in one call of C where that can run the
-pass, and else module by module, with the same bits.
+Its modules have transformers' names, which adapters and heads use. On a CPU layers run in one call of C where that can
+run the pass, and else module by module, with the same bits; on a GPU our kernels run between their matmuls.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ class DecoderModel(nn.Module):
         self.model.embed_tokens = table
         self.model.layers = Stack(_layers(architecture, weights))
         self._read_ends(weights.below("model."))
-        each = [layer.mixer.rotary for layer in architecture.layers]
-        self.rotations = nn.ModuleList(map(Rotation, dict.fromkeys(each)))
-        self._which = [[*dict.fromkeys(each)].index(table) for table in each]
+        tables = [layer.mixer.rotary for layer in architecture.layers]
+        distinct = [*dict.fromkeys(tables)]
+        self.rotations = nn.ModuleList(map(Rotation, distinct))
+        self._which = [*map(distinct.index, tables)]
         self.to(weights.device)
-        self.ops: LayerOps | None = None
+        self._joins_sums = False
 
     def _read_ends(self, weights: WeightReader) -> None:
         """Read what there is between the tables and the layers."""
@@ -88,16 +89,18 @@ class DecoderModel(nn.Module):
         sizes = self.architecture.width, max(feeds, default=16), max(heads, default=16)
         rounded = [module for module in self.modules() if isinstance(module, Fp8Linear)]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.ops = ops.checked(sizes, like, in_fp8=bool(rounded))
+        found = ops.checked(sizes, like, in_fp8=bool(rounded))
+        is_last = isinstance(self.model.norm, RMSNorm) and self.model.project_out is None
+        self._joins_sums = is_last and all(layer.joins_sums for layer in self.model.layers)
         for matmul in rounded:
-            matmul.round_rows = self.ops.round_rows
+            matmul.round_rows = found.round_rows
         for module in self.modules():
             if isinstance(module, RMSNorm):
-                module.use(self.ops)
+                module.use(found)
             elif isinstance(module, GroupedAttention | GatedMLP):
-                module.ops = self.ops
+                module.ops = found
             elif isinstance(module, StackedExperts):
-                module.mix = self.ops.mix
+                module.mix = found.mix
 
     @property
     def state(self) -> tuple[StatePart, ...]:
@@ -140,7 +143,7 @@ class DecoderModel(nn.Module):
         tables = [rotation(position_ids[0], self.dtype) for rotation in self.rotations]
         turned = [tables[which] for which in self._which[: len(trunk.layers)]]
         has_readers = any(FINAL in tap.places for tap in trunk.layers.taps)
-        if self.ops is not None and isinstance(trunk.norm, RMSNorm) and all(each.joins_sums for each in trunk.layers):
+        if self._joins_sums:
             normed = trunk.layers.in_sums(hidden, turned, ragged, trunk.norm)
         else:
             hidden = trunk.layers.run(hidden, turned, ragged)
@@ -220,8 +223,7 @@ class DecoderLayer(nn.Module):
         first, after_mixer, second, after_feed = self.norms
         has_norms = isinstance(first, RMSNorm) and isinstance(second, RMSNorm) and self.feed is not None
         others = all(norm is None or isinstance(norm, RMSNorm) for norm in (after_mixer, after_feed))
-        is_plain = self.layer.scale == 1 and not self.layer.parallel and not self.layer.normed_sums
-        return has_norms and others and is_plain
+        return has_norms and others and self.layer.is_plain
 
     @staticmethod
     def rounds(part: Any) -> bool:

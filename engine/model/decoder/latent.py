@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from engine.attention.spec import AttentionSpec
 from engine.kv.arena import LayerKV
 from engine.kv.latent import LatentHeads
 from engine.model.decoder.architecture import NormForm, Shapes, matrix_shapes
-from engine.model.decoder.attention import join
+from engine.model.decoder.attention import join, rotated, signed_halves
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.rotary import RotaryTable
 from engine.model.decoder.weights import WeightReader
@@ -126,14 +127,10 @@ class LatentAttention(nn.Module):
         if layer.query_rank is not None:
             query = self.q_b_proj(self.q_a_layernorm(query))
         still, turning = query.unflatten(-1, (layer.heads, -1)).split([layer.nope, layer.rope], -1)
-        together = _rotate(torch.cat([turning, turned[:, None]], 1), *rotary)
+        cos, sin = rotary
+        signed = ragged.batch.once(("sin", sin), partial(signed_halves, sin))
+        together = rotated(torch.cat([turning, turned[:, None]], 1), cos, signed)
         absorbed = self.latent.absorb(torch.cat([still, together[:, :-1]], -1))
         key = torch.cat([self.kv_a_layernorm(latent)[:, None], together[:, -1:]], -1)
         attended = ragged.attend_layer(self.layer_idx, absorbed, key, key[..., : layer.rank], layer.spec)
         return cast("Tensor", self.o_proj(self.latent.expand(attended).flatten(1)[None]))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `[T, heads, d]`: the halves (a, b) of each head become (a cos - b sin, b cos + a sin)."""
-    first, second = x.chunk(2, -1)
-    return x * cos[0, :, None] + torch.cat([-second, first], -1) * sin[0, :, None]

@@ -125,8 +125,7 @@ def _parts(module: nn.Module) -> LayerParts | None:
     """The parts of a decoder layer, where our C runs it; else None."""
     here = cast("Any", module)
     layer, attention, gate = here.layer, here.mixer, here.feed
-    is_plain = layer.scale == 1 and not layer.parallel and not layer.normed_sums
-    if not is_plain or not isinstance(attention, GroupedAttention) or not isinstance(gate, GatedMLP):
+    if not layer.is_plain or not isinstance(attention, GroupedAttention) or not isinstance(gate, GatedMLP):
         return None
     norms, heads, spec = here.norms, attention.joined_norms, attention.spec
     fits = (

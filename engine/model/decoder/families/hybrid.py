@@ -29,6 +29,7 @@ from engine.model.decoder.families.mixtures import (
     granite_experts,
     qwen_experts,
     sparse_steps,
+    with_experts,
 )
 from engine.model.decoder.hybrids import (
     BesideLayer,
@@ -46,7 +47,7 @@ LINEAR = "linear_attention"  # as configs call layers that keep a state
 _SILU = ("silu", "swish")
 
 
-def of_kinds(config: Any, kinds: Seq[str], layers: Mapping[str, Layer | None], **more: Any) -> Architecture | None:
+def mixed(config: Any, kinds: Seq[str], layers: Mapping[str, Layer | None], **more: Any) -> Architecture | None:
     """A model whose layers are of these kinds; None where one of them is not in the table."""
     found = [layers.get(kind) for kind in kinds]
     made = tuple(layer for layer in found if layer is not None)
@@ -60,14 +61,6 @@ def layer(
 ) -> Layer | None:
     """A layer; None where one of its parts is not in the table."""
     return None if mixer is None or feed is None else Layer(mixer, feed, norms, names=names)
-
-
-def with_experts(made: Architecture | None, feed: Experts | None, sparse: Seq[bool]) -> Architecture | None:
-    """With experts in some layers."""
-    if made is None or feed is None:
-        return None
-    each = zip(made.layers, sparse, strict=True)
-    return replace(made, layers=tuple(replace(layer, feed=feed) if has else layer for layer, has in each))
 
 
 def _lfm2(config: Any) -> Architecture | None:
@@ -85,7 +78,7 @@ def _lfm2(config: Any) -> Architecture | None:
         "conv": layer(ConvLayer(config.hidden_size, conv), mlp, norms, ("conv", "feed_forward")),
         FULL: layer(attention, mlp, norms, ("self_attn", "feed_forward")),
     }
-    return of_kinds(config, config.layer_types, made, norm=norm, names=_LFM2)
+    return mixed(config, config.layer_types, made, norm=norm, names=_LFM2)
 
 
 def _lfm2_moe(config: Any) -> Architecture | None:
@@ -113,7 +106,7 @@ def _qwen3_5(config: Any, feed: Experts | None = None, **more: Any) -> Architect
         LINEAR: layer(_delta(config, **more), inner, TWO_NORMS, ("linear_attn", "mlp")),
         FULL: layer(attention, inner, TWO_NORMS, ("self_attn", "mlp")),
     }
-    return of_kinds(config, config.layer_types, made, norm=norm)
+    return mixed(config, config.layer_types, made, norm=norm)
 
 
 def _qwen3_5_moe(config: Any) -> Architecture | None:
@@ -216,7 +209,7 @@ def _falcon_h1(config: Any) -> Architecture | None:
     mixer = BesideLayer(mamba, replace(attention, spec=spec), scales)
     made = {"hybrid": layer(mixer, feed, _PRE_FF, ("beside", "feed_forward"))}
     factors = {"embedding_scale": config.embedding_multiplier, "logit_scale": config.lm_head_multiplier}
-    return of_kinds(config, ["hybrid"] * config.num_hidden_layers, made, norm=norm, names=_FALCON_H1, **factors)
+    return mixed(config, ["hybrid"] * config.num_hidden_layers, made, norm=norm, names=_FALCON_H1, **factors)
 
 
 def _bamba(config: Any) -> Architecture | None:
@@ -225,7 +218,7 @@ def _bamba(config: Any) -> Architecture | None:
         LINEAR: layer(_mamba2_of(config), feed, _PRE_FF, ("mamba", "feed_forward")),
         FULL: layer(grouped(config), feed, _PRE_FF, ("self_attn", "feed_forward")),
     }
-    return of_kinds(config, config.layers_block_type, made, norm=norm, names=_FINAL)
+    return mixed(config, config.layers_block_type, made, norm=norm, names=_FINAL)
 
 
 def _jamba(config: Any) -> Architecture | None:
@@ -243,7 +236,7 @@ def _jamba(config: Any) -> Architecture | None:
         LINEAR: layer(mamba, feed, _PRE_FF, ("mamba", "feed_forward")),
         FULL: layer(attention, feed, _PRE_FF, ("self_attn", "feed_forward")),
     }
-    model = of_kinds(config, config.layer_types, made, norm=norm, names=_FINAL)
+    model = mixed(config, config.layer_types, made, norm=norm, names=_FINAL)
     sparse = [count > 1 for count in config.layers_num_experts]
     if not any(sparse):
         return model
@@ -264,7 +257,7 @@ def _granite_hybrid(config: Any) -> Architecture | None:
     }
     made = {kind: each and replace(each, **of_layer) for kind, each in found.items()}
     names = GRANITE_NAMES if config.num_local_experts else _GRANITE
-    return of_kinds(config, config.layers_block_type, made, norm=norm, names=names, **factors)
+    return mixed(config, config.layers_block_type, made, norm=norm, names=names, **factors)
 
 
 _FEED = (

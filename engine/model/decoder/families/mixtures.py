@@ -59,10 +59,14 @@ def mixture(
     """A model of experts in the layers that `is_sparse` says, default all; others have the usual feed-forward."""
     bias = more.pop("bias", False)
     made = decoder(config, mixer, gated(config, bias=bias), layer, **more)
+    return with_experts(made, feed, [True] * config.num_hidden_layers if is_sparse is None else is_sparse)
+
+
+def with_experts(made: Architecture | None, feed: Experts | None, is_sparse: Iterable[bool]) -> Architecture | None:
+    """With experts in the layers that `is_sparse` says."""
     if made is None or feed is None:
         return None
-    sparse = [True] * len(made.layers) if is_sparse is None else [*is_sparse]
-    pairs = zip(made.layers, sparse, strict=True)
+    pairs = zip(made.layers, is_sparse, strict=True)
     return replace(made, layers=tuple(replace(each, feed=feed) if has else each for each, has in pairs))
 
 
