@@ -66,7 +66,7 @@ def save(family: str, folder: Path, new_tokens: int = NEW_TOKENS, **how: object)
     """Write the family's model and a near draft of it as checkpoints."""
     model = zoo.reference(family)
     model.save_pretrained(folder / "target", **how)
-    zoo.near(model).save_pretrained(folder / "draft", **how)
+    zoo.disturbed(model).save_pretrained(folder / "draft", **how)
     cases = cases_of(model, new_tokens)
     return Saved(str(folder / "target"), str(folder / "draft"), cases, proposers_of(model.config), new_tokens)
 

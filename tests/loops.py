@@ -24,7 +24,7 @@ from engine.engine import Engine
 from engine.kernels import reference
 from engine.kv.arena import KVArena
 from engine.model.decoder.ops import LayerOps
-from engine.model.runner import kv_layout
+from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
 from engine.types import FinishReason, Request, Sequence
@@ -48,7 +48,7 @@ def models(family: str = "llama"):
 
 def gib(pages: int, pair, page_size: int) -> float:
     """Memory of so many pages in both arenas."""
-    return (pages * page_size * sum(kv_layout(m.config, m.dtype).bytes_per_token for m in pair) + 1) / 2**30
+    return (pages * page_size * sum(layout_of_model(m).bytes_per_token for m in pair) + 1) / 2**30
 
 
 def engine_of(family: str = "llama", pages: int = 40, pair=None, **options) -> Engine:
@@ -93,7 +93,7 @@ def steered(control, make=engine_of, **options) -> Engine:
 
 def fed(model, num_pages: int) -> DeviceModel:
     """A model with an arena of so many pages and one behind them."""
-    arena = KVArena(kv_layout(model.config, model.dtype), num_pages, PAGE, model.device, spare_rows=PAGE)
+    arena = KVArena(layout_of_model(model), num_pages, PAGE, model.device, spare_rows=PAGE)
     return DeviceModel(model, arena, model.config.max_position_embeddings)
 
 

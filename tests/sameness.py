@@ -24,7 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.llm import LLM, CompletionOutput
-from engine.model.runner import kv_layout, load_model
+from engine.model.fallback import load_model
+from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.proposers.heads.load import load_heads
 from engine.proposers.vocab import VocabMap
@@ -106,7 +107,7 @@ class Pair:
 
     def _gib(self, config: EngineConfig, pages: int) -> float:
         """The memory of as many pages of 4 tokens, in all arenas together."""
-        each = [kv_layout(m.config, m.dtype) for m in (self.target, *([self.draft] if config.draft else []))]
+        each = [layout_of_model(m) for m in (self.target, *([self.draft] if config.draft else []))]
         each += [head.layout for head in load_heads(config, self.target).values() if head.layout is not None]
         if config.self_layers is not None:
             each.append(replace(each[0], layers=each[0].layers[: config.self_layers]))

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import copy
 from functools import lru_cache
+from typing import cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, FalconForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.attention import choose
 from engine.attention.registry import ATTENTION_NAME
-from engine.choices import KVType, Rounded
+from engine.choices import KVType, Rounded, Weights
 from engine.kernels import reference as reference_ops
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.weights import WeightReader, prepared
-from engine.model.linear.packed import pack
-from engine.model.quantize import quantise
-from engine.model.runner import ModelRunner, kv_layout, prepare
+from engine.model.decoder.weights import WeightReader, converted_by, prepared
+from engine.model.fallback import prepare
+from engine.model.runner import ModelRunner, layout_of_model
 
 VOCAB = 97
 END = 2
@@ -235,57 +235,78 @@ def with_large_weights(config: PreTrainedConfig, seed: int = 0) -> PreTrainedMod
     return model
 
 
-def ours(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights with our attention, as `runner.load_model` would load them."""
-    if isinstance(model, FalconForCausalLM):  # its class has attention of its own, and refuses any other
-        return copy.deepcopy(model)
+def ours(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> DecoderModel | PreTrainedModel:
+    """The same weights as a server runs them, by torch's matmuls; outside of the table with our attention alone."""
+    given = copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]  # transformers hides torch's own signature
+    if architecture_for(model.config) is not None:
+        return decoder(given, packs=False)
+    # Falcon's class has attention of its own, and refuses any other.
+    return given if isinstance(model, FalconForCausalLM) else in_transformers(given)
+
+
+def in_transformers(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in transformers' module with our attention, as `fallback.load_model` would load them."""
     config = copy.deepcopy(model.config)
     prepare(config)
     twin = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
     twin.load_state_dict(model.state_dict())
-    return twin
+    return twin.to(model.dtype)
 
 
-def as_served(model: PreTrainedModel, weights: Rounded | None = None) -> DecoderModel | PreTrainedModel:
-    """The same model as a server on a CPU runs it: in our C, where that multiplies here."""
-    architecture = architecture_for(model.config)
-    if architecture is not None:
-        read = WeightReader(prepared(model.state_dict(), architecture), model.dtype, weights)
-        return DecoderModel(architecture, copy.deepcopy(model.config), read).eval()
-    if weights is not None:
-        quantise(model, weights)
-    pack(model)
-    return model
+def decoder(model: PreTrainedModel, weights: Weights = "native", *, packs: bool = True) -> DecoderModel:
+    """The same weights in our decoder, floats in our C where that multiplies here and `packs`.
 
-
-def on_kernels(model: PreTrainedModel, ops: LayerOps | None = None) -> DecoderModel | PreTrainedModel:
-    """A copy as a server on a GPU runs it; `ops`: what stands for our kernels, default plain torch."""
-    ops, architecture = ops or LayerOps.of(reference_ops), architecture_for(model.config)
-    if architecture is None:
-        return copy.deepcopy(model)
-    weights = prepared(model.state_dict(), architecture)
-    read = WeightReader(weights, model.dtype, device=model.device, packs=False)
+    `model`: transformers' module, or a decoder that this function has made of one.
+    """
+    model, architecture = getattr(model, "plain", model), architecture_for(model.config)
+    assert architecture is not None, "it is in the table"
+    converted = None if packs else converted_by(weights, on_cuda=True)
+    rounded = cast("Rounded", weights) if weights != "native" and converted is None else None
+    found = prepared({key: tensor.clone() for key, tensor in model.state_dict().items()}, architecture)
+    read = WeightReader(found, model.dtype, rounded, device=model.device, packs=packs, converted=converted)
     made = DecoderModel(architecture, copy.deepcopy(model.config), read).eval()
-    made.use(ops)
+    made.__dict__["plain"] = model  # as an attribute it would be one of its modules
+    return made
+
+
+def as_served(model: PreTrainedModel, weights: Weights = "native") -> DecoderModel | PreTrainedModel:
+    """The same model as a server on a CPU runs it: in our C, where that multiplies here."""
+    return model if architecture_for(model.config) is None else decoder(model, weights)
+
+
+def on_kernels(
+    model: PreTrainedModel, ops: LayerOps | None = None, weights: Weights = "native"
+) -> DecoderModel | PreTrainedModel:
+    """A copy as a server on a GPU runs it; `ops`: what stands for our kernels, default plain torch."""
+    if architecture_for(model.config) is None:
+        return copy.deepcopy(model)
+    made = decoder(model, weights, packs=False)
+    made.use(ops or LayerOps.of(reference_ops))
     return made
 
 
 def logits(model: PreTrainedModel, kind: KVType = "auto") -> torch.Tensor:
     """Of a ragged batch: a chunk, a prompt, then one token each."""
-    arena = KVArena(kv_layout(model.config, model.dtype).stored_as(kind), 3, 64, torch.device("cpu"))
+    arena = KVArena(layout_of_model(model).stored_as(kind), 3, 64, torch.device("cpu"))
     runner = ModelRunner(model, arena, choose("auto", model.device))
     first = runner.forward([Feed(range(5, 25), 0, [1], 20), Feed([3, 4, 5], 0, [2], 0)])
     return torch.cat([first, runner.forward([Feed([9], 20, [1]), Feed([3, 4], 3, [2], 2)])])
 
 
-def near(model: PreTrainedModel, amount: float = 0.02) -> PreTrainedModel:
-    """A draft that is often right: the same weights, a little disturbed, with our attention."""
-    twin = ours(model)
-    generator = torch.Generator().manual_seed(1)
+def disturbed(model: PreTrainedModel, amount: float = 0.02) -> PreTrainedModel:
+    """The plain model with other weights, a little."""
+    twin, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * amount)
     return twin
+
+
+def near(
+    model: PreTrainedModel, amount: float = 0.02, dtype: torch.dtype = torch.float32
+) -> DecoderModel | PreTrainedModel:
+    """A draft that is often right: the same weights, a little disturbed, as `ours`."""
+    return ours(disturbed(model, amount), dtype)
 
 
 def prompts(count: int = 4, seed: int = 1) -> list[list[int]]:

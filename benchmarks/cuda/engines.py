@@ -29,7 +29,8 @@ from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader, prepared
-from engine.model.runner import kv_layout, prepare
+from engine.model.fallback import kv_layout, prepare
+from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.sampling import noise
 from engine.sampling.noise import Stream
@@ -149,7 +150,7 @@ def engine_of(
     real = ops_on(card.device)
     ops = RoundOps(real.attend, real.choose, kept_at(acceptance, real.commit))
     pages = size * -(-longest // page)
-    bytes_each = sum(kv_layout(model.config, torch.bfloat16).bytes_per_token for model in pair.models)
+    bytes_each = sum(layout_of_model(model).bytes_per_token for model in pair.models)
     config = options(
         "random", draft="random" if pair.draft else None, proposer="model" if pair.draft else "none",
         device=card.device.type, dtype="bfloat16", loop=loop, num_draft_tokens=most_drafts, max_batch_size=size,

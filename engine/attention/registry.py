@@ -18,7 +18,6 @@ from engine.errors import ModelError
 from engine.kernels import faults, has_triton, is_interpreted
 from engine.kv.arena import KVArena
 from engine.kv.batch import RaggedBatch
-from engine.kv.latent import latent_of
 from engine.native import library
 
 log = logging.getLogger(__name__)
@@ -172,11 +171,8 @@ def _hook(
     layer = module.layer_idx
     assert isinstance(layer, int)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    spec = AttentionSpec(scale, sliding_window, _chunk(module, layer), softcap, s_aux)
+    spec = AttentionSpec(scale, sliding_window, None, softcap, s_aux)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
-    latent = latent_of(module)
-    if latent is not None:  # the layer hands over keys of one head, and values that are their beginning
-        return latent.expand(ragged.attend_layer(layer, latent.absorb(q), k, v, spec))[None], None
     return ragged.attend_layer(layer, q, k, v, spec)[None], None  # [1, T, heads, value_dim]
 
 
@@ -185,16 +181,6 @@ def _current(module: nn.Module) -> Ragged:
     if not isinstance(current, CurrentPass) or current.ragged is None:
         raise ModelError(f"{type(module).__name__} runs outside of a pass of a ragged batch")
     return current.ragged
-
-
-def _chunk(module: nn.Module, layer: int) -> int | None:
-    """The length of a layer's chunks. Models tell their masks alone about them, so the config must say it here."""
-    config = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    if not kinds or kinds[layer] != "chunked_attention":
-        return None
-    chunk: int | None = getattr(config, "attention_chunk_size", None)
-    return chunk
 
 
 def register_hook() -> None:

@@ -172,7 +172,7 @@ def w4_levels(words: Tensor) -> Tensor:
 
 
 def w4_matmul(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, _arrived: Tensor) -> Tensor:
-    """As `w4.matmul`: products with the dequantised matrix, summed in float32."""
+    """As `w4.w4_matmul`: products with the dequantised matrix, summed in float32."""
     weight: Tensor = w4_levels(words).float().unflatten(1, (len(words), -1)) * scale.t()[..., None].float()
     out = x.float() @ weight.flatten(1).t()
     return (out if bias is None else out + bias.float()).to(x.dtype)

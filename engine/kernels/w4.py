@@ -30,7 +30,7 @@ class _Tile:
 _FEW, _SOME, _MANY = _Tile(16, TILE_OUTPUTS, 4, 5), _Tile(MERGED_ROWS, TILE_OUTPUTS, 4, 3), _Tile(128, 128, 8, 2)
 
 
-def matmul(
+def w4_matmul(
     x: Tensor,  # [M, in], bfloat16 or float16, its rows dense
     words: Tensor,  # [in / GROUP, out, WORDS] int16
     scale: Tensor,  # [in / GROUP, out]

@@ -60,7 +60,7 @@ class RaggedBatch:
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, the position + table * TABLE_MARK: the only input of `rope.TwoTables`
+    position_ids: Tensor  # [T] int64, the position + table * TABLE_MARK: `decoder.rotary` reads both
     kv_rows: Tensor  # [T] int64, the arena row that each token's K/V is written to
     logit_rows: Tensor  # [R] int64
     cu_seqlens: tuple[int, ...]  # [B + 1]

@@ -21,7 +21,6 @@ from engine.model.decoder.families.described import described_by
 from engine.model.gguf.architectures import config_of
 from engine.model.gguf.files import gguf_file, open_gguf
 from engine.model.gguf.tokenizer import chat_template_in
-from engine.model.rope import longrope_border
 from engine.model.text_part import text_part
 
 if TYPE_CHECKING:
@@ -177,6 +176,20 @@ def has_chat_template(name: str, revision: str | None) -> bool:
     return settings is not None and bool(json.loads(settings.read_text("utf-8")).get("chat_template"))
 
 
+def longrope_border(config: PreTrainedConfig) -> int | None:
+    """The longest sequence for which the first of two rotary tables is used (longrope), if each has its own; else None.
+
+    Only families are known whose `generate` discards K/V made with the short table at the border, so that the result of
+    a sequence depends only on its length. Others continue with K/V of both tables, and are served up to the border.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    border: int | None = rope.get("original_max_position_embeddings")
+    if config.model_type != "phi3" or rope.get("rope_type") != "longrope" or border is None:
+        return None
+    # One of the two numbers chooses the table and the other the moment of renewal, so they must be equal.
+    return border if border == getattr(config, "original_max_position_embeddings", None) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Positions:
     """The number of positions that a model supports in a ragged batch, and the config field that decides it."""
@@ -190,7 +203,7 @@ def positions(config: PreTrainedConfig) -> Positions:
 
     Two kinds of rotary embedding choose one frequency table for the whole pass by its largest position, so the longest
     sequence would decide for all sequences of the batch. Up to the length of their first training they always choose
-    the same table. Beyond it we serve only models for which `engine.model.rope` can give each sequence its own table.
+    the same table. Beyond it we serve only models for which the decoder gives each sequence its own table.
     """
     text, border = config.get_text_config(), longrope_border(config)
     whole = next((n for n in (getattr(text, name, None) for name in _LIMITS) if isinstance(n, int)), None)

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING
 from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
 from engine.kv.batch import Feed
-from engine.model.checkpoint import shape_of
 from engine.model.runner import Runner
-from engine.model.tap import layers_of
 from engine.proposers.base import Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.stats import Forward
 from engine.types import Sequence
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from engine.model.decoder.decoder import DecoderModel
 
 
 class ModelProposer:
@@ -76,22 +74,20 @@ def _feed(chain: Chain, budget: int) -> Feed:
     return Feed(tokens, start, cursor.page_table, int(reaches_end), cursor.table, state)
 
 
-def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
+def first_layers(model: DecoderModel, layers: int) -> DecoderModel:
     """A model of the first `layers` decoder layers, then the final norm and head; it shares every weight.
 
     Untrained for it, early layers speak the target's output language only roughly; LayerSkip checkpoints (Elhoushi et
     al. 2024, arXiv 2404.16710) were trained to.
 
     Raises:
-        ModelError: the model has no such layers, or keeps them where we do not find them.
+        ModelError: the model has no such layers.
     """
-    depth = shape_of(model.config, "num_hidden_layers")
+    depth = len(model.model.layers)
     if not 1 <= layers < depth:
         raise ModelError(f"self_layers is {layers}; the target has {depth} layers: expected 1 to {depth - 1}")
     # Tensors that a deep copy meets in its memo are taken as they are: new modules, the same weights.
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, shared)
-    name, stack = layers_of(twin)
-    parent, _, attribute = name.rpartition(".")
-    setattr(twin.get_submodule(parent), attribute, stack[:layers])
+    twin.model.layers = twin.model.layers[:layers]
     return twin

@@ -1,20 +1,18 @@
 """Tests batch invariance at load, for a model that will run in fixed-shape passes (`engine.model.fixed_shape`).
 
 A tile fixes every shape. A row's bits can still depend on its place in the tile, on its neighbours and on the number of
-threads, and no library promises that they do not. So activations are computed in pieces whose shape never changes. Then
-the model's own matmuls are tested, one shape at a time, and last the whole model. Every result is compared with a run
-on one thread, so that a later start with more threads gives the same bits.
+threads, and no library promises that they do not. So the model's matmuls are tested, one shape at a time, and then the
+whole model. Every result is compared with a run on one thread, so that a later start with more threads gives the same
+bits.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import PreTrainedModel, activations
-from transformers.pytorch_utils import Conv1D
 
 from engine.attention import choose
 from engine.errors import ModelError
@@ -23,19 +21,15 @@ from engine.kv.batch import Feed
 from engine.machine.threads import exactly
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.linear.experts import RoutedExperts
-from engine.model.linear.routing import RowWiseRouting, make_routing_row_wise
-from engine.model.linear.unstack import stacked_weights, unstack
 from engine.model.runner import ModelRunner
 from engine.recurrent.arena import StateArena, StateLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
 _SHIFTS = (1, 6, TILE - 5)
-_PIECE = 16384  # torch splits elementwise work of 32,768 numbers among threads; a multiple of all vector lengths
-_VECTOR = 64  # numbers that fit in two of the widest registers, in the shortest type
-_ACTIVATIONS = frozenset(
-    found[0] if isinstance(found, tuple) else found for found in dict.values(activations.ACT2CLS)
-) | {nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid}
 
 
 class RowByRow(nn.Module):
@@ -57,23 +51,6 @@ class RowByRow(nn.Module):
         return torch.cat([self.inner(row.clone()) for row in x.split(1, -2)], -2)
 
 
-class Piecewise(nn.Module):
-    """An activation that computes every number in the same way.
-
-    torch works on whole vectors, and then on the remainder at the end of a thread's part, where it uses another exp
-    function that may round differently. Here there is never a remainder, and only one thread.
-    """
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Elementwise, any shape."""
-        flat = F.pad(x.flatten(), (0, -x.numel() % _VECTOR))
-        return torch.cat([self.inner(piece) for piece in flat.split(_PIECE)])[: x.numel()].view(x.shape)
-
-
 @torch.inference_mode()
 def ensure_batch_invariance(model: PreTrainedModel, layout: KVLayout) -> None:
     """Ensure that a row's bits depend only on its own context; matmuls that need it are computed row by row.
@@ -89,11 +66,9 @@ def _hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
     _take_experts_row_by_row(model)
     sound: dict[str, bool] = {}
     for name, module in list(model.named_modules()):
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), Piecewise | RowByRow):
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), RowByRow):
             continue  # an earlier engine of this model has replaced it
-        if type(module) in _ACTIVATIONS:
-            _replace(model, name, Piecewise(module))
-        elif isinstance(module, nn.Linear | Conv1D) and not _is_routers(model, module):
+        if isinstance(module, nn.Linear):
             shape = shape_of(module)
             if shape not in sound:
                 sound[shape] = is_independent(module)
@@ -107,15 +82,8 @@ def _take_experts_row_by_row(model: PreTrainedModel) -> None:
     """Give each row of a mixture products of its own: no tile fixes how many rows meet an expert.
 
     Raises:
-        ModelError: there are stacked matrices whose use is not understood, or a row's bits still depend on its place.
+        ModelError: a row's bits still depend on its place.
     """
-    unstack(model)
-    for name, weight in stacked_weights(model):
-        raise ModelError(
-            f"reproducible: {name} has {weight.ndim} dimensions, as of a mixture of experts in unknown code; how "
-            "many rows meet each expert hangs on the batch, and with it their bits"
-        )
-    make_routing_row_wise(model)
     shapes: set[str] = set()
     for name, experts in [(name, m) for name, m in model.named_modules() if isinstance(m, RoutedExperts)]:
         for matmuls in (experts.ups, experts.downs):
@@ -124,12 +92,6 @@ def _take_experts_row_by_row(model: PreTrainedModel) -> None:
                     shape = shape_of(matmul)
                     matmuls[index] = RowByRow(matmul) if shape in shapes else _row_by_row(name, matmul, shape)
                     shapes.add(shape)
-
-
-def _is_routers(model: PreTrainedModel, matmul: nn.Module) -> bool:
-    """Whether a matmul is a router in code of its own, whose product is row-wise already."""
-    blocks = (module for module in model.modules() if isinstance(module, RowWiseRouting))
-    return type(matmul) not in (nn.Linear, Conv1D) and any(block.multiplies(matmul.weight) for block in blocks)
 
 
 def shape_of(module: nn.Module) -> str:
@@ -144,8 +106,7 @@ def is_independent(matmul: nn.Module) -> bool:
     """Whether a row gets the same bits at every place of a tile, beside any rows, with one thread and with all."""
     assert isinstance(matmul.weight, Tensor)
     weight, generator = matmul.weight, torch.Generator().manual_seed(0)
-    inner = matmul.inner if isinstance(matmul, RowByRow) else matmul
-    width = weight.shape[0 if isinstance(inner, Conv1D) else 1]
+    width = weight.shape[1]
     mine, others = torch.randn(2, 1, TILE, width, generator=generator).to(weight)
     with exactly(1):
         want = matmul(mine)[0]

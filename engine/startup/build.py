@@ -27,25 +27,19 @@ from engine.kv.pages import PagePool
 from engine.machine.mapped import ReadProgress, told
 from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
-from engine.model.adapters.peft import read_adapter
 from engine.model.adapters.store import Adapters
-from engine.model.checkpoint import read_config, weights_size
+from engine.model.checkpoint import longrope_border, read_config, weights_size
 from engine.model.decoder.architecture import architecture_of
+from engine.model.decoder.decoder import DecoderModel, is_batch_invariant, runs_in_c
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
 from engine.model.fixed_shape import TILE, FixedShapeRunner
-from engine.model.latent import EXPANDING, compress, has_latents
-from engine.model.linear.fp8 import to_fp8
-from engine.model.linear.packed import is_batch_invariant, runs_in_c
-from engine.model.linear.w4 import to_w4
-from engine.model.rope import longrope_border
-from engine.model.runner import ModelRunner, Runner, end_tokens, known_positions, layout_of_model, load_model
+from engine.model.runner import ModelRunner, Runner, end_tokens, known_positions, layout_of_model
 from engine.model.tap import Tap
 from engine.parallel.group import Ranks
 from engine.parallel.shards import ShardedRunner, check_shards, shard_layout, worker_loop
 from engine.proposers import Proposer, Proposers
 from engine.proposers.heads.load import load_heads
-from engine.proposers.heads.uno import adapter_folder
 from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
@@ -54,7 +48,7 @@ from engine.startup.implementation import Implementation
 from engine.startup.loop import rounds_for, wants_rounds
 from engine.startup.memory import GIB, kv_gib
 from engine.startup.precision import held_as
-from engine.startup.runners import RoundsByShape, Ways, alone
+from engine.startup.runners import Ways, alone
 from engine.startup.states import TARGET, StatePlan
 from engine.types import AUTO
 
@@ -90,12 +84,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
         draft = load(config, config.draft, config.draft_revision, weights, device, progress=progress)
     vocab = None if draft is None else match_vocabularies(config, target, draft)
     progress("allocating K/V")
-    try:
-        return assemble(config, target, draft, vocab=vocab, ranks=ranks)
-    except RoundsByShape as error:
-        log.warning("%s: it is loaded again, in float32", error)
-    del target, draft  # before their successors take as much memory again
-    return build_engine(config.model_copy(update={"dtype": "float32"}), progress)
+    return assemble(config, target, draft, vocab=vocab, ranks=ranks)
 
 
 def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Callable[[], None]:
@@ -162,28 +151,16 @@ def _load(
     log.info("%r: rounded are %s", name, held.rounding(device))
     implementation = Implementation.of(config, described, device, shares)
     log.info("%r runs in: %s", name, implementation)
-    if shares > 1:
-        rounded = held.quantisation.method if held.quantisation else held.weights
-        if rounded != "native":
-            raise ModelError(f"tensor_parallel_size is {shares}; {name!r} has {rounded} weights, which cannot be cut")
-        if config.fuse:
-            log.info("%r stays unfused: a share of it has transformers' hooks on its matrices", name)
-        return load_model(name, revision, held.dtype, device, shares)
     if implementation.architecture is None:
-        from engine.startup.fallback import load_fallback
+        from engine.model.fallback import load_model
 
-        return load_fallback(config, name, revision, held, device)
+        return load_model(name, revision, held.dtype, device)
     in_rounds = device.type == "cpu" and config.loop == "rounds"  # our C cannot read their batches
-    as_codes = held.weights if device.type == "cpu" and held.weights in ("int8", "int4") else None
     made = load_decoder(
-        name, revision, described, implementation.architecture, held.dtype, as_codes,
-        held.quantisation, keeps_codes=held.keeps_codes or held.quantisation is None, device=device,
+        name, revision, described, implementation.architecture, held.dtype, held.weights, held.quantisation,
+        keeps_codes=held.keeps_codes or held.quantisation is None, device=device,
         packs=not in_rounds and held.weights != "fp8",
     )  # fmt: skip
-    if held.weights == "fp8":
-        to_fp8(cast("PreTrainedModel", made))
-    if held.weights == "int4" and device.type == "cuda":
-        to_w4(cast("PreTrainedModel", made))
     if device.type == "cuda" or in_rounds:
         made.use(LayerOps.kernels() if device.type == "cuda" else LayerOps.of(reference))
     return cast("PreTrainedModel", made)
@@ -214,7 +191,6 @@ def assemble(
         tap: reads the target for a proposer of the caller's; where heads are loaded they have one of their own.
     """
     _check_reproducible(config, target.device)
-    _compress(config, target, draft, ranks)
     heads = load_heads(config, target)
     # Before the self-test, which shows that it works.
     tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else tap
@@ -224,7 +200,7 @@ def assemble(
     ways = Ways.of(config, target, draft, ragged)
     drafters = Drafters.load(config, target, draft, vocab, ways, heads, tap)
     # After a draft of the target's own layers was copied: it has none.
-    adapters = _adapters(config, target, ranks, ways)
+    adapters = _adapters(config, target, ranks)
     own = {name: adapters.load_unlisted(name, head.adapter) for name, head in heads.items() if head.adapter is not None}
     sizes = _sizes(config, target, drafters, ranks, ways)
     limit, page_size, num_pages, states = sizes.limit, sizes.page_size, sizes.num_pages, sizes.states
@@ -261,26 +237,11 @@ def assemble(
     return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype, adapters=adapters)
 
 
-def _compress(
-    config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel | None, ranks: Ranks | None
-) -> None:
-    """Let layers with latent attention keep latents: not those of a shard, or with adapters of what expands them."""
-    stays = ranks is not None
-    folders = [Path(folder) for folder in config.adapter.values()]
-    folders += [adapter_folder(config.uno, config.uno_revision)] if config.uno is not None else []
-    if folders and has_latents(target):
-        parts = (path for folder in folders for path in read_adapter(folder).parts)
-        stays = stays or any(path.endswith(EXPANDING) for path in parts)
-    for model in (None if stays else target, draft):
-        if model is not None:
-            on_cpu = model.device.type == "cpu"
-            compress(model, row_wise=on_cpu and (config.reproducible or is_batch_invariant(model)))
-
-
-def _adapters(config: EngineConfig, target: PreTrainedModel, ranks: Ranks | None, ways: Ways) -> Adapters:
-    """Load the adapters that the config names, and prepare for more; only a target in ragged batches has some."""
-    row_wise = target.device.type == "cpu" or config.reproducible
-    adapters = Adapters(None if ranks is not None or target in ways.alone else target, row_wise=row_wise)
+def _adapters(config: EngineConfig, target: PreTrainedModel, ranks: Ranks | None) -> Adapters:
+    """Load the adapters that the config names, and prepare for more; only a whole decoder has some."""
+    is_ours = architecture_of(target) is not None and ranks is None
+    changed = cast("DecoderModel", target) if is_ours else None
+    adapters = Adapters(changed, row_wise=target.device.type == "cpu" or config.reproducible)
     for name, folder in config.adapter.items():
         adapters.load(name, Path(folder))
     return adapters

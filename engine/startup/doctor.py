@@ -29,12 +29,9 @@ from engine.model import checkpoint
 from engine.model.decoder import memory
 from engine.model.decoder.weights import check as check_shapes
 from engine.model.decoder.weights import prepared
-from engine.model.latent import has_latents
 from engine.model.linear.grouped import kernel_name
 from engine.model.published.files import read_headers
-from engine.model.published.methods import read_weights
-from engine.model.quantize import weight_bytes
-from engine.model.runner import kv_layout
+from engine.model.published.methods import read_weights, without_quantisation
 from engine.model.text_part import names_in_whole
 from engine.native import instructions
 from engine.parallel.shards import check_shards, shard_layout
@@ -45,7 +42,7 @@ from engine.startup.build import max_model_len, pages_within, pick_device
 from engine.startup.drafters import read_vocabulary
 from engine.startup.implementation import Implementation
 from engine.startup.memory import GIB, DeviceMemory, kv_gib
-from engine.startup.precision import HeldPrecision, held_as, on_meta
+from engine.startup.precision import HeldPrecision, held_as
 from engine.text.codec import Codec
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -94,13 +91,11 @@ class Weighed:
         width: of the logits.
         weight_bytes: of all weights in memory.
         class_name: of transformers' module; None of a decoder.
-        has_latents: layers with latent attention keep latents.
     """
 
     width: int
     weight_bytes: int
     class_name: str | None = None
-    has_latents: bool = False
 
     @classmethod
     def decoder(
@@ -125,19 +120,16 @@ class Weighed:
         return cls(made_of.vocab_size, size)
 
     @classmethod
-    def module(
-        cls, name: str, revision: str | None, config: PreTrainedConfig, held: HeldPrecision, *, on_cuda: bool
-    ) -> Weighed:
+    def module(cls, name: str, revision: str | None, config: PreTrainedConfig, held: HeldPrecision) -> Weighed:
         """Transformers' module, built on the meta device, where weights take no memory."""
-        from engine.model.published.load import num_bytes
+        from transformers import AutoModelForCausalLM
 
-        model, codes = on_meta(name, config), 0
-        width, latents = model.get_output_embeddings().weight.shape[0], has_latents(model)
         if held.quantisation is not None:
-            weights = read_weights(name, revision, held.quantisation, read_headers)
-            codes = num_bytes(model, weights, keeps_codes=held.keeps_codes)
-        floats = weight_bytes(model, held.dtype, held.weights, on_cuda=on_cuda)
-        return cls(width, codes + floats, type(model).__name__, latents)
+            read_weights(name, revision, held.quantisation, read_headers)  # refuses what is not whole
+        with checkpoint.told_as_model_error(name), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(without_quantisation(config))
+        size = sum(weight.numel() for weight in model.parameters()) * held.dtype.itemsize
+        return cls(model.get_output_embeddings().weight.shape[0], size, type(model).__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +158,10 @@ class Facts:
         runs_in = Implementation.of(config, described, device, shares)
         if runs_in.architecture is None:
             described = checkpoint.read_config(name, revision, of_transformers=True)
-            weighed = Weighed.module(name, revision, described, held, on_cuda=on_cuda)
-            layout = kv_layout(described, held.dtype, compressed=shares == 1 and weighed.has_latents)
+            from engine.model.fallback import kv_layout
+
+            weighed = Weighed.module(name, revision, described, held)
+            layout = kv_layout(described, held.dtype)
         else:
             layout = KVLayout(runs_in.architecture.kv, held.dtype)
             weighed = Weighed.decoder(name, revision, described, runs_in.architecture, held, on_cuda=on_cuda)

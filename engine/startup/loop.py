@@ -15,8 +15,8 @@ from engine.device_loop.repertoire import allows_rounds
 from engine.device_loop.round import DeviceModel, RoundOps
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, reference
-from engine.model.linear.packed import is_batch_invariant
-from engine.model.rope import longrope_border
+from engine.model.checkpoint import longrope_border
+from engine.model.decoder.decoder import is_batch_invariant
 from engine.model.runner import ModelRunner, Runner, known_positions
 from engine.startup.memory import graph_budget
 

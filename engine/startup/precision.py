@@ -15,15 +15,14 @@ import torch
 from engine.choices import Weights
 from engine.errors import ModelError
 from engine.kernels import has_triton
-from engine.model.checkpoint import named_type, read_config, stored_type, told_as_model_error
+from engine.model.checkpoint import named_type, read_config, stored_type
 from engine.model.decoder.families.table import architecture_for
-from engine.model.linear.packed import packs_whole
 from engine.model.published.methods import Quantisation, quantisation_of
 from engine.model.quantize import quantised_as
 from engine.native import multiplies
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from engine.config import EngineConfig
 
@@ -97,10 +96,16 @@ def held_as(
     """
     described = read_config(name, revision) if described is None else described
     quantisation = quantisation_of(name, described)
+    is_ours = architecture_for(described) is not None
     weights = weights_of(name, quantised_as(described), asked, device)
+    if weights != "native" and not is_ours:
+        raise ModelError(
+            f"weights is {weights}; {name!r} is a {described.model_type} model, which is not in the table of "
+            "architectures: transformers' module runs it, in floats"
+        )
     if config.dtype == "float16" and device.type == "cpu":
         raise ModelError("dtype is float16, which is for cuda; on cpu take float32, which holds all numbers of float16")
-    on_kernels = quantisation is not None and quantisation.has_integers and device.type == "cpu"
+    on_kernels = quantisation is not None and quantisation.has_integers and device.type == "cpu" and is_ours
     keeps_codes = on_kernels and asked not in ("dequantised", "fp8")
     rounded = quantisation.method if quantisation and keeps_codes and weights == "native" else weights
     dtype, why = _type(config, name, revision, described, device, rounded, multiplies)
@@ -131,7 +136,7 @@ def _type(
     against = (
         "the checkpoint's float16 is for GPUs, and float32 holds all its numbers"
         if own == torch.float16
-        else _against_bfloat16(config, name, described, multiplies)
+        else _against_bfloat16(config, described, multiplies)
     )
     return (own, why) if against is None else (torch.float32, against)
 
@@ -153,19 +158,6 @@ def weights_of(name: str, saved: Weights | None, asked: Weights, device: torch.d
     return found
 
 
-def on_meta(name: str, described: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model on the meta device, without weights.
-
-    Raises:
-        ModelError: transformers cannot build it.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with told_as_model_error(name), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(described)
-    return model
-
-
 def _own(name: str, revision: str | None, described: PreTrainedConfig) -> tuple[torch.dtype, str]:
     """The checkpoint's own type, and where it was found."""
     own, why = named_type(described), _OWN
@@ -177,9 +169,7 @@ def _own(name: str, revision: str | None, described: PreTrainedConfig) -> tuple[
     return torch.float32, f"the checkpoint has {found}"
 
 
-def _against_bfloat16(
-    config: EngineConfig, name: str, described: PreTrainedConfig, multiplies: Multiplies
-) -> str | None:
+def _against_bfloat16(config: EngineConfig, described: PreTrainedConfig, multiplies: Multiplies) -> str | None:
     """Why bfloat16 on a CPU would let batch mates or drafts change a request's tokens; None if it would not.
 
     Our C gives a row the same bits in any batch. torch rounds a row differently for each batch shape. In bfloat16 this
@@ -194,8 +184,6 @@ def _against_bfloat16(
     )
     found = next((reason for stands, reason in reasons if stands), None)
     architecture = architecture_for(described)
-    if found is None and not (
-        packs_whole(on_meta(name, described)) if architecture is None else architecture.is_aligned
-    ):
+    if found is None and (architecture is None or not architecture.is_aligned):
         found = "our C does not multiply all its matrices"
     return None if found is None else f"{found}, and torch rounds bfloat16 by the shape of a batch"

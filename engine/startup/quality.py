@@ -10,19 +10,18 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.choices import Weights
 from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.checkpoint import read_config
+from engine.model.fallback import load_model
 from engine.model.one_by_one import plain_logits, use_own_attention
-from engine.model.published.methods import quantisation_of
 from engine.model.quantize import quantised_as
-from engine.startup.build import build_engine, load, pick_device
+from engine.startup.build import build_engine, pick_device
 from engine.types import EMPTY_STATE, StateSpan
 
 if TYPE_CHECKING:
@@ -106,12 +105,9 @@ def reference_model(config: EngineConfig, name: str, progress: Callable[[str], N
     saved = quantised_as(described)
     if saved:
         raise ModelError(f"{name!r} is saved in {saved}: name the checkpoint that it was made of with --reference")
-    is_coded = quantisation_of(name, described) is not None
-    update: dict[str, Any] = {"dtype": "float32", "fuse": False, "draft": None, "tensor_parallel_size": 1}
-    plain = config.model_copy(update=update)
+    progress(f"loading {name} in float32")
     revision = config.revision if name == config.target else None
-    weights: Weights = "dequantised" if is_coded else "native"
-    model = load(plain, name, revision, weights, pick_device(config.device), progress=progress)
+    model = load_model(name, revision, torch.float32, pick_device(config.device))
     use_own_attention(model)
     return model
 

@@ -41,10 +41,6 @@ _NEVER = {"xlm": "takes the tokens of its text that equal its pad token for padd
 _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError)
 
 
-class RoundsByShape(ModelError):
-    """Expected: a target runs in no ragged batch in bfloat16, which nobody has asked for; it is to be float32."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ways:
     """How each model runs: its attention in ragged batches, or what its arena holds where it runs alone."""
@@ -63,17 +59,15 @@ class Ways:
         """Find the way of each model; `ragged` chooses the attention that passes the self-test of ragged batches.
 
         Raises:
-            RoundsByShape: the target should be loaded once more, in float32.
             ModelError: a model runs in no way; the message gives the reason for each.
         """
+        if architecture_of(target) is None:
+            _check_allowed(config, target)
         attends, alone = dict[Any, Attend](), dict[Any, KVLayout]()
         for model in (target,) if draft is None else (target, draft):
             try:
                 attends[model] = _tried(model, ragged)
             except ModelError as error:
-                if model is target:
-                    _check_type(config, model, error)
-                    _check_allowed(config, error)
                 alone[model] = _layout_alone(model, error)
         return cls(attends, alone)
 
@@ -89,39 +83,29 @@ def _tried(model: PreTrainedModel, ragged: Callable[[PreTrainedModel], Attend]) 
         raise ModelError(f"{_name(model)} cannot run a ragged batch: {error!r}") from error
 
 
-def _check_allowed(config: EngineConfig, error: ModelError) -> None:
-    """Refuse what a target cannot have whose sequences run one at a time; `error` says why they do."""
+def _check_allowed(config: EngineConfig, target: PreTrainedModel) -> None:
+    """Refuse what a target cannot have that transformers' module runs."""
     asked = {
         "reproducible": config.reproducible,  # the order of its sums hangs on how many tokens a pass feeds
-        "tensor_parallel_size": config.tensor_parallel_size > 1,
         "loop = rounds": config.loop == "rounds",
         **{name: getattr(config, name) is not None for name in HEADS},
         "mtp": config.mtp,
         "self_layers": config.self_layers is not None or config.proposer == "self",
         "adapter": bool(config.adapter),
         "kv_cache_dtype": config.kv_cache_dtype != "auto",  # transformers' attention reads floats
-        "attention by name": config.attention != "auto",  # it would be transformers' own
     }
     found = next((name for name, is_asked in asked.items() if is_asked), None)
     if found is not None:
-        raise ModelError(f"{error}; one sequence at a time it could be served, but not with {found}") from error
-
-
-def _check_type(config: EngineConfig, target: PreTrainedModel, error: ModelError) -> None:
-    """On a CPU, let only who asks for bfloat16 have it: `precision.py` chooses it where our C runs a whole model.
-
-    Here torch attends, and in float32 drafts do not change its tokens. `error` says why there is no ragged batch; where
-    that was rounding, as of a mixture that chose other experts, there is one in float32.
-    """
-    if target.device.type != "cpu" or target.dtype != torch.bfloat16:
-        return
-    if config.dtype == "auto":
-        raise RoundsByShape(str(error)) from error
-    log.warning(
-        "%s is in bfloat16, which torch rounds by the number of tokens of a pass: drafts, chunks and the prefix cache "
-        "may change its tokens; in float32 they do not",
-        _name(target),
-    )
+        raise ModelError(
+            f"{found} is not supported for {config.target!r}: {target.config.model_type} is not in the table of "
+            "architectures, and transformers' module runs it"
+        )
+    if target.device.type == "cpu" and target.dtype == torch.bfloat16:
+        log.warning(
+            "%s is in bfloat16, which torch rounds by the number of tokens of a pass: drafts, chunks and the prefix "
+            "cache may change its tokens; in float32 they do not",
+            _name(target),
+        )
 
 
 def _layout_alone(model: PreTrainedModel, error: ModelError) -> KVLayout:

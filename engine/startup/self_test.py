@@ -8,10 +8,6 @@ tiny sequences detect both.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,23 +19,14 @@ from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.decoder.families.table import architecture_for
-from engine.model.linear.grouped import has_codes
 from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner
-from engine.recurrent.arena import StateArena, StateLayout
-from engine.types import EMPTY_STATE, StateSpan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _LENGTH = 6
-_CHUNK = 4  # of layers with chunks while the self-test runs: shorter than its sequences, so that it sees them
-# Of what int8 keys and values do to a row: a few percent, and more where a mixture chooses another expert. Logits of
-# another context are further away than their spread.
-_ROUNDED = 0.7
-# "attention" and "hybrid", beside layers that keep states, are full attention too.
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> None:
@@ -48,72 +35,28 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     Raises:
         ModelError: the model fails; the message says how.
     """
-    _check_layers(model, layout)
-    in_floats = _passes(model, replace(layout, dtype=model.dtype), attend, None) if layout.is_rounded else None
-    _passes(model, layout, attend, in_floats)
-
-
-def _passes(model: PreTrainedModel, layout: KVLayout, attend: Attend, in_floats: Tensor | None) -> Tensor:
-    """The logits of a sequence alone, compared with other passes, and with the plain one or, in int8, `in_floats`."""
+    _check_layers(model)
     arena = KVArena(layout, num_pages=2, page_size=_LENGTH, device=model.device)
-    watch, states = _Windows(arena, attend), StateLayout.of(model)
-    slots = None if states is None else StateArena(states, 4, _LENGTH, model.device)
-    runner = ModelRunner(model, arena, watch, states=slots)
+    watch = _Windows(arena, attend)
+    runner = ModelRunner(model, arena, watch)
     tokens = [(7 * i + 3) % runner.vocab_size for i in range(2 * _LENGTH)]
     mine, other = tokens[:_LENGTH], tokens[_LENGTH:]
     try:
-        with _short_chunks(model.config.get_text_config()):
-            alone = runner.forward([Feed.begun(mine, 0, _LENGTH)])
-            _check_arena(model, arena)
-            together = runner.forward([Feed.begun(other, 1, 0), Feed.begun(mine, 0, _LENGTH)])
-            runner.forward([replace(Feed.begun([*mine[:2], *other[:2]], 0, 0), state=_DRAFTED)])
-            in_parts = runner.forward([Feed(mine[2:], 2, [0], _LENGTH - 2, state=_GOES_ON)])
-            plain = in_floats
-            if plain is None:
-                plain = _plain_logits(model, mine) if is_compared(model) else alone
+        alone = runner.forward([Feed.begun(mine, 0, _LENGTH)])
+        _check_arena(model, arena)
+        together = runner.forward([Feed.begun(other, 1, 0), Feed.begun(mine, 0, _LENGTH)])
+        runner.forward([Feed.begun([*mine[:2], *other[:2]], 0, 0)])
+        in_parts = runner.forward([Feed(mine[2:], 2, [0], _LENGTH - 2)])
+        plain = _plain_logits(model, mine)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ModelError(f"{_name(model)} cannot run a ragged batch: {error!r}") from error
     check_equal(model, together, alone, "its logits depend on the other sequences of a batch")
     check_equal(
-        model,
-        in_parts,
-        alone[2:],
+        model, in_parts, alone[2:],
         "its logits depend on more than tokens, keys and values: it keeps a state of its own",
-    )
-    if in_floats is None:
-        check_equal(model, alone, plain, "its attention does something that a ragged batch does not know of")
-    else:
-        check_equal(model, alone, plain, "keys and values in int8 change its logits too much", _ROUNDED)
+    )  # fmt: skip
+    check_equal(model, alone, plain, "its attention does something that a ragged batch does not know of")
     _check_windows(model, watch)
-    return alone
-
-
-def is_compared(model: PreTrainedModel) -> bool:
-    """Whether a model is compared with its plain pass: not a well-known one on a GPU.
-
-    There rows of 8 bits, and sums of bfloat16 in another order, are further from it than any bound that finds a fault:
-    8B in fp8 ran one sequence at a time. What such a family computes, and our kernels, are tested before a release.
-    """
-    return model.device.type == "cpu" or architecture_for(model.config) is None
-
-
-# The first part has two drafts, which are taken back; the second goes on from one token, and one that was logged.
-_DRAFTED = StateSpan(EMPTY_STATE, 0, 2, 1)
-_GOES_ON = StateSpan(2, 1, 3, _LENGTH)
-
-
-@contextmanager
-def _short_chunks(text: PreTrainedConfig) -> Iterator[None]:
-    """Within it chunks are so short that the passes cross a border; models and our hook read them in every pass."""
-    chunk = getattr(text, "attention_chunk_size", None)
-    if chunk is None:
-        yield
-        return
-    text.attention_chunk_size = _CHUNK
-    try:
-        yield
-    finally:
-        text.attention_chunk_size = chunk
 
 
 class _Windows:
@@ -155,11 +98,9 @@ def _plain_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
         model.set_attn_implementation(ATTENTION_NAME)
 
 
-def _check_layers(model: PreTrainedModel, layout: KVLayout) -> None:
-    """Refuse unknown types of layers that attend: some differ from ours only beyond the length of the self-test."""
-    named = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    attending = {kind for kind, layer in zip(named, layout.layers, strict=False) if layer is not None}
-    kinds = attending - _LAYER_TYPES
+def _check_layers(model: PreTrainedModel) -> None:
+    """Refuse unknown types of layers: some differ from ours only beyond the length of the self-test."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         raise ModelError(
             f"{_name(model)} has layers of type {', '.join(sorted(kinds))}; known are {', '.join(sorted(_LAYER_TYPES))}"
@@ -178,7 +119,7 @@ def _check_windows(model: PreTrainedModel, watch: _Windows) -> None:
 def _window(text: PreTrainedConfig, layer: int) -> int | None:
     kinds = getattr(text, "layer_types", None)
     window: int | None = getattr(text, "sliding_window", None)
-    return window if kinds is None or kinds[layer] in ("sliding_attention", "hybrid_sliding") else None
+    return window if kinds is None or kinds[layer] == "sliding_attention" else None
 
 
 def _check_arena(model: PreTrainedModel, arena: KVArena) -> None:
@@ -187,22 +128,14 @@ def _check_arena(model: PreTrainedModel, arena: KVArena) -> None:
             raise ModelError(f"{_name(model)}: layer {layer} does not go through the attention interface")
 
 
-def check_equal(
-    model: PreTrainedModel, got: Tensor, want: Tensor, problem: str, tolerance: float | None = None
-) -> None:
-    """Raise a ModelError that states `problem` where logits differ by more than rounding.
-
-    `tolerance` is that of a row, in parts of the spread of logits; default what the rounding of the model makes of it.
-    """
+def check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, problem: str) -> None:
+    """Raise a ModelError that states `problem` where logits differ by more than rounding."""
     spread, off = max(float(want.std()), 1e-3), (got - want).abs()
-    # bf16 keeps 8 bits, codes meet rows rounded to integers, and another batch shape or order of sums rounds otherwise
-    # in every layer; a wrong context gives a far larger error. Two such errors do not know of each other: their squares
-    # add up. We compare the error of a whole row, because among the hundred thousand logits of a large vocabulary one
-    # is always an outlier.
-    rounded = 0.1 * math.sqrt((model.dtype != torch.float32) + has_codes(model))
-    is_exact = tolerance is None and not rounded
+    # bfloat16 keeps 8 bits, and another batch shape rounds otherwise in every layer; a wrong context gives a far larger
+    # error. We compare the error of a whole row: among the logits of a large vocabulary one is always an outlier.
+    is_exact = model.dtype == torch.float32
     furthest = off.max() if is_exact else off.square().mean(-1).sqrt().max()
-    if not furthest <= (1e-3 if is_exact else tolerance or rounded) * spread:
+    if not furthest <= (1e-3 if is_exact else 0.1) * spread:
         raise ModelError(f"{_name(model)}: {problem}")
 
 

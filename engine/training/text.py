@@ -27,7 +27,6 @@ from engine.model.checkpoint import shape_of
 from engine.model.tap import FINAL, Tap
 from engine.params import SamplingParams, SpeculationMode
 from engine.startup.build import assemble, load, pick_device
-from engine.startup.runners import RoundsByShape
 from engine.training.recipe import TextPlan
 from engine.training.recorder import RECORDER, LogitScaling, RowRecorder
 from engine.training.store import WrittenText
@@ -65,20 +64,13 @@ class Writer:
         use_threads(config.threads)
         own = {"proposer": RECORDER, "speculation": SpeculationMode.FIXED, "num_draft_tokens": 1, "loop": "plain"}
         asked = config.model_copy(update={**own, "prefix_cache": False})  # whose hits would be seen by nobody
-        try:
-            self._assemble(asked)
-        except RoundsByShape as error:
-            log.warning("%s: it is loaded again, in float32", error)
-            self._assemble(asked.model_copy(update={"dtype": "float32"}))
-
-    def _assemble(self, config: EngineConfig) -> None:
         self.model: PreTrainedModel = load(
-            config, config.target, config.revision, config.weights, pick_device(config.device)
+            asked, config.target, config.revision, config.weights, pick_device(config.device)
         )
         self.places = places_of(shape_of(self.model.config, "num_hidden_layers"))
         tap = Tap(self.model, {*self.places, FINAL})
         self._recorder = RowRecorder(tap, self.places)
-        self.engine: Engine = assemble(config, self.model, extra_proposers={RECORDER: self._recorder}, tap=tap)
+        self.engine: Engine = assemble(asked, self.model, extra_proposers={RECORDER: self._recorder}, tap=tap)
         self._ids = count()
 
     def write(self, prompts: Seq[Tokens], sampling: Seq[SamplingParams], *, records: bool = True) -> list[WrittenText]:

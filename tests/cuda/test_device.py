@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 
 import pytest
@@ -119,7 +120,7 @@ def test_rounds_are_what_cuda_gets_by_itself_and_time_is_the_devices_own():
 def test_stand_ins(family):
     """Sinks, chunks, heads of several sizes, experts: our kernels against plain torch."""
     plain = zoo.ours(zoo.reference(family)).cuda()
-    fused = zoo.on_kernels(plain, LayerOps.kernels())
+    fused = zoo.on_kernels(copy.deepcopy(zoo.reference(family)).cuda(), LayerOps.kernels())
     want, got = logits_of(plain, "reference"), logits_of(fused)
     assert torch.allclose(got, want, rtol=0, atol=1e-4 * float(want.std()))
 
@@ -127,9 +128,9 @@ def test_stand_ins(family):
 def logits_of(model, attention="auto"):
     from engine.kv.arena import KVArena
     from engine.kv.batch import Feed
-    from engine.model.runner import ModelRunner, kv_layout
+    from engine.model.runner import ModelRunner, layout_of_model
 
-    arena = KVArena(kv_layout(model.config, model.dtype), 3, 64, model.device)
+    arena = KVArena(layout_of_model(model), 3, 64, model.device)
     runner = ModelRunner(model, arena, choose(attention, model.device))
     return runner.forward([Feed(range(5, 25), 0, [1], 20), Feed([3, 4, 5], 0, [2], 1)])
 

@@ -14,7 +14,7 @@ from client import AsyncClient, Completion
 from client.errors import UnsupportedError
 from engine.engine import Engine, StepOutput
 from engine.model.checkpoint import read_config
-from engine.model.runner import kv_layout
+from engine.model.fallback import kv_layout
 from engine.stats import StepStats
 from engine.types import Sequence
 from models import corpus

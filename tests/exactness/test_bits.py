@@ -17,8 +17,8 @@ from engine.attention import choose
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.machine.threads import exactly
-from engine.model.linear.packed import is_batch_invariant
-from engine.model.runner import ModelRunner, kv_layout
+from engine.model.decoder.decoder import is_batch_invariant
+from engine.model.runner import ModelRunner, layout_of_model
 from engine.native import multiplies
 from engine.params import SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
@@ -54,9 +54,9 @@ def test_logits_are_bitwise_the_same_in_any_batch(
     family: str, prepare: Callable[[PreTrainedModel], nn.Module], dtype: torch.dtype
 ) -> None:
     """One token at a time, all at once, and the last alone; on one thread or two."""
-    model = zoo.ours(zoo.reference(family)).to(dtype)
+    model = zoo.ours(zoo.reference(family), dtype)
     model = prepare(model)
-    arena = KVArena(kv_layout(model.config, dtype), 8, 64, torch.device("cpu"))
+    arena = KVArena(layout_of_model(model), 8, 64, torch.device("cpu"))
     runner = ModelRunner(model, arena, choose("rows" if prepare is int8 else "auto", model.device, row_wise=True))
     draw = random.Random(family)
     texts = [[draw.randrange(3, zoo.VOCAB) for _ in range(draw.randrange(2, 40))] for _ in range(4)]

@@ -14,7 +14,7 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.model.checkpoint import read_config
-from engine.model.runner import kv_layout
+from engine.model.fallback import kv_layout
 from engine.native import multiplies
 from engine.params import SpeculationMode, SpeculationParams
 from engine.scheduler import StepPlan

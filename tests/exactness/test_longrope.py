@@ -11,8 +11,9 @@ from transformers import Phi3Config, PreTrainedModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model import rope
-from engine.model.runner import kv_layout
+from engine.model.checkpoint import longrope_border
+from engine.model.decoder.rotary import Rotation
+from engine.model.fallback import kv_layout
 from engine.params import SamplingParams
 from engine.startup.build import assemble
 from engine.types import KVCursor, Request
@@ -40,13 +41,13 @@ def expected() -> list[list[int]]:
 
 def with_border(border: int | None) -> PreTrainedModel:
     """The near draft with another border, or with one table only."""
-    model = zoo.near(zoo.reference("phi3-longrope"))
+    model = zoo.disturbed(zoo.reference("phi3-longrope"))
     config = zoo.longrope(border) if border else Phi3Config(**{**model.config.to_dict(), "rope_parameters": None})
     if not border:
         config.max_position_embeddings = config.original_max_position_embeddings = 128
-    twin = zoo.ours(zoo.with_large_weights(config))
+    twin = zoo.with_large_weights(config)
     twin.load_state_dict(model.state_dict())
-    return twin
+    return zoo.ours(twin)
 
 
 @lru_cache
@@ -106,8 +107,8 @@ def test_the_two_tables_differ_enough_to_tell() -> None:
     """Kept to the first table, the longer sequences would give other tokens: else nothing here proves anything."""
     model = zoo.ours(zoo.reference("phi3-longrope"))
     engine = assemble(EngineConfig(target="phi3"), model)
-    [tables] = [module for module in model.modules() if isinstance(module, rope.TwoTables)]
-    tables.inv_freq[1] = tables.inv_freq[0]
+    [tables] = [module for module in model.modules() if isinstance(module, Rotation)]
+    tables.frequencies[1] = tables.frequencies[0]
     same = [got == want for got, want in zip(tokens_of(greedy(engine)), expected(), strict=True)]
     assert not any(same[1:])
 
@@ -129,6 +130,6 @@ def test_position_ids_carry_the_table() -> None:
 def test_numbers_that_disagree_keep_to_the_first_table() -> None:
     config = zoo.longrope()
     config.original_max_position_embeddings += 1
-    assert rope.longrope_border(config) is None
-    assert rope.longrope_border(zoo.longrope()) == BORDER
-    assert rope.longrope_border(zoo.family_config("llama")) is None
+    assert longrope_border(config) is None
+    assert longrope_border(zoo.longrope()) == BORDER
+    assert longrope_border(zoo.family_config("llama")) is None

@@ -23,7 +23,7 @@ from engine.config import Bounds, EngineConfig
 from engine.engine import Engine
 from engine.kv.batch import Feed
 from engine.machine.threads import exactly
-from engine.model.runner import kv_layout
+from engine.model.fallback import kv_layout
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
@@ -84,7 +84,7 @@ def bits_of(engine: Engine, requests: Iterable[Request]) -> dict[str, Bits]:
 @lru_cache
 def pair(family: str, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.nn.Module]:
     model = zoo.reference(family)
-    return torch.nn.Module.to(zoo.ours(model), dtype), torch.nn.Module.to(zoo.near(model), dtype)
+    return zoo.ours(model, dtype), zoo.near(model, dtype=dtype)
 
 
 def engine_of(family: str, dtype: torch.dtype, *, reproducible: bool = True, **config: object) -> Engine:

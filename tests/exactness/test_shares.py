@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from engine.llm import LLM
-from engine.model.runner import kv_layout
+from engine.model.fallback import kv_layout
 from tests import families, zoo
 from tests.exactness import shared_target
 

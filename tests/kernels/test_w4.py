@@ -36,7 +36,7 @@ def problem(seed, num_rows, groups, outputs, has_bias):
 @example(seed=0, num_rows=17, groups=9, outputs=72, has_bias=True)  # the last split of the groups is a shorter one
 def test_equals_reference(seed, num_rows, groups, outputs, has_bias):
     given_ = problem(seed, num_rows, groups, outputs, has_bias)
-    got, want = w4.matmul(*given_), reference.w4_matmul(*given_)
+    got, want = w4.w4_matmul(*given_), reference.w4_matmul(*given_)
     assert got.shape == (num_rows, outputs)
     assert torch.allclose(got, want, rtol=2e-3, atol=2e-3 * float(want.float().std()) if want.numel() else 0)
     assert not given_[-1].any(), "counts are as they were, for the next pass"
@@ -49,7 +49,7 @@ def test_every_level_is_exact():
     scale = torch.ones(2, 72, device=DEVICE)
     levels = reference.w4_levels(words)
     assert sorted(levels.unique().tolist()) == list(range(-8, 8))
-    assert torch.equal(w4.matmul(x, words, scale, None, arrived), levels.t().to(x.dtype))
+    assert torch.equal(w4.w4_matmul(x, words, scale, None, arrived), levels.t().to(x.dtype))
 
 
 def test_groups_that_are_split_are_added_in_order():
@@ -58,9 +58,9 @@ def test_groups_that_are_split_are_added_in_order():
     Twice the same bits, and those of another number of rows for the same tile.
     """
     x, words, scale, _, arrived = problem(5, 9, 16, 64, False)
-    first = w4.matmul(x, words, scale, None, arrived)
-    assert torch.equal(w4.matmul(x, words, scale, None, arrived), first)
+    first = w4.w4_matmul(x, words, scale, None, arrived)
+    assert torch.equal(w4.w4_matmul(x, words, scale, None, arrived), first)
     zeros = torch.zeros(16, x.shape[1], dtype=x.dtype, device=DEVICE)
     zeros[:9] = x
-    assert torch.equal(w4.matmul(zeros, words, scale, None, arrived)[:9], first)
+    assert torch.equal(w4.w4_matmul(zeros, words, scale, None, arrived)[:9], first)
     assert torch.allclose(first, reference.w4_matmul(x, words, scale, None, arrived), rtol=2e-3, atol=2e-3)

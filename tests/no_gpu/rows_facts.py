@@ -49,7 +49,7 @@ def matmuls() -> None:
         words = torch.zeros(inputs // GROUP, outputs, WORDS, dtype=torch.int16)
         scale = torch.zeros(inputs // GROUP, outputs, dtype=torch.float16)
         for num_rows in (1, 2, 7, 15, 16, 17, 32, 33, 40, 64, 65, 128, 200):
-            w4.matmul(torch.zeros(num_rows, inputs, dtype=torch.bfloat16), words, scale, None, counts)
+            w4.w4_matmul(torch.zeros(num_rows, inputs, dtype=torch.bfloat16), words, scale, None, counts)
 
 
 def mixtures() -> None:

@@ -237,7 +237,8 @@ def _w4(card: Card, rows: int, inner: int, outer: int, dtype: torch.dtype) -> fl
     """Compare with the product with the dequantised matrix."""
     from engine.kernels import w4
 
-    linear = W4Linear(nn.Linear(inner, outer, bias=False, device=card.device, dtype=dtype), w4.matmul)
+    linear = W4Linear(nn.Linear(inner, outer, bias=False, device=card.device, dtype=dtype))
+    linear.multiply = w4.w4_matmul
     x = torch.randn(rows, inner, device=card.device, dtype=dtype)
     with torch.no_grad():
         return relative_to_largest(

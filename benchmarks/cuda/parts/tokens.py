@@ -22,7 +22,8 @@ from benchmarks.harness.bare import options
 from engine.attention.registry import ATTENTION_NAME
 from engine.device_loop.loop import RoundLoop
 from engine.engine import Engine
-from engine.model.runner import kv_layout, prepare
+from engine.model.fallback import prepare
+from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
 from engine.types import Request
@@ -145,7 +146,7 @@ def _together(models: Models, setting: Setting, num_draft: int, **how: Any) -> t
 def _engine(models: Models, setting: Setting, **how: Any) -> Engine:
     """Return an engine with pages for all, and chunks so small that prompts are fed while others decode."""
     pages = len(_LENGTHS) * -(-_LONGEST // _PAGE)
-    both = sum(kv_layout(model.config, model.dtype).bytes_per_token for model in (models.target, models.draft))
+    both = sum(layout_of_model(model).bytes_per_token for model in (models.target, models.draft))
     config = options(
         "random", draft="near", device=setting.device, proposer="model", num_draft_tokens=NUM_DRAFT,
         max_batch_size=len(_LENGTHS), max_batch_tokens=32, max_model_len=_LONGEST, page_size=_PAGE,

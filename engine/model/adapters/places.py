@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -12,17 +11,12 @@ from engine.errors import ModelError
 from engine.kv.latent import latent_of
 from engine.model.decoder.attention import Joined, JoinedPart
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.latent import EXPANDING
 from engine.model.linear.fp8 import Fp8Linear
-from engine.model.linear.packed import is_transposed
 from engine.model.linear.rows import matmul_shape
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+_EXPANDING = "kv_b_proj"  # latents to keys and values
 _ORIGINALS = ("inner",)  # where a replacement keeps what it replaces
 _FP8 = "its rows are rounded to 8-bit floats before it gets them, and an adapter needs them as they were"
-_AT_START = "name an adapter of it when the server starts, and keys and values stay expanded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +35,7 @@ class Place:
         return b if self.order is None else b[self.order]
 
 
-def find_place(model: PreTrainedModel, path: str) -> Place:
+def find_place(model: DecoderModel, path: str) -> Place:
     """The place of the matmul that the checkpoint has at `path`, as in `model.layers.0.self_attn.q_proj`.
 
     Raises:
@@ -49,8 +43,8 @@ def find_place(model: PreTrainedModel, path: str) -> Place:
     """
     module: nn.Module | Place = model
     for name in _renamed(model, path).split("."):
-        if name == EXPANDING and isinstance(module, nn.Module) and latent_of(module) is not None:
-            raise ModelError(f"{path!r} expands latents, which are kept as they are here: {_AT_START}")
+        if name == _EXPANDING and isinstance(module, nn.Module) and latent_of(module) is not None:
+            raise ModelError(f"{path!r} expands latents, which are kept as they are: no adapter can change it")
         found = None if isinstance(module, Place) else _child(module, name)
         if found is None:
             raise ModelError(f"{path!r} is no matmul of {type(model).__name__}: it has no {name!r} there")
@@ -64,10 +58,9 @@ def find_place(model: PreTrainedModel, path: str) -> Place:
     return place
 
 
-def _renamed(model: nn.Module, path: str) -> str:
-    """The path in a decoder of our own, whose names are the same in all families."""
-    names = model.architecture.names if isinstance(model, DecoderModel) else ()
-    for pattern, becomes in names:
+def _renamed(model: DecoderModel, path: str) -> str:
+    """The path in a decoder, whose names are the same in all families."""
+    for pattern, becomes in model.architecture.names:
         path = re.sub(pattern, becomes, f"{path}.").removesuffix(".")
     return path
 
@@ -84,20 +77,11 @@ def _child(module: nn.Module, name: str) -> nn.Module | Place | None:
 def _place(module: nn.Module) -> Place | None:
     if isinstance(module, JoinedPart):
         return _part(module.joined, module.index, module.order)
-    shape = _shape(module)
+    shape = matmul_shape(module)
     return None if shape is None else Place(module, 0, *shape, shape[1], getattr(module, "outputs_order", None))
 
 
 def _part(joined: Joined, index: int, order: Tensor | None = None) -> Place:
-    shape = _shape(joined.matmul)
+    shape = matmul_shape(joined.matmul)
     assert shape is not None, "what was joined are matmuls"
     return Place(joined.matmul, sum(joined.sizes[:index]), shape[0], joined.sizes[index], shape[1], order)
-
-
-def _shape(module: nn.Module) -> tuple[int, int] | None:
-    """Inputs and outputs of a matmul; None for any other module."""
-    if is_transposed(module):
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        return weight.shape[0], weight.shape[1]
-    return matmul_shape(module)

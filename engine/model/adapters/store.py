@@ -32,7 +32,7 @@ from engine.model.linear.low_rank import (
 from engine.types import Adapter
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from engine.model.decoder.decoder import DecoderModel
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class LoadedAdapter(Adapter):
 class Adapters(Mapping[str, LoadedAdapter]):
     """The loaded adapters by name. Loading and unloading happen between two passes."""
 
-    def __init__(self, model: PreTrainedModel | None, *, row_wise: bool = True) -> None:
+    def __init__(self, model: DecoderModel | None, *, row_wise: bool = True) -> None:
         """Prepare for adapters of `model`, which does not change before the first one is loaded; None: there are none.
 
         `row_wise`: also where torch multiplies, a row's bits do not depend on the number of rows.
@@ -122,7 +122,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             spans.append((grouped(found, device), ends[-1]))
         return PassRows(*spans[0], *spans[1])
 
-    def _read(self, model: PreTrainedModel, name: str, folder: Path, expected: str) -> LoadedAdapter:
+    def _read(self, model: DecoderModel, name: str, folder: Path, expected: str) -> LoadedAdapter:
         """Read an adapter and bring its matrices to the matmuls that run."""
         read = read_adapter(folder)
         if expected not in ("", read.fingerprint):
@@ -141,7 +141,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return LoadedAdapter(name, next(self._numbers), read.fingerprint, products)
 
     def _product(
-        self, model: PreTrainedModel, matmul: nn.Module, parts: list[tuple[Place, LoraMatrices]]
+        self, model: DecoderModel, matmul: nn.Module, parts: list[tuple[Place, LoraMatrices]]
     ) -> LowRankProduct:
         if matmul not in self._hooks:
             is_head = matmul is model.get_output_embeddings()

@@ -39,7 +39,10 @@ from engine.model.decoder.weights import Embedding, WeightReader
 from engine.model.linear.activations import ELEMENTWISE
 from engine.model.linear.experts import StackedExperts
 from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.grouped import GroupedLinear
+from engine.model.linear.w4 import W4Linear
 from engine.model.tap import FINAL
+from engine.native import PackedMatrix
 from engine.recurrent.parts import StatePart
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -89,11 +92,15 @@ class DecoderModel(nn.Module):
         sizes = self.architecture.width, max(feeds, default=16), max(heads, default=16)
         rounded = [module for module in self.modules() if isinstance(module, Fp8Linear)]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        found = ops.checked(sizes, like, in_fp8=bool(rounded))
+        fours = [module for module in self.modules() if isinstance(module, W4Linear)]
+        widest = max(fours, key=lambda matmul: matmul.in_features, default=None)
+        found = ops.checked(sizes, like, in_fp8=bool(rounded), in_w4=widest)
         is_last = isinstance(self.model.norm, RMSNorm) and self.model.project_out is None
         self._joins_sums = is_last and all(layer.joins_sums for layer in self.model.layers)
         for matmul in rounded:
             matmul.round_rows = found.round_rows
+        for four in fours:
+            four.multiply = found.w4_matmul
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.use(found)
@@ -148,9 +155,8 @@ class DecoderModel(nn.Module):
         else:
             hidden = trunk.layers.run(hidden, turned, ragged)
             normed = self._final(hidden) if has_readers else None
-        for tap in trunk.layers.taps if has_readers else ():
-            if FINAL in tap.places:
-                tap.keep(FINAL, normed[0])
+        if normed is not None:
+            trunk.layers.keep(FINAL, normed[0])
         kept = self._final(hidden[:, logits_to_keep]) if normed is None else normed[:, logits_to_keep]
         logits: Tensor = self.lm_head(kept.to(self.dtype))
         scale, cap = self.architecture.logit_scale, self.architecture.softcap
@@ -169,6 +175,17 @@ class DecoderModel(nn.Module):
     def _final(self, hidden: Tensor) -> Tensor:
         """What the output matrix reads: `[1, T, width]` -> `[1, T, width]`."""
         return _through(self.model.project_out, _through(self.model.norm, hidden))
+
+
+def is_batch_invariant(model: nn.Module) -> bool:
+    """Whether each matmul of a model gives a row the same bits in any batch: those of a decoder but torch's own."""
+    return isinstance(model, DecoderModel) and not any(isinstance(module, nn.Linear) for module in model.modules())
+
+
+def runs_in_c(model: nn.Module) -> bool:
+    """Whether our C multiplies all matrices of a model, so that torch does little work."""
+    matmuls = [module for module in model.modules() if isinstance(module, GroupedLinear)]
+    return is_batch_invariant(model) and all(isinstance(matmul.pack(), PackedMatrix) for matmul in matmuls)
 
 
 def _layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLayer]:

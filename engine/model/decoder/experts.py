@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -15,7 +15,7 @@ from engine.model.decoder.feed_forward import GatedMLP
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
 from engine.model.linear.experts import RoutedExperts, StackedExperts
-from engine.model.linear.routing import RouterMatrix
+from engine.native import PackedMatrix, multiplies, rows_for
 from engine.native.experts import ExpertGate
 
 
@@ -133,7 +133,8 @@ class MixtureMLP(nn.Module):
         self.correction: Tensor | None
         correction = None if router.correction is None else weights.floats(router.correction).float().view(-1)
         self.register_buffer("correction", correction, persistent=False)
-        each, form = weights.below("experts."), {"has_bias": feed.bias, "transposed": feed.transposed}
+        each = replace(weights.below("experts."), converted=None)
+        form = {"has_bias": feed.bias, "transposed": feed.transposed}
         ups = each.experts("gate_up_proj", ("gate_proj", "up_proj"), count, width, **form)
         downs = each.experts("down_proj", ("down_proj",), count, feed.inner, **form)
         both = cast("list[nn.Linear]", ups), cast("list[nn.Linear]", downs)
@@ -171,13 +172,17 @@ class _RowProducts(nn.Module):
         self.weight, self.bias = nn.Parameter(weight, requires_grad=False), cast("Tensor | None", None)
         if has_bias:
             self.bias = nn.Parameter(weights.floats(f"{name}.bias").float(), requires_grad=False)
-        self._matrix = RouterMatrix(self.weight)
+        self._packed: PackedMatrix | None = None
+        if weight.is_cpu and multiplies(torch.float32) and rows_for(torch.float32, inputs) is not None:
+            self._packed = PackedMatrix.of(weight.detach().float(), self.bias)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """`[T, inputs]` -> float32 `[T, outputs]`."""
-        if not rows.is_cpu:
-            return F.linear(rows.float(), self.weight.float(), self.bias)
-        return self._matrix.multiply(rows.float(), self.bias)
+        """`[T, inputs]` -> float32 `[T, outputs]`, summed in the order of the inputs on a CPU."""
+        wide = rows.float()
+        if self._packed is not None:
+            return self._packed.multiply(wide.contiguous(), None, torch.float32)
+        parts = wide.split(1) if wide.is_cpu else (wide,)
+        return torch.cat([F.linear(part.clone(), self.weight.float(), self.bias) for part in parts])
 
 
 def _stacked(ups: list[nn.Linear], downs: list[nn.Linear], gate: ExpertGate) -> StackedExperts:

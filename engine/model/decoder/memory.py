@@ -11,14 +11,14 @@ import torch
 
 from engine.choices import Rounded, Weights
 from engine.model.decoder.architecture import Architecture
-from engine.model.decoder.weights import HEAD, TABLE, stack_of
-from engine.model.linear import fp8, w4
+from engine.model.decoder.experts import Experts
+from engine.model.decoder.weights import HEAD, TABLE, converted_by, stack_of
 from engine.model.linear.rounding import bits_of, rounded_bytes
-from engine.model.linear.swap import is_router
 
 if TYPE_CHECKING:
     from engine.model.published.base import Codes
 
+_ROUTERS = ("gate", "router")
 # Norms with a row for each head, convolutions of single channels, and decays.
 _NO_MATRIX = re.compile(r"norm|\.conv1d\.|\.conv\.conv\.|\.A_log$")
 
@@ -42,10 +42,11 @@ def num_bytes(
     """
     shapes = architecture.shapes()
     rounded = None if on_cuda or weights in ("native", "fp8") else cast("Rounded", weights)
-    swapped = fp8 if weights == "fp8" else w4 if on_cuda and weights == "int4" else None
+    converted = converted_by(weights, on_cuda=on_cuda)
     if architecture.is_tied and rounded is not None and not codes.keys() & {TABLE, HEAD}:
         shapes[HEAD] = shapes[TABLE]  # its panels; the table keeps the codes
     is_tied, kept = architecture.is_tied, dict[str, int]()
+    is_turned = any(isinstance(layer.feed, Experts) and layer.feed.transposed for layer in architecture.layers)
     for key, each in codes.items():
         kept[stack_of(key)] = kept.get(stack_of(key), 0) + (each.num_bytes() or 0)
 
@@ -53,15 +54,14 @@ def num_bytes(
         found = kept.get(name, kept.get(HEAD) if is_tied and name == TABLE else None)
         if found is not None:
             return found
-        # Some norms have a row for each head.
-        is_matrix = len(shape) == 2 and "norm" not in name and not _stays(name)
-        if is_matrix and swapped is not None and name not in (HEAD, TABLE) and swapped.fits(*shape[::-1]):
-            taken: int = swapped.num_bytes(*shape[::-1])
-            return taken
+        is_matrix = len(shape) == 2 and not _NO_MATRIX.search(name) and not _stays(name)
+        if is_matrix and converted is not None and name not in (HEAD, TABLE) and converted.fits(*shape[::-1]):
+            return converted.num_bytes(*shape[::-1])
         if rounded is None or not (is_matrix or ".experts." in name) or _stays(name):
             return math.prod(shape) * dtype.itemsize
         if ".experts." in name:
-            shape = math.prod(shape[:2]), shape[2]
+            count, outputs, inputs = (shape[i] for i in ((0, 2, 1) if is_turned else (0, 1, 2)))
+            shape = count * outputs, inputs
         weight, place = torch.empty(shape[-2:], device="meta"), "" if name == TABLE else name.removesuffix(".weight")
         is_head = name == HEAD or (is_tied and name == TABLE)
         return math.prod(shape[:-2]) * rounded_bytes(weight, bits_of(rounded, place, weight, is_head=is_head))
@@ -72,4 +72,5 @@ def num_bytes(
 def _stays(name: str) -> bool:
     """Whether a matrix is never rounded: it chooses experts, is one row, or expands latents (`kv/latent.py`)."""
     path = name.removesuffix(".weight")
-    return is_router(path) or path.endswith(("_gate", "kv_b_proj", "_bias", "embed_positions"))
+    is_router = any(part in _ROUTERS for part in path.split(".")[-2:])
+    return is_router or path.endswith(("_gate", "kv_b_proj", "_bias", "embed_positions"))

@@ -16,13 +16,16 @@ from torch import Tensor
 from engine.kernels import faults, reference
 from engine.kernels.args import Fp8Rows
 from engine.model.linear.experts import Mix
+from engine.model.linear.w4 import Multiply, W4Linear
 
 log = logging.getLogger(__name__)
+
+_SOME = (3, 40, 100)  # rows that get each size of tile of `kernels.w4`
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOps:
-    """The functions of `engine.kernels.rows` and `.experts`, or of `.reference`, which compute the same."""
+    """The functions of `engine.kernels.rows`, `.experts` and `.w4`, or of `.reference`, which compute the same."""
 
     rotate_and_write: Callable[..., Tensor]
     add_norm: Callable[..., tuple[Tensor, Tensor]]
@@ -31,6 +34,7 @@ class LayerOps:
     gate_round: Callable[..., Fp8Rows]
     round_rows: Callable[[Tensor], Fp8Rows]
     mix: Mix
+    w4_matmul: Multiply
 
     @classmethod
     def of(cls, *modules: object) -> LayerOps:
@@ -41,15 +45,15 @@ class LayerOps:
     @classmethod
     def kernels(cls) -> LayerOps:
         """Our kernels."""
-        from engine.kernels import experts, rows  # import Triton
+        from engine.kernels import experts, rows, w4  # import Triton
 
-        return cls.of(rows, experts)
+        return cls.of(rows, experts, w4)
 
-    def checked(self, sizes: tuple[int, int, int], like: Tensor, *, in_fp8: bool) -> LayerOps:
+    def checked(self, sizes: tuple[int, int, int], like: Tensor, *, in_fp8: bool, in_w4: W4Linear | None) -> LayerOps:
         """These, with plain torch in place of each that cannot be compiled or does not fit on this card; logged.
 
         `sizes`: of rows, between the matrices of a feed-forward, and of a head. `like`: of the model's type, and where
-        it runs.
+        it runs. `in_w4`: the widest matrix of 4 bits, if there are any.
         """
         width, inner, head_dim = sizes
         dtype, device = like.dtype, like.device
@@ -70,6 +74,10 @@ class LayerOps:
                 "gate_round": lambda: self.gate_round(both, "silu"),
                 "round_rows": lambda: self.round_rows(x),
             }
+        if in_w4 is not None:
+            held = in_w4.words, in_w4.scale, in_w4.bias, in_w4.arrived
+            several = [like.new_zeros(count, in_w4.in_features) for count in _SOME]
+            tries["w4_matmul"] = lambda: [self.w4_matmul(x, *held) for x in several]
         failed: dict[str, object] = {}
         for name, run in tries.items():
             try:

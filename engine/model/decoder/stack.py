@@ -47,8 +47,10 @@ class Stack(nn.ModuleList):
 
     def one_by_one(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
         """Run layer after layer."""
-        for layer, each in zip(self, rotary, strict=True):
+        for place, (layer, each) in enumerate(zip(self, rotary, strict=True)):
+            self.keep(place, hidden_states[0])
             hidden_states = layer(hidden_states, each, ragged)
+        self.keep(len(self), hidden_states[0])
         return hidden_states
 
     def in_sums(self, hidden: Tensor, rotary: Seq[Rotary], ragged: Ragged, final: RMSNorm) -> Tensor:
@@ -59,17 +61,18 @@ class Stack(nn.ModuleList):
             first, after_mixer, second, after_feed = layer.norms
             parts = (hidden, None, None) if added is None else (added, hidden, after)
             normed, hidden = first.of_sum(*parts, rounds=layer.rounds(layer.mixer))
-            self._keep(place, hidden[0])
+            self.keep(place, hidden[0])
             mixed = layer.mixer(normed, turned, ragged)
             normed, hidden = second.of_sum(mixed, hidden, after_mixer, rounds=layer.rounds(layer.feed))
             added, after = layer.feed(normed), after_feed
         assert added is not None, "a decoder has layers"
         normed, hidden = final.of_sum(added, hidden, after, rounds=False)
-        self._keep(len(self), hidden[0])
+        self.keep(len(self), hidden[0])
         assert isinstance(normed, Tensor)
         return normed
 
-    def _keep(self, place: int, rows: Tensor) -> None:
+    def keep(self, place: int, rows: Tensor) -> None:
+        """Give rows `[T, width]` of a place to who reads them."""
         for tap in self.taps:
             if place in tap.places:
                 tap.keep(place, rows)
@@ -88,12 +91,8 @@ class Stack(nn.ModuleList):
         dense = {key: (cos[0].contiguous(), sin[0].contiguous()) for key, (cos, sin) in _distinct(rotary).items()}
         angles = [dense[id(each)] for each in rotary]
         self._layers(ragged.arena).run(hidden, angles, ragged.batch.kv_rows, where, read=read)
-        if depth in read:
-            read[depth].copy_(hidden)
-        for tap in self.taps:
-            for place in tap.places:
-                if place in read:
-                    tap.keep(place, read[place])
+        for place, rows in read.items():
+            self.keep(place, hidden if place == depth else rows)
         return hidden[None]
 
     def serves(self, hidden: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> bool:

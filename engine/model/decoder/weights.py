@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.choices import Rounded
+from engine.choices import Rounded, Weights
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
 from engine.model.linear.embedding import CodedEmbedding
+from engine.model.linear.fp8 import Fp8Linear
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide
 from engine.model.linear.packed import PackedLinear
 from engine.model.linear.rounding import bits_of, round_weight
+from engine.model.linear.w4 import W4Linear
 from engine.model.published.stacked import StackedCodes
 from engine.native import PackedMatrix, multiplies, rows_for
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
 
 
 class Embedding(nn.Embedding):
@@ -63,6 +65,8 @@ class WeightReader:
         keeps_codes: whether matmuls keep codes that have a form for our kernels.
         device: where floats are to lie; codes are for a CPU.
         packs: whether our C multiplies floats where it can; else torch does.
+        converted: what a matmul of torch's becomes, if its sizes allow that; not the output matrix.
+        codes: keeps what is rounded here too, by the names of its weights, if it is given.
         path: what the names that it is asked for begin with.
     """
 
@@ -72,6 +76,8 @@ class WeightReader:
     keeps_codes: bool = True
     device: torch.device = CPU
     packs: bool = True
+    converted: type[Fp8Linear | W4Linear] | None = None
+    codes: dict[str, GroupedCodes] | None = None
     path: str = ""
 
     def below(self, path: str) -> WeightReader:
@@ -113,16 +119,19 @@ class WeightReader:
         `transposed`: matrices of a stack of floats are `[inputs, outputs]`.
         """
         found = self.weights.get(self.path + stack)
-        if found is None:
+        saved = [self.weights.get(f"{self.path}{expert}.{stack}.weight") for expert in range(count)]
+        if found is None and None in saved:
             return [self.below(f"{expert}.").matrix(parts, inputs, has_bias=has_bias) for expert in range(count)]
         biases: Seq[Tensor | None] = [None] * count if not has_bias else self.floats(f"{stack}_bias").unbind()
         matrices: Seq[Tensor | Codes]
-        if isinstance(found, StackedCodes):
+        if found is None:
+            matrices = cast("Seq[Codes]", saved)
+        elif isinstance(found, StackedCodes):
             matrices = found.matrices
         else:
             floats = found if isinstance(found, Tensor) else found.dequantised()
             matrices = (floats.transpose(1, 2) if transposed else floats).unbind()
-        return [self._joined([stack], [matrices[i]], [biases[i]], {}) for i in range(count)]
+        return [self._joined([f"{i}.{stack}"], [matrices[i]], [biases[i]], {}) for i in range(count)]
 
     def _joined(
         self, names: Seq[str], weights: list[Tensor | Codes], biases: list[Tensor | None], orders: Mapping[str, Tensor]
@@ -167,8 +176,7 @@ class WeightReader:
         if self.rounded is None:
             return Embedding(self._plain(table), scale)
         weight = table if isinstance(table, Tensor) else self._plain(table)
-        codes = shared or round_weight(weight, bits_of(self.rounded, "", weight))
-        release_mapped(weight)
+        codes = shared or self._rounded(TABLE, weight, bits_of(self.rounded, "", weight))
         return CodedEmbedding.of(codes, place, self.dtype)
 
     def _keeps(self, weight: Tensor | Codes) -> bool:
@@ -185,11 +193,16 @@ class WeightReader:
         assert self.rounded is not None
         floats = weight if isinstance(weight, Tensor) else self._plain(weight)
         bits = bits_of(self.rounded, name, floats, is_head=name == "lm_head")
+        return GroupedLinear(self._rounded(f"{name}.weight", floats, bits, bias), dtype)
+
+    def _rounded(self, key: str, floats: Tensor, bits: int, bias: Tensor | None = None) -> GroupedCodes:
         codes = round_weight(floats, bits, bias)
         if not codes.scale.isfinite().all():
-            raise ModelError(f"{name}.weight has a number that is not finite")
+            raise ModelError(f"{key} has a number that is not finite")
         release_mapped(floats)
-        return GroupedLinear(codes, dtype)
+        if self.codes is not None:
+            self.codes[key] = codes
+        return codes
 
     def _floats(self, weights: Seq[Tensor | Codes], biases: Seq[Tensor | None], dtype: torch.dtype | None) -> nn.Module:
         """One matmul of floats, in our C where that multiplies them."""
@@ -205,6 +218,9 @@ class WeightReader:
             made = PackedLinear(PackedMatrix.of(parts, None if bias is None else bias.float()), dtype)
         else:
             made = _linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+            becomes = self.converted if dtype is None else None
+            if becomes is not None and becomes.fits(made.in_features, made.out_features):
+                made = becomes(made)
         for part in parts:
             release_mapped(part)
         return made
@@ -216,6 +232,11 @@ class WeightReader:
         found = self.weights[f"{name}.bias"]
         assert isinstance(found, Tensor), "nobody rounds a bias"
         return found.to(self.device, self.dtype)
+
+
+def converted_by(weights: Weights, *, on_cuda: bool) -> type[Fp8Linear | W4Linear] | None:
+    """What torch's matmuls become where weights are held so."""
+    return Fp8Linear if weights == "fp8" else W4Linear if weights == "int4" and on_cuda else None
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

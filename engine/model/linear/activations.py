@@ -6,19 +6,15 @@ with another function that may round differently. Here there is no remainder, an
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import cache
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 _VECTOR = 64  # twice the numbers in the longest vector of the shortest type
 _SERIAL = 16384  # GELU uses several threads for more numbers than this; other activations for twice as many
@@ -63,57 +59,3 @@ ELEMENTWISE: dict[Callable[..., Any], nn.Module] = {
     F.softplus: RowWise(nn.Softplus()),
     F.logsigmoid: RowWise(nn.LogSigmoid()),
 }
-_NAMES = frozenset(function.__name__ for function in ELEMENTWISE) | {"ACT2FN"}
-
-
-class RowWiseFunctions(nn.Module):
-    """Runs a module whose own code calls activations as functions: gates of mixers and norms, some MLPs."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        """Return attributes of the original that a model reads."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original."""
-        with _Replaced():
-            return self.inner(*args, **kwargs)
-
-
-class _Replaced(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in ELEMENTWISE and len(args) == 1 and kwargs in (None, {}, {"inplace": False}):
-            return ELEMENTWISE[func](args[0])
-        return func(*args, **(kwargs or {}))
-
-
-@cache
-def _kinds() -> frozenset[object]:
-    """Of modules that are activations."""
-    from transformers import activations
-
-    known = (found[0] if isinstance(found, tuple) else found for found in dict.values(activations.ACT2CLS))
-    return frozenset(known) | {nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid}
-
-
-def make_row_wise(model: PreTrainedModel) -> None:
-    """Wrap every activation module of `model`, and every module that calls activations in its own code."""
-    for name, module in list(model.named_modules()):
-        if type(module) in _kinds():
-            model.set_submodule(name, RowWise(module))
-    wrapped = [name for name, module in model.named_modules() if isinstance(module, RowWiseFunctions)]
-    for name in [name for name, module in model.named_modules() if name and _calls_activations(module)]:
-        if name.rpartition(".")[0] not in wrapped:
-            model.set_submodule(name, RowWiseFunctions(model.get_submodule(name)))
-
-
-def _calls_activations(module: nn.Module) -> bool:
-    forward = inspect.unwrap(type(module).forward)
-    is_foreign = type(module).__module__.startswith("transformers.models.")
-    return is_foreign and isinstance(forward, FunctionType) and not _NAMES.isdisjoint(forward.__code__.co_names)

@@ -1,15 +1,12 @@
 """The experts of a mixture as single matrices, which are rounded and packed like all others. Knows no model by name.
 
-transformers stacks the matrices of all experts in two parameters of three dimensions, which its own code multiplies.
-torch chooses the order of their sums by how many rows meet an expert, and that depends on the batch. Here each expert
-has two matmuls of its own; where our C has packed them, one call runs all experts of a layer. On CUDA a kernel reads
-the stacks as they are.
+Each expert has two matmuls of its own; where our C has packed them, one call runs all experts of a layer. On CUDA a
+kernel reads stacks of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,31 +17,13 @@ from engine.native import PackedMatrix, rows_for
 from engine.native.experts import ExpertGate, ExpertMatrices
 
 
-class OwnGate(nn.Module):
-    """What a family's own code computes between the two matrices of an expert, always one row at a time.
-
-    Its functions may round a number differently at another place of a longer tensor.
-    """
-
-    def __init__(self, shell: nn.Module) -> None:
-        """Take the original module without its matrices."""
-        super().__init__()
-        self.shell = shell
-
-    def forward(self, both: Tensor) -> Tensor:
-        """Rows `[M, n]` or `[M, 2 n]` -> `[M, n]`."""
-        has_gate = getattr(self.shell, "has_gate", True) and hasattr(self.shell, "_apply_gate")
-        run = cast("Callable[[Tensor], Tensor]", getattr(self.shell, "_apply_gate" if has_gate else "act_fn"))
-        return run(both)
-
-
 class RoutedExperts(nn.Module):
-    """Replaces a module of stacked experts: for each row the weighted sum of what its chosen experts give.
+    """For each row the weighted sum of what its chosen experts give.
 
     A row's result has the same bits in any batch if its matmuls have.
     """
 
-    def __init__(self, ups: Iterable[nn.Linear], downs: Iterable[nn.Linear], gate: ExpertGate | OwnGate) -> None:
+    def __init__(self, ups: Iterable[nn.Linear], downs: Iterable[nn.Linear], gate: ExpertGate) -> None:
         super().__init__()
         self.ups, self.downs, self.gate = nn.ModuleList(ups), nn.ModuleList(downs), gate
         self._ready: ExpertMatrices | None = None
@@ -68,7 +47,7 @@ class RoutedExperts(nn.Module):
 
     def _native(self, rows: Tensor) -> ExpertMatrices | None:
         """All experts in our C, where it multiplies all their matrices and knows what lies between; else None."""
-        if self._ready is None and isinstance(self.gate, ExpertGate):
+        if self._ready is None:
             ups, downs = ([_packed_of(matmul) for matmul in matmuls] for matmuls in (self.ups, self.downs))
             known = [part for part in (*ups, *downs) if part is not None]
             if len(known) == len(ups) + len(downs):
@@ -83,10 +62,7 @@ Mix = Callable[[Tensor, Tensor, Tensor, ExpertStacks], Tensor]  # `kernels.exper
 
 
 class StackedExperts(nn.Module):
-    """Replaces a module of stacked experts by one function over its stacks, for CUDA.
-
-    The stacks are buffers, so that they are not mistaken for those of code that is not understood.
-    """
+    """The same as one function over the stacks of all experts, for CUDA."""
 
     up: Tensor
     down: Tensor

@@ -8,18 +8,12 @@ the model as loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ModelError
 from engine.kernels import reference
 from engine.kernels.args import Fp8Rows
-from engine.model.linear.swap import Swapped, swap_matmuls
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _STEP = 16  # sizes of matrices are multiples of this
 
@@ -27,6 +21,7 @@ _STEP = 16  # sizes of matrices are multiples of this
 class Fp8Linear(nn.Module):
     """Like `nn.Linear`, with bfloat16 input and output; the input may also be rounded already."""
 
+    types = (torch.bfloat16,)  # of rows
     round_rows: Callable[[Tensor], Fp8Rows] = staticmethod(reference.round_rows)  # or a kernel that computes the same
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -47,25 +42,12 @@ class Fp8Linear(nn.Module):
         out = out.view(*given.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
+    @staticmethod
+    def fits(in_features: int, out_features: int) -> bool:
+        """Whether a matrix of these sizes can be multiplied in 8-bit floats."""
+        return not in_features % _STEP and not out_features % _STEP
 
-def fits(in_features: int, out_features: int) -> bool:
-    """Whether a matrix of these sizes can be multiplied in 8-bit floats."""
-    return not in_features % _STEP and not out_features % _STEP
-
-
-def num_bytes(in_features: int, out_features: int) -> int:
-    """Bytes of a matrix and its scales."""
-    return in_features * out_features + 4 * out_features
-
-
-def to_fp8(model: PreTrainedModel) -> Swapped:
-    """Round the matrices of a loaded model, one at a time. The head, routers and matrices of other sizes stay.
-
-    Raises:
-        ModelError: the model is not in bfloat16.
-    """
-    if model.dtype != torch.bfloat16:
-        raise ModelError(f"fp8 weights are for models in bfloat16; dtype is {str(model.dtype).removeprefix('torch.')}")
-    swapped = swap_matmuls(model, Fp8Linear, fits)
-    swapped.tell("fp8")
-    return swapped
+    @staticmethod
+    def num_bytes(in_features: int, out_features: int) -> int:
+        """Bytes of a matrix and its scales."""
+        return in_features * out_features + 4 * out_features

@@ -7,27 +7,16 @@ float32. So the product is that of the dequantised matrix, without further round
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ModelError
-from engine.kernels import has_triton, reference
+from engine.kernels import reference
 from engine.kernels.args import GROUP, TILE_OUTPUTS
-from engine.model.linear.equivalence import EquivalenceTests, random_rows
-from engine.model.linear.swap import Swapped, swap_matmuls
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-log = logging.getLogger(__name__)
-
-Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]  # `kernels.w4.matmul`, or its reference
+Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]  # `kernels.w4.w4_matmul`, or its reference
 _CHUNK = 512  # outputs that are rounded at once
-_TRIED = (3, 40, 100)  # rows of the equivalence tests: one number for each size of tile
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # share of a group's largest weight: clipping it gives the others finer steps
 
 
@@ -60,13 +49,16 @@ def _levels(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class W4Linear(nn.Module):
-    """Like `nn.Linear`, with 16-bit input and output. Two passes must not run at the same time: `kernels.w4.matmul`."""
+    """Like `nn.Linear`, with 16-bit input and output. Two passes must not run at the same time: `kernels.w4`."""
 
     words: Tensor
     scale: Tensor
     arrived: Tensor
 
-    def __init__(self, linear: nn.Linear, multiply: Multiply = reference.w4_matmul) -> None:
+    types = torch.bfloat16, torch.float16  # of rows
+    multiply: Multiply = staticmethod(reference.w4_matmul)  # or a kernel that computes the same
+
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         words, scale = round_weight(linear.weight)
@@ -75,7 +67,6 @@ class W4Linear(nn.Module):
         for name, tensor in (("words", words), ("scale", scale), ("arrived", counts)):
             self.register_buffer(name, tensor.contiguous(), persistent=name != "arrived")
         self.bias: nn.Parameter | None = linear.bias
-        self.multiply = multiply
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
@@ -83,45 +74,12 @@ class W4Linear(nn.Module):
         out = self.multiply(rows, self.words, self.scale, self.bias, self.arrived)
         return out.view(*x.shape[:-1], self.out_features)
 
+    @staticmethod
+    def fits(in_features: int, _out_features: int) -> bool:
+        """Whether a matrix of these sizes consists of whole groups."""
+        return not in_features % GROUP
 
-def fits(in_features: int, _out_features: int) -> bool:
-    """Whether a matrix of these sizes consists of whole groups."""
-    return not in_features % GROUP
-
-
-def num_bytes(in_features: int, out_features: int) -> int:
-    """Bytes of a matrix and its scales."""
-    return in_features * out_features // 2 + 2 * in_features // GROUP * out_features
-
-
-def to_w4(model: PreTrainedModel, multiply: Multiply | None = None) -> Swapped:
-    """Round the matrices of a loaded model, one at a time. The head, routers and matrices without whole groups stay.
-
-    If the kernel cannot run here, or fails the equivalence test, plain torch computes the same, which is slow.
-
-    Raises:
-        ModelError: the model is not in 16 bits, or Triton is not installed.
-    """
-    if model.dtype not in (torch.bfloat16, torch.float16):
-        raise ModelError(f"int4 weights on cuda are for bfloat16; dtype is {str(model.dtype).removeprefix('torch.')}")
-    if multiply is None:
-        if not has_triton():
-            raise ModelError("int4 weights on cuda need Triton, and it is not installed")
-        from engine.kernels import w4  # imports Triton
-
-        multiply = w4.matmul
-    swapped = swap_matmuls(model, W4Linear, fits)
-    swapped.tell("int4")
-    ours = [module for module in model.modules() if isinstance(module, W4Linear)]
-    if ours and all(_agrees(model, max(ours, key=lambda m: m.in_features), rows, multiply) for rows in _TRIED):
-        for module in ours:
-            module.multiply = multiply
-    elif ours:
-        log.warning("int4 matmuls are plain torch's, which is slow")
-    return swapped
-
-
-def _agrees(model: PreTrainedModel, module: W4Linear, rows: int, multiply: Multiply) -> bool:
-    x = random_rows(model, rows, module.in_features)
-    rest = module.words, module.scale, module.bias, module.arrived
-    return EquivalenceTests().agree("matmuls in 4 bits", lambda way: way(x, *rest), reference.w4_matmul, multiply)
+    @staticmethod
+    def num_bytes(in_features: int, out_features: int) -> int:
+        """Bytes of a matrix and its scales."""
+        return in_features * out_features // 2 + 2 * in_features // GROUP * out_features

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +39,3 @@ class StackedCodes:
     def linear(self, bias: Tensor | None, dtype: torch.dtype | None) -> nn.Module | None:
         """See `Codes`: a stack is no matmul."""
         return None
-
-    def linears(self, biases: Tensor | None) -> list[nn.Linear]:
-        """A matmul for each expert, of its codes; `biases` is `[experts, out]`."""
-        several = [None] * len(self.matrices) if biases is None else biases.unbind()
-        made = [matrix.linear(bias, None) for matrix, bias in zip(self.matrices, several, strict=True)]
-        return cast("list[nn.Linear]", made)

@@ -33,8 +33,8 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.decoder.norms import RMSNorm
+from engine.model.fallback import kv_layout
 from engine.model.linear.packed import PackedLinear
-from engine.model.runner import kv_layout
 from engine.model.tap import Tap
 from engine.native import PackedMatrix, multiplies, rows_for
 from engine.proposers.base import Proposal

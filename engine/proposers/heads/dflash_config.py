@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
-from engine.attention.registry import ATTENTION_NAME
+from engine.attention.registry import ATTENTION_NAME, register_hook
 from engine.errors import ModelError
 from engine.model.checkpoint import shape_of
 from engine.model.linear.rows import matmul_shape
@@ -173,6 +173,7 @@ def _settings(name: str, layers: Mapping[str, Any], tensors: Mapping[str, Tensor
     if rotary not in _ROTARY:
         raise ModelError(f"{name!r}: its rope_type is {rotary!r}; served are {', '.join(_ROTARY)}")
     settings.pad_token_id = None
+    register_hook()
     settings._attn_implementation = ATTENTION_NAME  # noqa: SLF001 - a config that is not loaded has no other way
     return settings
 

@@ -15,12 +15,12 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from engine.attention import Attend
-from engine.attention.registry import ATTENTION_NAME, Ragged
+from engine.attention.registry import ATTENTION_NAME, Ragged, register_hook
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
+from engine.model.fallback import kv_layout
 from engine.model.linear.rows import matmul_shape
-from engine.model.runner import kv_layout
 from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.eagle3 import is_eagle3, load_eagle3
@@ -124,6 +124,7 @@ def _settings(config: dict[str, Any], tensors: dict[str, Tensor], name: str, tar
         found = f"{settings.hidden_size} features and {settings.vocab_size} tokens"
         raise ModelError(f"{name!r} is a head for {found}; the target has {want}")
     settings.pad_token_id = None
+    register_hook()
     settings._attn_implementation = ATTENTION_NAME  # noqa: SLF001 - a config that is not loaded has no other way
     return settings
 

@@ -26,13 +26,13 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from engine.attention import Attend
-from engine.attention.registry import ATTENTION_NAME, Ragged
+from engine.attention.registry import ATTENTION_NAME, Ragged, register_hook
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.checkpoint import shape_of
+from engine.model.fallback import kv_layout
 from engine.model.linear.rows import matmul_shape
-from engine.model.runner import kv_layout
 from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.fused import FusedLayers, FusedProjection, logits_in_c, norm_in_c, type_of
@@ -288,6 +288,7 @@ def _settings(
             f"{name!r} is {hidden} wide, and embed_tokens or lm_head is missing: the target's are {target[0]} wide"
         )
     settings.draft_vocab_size = config.get("draft_vocab_size") or settings.vocab_size
+    register_hook()
     settings._attn_implementation = ATTENTION_NAME  # noqa: SLF001 - a config that is not loaded has no other way
     return settings
 

@@ -31,12 +31,11 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.checkpoint import check_complete, read_config, told_as_model_error
+from engine.model.fallback import prepare
 from engine.model.gguf.files import gguf_file
-from engine.model.latent import compress
-from engine.model.linear.packed import pack, runs_in_c
 from engine.model.published.base import Codes, Weights
 from engine.model.published.methods import quantisation_of, without_quantisation
-from engine.model.runner import layout_of_model, prepare
+from engine.model.runner import layout_of_model
 from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.mtp_tensors import BESIDE, EMBEDDING, OUTPUT, TABLES, MTPFinder, names_here, read_wanted
@@ -79,9 +78,6 @@ def load_mtp(name: str, revision: str | None, target: PreTrainedModel) -> Head:
         has_tables = OUTPUT in weights
         model = _model_of(name, without_quantisation(config), weights, target)
         model.mtp = parts = _parts_of(name, weights, model, target)  # in the model: what is packed there is packed here
-    if runs_in_c(target):
-        pack(model)
-    compress(model, row_wise=False)
     tables = model if has_tables else target
 
     def proposer(context: HeadContext) -> HeadProposer:

@@ -12,7 +12,8 @@ from transformers import BartConfig, BartForCausalLM, BertConfig, BertModel, T5C
 
 from engine.errors import ModelError
 from engine.model.checkpoint import read_config
-from engine.model.runner import end_tokens, load_model
+from engine.model.fallback import load_model
+from engine.model.runner import end_tokens
 from tests import zoo
 
 

@@ -1,41 +1,71 @@
-"""A decoder's memory is foretold from shapes, and is what transformers' module of the same weights takes."""
+"""A decoder's memory is foretold from shapes, and is what a decoder holds."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from engine.choices import Weights
+from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.memory import num_bytes
+from engine.model.decoder.weights import TABLE, WeightReader, converted_by, prepared
+from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedCodes
 from engine.model.published.saved import SavedCodes
-from engine.model.quantize import weight_bytes
-from engine.startup.precision import on_meta
 from tests import zoo
 
-OF_TABLE = [family for family in zoo.FAMILIES if architecture_for(zoo.family_config(family)) is not None]
+OF_TABLE = [family for family in zoo.EVERY_FAMILY if architecture_for(zoo.family_config(family)) is not None]
+_NO_WEIGHTS = re.compile(r"\.arrived$|embed_tokens\.(embed_)?scale$|^rotations")  # of passes, single numbers, rotary tables
 
 
 @pytest.mark.parametrize("family", OF_TABLE)
-@pytest.mark.parametrize("weights", ["native", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_that_of_transformers_module(family: str, weights: str, dtype: torch.dtype) -> None:
+def test_floats_take_what_they_take_in_transformers_module(family: str, dtype: torch.dtype) -> None:
     config = zoo.family_config(family)
-    architecture = architecture_for(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    numbers = sum(weight.numel() for weight in (*model.parameters(), *corrections))
+    assert num_bytes(architecture_for(config), dtype, "native", {}) == numbers * dtype.itemsize
+
+
+def held_bytes(made: DecoderModel, codes: dict[str, GroupedCodes]) -> int:
+    """`codes` are those of all its matrices by their names."""
+    found = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+    tensors = {id(x): x.numel() * made.dtype.itemsize if "norm.scale" in name else x.nbytes for name, x in found.items() if not _NO_WEIGHTS.search(name)}
+    table = made.get_input_embeddings()
+    tied = [table.codes] if isinstance(table, CodedEmbedding) and TABLE not in codes else []
+    return sum(tensors.values()) + sum(each.nbytes for each in (*codes.values(), *tied))
+
+
+def check(model: torch.nn.Module, weights: Weights, *, on_cuda: bool = False) -> None:
+    architecture, codes = architecture_for(model.config), dict[str, GroupedCodes]()
     assert architecture is not None
-    if weights == "fp8" and architecture.transposed:  # of which transformers' own class of matrices is not rounded
-        weights = "native"
-    assert num_bytes(architecture, dtype, weights, {}) == weight_bytes(on_meta(family, config), dtype, weights)
+    converted = converted_by(weights, on_cuda=on_cuda)
+    rounded = None if converted is not None or weights == "native" else weights
+    found = prepared(model.state_dict(), architecture)
+    read = WeightReader(found, model.dtype, rounded, packs=False, converted=converted, codes=codes)
+    made = DecoderModel(architecture, model.config, read)
+    assert num_bytes(architecture, model.dtype, weights, {}, on_cuda=on_cuda) == held_bytes(made, codes)
+
+
+@pytest.mark.parametrize("family", OF_TABLE)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_codes_take_what_is_foretold(family: str, weights: Weights) -> None:
+    check(zoo.reference(family), weights)
 
 
 @pytest.mark.parametrize("weights", ["native", "fp8", "int4"])
-def test_so_it_is_on_a_gpu(weights: str) -> None:
-    config = zoo.config_of("qwen2", hidden_size=256, intermediate_size=400)  # 400: no whole groups
-    architecture, dtype = architecture_for(config), torch.bfloat16
-    assert architecture is not None
-    found = num_bytes(architecture, dtype, weights, {}, on_cuda=True)
-    assert found == weight_bytes(on_meta("qwen2", config), dtype, weights, on_cuda=True)
-    assert (found < num_bytes(architecture, dtype, "native", {})) == (weights != "native")
+def test_so_it_is_on_a_gpu(weights: Weights) -> None:
+    for config in (
+        zoo.config_of("qwen2", hidden_size=256, intermediate_size=400),  # 400: no whole groups
+        zoo.family_config("qwen3-moe"),
+    ):
+        check(zoo.with_large_weights(config).bfloat16(), weights, on_cuda=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2"])
@@ -44,5 +74,5 @@ def test_codes_that_are_kept_take_their_own_bytes(family: str) -> None:
     assert architecture is not None
     codes = GroupedCodes(torch.zeros(97, 32, dtype=torch.int8), 8, torch.ones(97, 1, dtype=torch.float16), None)
     plain = num_bytes(architecture, torch.float32, "native", {})
-    kept = num_bytes(architecture, torch.float32, "native", {"model.embed_tokens.weight": SavedCodes(codes)})
+    kept = num_bytes(architecture, torch.float32, "native", {TABLE: SavedCodes(codes)})
     assert plain - kept == 97 * 32 * 4 - codes.nbytes

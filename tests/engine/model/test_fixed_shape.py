@@ -10,7 +10,7 @@ from engine.attention import choose
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.fixed_shape import TILE, FixedShapeRunner, cut, wanted_rows
-from engine.model.runner import ModelRunner, kv_layout
+from engine.model.runner import ModelRunner, layout_of_model
 from engine.model.tap import FINAL, Tap
 from tests import fakes, zoo
 
@@ -37,7 +37,7 @@ def test_the_worked_example() -> None:
 def test_a_tap_holds_the_rows_of_all_passes() -> None:
     """What heads draft from: the hidden state of each token of the batch, in order, without padding."""
     model = zoo.ours(zoo.reference("llama"))
-    tap, layout = Tap(model), kv_layout(model.config, model.dtype)
+    tap, layout = Tap(model), layout_of_model(model)
     arena = KVArena(layout, num_pages=PAGES, page_size=PAGE, device=model.device, spare_rows=TILE)
     inner = ModelRunner(model, arena, choose("reference", model.device))
     feeds = feeds_of([(3, 1), (20, 0), (17, 2)])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -14,16 +12,20 @@ from torch import nn
 from transformers import LlamaConfig
 
 from engine import kernels
+from engine.choices import Weights
+from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, reference
 from engine.kernels.args import GROUP, LARGEST
 from engine.kernels.reference import round_rows
 from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.memory import num_bytes
 from engine.model.decoder.ops import LayerOps
-from engine.model.linear.fp8 import Fp8Linear, to_fp8
-from engine.model.linear.w4 import W4Linear, round_weight, to_w4
-from engine.model.quantize import weight_bytes
+from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.w4 import W4Linear, round_weight
+from engine.startup.build import load
 from engine.startup.precision import weights_of
+from models import embedded_target
 from tests import fakes, zoo
 from tests.loops import engine_of, request
 from tests.zoo import logits
@@ -32,7 +34,6 @@ WIDE = LlamaConfig(
     vocab_size=zoo.VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=zoo.END,
 )  # fmt: skip
-FOUR_BITS = partial(to_w4, multiply=reference.w4_matmul)
 
 
 def _runs_here() -> bool:
@@ -47,8 +48,10 @@ def _runs_here() -> bool:
 MULTIPLIES = pytest.mark.skipif(not _runs_here(), reason="torch has no scales by row on this CPU")
 
 
-def model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    return zoo.ours(zoo.with_large_weights(WIDE)).to(dtype)
+def made_of(weights: Weights = "native", ops: LayerOps | None = None) -> DecoderModel:
+    made = zoo.on_kernels(zoo.with_large_weights(WIDE).to(torch.bfloat16), ops, weights)
+    assert isinstance(made, DecoderModel)
+    return made
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
@@ -87,37 +90,22 @@ def held(made: nn.Module) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.parametrize(("weights", "joined"), [("fp8", False), ("fp8", True), ("int4", False), ("int4", True)])
-def test_every_matmul_is_rounded_and_none_is_kept_twice(
-    weights: str, joined: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In our decoder the joined ones, `o_proj` and `down_proj`; in transformers' module each by itself."""
-    made = model()
-    plain, small = weight_bytes(made, made.dtype, "native"), weight_bytes(made, made.dtype, weights, on_cuda=True)
-    if joined:
-        made = zoo.on_kernels(made)
-    head, count = made.get_output_embeddings(), (4 if joined else 7) * 2
-    with caplog.at_level(logging.INFO):
-        swapped = to_fp8(made) if weights == "fp8" else FOUR_BITS(made)
-    assert (swapped.done, swapped.stayed) == (count, {"lm_head": "head"})
-    assert f"{count} of {count + 1} matrices are in {weights}; others: 1 head (lm_head ...)" in caplog.text
-    assert made.get_output_embeddings() is head
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_every_matmul_is_rounded_and_none_is_kept_twice(weights: Weights) -> None:
+    made = made_of(weights)
     linears = {name for name, module in made.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear)}
     assert linears == {"lm_head"}
-    norms = 2 * WIDE.hidden_size * (2 * 2 + 1) if joined else 0  # ours have their scales in float32
+    norms = 2 * WIDE.hidden_size * (2 * 2 + 1)  # whose scales are in float32
+    small, plain = (num_bytes(made.architecture, made.dtype, how, {}, on_cuda=True) for how in (weights, "native"))
     assert held(made) == small + norms < plain
 
 
-def test_what_stays_is_named_with_its_reason() -> None:
-    made = zoo.ours(zoo.reference("mixtral")).to(torch.bfloat16)
-    made.model.layers[0].self_attn.o_proj = nn.Linear(32, 24, dtype=torch.bfloat16)
-    swapped = to_fp8(made)
-    assert swapped.stayed.pop("lm_head") == "head"
-    assert swapped.stayed.pop("model.layers.0.self_attn.o_proj") == "of sizes that do not fit"
-    stacked = {name for name, reason in swapped.stayed.items() if reason == "stacked experts"}
-    assert stacked
-    assert all(reason == "router" for name, reason in swapped.stayed.items() if name not in stacked)
-    assert swapped.done == 4 * 2 - 1
+def test_routers_experts_and_sizes_that_do_not_fit_stay() -> None:
+    config = zoo.config_of("mixtral", num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=1)
+    made = zoo.on_kernels(zoo.with_large_weights(config).to(torch.bfloat16), None, "fp8")
+    rounded = {name.split(".", 3)[-1] for name, module in made.named_modules() if isinstance(module, Fp8Linear)}
+    stay = {name.split(".", 3)[-1] for name, module in made.named_modules() if isinstance(module, nn.Linear)}
+    assert (rounded, stay) == ({"self_attn.q_proj.joined.matmul", "self_attn.o_proj"}, {"lm_head"})
 
 
 @MULTIPLIES
@@ -133,9 +121,7 @@ def test_rows_are_rounded_by_what_makes_them() -> None:
         return run
 
     kinds = ("add_norm", "add_norm_round", "gate", "gate_round", "round_rows")
-    made = zoo.on_kernels(model())
-    assert isinstance(made, DecoderModel)
-    to_fp8(made)
+    made = made_of("fp8")
     made.use(dataclasses.replace(LayerOps.of(reference), **{name: counted(name) for name in kinds}))
     calls.clear()
     want = logits(made)  # two passes
@@ -153,10 +139,7 @@ def test_a_card_whose_compiler_knows_no_fp8_rounds_in_plain_torch(name: str, cap
     def fails(*_: object) -> None:
         raise faults()[0]("type fp8e4nv not supported in this architecture")
 
-    made = zoo.on_kernels(model())
-    assert isinstance(made, DecoderModel)
-    to_fp8(made)
-    made.use(LayerOps.of(reference))
+    made = made_of("fp8")
     want = logits(made)
     with caplog.at_level(logging.WARNING):
         made.use(dataclasses.replace(LayerOps.of(reference), **{name: fails}))
@@ -199,9 +182,9 @@ def test_a_matmul_in_4_bits_is_that_of_the_rounded_numbers() -> None:
 
 
 def test_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rounds in (to_fp8, FOUR_BITS):
-        with pytest.raises(ModelError, match="dtype is float32"):
-            rounds(model(torch.float32))
+    target = str(embedded_target())
+    with pytest.raises(ModelError, match="fp8 weights are for models in bfloat16; dtype is float32"):
+        load(EngineConfig(target=target, dtype="float32"), target, None, "fp8", torch.device("cpu"))
     cuda = torch.device("cuda")
     if has_triton():
         assert weights_of("x", None, "int4", cuda) == "int4"
@@ -219,24 +202,23 @@ def test_a_kernel_that_does_not_fit_leaves_plain_torch(caplog: pytest.LogCapture
     def multiply(*_: object) -> torch.Tensor:
         raise faults()[0]("out of resource: shared memory")
 
-    made = model()
+    made = made_of("int4")
     with caplog.at_level(logging.WARNING):
-        to_w4(made, multiply)
+        made.use(dataclasses.replace(LayerOps.of(reference), w4_matmul=multiply))
     assert {m.multiply for m in made.modules() if isinstance(m, W4Linear)} == {reference.w4_matmul}
-    assert "matmuls in 4 bits: TritonError: out of resource: shared memory" in caplog.text
+    assert "w4_matmul runs in plain torch, as our kernel cannot run here: TritonError: out of resource" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("rounds", "share", "loop"),
+    ("weights", "share", "loop"),
     [
-        (FOUR_BITS, 1 / 8, "rounds"),
-        pytest.param(to_fp8, 1 / 4, "plain", marks=[pytest.mark.slow, MULTIPLIES]),
+        ("int4", 1 / 8, "rounds"),
+        pytest.param("fp8", 1 / 4, "plain", marks=[pytest.mark.slow, MULTIPLIES]),
     ],
 )
-def test_a_rounded_draft_changes_no_token(rounds: Callable[[nn.Module], object], share: float, loop: str) -> None:
+def test_a_rounded_draft_changes_no_token(weights: Weights, share: float, loop: str) -> None:
     """The target as it is, the draft rounded: the tokens of plain decoding, and drafts that are kept."""
-    target, draft = model(), model()
-    rounds(draft)
+    target, draft = made_of(), made_of(weights)
     asked = [request(i, max_tokens=10) for i in range(4)]
     plain = fakes.run(engine_of(pair=(target, draft), loop="plain", speculation="off"), asked).tokens
     said = fakes.run(engine_of(pair=(target, draft), loop=loop, proposer="model"), asked)

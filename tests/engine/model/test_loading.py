@@ -19,8 +19,8 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.machine import mapped
 from engine.machine.mapped import ReadProgress
+from engine.model.fallback import load_model
 from engine.model.quantize import load_quantised, save_quantised
-from engine.model.runner import load_model
 from engine.startup.build import load, pick_device
 from models import embedded_target
 from tests import zoo

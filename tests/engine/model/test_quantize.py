@@ -14,10 +14,10 @@ from torch import nn
 from engine.choices import Rounded
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.model.fallback import load_model
 from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedLinear, has_codes
 from engine.model.quantize import load_quantised, save_quantised, weight_bytes
-from engine.model.runner import load_model
 from engine.startup.build import load, pick_device
 from models import embedded_target
 from server import cli

@@ -16,8 +16,7 @@ from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.stack import Stack
-from engine.model.linear.packed import PackedLinear, is_batch_invariant, pack
-from engine.model.runner import ModelRunner, kv_layout
+from engine.model.runner import ModelRunner, layout_of_model
 from engine.model.tap import FINAL, Tap
 from engine.native import library, multiplies
 from engine.proposers.model import first_layers
@@ -41,11 +40,11 @@ def wide_config(family: str) -> PreTrainedConfig:
 
 
 def plain_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
-    return zoo.ours(zoo.with_large_weights(wide_config(family))).to(dtype)
+    return zoo.with_large_weights(wide_config(family)).to(dtype)
 
 
 def model(family: str, dtype: torch.dtype, *, int8: bool) -> DecoderModel:
-    made = zoo.as_served(plain_model(family, dtype), "int8" if int8 else None)
+    made = zoo.as_served(plain_model(family, dtype), "int8" if int8 else "native")
     assert isinstance(made, DecoderModel)
     return made
 
@@ -58,7 +57,7 @@ def layer_by_layer(made: DecoderModel) -> DecoderModel:
 
 
 def runner_of(made: PreTrainedModel, attention: str = "auto", kind: KVType = "auto") -> ModelRunner:
-    arena = KVArena(kv_layout(made.config, made.dtype).stored_as(kind), 8, 32, CPU)
+    arena = KVArena(layout_of_model(made).stored_as(kind), 8, 32, CPU)
     return ModelRunner(made, arena, choose(attention, CPU))  # type: ignore[arg-type]
 
 
@@ -141,16 +140,6 @@ def test_a_copy_keeps_to_its_own_arena() -> None:
     twin = copy.deepcopy(made)
     assert torch.equal(several_passes(twin), want)
     assert torch.equal(several_passes(made), want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_packed_models_keep_their_rows_apart(dtype: torch.dtype) -> None:
-    made = plain_model("llama", dtype)
-    assert not is_batch_invariant(made)
-    assert pack(made) == 7 * made.config.num_hidden_layers + 1
-    assert is_batch_invariant(made)
-    assert isinstance(made.get_output_embeddings(), PackedLinear)
-    assert made.get_output_embeddings()(torch.zeros(1, 2, made.config.hidden_size, dtype=dtype)).dtype == torch.float32
 
 
 def test_who_listens_to_the_layers_hears_of_every_pass() -> None:

@@ -8,11 +8,10 @@ from torch import nn
 
 from engine.config import EngineConfig
 from engine.errors import ModelError, Unsupported
-from engine.model.fixed_shape import TILE
-from engine.model.runner import kv_layout
+from engine.model.runner import layout_of_model
 from engine.params import SpeculationParams, Verification
 from engine.startup import build
-from engine.startup.batch_invariance import Piecewise, RowByRow, ensure_batch_invariance, is_independent
+from engine.startup.batch_invariance import RowByRow, ensure_batch_invariance, is_independent
 from engine.startup.build import assemble
 from engine.types import Request
 from tests import zoo
@@ -56,7 +55,7 @@ def spoil(model: torch.nn.Module, kind: type[nn.Linear]) -> None:
 def test_a_matmul_that_fails_is_taken_row_by_row(model: torch.nn.Module, kind: type[nn.Linear]) -> None:
     spoil(model, kind)
     assert not is_independent(model.model.layers[1].mlp.down_proj)
-    ensure_batch_invariance(model, kv_layout(model.config, model.dtype))
+    ensure_batch_invariance(model, layout_of_model(model))
     assert isinstance(model.model.layers[1].mlp.down_proj, RowByRow)
     assert isinstance(model.model.layers[0].mlp.down_proj, nn.Linear)
 
@@ -64,7 +63,7 @@ def test_a_matmul_that_fails_is_taken_row_by_row(model: torch.nn.Module, kind: t
 def test_a_matmul_that_fails_even_so_is_refused_by_its_shape(model: torch.nn.Module) -> None:
     spoil(model, ByThreads)
     with pytest.raises(ModelError, match=r"down_proj \(ByThreads 32 x 48 float32\)"):
-        ensure_batch_invariance(model, kv_layout(model.config, model.dtype))
+        ensure_batch_invariance(model, layout_of_model(model))
 
 
 def test_what_is_no_matmul_is_found_by_the_whole_model(model: torch.nn.Module) -> None:
@@ -74,28 +73,15 @@ def test_what_is_no_matmul_is_found_by_the_whole_model(model: torch.nn.Module) -
 
     model.model.norm = nn.Sequential(model.model.norm, Mixing())
     with pytest.raises(ModelError, match="its neighbours in a tile"):
-        ensure_batch_invariance(model, kv_layout(model.config, model.dtype))
+        ensure_batch_invariance(model, layout_of_model(model))
 
 
 def test_twice_is_once(model: torch.nn.Module) -> None:
-    layout = kv_layout(model.config, model.dtype)
+    layout = layout_of_model(model)
     ensure_batch_invariance(model, layout)
     once = [name for name, _ in model.named_modules()]
     ensure_batch_invariance(model, layout)
     assert [name for name, _ in model.named_modules()] == once
-
-
-@pytest.mark.parametrize("width", [7, 5633])
-def test_an_activation_in_pieces_has_no_remainder_and_no_share(width: int) -> None:
-    """On some processors torch's exp rounds otherwise behind the last whole vector, and where a thread's share ends."""
-
-    def rounding_by_place(x: torch.Tensor) -> torch.Tensor:
-        place = torch.arange(x.numel())
-        return x * torch.where((place < x.numel() // 64 * 64) & (place < 32_768 - 64), 1.0, 1.001)
-
-    rows = torch.randn(1, TILE, width, generator=torch.Generator().manual_seed(0))
-    assert not torch.equal(rounding_by_place(rows.flatten()), rows.flatten())
-    assert torch.equal(Piecewise(rounding_by_place)(rows), rows)
 
 
 def test_refused_where_no_order_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,15 +91,6 @@ def test_refused_where_no_order_is_fixed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(build, "has_triton", lambda: False)
     with pytest.raises(ModelError, match="needs Triton"):
         build._check_reproducible(EngineConfig(target="x", reproducible=True), torch.device("cuda"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_of_unknown_code_are_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 a check by samples would let this one pass."""
-    model = zoo.ours(zoo.reference("mixtral")).to(dtype)
-    monkeypatch.setattr("engine.startup.batch_invariance.unstack", lambda _: None)
-    with pytest.raises(ModelError, match=r"experts\.\w+ has 3 dimensions"):
-        assemble(EngineConfig(target="x", reproducible=True), model)
 
 
 def test_a_server_with_rejection_as_its_rule_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from pathlib import Path
@@ -10,17 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
+from transformers import AutoConfig, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model.checkpoint import stored_type
-from engine.model.linear.packed import is_batch_invariant, pack, packs_whole
+from engine.model.decoder.decoder import is_batch_invariant
+from engine.model.fallback import load_model
 from engine.model.quantize import save_quantised
 from engine.native import multiplies
 from engine.startup.build import load
-from engine.startup.precision import HeldPrecision, held_as, on_meta
+from engine.startup.precision import HeldPrecision, held_as
 from models import embedded_draft, embedded_target
 from tests import fakes, loops, zoo
 
@@ -132,10 +132,16 @@ def test_float32_for_matrices_that_our_c_is_not_for(
 @pytest.mark.skipif(not multiplies(torch.bfloat16), reason="needs a C compiler")
 @pytest.mark.parametrize("family", zoo.FAMILIES[::3])
 def test_what_is_foretold_of_packing_comes_true(family: str) -> None:
-    model = zoo.ours(zoo.reference(family)).to(torch.bfloat16)
-    foretold = packs_whole(on_meta(family, zoo.family_config(family)))
-    pack(model)
-    assert is_batch_invariant(model) == foretold
+    made = zoo.decoder(zoo.reference(family).to(torch.bfloat16))
+    assert is_batch_invariant(made) == made.architecture.is_aligned
+
+
+def test_models_outside_of_the_table_are_in_float32_and_nothing_else(tmp_path: Path) -> None:
+    AutoConfig.for_model("xglm").save_pretrained(tmp_path)
+    name = str(tmp_path)
+    assert (held(name).type_name, held(name, CUDA, dtype="bfloat16").type_name) == ("float32", "bfloat16")
+    with pytest.raises(ModelError, match=r"weights is int8; .* is a xglm model, which is not in the table"):
+        held(name, weights="int8")
 
 
 def test_rounded_weights_keep_what_suits_them(tmp_path: Path) -> None:
@@ -160,8 +166,7 @@ def test_float16_is_refused_on_a_cpu(tmp_path: Path) -> None:
 
 def float32_copy(source: Path, tmp_path: Path) -> Path:
     """The same checkpoint, widened."""
-    config = EngineConfig(target=str(source), dtype="float32", fuse=False)
-    load(config, str(source), None, "native", CPU).save_pretrained(tmp_path)
+    load_model(str(source), None, torch.float32, CPU).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((source / name).read_bytes())
     return tmp_path
@@ -190,10 +195,8 @@ def test_target_and_draft_each_have_their_own(tmp_path: Path, caplog: pytest.Log
 )
 def test_rounds_of_a_pair_of_unlike_types(of_target: str, of_draft: str) -> None:
     """Each has an arena of its own type. A float32 target says what it says without drafts."""
-    pair = [
-        copy.deepcopy(model).to(getattr(torch, dtype))
-        for model, dtype in zip(loops.models(), (of_target, of_draft), strict=True)
-    ]
+    plain = zoo.reference("llama")
+    pair = zoo.ours(plain, getattr(torch, of_target)), zoo.near(plain, dtype=getattr(torch, of_draft))
     engine = loops.engine_of(pair=pair)
     assert (engine.loop, engine.dtype) == ("rounds", of_target)
     asked = [loops.request(i) for i in range(4)]

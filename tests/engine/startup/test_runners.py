@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def model_of(kind: str) -> PreTrainedModel:
-    return zoo.ours(zoo.with_large_weights(tiny(kind)))
+    return zoo.in_transformers(zoo.with_large_weights(tiny(kind)))
 
 
 def engine_of(kind: str, draft: PreTrainedModel | None = None, **config: object) -> Engine:
@@ -49,7 +49,7 @@ def test_the_log_says_that_it_is_slower(caplog: pytest.LogCaptureFixture) -> Non
             "(ragged batch|attention interface).*one sequence at a time: XLNetLMHeadModel: its logits depend on",
         ),
         ("reformer", {}, "layers of type lsh"),  # hashes of the whole text
-        *(("bloom", asked, "not with") for asked in ({"reproducible": True}, {"self_layers": 1}, {"proposer": "self"})),
+        *(("bloom", asked, "is not supported for") for asked in ({"reproducible": True}, {"self_layers": 1}, {"proposer": "self"})),
     ],
 )
 def test_a_refusal_names_every_reason(kind: str, asked: dict[str, object], reason: str) -> None:

@@ -16,12 +16,11 @@ from engine.attention.spec import AttentionSpec
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.batch import RaggedBatch
-from engine.model.quantize import quantise
-from engine.model.runner import kv_layout, load_model
+from engine.model.fallback import kv_layout, load_model
 from engine.startup.build import assemble
-from engine.startup.self_test import check_ragged_contract, is_compared
+from engine.startup.self_test import check_ragged_contract
 from tests import zoo
-from tests.class_table import ALONE, RAGGED, way_of
+from tests.class_table import RAGGED, way_of
 from tests.covering import some
 
 TINY = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -57,7 +56,7 @@ def test_the_reason_says_what(kind: str, extra: dict[str, object], reason: str, 
 
 
 def test_a_window_that_only_the_mask_knows_is_refused() -> None:
-    model = zoo.ours(zoo.reference("qwen2-window"))
+    model = zoo.in_transformers(zoo.reference("qwen2-window"))
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None
     model.config.sliding_window = 50  # beyond what the probe runs: only the numbers tell
@@ -65,26 +64,10 @@ def test_a_window_that_only_the_mask_knows_is_refused() -> None:
         check(model)
 
 
-def test_chunks_that_only_the_mask_knows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than what the self-test feeds, so it makes them shorter."""
-    model = zoo.ours(zoo.with_large_weights(zoo.config_of("llama4_text", **zoo.LLAMA_4 | {"attention_chunk_size": 50})))
-    check(model)
-    monkeypatch.setattr("engine.attention.registry._chunk", lambda *_: None)
-    with pytest.raises(ModelError, match="does not know of"):
-        check(model)
-    assert model.config.attention_chunk_size == 50
-
-
-@pytest.mark.parametrize(
-    ("family", "rounds"),
-    [("llama", ()), ("qwen3", ("bfloat16",)), ("gemma2", ("codes",)), ("gemma3", ("bfloat16", "codes"))],
-)
-def test_rounding_hides_no_wrong_attention(family: str, rounds: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16)])
+def test_rounding_hides_no_wrong_attention(family: str, dtype: torch.dtype) -> None:
     """What is right differs by at most 0.03 of the spread of logits here; the least of these faults by 0.28."""
-    plain = zoo.ours(zoo.with_large_weights(zoo.family_config(family)))
-    model = torch.nn.Module.to(plain, torch.bfloat16 if "bfloat16" in rounds else torch.float32)
-    if "codes" in rounds:
-        quantise(model)
+    model = zoo.in_transformers(zoo.with_large_weights(zoo.family_config(family)).to(dtype))
     check(model)
 
     def wrong(
@@ -117,24 +100,11 @@ def test_one_frequency_table_for_a_whole_batch_is_served_only_where_it_is_the_sa
         assemble(EngineConfig(target="llama", max_model_len=64), model)
 
 
-FAMILIES = list(zoo.EVERY_FAMILY)
-# In bfloat16 these run one sequence at a time where this was tried; why, has not been found out.
-UNSURE = (("glm-4-moe", "bfloat16"), ("jamba", "bfloat16"))
+FAMILIES = [family for family in zoo.FAMILIES if family != "phi3-longrope"]  # of which each pass has one table
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", some(FAMILIES, FAMILIES[::9]))
-def test_the_zoo_passes(family: str, dtype: str) -> None:
-    model = torch.nn.Module.to(zoo.ours(zoo.reference(family)), getattr(torch, dtype))
-    engine = assemble(EngineConfig(target=family, dtype=dtype), model)
-    assert engine.dtype == dtype
-    if family in ("falcon", "qwen-4-exp"):
-        assert way_of(engine).startswith(ALONE)
-    elif (family, dtype) not in UNSURE:
-        assert way_of(engine) == RAGGED
-
-
-@pytest.mark.parametrize(("family", "on_cpu", "elsewhere"), [("llama", True, False), ("falcon", True, True)])
-def test_a_well_known_family_is_not_compared_with_its_plain_pass_on_a_gpu(family, on_cpu, elsewhere):
-    model = zoo.ours(zoo.reference(family))
-    assert (is_compared(model), is_compared(model.to("meta"))) == (on_cpu, elsewhere)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", some(FAMILIES, FAMILIES[::5]))
+def test_the_zoo_passes_in_transformers_module(family: str, dtype: torch.dtype) -> None:
+    model = zoo.in_transformers(zoo.with_large_weights(zoo.family_config(family)).to(dtype))
+    assert way_of(assemble(EngineConfig(target=family), model)) == RAGGED

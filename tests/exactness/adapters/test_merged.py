@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from engine import LLM, InvalidRequest, SamplingParams
 from engine.config import EngineConfig
 from engine.llm import CompletionOutput
-from engine.model.runner import kv_layout
+from engine.model.fallback import kv_layout
 from engine.params import SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
 from engine.types import Request

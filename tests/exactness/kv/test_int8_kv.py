@@ -85,7 +85,7 @@ def test_a_step_on_a_card_takes_as_many_launches_as_over_floats() -> None:
 def test_the_same_memory_has_more_pages(dtype: str, head_dim: int) -> None:
     """A vector of d numbers takes d bytes and 4 for its scale: of 128 numbers in bfloat16, 256 bytes become 132."""
     config = zoo.config_of("llama", head_dim=head_dim)
-    model = zoo.ours(zoo.with_large_weights(config)).to(getattr(torch, dtype))
+    model = zoo.ours(zoo.with_large_weights(config), getattr(torch, dtype))
     few = {"kv_memory": 0.001, "max_batch_size": 64, "page_size": 4, "max_model_len": 128}
     pages = [
         assemble(EngineConfig(target="t", kv_cache_dtype=kind, **few), model).total_pages for kind in ("auto", "int8")

@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
-from engine.model.runner import kv_layout
+from engine.model.fallback import kv_layout
 from engine.model.tap import FINAL
 from engine.native import multiplies
 from engine.proposers.heads.eagle import EagleHead, EagleRunner, load_eagle
