@@ -17,6 +17,7 @@ from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
+from engine.model.decoder.latent import expanded
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader, converted_by, prepared
 from engine.model.fallback import prepare
@@ -253,13 +254,16 @@ def in_transformers(model: PreTrainedModel) -> PreTrainedModel:
     return twin.to(model.dtype)
 
 
-def decoder(model: PreTrainedModel, weights: Weights = "native", *, packs: bool = True) -> DecoderModel:
+def decoder(
+    model: PreTrainedModel, weights: Weights = "native", *, packs: bool = True, expands: bool = False
+) -> DecoderModel:
     """The same weights in our decoder, floats in our C where that multiplies here and `packs`.
 
-    `model`: transformers' module, or a decoder that this function has made of one.
+    `model`: transformers' module, or a decoder that this function has made of one. `expands`: its latents.
     """
     model, architecture = getattr(model, "plain", model), architecture_for(model.config)
     assert architecture is not None, "it is in the table"
+    architecture = expanded(architecture) if expands else architecture
     converted = None if packs else converted_by(weights, on_cuda=True)
     rounded = cast("Rounded", weights) if weights != "native" and converted is None else None
     found = prepared({key: tensor.clone() for key, tensor in model.state_dict().items()}, architecture)

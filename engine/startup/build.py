@@ -48,7 +48,7 @@ from engine.startup.implementation import Implementation
 from engine.startup.loop import rounds_for, wants_rounds
 from engine.startup.memory import GIB, kv_gib
 from engine.startup.precision import held_as
-from engine.startup.runners import Ways, alone
+from engine.startup.runners import Ways, alone, check_allowed
 from engine.startup.states import TARGET, StatePlan
 from engine.types import AUTO
 
@@ -191,9 +191,11 @@ def assemble(
         tap: reads the target for a proposer of the caller's; where heads are loaded they have one of their own.
     """
     _check_reproducible(config, target.device)
+    check_allowed(config, target)
     heads = load_heads(config, target)
     # Before the self-test, which shows that it works.
-    tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else tap
+    places = {place for head in heads.values() for place in head.places}
+    tap = Tap(cast("DecoderModel", target), places) if heads else tap  # `check_allowed` said so
     # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not is_batch_invariant(target)
     ragged = partial(_ragged, config, target, needs_tiles=needs_tiles, row_wise=is_batch_invariant(target))

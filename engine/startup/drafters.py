@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine.attention import Attend
 from engine.control.prefill_budget import PrefillBudget
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from engine.config import EngineConfig
+    from engine.model.decoder.decoder import DecoderModel
     from engine.model.one_by_one import OneByOneRunner
 
 MakeArena = Callable[[KVLayout], KVArena]
@@ -69,7 +70,7 @@ class Drafters:
             models["model"], layouts["model"] = draft, alone or layout_of_model(draft).stored_as(stored)
         if config.self_layers is not None or config.proposer == "self":
             layers = config.self_layers or max(1, shape_of(target.config, "num_hidden_layers") // 3)
-            models["self"] = first_layers(target, layers)
+            models["self"] = first_layers(cast("DecoderModel", target), layers)  # `check_allowed` said so
             whole = layout_of_model(models["self"]).stored_as(stored)
             layouts["self"] = replace(whole, layers=whole.layers[:layers])
         layouts |= {name: head.layout.stored_as(stored) for name, head in heads.items() if head.layout is not None}

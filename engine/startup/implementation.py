@@ -6,13 +6,17 @@ This is the only place that chooses; loading and the doctor use its result. It r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.kernels import has_triton
+from engine.model.adapters.peft import read_adapter
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.families.table import architecture_for
+from engine.model.decoder.latent import LatentLayer, expanded
+from engine.proposers.heads.uno import adapter_folder
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from transformers import PreTrainedConfig
@@ -44,6 +48,8 @@ class Implementation:
     ) -> Implementation:
         """The code for a checkpoint that `described` is the config of, whole or cut into `shares`."""
         kind, architecture = described.model_type, architecture_for(described)
+        if architecture is not None and _changes_latents(config, architecture):
+            architecture = expanded(architecture)
         if architecture is None:
             return cls(kind, why_not=f"this {kind} is not in the table of architectures")
         reasons = (
@@ -56,3 +62,12 @@ class Implementation:
 
     def __str__(self) -> str:
         return f"transformers' module: {self.why_not}" if self.architecture is None else f"decoder ({self.model_type})"
+
+
+def _changes_latents(config: EngineConfig, architecture: Architecture) -> bool:
+    """Whether an adapter that the server starts with is of the matrix that expands latents."""
+    if not any(isinstance(layer.mixer, LatentLayer) for layer in architecture.layers):
+        return False
+    folders = [Path(folder) for folder in config.adapter.values()]
+    folders += [adapter_folder(config.uno, config.uno_revision)] if config.uno is not None else []
+    return any(path.endswith("kv_b_proj") for folder in folders for path in read_adapter(folder).parts)

@@ -61,8 +61,6 @@ class Ways:
         Raises:
             ModelError: a model runs in no way; the message gives the reason for each.
         """
-        if architecture_of(target) is None:
-            _check_allowed(config, target)
         attends, alone = dict[Any, Attend](), dict[Any, KVLayout]()
         for model in (target,) if draft is None else (target, draft):
             try:
@@ -83,8 +81,14 @@ def _tried(model: PreTrainedModel, ragged: Callable[[PreTrainedModel], Attend]) 
         raise ModelError(f"{_name(model)} cannot run a ragged batch: {error!r}") from error
 
 
-def _check_allowed(config: EngineConfig, target: PreTrainedModel) -> None:
-    """Refuse what a target cannot have that transformers' module runs."""
+def check_allowed(config: EngineConfig, target: PreTrainedModel) -> None:
+    """Refuse what a target cannot have that transformers' module runs.
+
+    Raises:
+        ModelError: names the first of it that `config` asks for.
+    """
+    if architecture_of(target) is not None:
+        return
     asked = {
         "reproducible": config.reproducible,  # the order of its sums hangs on how many tokens a pass feeds
         "loop = rounds": config.loop == "rounds",

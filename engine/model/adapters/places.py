@@ -44,7 +44,7 @@ def find_place(model: DecoderModel, path: str) -> Place:
     module: nn.Module | Place = model
     for name in _renamed(model, path).split("."):
         if name == _EXPANDING and isinstance(module, nn.Module) and latent_of(module) is not None:
-            raise ModelError(f"{path!r} expands latents, which are kept as they are: no adapter can change it")
+            raise ModelError(f"{path!r} expands latents, kept as they are: name an adapter of it at start")
         found = None if isinstance(module, Place) else _child(module, name)
         if found is None:
             raise ModelError(f"{path!r} is no matmul of {type(model).__name__}: it has no {name!r} there")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from engine.attention.registry import Ragged
 from engine.attention.spec import AttentionSpec
 from engine.kv.arena import LayerKV
 from engine.kv.latent import LatentHeads
-from engine.model.decoder.architecture import NormForm, Shapes, matrix_shapes
+from engine.model.decoder.architecture import Architecture, NormForm, Shapes, matrix_shapes
 from engine.model.decoder.attention import join, rotated, signed_halves
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.rotary import RotaryTable
@@ -39,6 +39,7 @@ class LatentLayer:
         interleaved: pairs that are rotated are neighbours in the checkpoint; else they are halves of what is rotated.
         bias: the products that read a row, and the output's, have one.
         norm: of latents, and of what queries are products of.
+        expands: keys and values of heads are kept, and not what they are products of: an adapter changes `kv_b_proj`.
     """
 
     heads: int
@@ -52,10 +53,13 @@ class LatentLayer:
     interleaved: bool = False
     bias: bool = False
     norm: NormForm = _NORM
+    expands: bool = False
 
     @property
     def kv(self) -> LayerKV:
         """What the layer keeps of a position."""
+        if self.expands:
+            return LayerKV(self.heads, self.nope + self.rope, self.value)
         return LayerKV(1, self.rank + self.rope, self.rank, is_latent=True)
 
     @property
@@ -113,9 +117,13 @@ class LatentAttention(nn.Module):
             matmul: Any = weights.matrix([name], layer.query_rank, has_bias=False, orders=orders)
             matmul.outputs_order = queries  # adapters ask for it
             self.q_b_proj = matmul
-        expanding = weights.floats("kv_b_proj.weight").to(weights.dtype)
-        keys, values = expanding.unflatten(0, (layer.heads, -1)).split([layer.nope, layer.value], 1)
-        self.latent = LatentHeads(keys, values, row_wise=weights.device.type == "cpu", packs=weights.packs)
+        self.latent: LatentHeads | None = None
+        if layer.expands:
+            self.kv_b_proj = weights.matrix(["kv_b_proj"], layer.rank, has_bias=False)
+        else:
+            expanding = weights.floats("kv_b_proj.weight").to(weights.dtype)
+            keys, values = expanding.unflatten(0, (layer.heads, -1)).split([layer.nope, layer.value], 1)
+            self.latent = LatentHeads(keys, values, row_wise=weights.device.type == "cpu", packs=weights.packs)
         self.o_proj = weights.matrix({"o_proj": width}, layer.heads * layer.value, has_bias=layer.bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
@@ -130,7 +138,24 @@ class LatentAttention(nn.Module):
         cos, sin = rotary
         signed = ragged.batch.once(("sin", sin), partial(signed_halves, sin))
         together = rotated(torch.cat([turning, turned[:, None]], 1), cos, signed)
-        absorbed = self.latent.absorb(torch.cat([still, together[:, :-1]], -1))
-        key = torch.cat([self.kv_a_layernorm(latent)[:, None], together[:, -1:]], -1)
-        attended = ragged.attend_layer(self.layer_idx, absorbed, key, key[..., : layer.rank], layer.spec)
-        return cast("Tensor", self.o_proj(self.latent.expand(attended).flatten(1)[None]))
+        asked, normed = torch.cat([still, together[:, :-1]], -1), self.kv_a_layernorm(latent)
+        if self.latent is None:
+            heads = self.kv_b_proj(normed[None])[0].unflatten(-1, (layer.heads, -1))
+            keys, value = heads.split([layer.nope, layer.value], -1)
+            key = torch.cat([keys, together[:, -1:].expand(-1, layer.heads, -1)], -1)
+            attended = ragged.attend_layer(self.layer_idx, asked, key, value, layer.spec)
+        else:
+            key = torch.cat([normed[:, None], together[:, -1:]], -1)
+            found = ragged.attend_layer(
+                self.layer_idx, self.latent.absorb(asked), key, key[..., : layer.rank], layer.spec
+            )
+            attended = self.latent.expand(found)
+        return cast("Tensor", self.o_proj(attended.flatten(1)[None]))
+
+
+def expanded(architecture: Architecture) -> Architecture:
+    """The same with keys and values of heads in place of latents."""
+    mixers = (layer.mixer for layer in architecture.layers)
+    each = [replace(mixer, expands=True) if isinstance(mixer, LatentLayer) else mixer for mixer in mixers]
+    layers = zip(architecture.layers, each, strict=True)
+    return replace(architecture, layers=tuple(replace(layer, mixer=mixer) for layer, mixer in layers))

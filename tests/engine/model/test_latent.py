@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from engine import LLM, SamplingParams
 from engine.attention import choose
 from engine.choices import Weights
 from engine.config import EngineConfig
@@ -25,7 +26,8 @@ from engine.model.decoder.families.table import architecture_for
 from engine.model.fallback import kv_layout
 from engine.model.runner import ModelRunner, layout_of_model
 from engine.startup.doctor import Facts
-from tests import zoo
+from tests import adapters, zoo
+from tests.families import generate
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:The explicitly set RoPE scaling factor")
@@ -110,6 +112,18 @@ def test_an_adapter_of_the_expanding_matrix_is_refused_by_name() -> None:
     path = "model.layers.0.self_attn.kv_b_proj"
     with pytest.raises(ModelError, match=f"'{path}' expands latents"):
         find_place(zoo.ours(reference()), path)
+    assert find_place(zoo.decoder(reference(), expands=True), path).outputs == 4 * (16 + 12)
+
+
+def test_a_server_that_starts_with_an_adapter_of_it_keeps_what_it_expands_to(tmp_path: Path) -> None:
+    plain = reference()
+    plain.save_pretrained(tmp_path / "model")
+    folder = adapters.write(tmp_path / "adapter", plain, 3, 3.0, ["kv_b_proj"])
+    llm = LLM(tmp_path / "model", adapter={"mine": str(folder)}, max_batch_size=2, dtype="float32")
+    assert all(layer.heads == 4 for layer in llm.engine.runner.arena.layout.layers)
+    for name, model in (("mine", adapters.merged(plain, folder)), ("", plain)):
+        [said] = llm.generate([[5, 9, 11]], SamplingParams(max_tokens=8, ignore_eos=True), adapter=name or None)
+        assert list(said.token_ids) == generate(model, [5, 9, 11], 8, eos_token_id=None)
 
 
 def test_the_doctor_foretells_what_is_kept(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ from tests.families import NEW_TOKENS, generate
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+REFUSED = {"reproducible": True, "self_layers": 1, "proposer": "self", "loop": "rounds", "kv_cache_dtype": "int8"}
+
+
 def model_of(kind: str) -> PreTrainedModel:
     return zoo.in_transformers(zoo.with_large_weights(tiny(kind)))
 
@@ -49,7 +52,10 @@ def test_the_log_says_that_it_is_slower(caplog: pytest.LogCaptureFixture) -> Non
             "(ragged batch|attention interface).*one sequence at a time: XLNetLMHeadModel: its logits depend on",
         ),
         ("reformer", {}, "layers of type lsh"),  # hashes of the whole text
-        *(("bloom", asked, "is not supported for") for asked in ({"reproducible": True}, {"self_layers": 1}, {"proposer": "self"})),
+        *(
+            ("bloom", asked, "is not supported for")
+            for asked in ({"reproducible": True}, {"self_layers": 1}, {"proposer": "self"})
+        ),
     ],
 )
 def test_a_refusal_names_every_reason(kind: str, asked: dict[str, object], reason: str) -> None:
