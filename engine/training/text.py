@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from engine.engine import Engine
 from engine.errors import ModelError
 from engine.machine.threads import use_threads
 from engine.model.checkpoint import shape_of
+from engine.model.decoder.architecture import architecture_of
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.tap import FINAL, Tap
 from engine.params import SamplingParams, SpeculationMode
@@ -65,14 +66,15 @@ class Writer:
         use_threads(config.threads)
         own = {"proposer": RECORDER, "speculation": SpeculationMode.FIXED, "num_draft_tokens": 1, "loop": "plain"}
         asked = config.model_copy(update={**own, "prefix_cache": False})  # whose hits would be seen by nobody
-        self.model: Any = load(asked, config.target, config.revision, config.weights, pick_device(config.device))
-        if not isinstance(self.model, DecoderModel):
-            kind = self.model.config.model_type
+        loaded = load(asked, config.target, config.revision, config.weights, pick_device(config.device))
+        if architecture_of(loaded) is None:
+            kind = loaded.config.model_type
             raise ModelError(f"target is {config.target!r}: {kind} is not in the table of architectures")
+        self.model = cast("DecoderModel", loaded)
         self.places = places_of(shape_of(self.model.config, "num_hidden_layers"))
         tap = Tap(self.model, {*self.places, FINAL})
         self._recorder = RowRecorder(tap, self.places)
-        self.engine: Engine = assemble(asked, self.model, extra_proposers={RECORDER: self._recorder}, tap=tap)
+        self.engine: Engine = assemble(asked, loaded, extra_proposers={RECORDER: self._recorder}, tap=tap)
         self._ids = count()
 
     def write(self, prompts: Seq[Tokens], sampling: Seq[SamplingParams], *, records: bool = True) -> list[WrittenText]:
