@@ -73,7 +73,10 @@ class ModelText:
     def read(cls, config: EngineConfig) -> ModelText:
         """Read tokenizer and chat template. Raises ModelError if they cannot be used."""
         codec = Codec.load(config.target, config.revision)
-        return cls(codec, None if codec is None else ChatTemplate.load(config.target, config.revision))
+        if codec is None:
+            return cls(None, None)
+        _ = codec.longest_token  # else the first request would wait for it
+        return cls(codec, ChatTemplate.load(config.target, config.revision))
 
     def calibration_tokens(self) -> tuple[int, ...]:
         """The text with which an engine calibrates; empty without a tokenizer."""

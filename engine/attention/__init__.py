@@ -1,5 +1,5 @@
 """Attention over the KV arena: one contract, several implementations, one registry."""
 
-from engine.attention.registry import Attend, choose, fitting
+from engine.attention.registry import Attend, choose
 
-__all__ = ["Attend", "choose", "fitting"]
+__all__ = ["Attend", "choose"]

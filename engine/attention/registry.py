@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine.attention import fixed, native, paged, reference, rows, sdpa
 from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
-from engine.kernels import faults, has_triton, is_interpreted
+from engine.kernels import has_triton, is_interpreted
 from engine.kv.arena import KVArena
 from engine.kv.batch import RaggedBatch
 from engine.native import library
@@ -125,26 +125,6 @@ def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False)
         return paged.attend_fixed
     log.info("attention on %s: %s%s", device.type, chosen, "" if name == "auto" else ", as asked for")
     return partial(native.attend, otherwise=_BY_NAME[others]) if chosen == "native" else _BY_NAME[chosen]
-
-
-def fitting(
-    name: AttentionName, device: torch.device, try_out: Callable[[Attend], None], *, row_wise: bool = False
-) -> Attend:
-    """As `choose`; where `auto` takes our kernel and `try_out` shows that it does not compile or fit, torch's own.
-
-    Raises:
-        ModelError: it was asked for by name; or whatever else `try_out` raises.
-    """
-    chosen = choose(name, device, row_wise=row_wise)
-    try:
-        try_out(chosen)
-    except faults() as error:
-        if name != "auto":
-            raise ModelError(f"attention is {name}; its kernel cannot run on this device: {error}") from error
-        log.warning("attention on %s: our kernel cannot run here: %s", device.type, error)
-        chosen = choose("rows" if row_wise else "sdpa", device)
-        try_out(chosen)
-    return chosen
 
 
 def _hook(

@@ -107,9 +107,9 @@ def _rounded(name: str, revision: str | None, config: PreTrainedConfig, weights:
 
 
 def _path_in(original: Mapping[str, str], key: str) -> str:
-    """What has the matrix `key` in the checkpoint; of a matrix of a stack as if it were there by itself."""
-    stacked = None if key in original else _STACKED.fullmatch(key)
-    if stacked is None:
-        return original[key].removesuffix(".weight")
-    path, _, kind = original[f"{stacked[1]}.{stacked[3]}"].rpartition(".")
-    return f"{path}.{stacked[2]}.{kind}"
+    """What has the matrix `key` in the checkpoint; one of a stack gets the name that a decoder has for it."""
+    path = original.get(key)
+    if path is None:
+        before, _, _ = original[_STACKED.sub(r"\1.\3", key)].partition("layers.")
+        path = before + key[key.index("layers.") :]
+    return path.removesuffix(".weight")

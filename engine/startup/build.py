@@ -371,12 +371,13 @@ def _ragged(
 
 
 def _attention(name: AttentionName, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
-    """Choose the attention of this name, or else the fastest one; of a model outside of the table by its self-test."""
-    if architecture_of(model) is not None:
-        return attention.choose(name, model.device, row_wise=row_wise)
-    from engine.startup.self_test import check_ragged_contract
+    """Choose the attention of this name, or else the fastest; a model outside of the table is tested with it."""
+    chosen = attention.choose(name, model.device, row_wise=row_wise)
+    if architecture_of(model) is None:
+        from engine.startup.self_test import check_ragged_contract
 
-    return attention.fitting(name, model.device, partial(check_ragged_contract, model, layout), row_wise=row_wise)
+        check_ragged_contract(model, layout, chosen)
+    return chosen
 
 
 def _tiled_runner(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,13 @@ class Codec:
         added = tokenizer.get_added_tokens_decoder()
         self.added_tokens = {token.content: i for i, token in added.items()}
         self.special_tokens = frozenset(i for i, token in added.items() if token.special)
-        self._longest = _longest_token(tokenizer, added.values())
         self.spelling = Spelling(tokenizer)
         heap.give_back()  # what a tokenizer is made of takes several times its own memory
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Most bytes of text that one token stands for; None where that is not known. It takes a look at all tokens."""
+        return _longest_token(self.tokenizer, self.tokenizer.get_added_tokens_decoder().values())
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None, *, kept: bool = True) -> Codec | None:
@@ -72,16 +76,17 @@ class Codec:
         Raises:
             InvalidRequest: `field` is too long.
         """
-        if self._longest is None or 4 * len(text) <= most * self._longest:  # a character has at most 4 bytes
+        longest = self.longest_token
+        if longest is None or 4 * len(text) <= most * longest:  # a character has at most 4 bytes
             return
-        size, limit = _size(text), most * self._longest
+        size, limit = _size(text), most * longest
         if size > limit:
             problem = f"has {size} bytes, which are more than {most} tokens; the limit is {limit} bytes"
             raise InvalidRequest.of(field, problem)
 
     def least_tokens(self, text: str) -> int:
         """How many tokens a text certainly has, without encoding it; 0 where that is not known."""
-        return 0 if self._longest is None else -(-_size(text) // self._longest)
+        return 0 if self.longest_token is None else -(-_size(text) // self.longest_token)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of all of these tokens; bytes that are not UTF-8 become U+FFFD."""

@@ -381,6 +381,11 @@ class Architecture:
         return not any(size % ALIGNED for size in rows)
 
     @property
+    def transposes_experts(self) -> bool:
+        """Whether the checkpoint has the matrices of stacks of experts as `[inputs, outputs]`."""
+        return any(getattr(layer.feed, "transposed", False) for layer in self.layers)
+
+    @property
     def attention(self) -> AttentionLayer:
         """That of the first layer that is one."""
         return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionLayer))

@@ -11,7 +11,6 @@ import torch
 
 from engine.choices import Rounded, Weights
 from engine.model.decoder.architecture import Architecture
-from engine.model.decoder.experts import Experts
 from engine.model.decoder.weights import HEAD, TABLE, converted_by, stack_of
 from engine.model.linear.rounding import bits_of, rounded_bytes
 
@@ -46,7 +45,6 @@ def num_bytes(
     if architecture.is_tied and rounded is not None and not codes.keys() & {TABLE, HEAD}:
         shapes[HEAD] = shapes[TABLE]  # its panels; the table keeps the codes
     is_tied, kept = architecture.is_tied, dict[str, int]()
-    is_turned = any(isinstance(layer.feed, Experts) and layer.feed.transposed for layer in architecture.layers)
     for key, each in codes.items():
         kept[stack_of(key)] = kept.get(stack_of(key), 0) + (each.num_bytes() or 0)
 
@@ -60,7 +58,7 @@ def num_bytes(
         if rounded is None or not (is_matrix or ".experts." in name) or _stays(name):
             return math.prod(shape) * dtype.itemsize
         if ".experts." in name:
-            count, outputs, inputs = (shape[i] for i in ((0, 2, 1) if is_turned else (0, 1, 2)))
+            count, outputs, inputs = shape if not architecture.transposes_experts else (shape[0], shape[2], shape[1])
             shape = count * outputs, inputs
         weight, place = torch.empty(shape[-2:], device="meta"), "" if name == TABLE else name.removesuffix(".weight")
         is_head = name == HEAD or (is_tied and name == TABLE)

@@ -285,7 +285,8 @@ def check(name: str, architecture: Architecture, weights: Mapping[str, Tensor | 
         if TABLE not in weights:
             del wanted[TABLE]
     held = {key: tuple(weight.shape) for key, weight in weights.items()}
-    held |= _stacks_of(held)
+    for key, (count, *sizes) in _stacks_of(held).items():
+        held[key] = count, *(reversed(sizes) if architecture.transposes_experts else sizes)
     missing = sorted(wanted.keys() - held.keys())
     if missing:
         raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {missing[0]} among them")

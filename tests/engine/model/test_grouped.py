@@ -6,16 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.model.linear import grouped
-from engine.model.linear.activations import make_row_wise
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide
 from engine.model.linear.rows import round_rows
 from tests.drawn import numbers
 from tests.drawn_codes import FORMS, codes
-from tests.engine.model.test_stack import plain_model
 
 INPUTS, GROUP = 96, 32
 
@@ -104,30 +100,6 @@ def test_matrices_of_several_forms_lie_side_by_side() -> None:
     assert [part.out_features for part in together.parts] == [80, 40, 24]
     assert torch.equal(together(x), torch.cat([part(x) for part in alone], -1))
     assert together(x[:, :0]).shape == (1, 0, 144)
-
-
-def rounded(weight: Tensor, bits: int) -> GroupedCodes:
-    """As GGUF's q8_0 and q4_0 are made, in groups of 16."""
-    groups = weight.float().unflatten(1, (-1, 16))
-    most = 127 if bits == 8 else 7
-    scale = (groups.abs().amax(-1) / most).half()
-    steps = (groups / scale.float().clamp_min(1e-6)[..., None]).round().clamp(-most, most).flatten(1)
-    if bits == 8:
-        return GroupedCodes(steps.to(torch.int8), 8, scale, None)
-    pairs = (steps + 8).to(torch.uint8).unflatten(1, (-1, 2))
-    return GroupedCodes(pairs[..., 0] | pairs[..., 1] << 4, 4, scale, None)
-
-
-def coded_model(bits: int, dtype: torch.dtype, family: str = "llama") -> PreTrainedModel:
-    """`bits` 0: 8 for values and gates, 4 for others, as files of mixed types have it."""
-    model = plain_model(family, dtype)
-    make_row_wise(model)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
-            wide = torch.float32 if module is model.get_output_embeddings() else None
-            own = bits or (8 if name.endswith(("v_proj", "gate_proj")) else 4)
-            model.set_submodule(name, GroupedLinear(rounded(module.weight, own), wide))
-    return model
 
 
 @pytest.mark.parametrize(

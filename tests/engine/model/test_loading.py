@@ -20,7 +20,7 @@ from engine.errors import ModelError
 from engine.machine import mapped
 from engine.machine.mapped import ReadProgress
 from engine.model.fallback import load_model
-from engine.model.quantize import load_quantised, save_quantised
+from engine.model.quantize import save_quantised
 from engine.startup.build import load, pick_device
 from models import embedded_target
 from tests import zoo
@@ -160,7 +160,7 @@ def test_a_weight_that_is_wrong_is_named(
         tensors[key] = change(old)
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=told):
-        load_quantised(str(copy), None, torch.float32, weights)
+        load(EngineConfig(target=str(copy)), str(copy), None, weights, CPU)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from engine.machine.threads import exactly
+from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.families.table import architecture_for
+from engine.model.decoder.weights import WeightReader
 from engine.model.linear import grouped, rows
 from engine.model.linear.activations import RowWise
-from engine.model.linear.grouped import GroupedLinear, has_codes
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear
 from engine.model.linear.rounding import _in_torch, round_weight
 from engine.model.linear.rows import round_rows
-from engine.model.quantize import load_quantised
-from models import embedded_target
+from tests import zoo
 from tests.drawn import numbers
 
 BITS = pytest.mark.parametrize("bits", [4, 5, 6, 8])
@@ -120,11 +122,12 @@ def test_no_rows_and_more_dimensions(inputs: int) -> None:
 
 
 def test_a_model_in_four_bits_keeps_its_head_and_shared_keys_and_values_in_eight() -> None:
-    model = load_quantised(embedded_target(), None, torch.float32, "int4")
-    bits = {name.rpartition(".")[2]: m.codes.bits for name, m in model.named_modules() if isinstance(m, GroupedLinear)}
+    model, codes = zoo.reference("llama"), dict[str, GroupedCodes]()
+    architecture = architecture_for(model.config)
+    DecoderModel(architecture, model.config, WeightReader(model.state_dict(), torch.float32, "int4", codes=codes))
+    bits = {name.split(".")[-2]: each.bits for name, each in codes.items()}
     assert {bits.pop(name) for name in ("lm_head", "k_proj", "v_proj")} == {8}
-    assert set(bits.values()) == {4}
-    assert has_codes(model)
+    assert bits == dict.fromkeys(("embed_tokens", "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 4)
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.Sigmoid()])

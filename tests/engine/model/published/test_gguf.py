@@ -16,18 +16,20 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model.checkpoint import end_tokens_of, read_config, weights_size
+from engine.model.decoder.decoder import DecoderModel
+from engine.model.fallback import load_model
 from engine.model.gguf.container import Container
 from engine.model.gguf.files import gguf_file
 from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.experts import RoutedExperts
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.published.gguf import weights_in
-from engine.model.published.load import fill
-from engine.model.published.methods import without_quantisation
 from engine.startup.build import load
 from tests import gguf_files, zoo
 from tests.covering import some
 from tests.gguf_files import Written
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -43,24 +45,29 @@ def file_of(folder: Path, family: str, kind: Type | str) -> Written:
     return gguf_files.write(folder / f"{family}-{name}.gguf", config, chosen)
 
 
-def loaded(path: Path, *, keeps_codes: bool) -> PreTrainedModel:
-    config = without_quantisation(read_config(str(path), None, of_transformers=True))
-    return fill(config, weights_in(Container.open(path)), str(path), torch.float32, keeps_codes=keeps_codes)
+def floats(path: Path) -> PreTrainedModel:
+    """Transformers' module."""
+    return load_model(str(path), None, torch.float32, CPU)
+
+
+def decoder(path: Path, dtype: str = "float32") -> DecoderModel:
+    """With the codes of the file."""
+    return cast("DecoderModel", load(EngineConfig(target=str(path), dtype=dtype), str(path), None, "native", CPU))
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "mixed"), ("qwen3", "mixed"), ("llama", Type.IQ3_S)])
 def test_weights_are_those_of_the_reference_to_the_last_bit(family: str, kind: Type | str, folder: Path) -> None:
     written = file_of(folder, family, kind)
     expected = written.model.state_dict()
-    found = loaded(written.path, keeps_codes=False).state_dict()
+    found = floats(written.path).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     if kind == "mixed":  # the other has no kernel
-        model = loaded(written.path, keeps_codes=True)
-        matmuls = {name: m for name, m in model.named_modules() if isinstance(m, GroupedLinear)}
-        assert len(matmuls) == 7 * 2 + 1, "all matrices of two layers, and the head"
-        assert all(torch.equal(m.dequantised(), expected[f"{name}.weight"]) for name, m in matmuls.items())
-        table = model.get_input_embeddings()
+        codes = weights_in(Container.open(written.path))
+        made = {key: each.linear(None, None) for key, each in codes.items() if not isinstance(each, torch.Tensor)}
+        assert len(made) == 7 * 2 + (1 if written.model.config.tie_word_embeddings else 2), "all matrices"
+        assert all(torch.equal(matmul.dequantised(), expected[key]) for key, matmul in made.items())
+        table = decoder(written.path).get_input_embeddings()
         assert isinstance(table, CodedEmbedding)
         ids = torch.tensor([[3, 0], [96, 3]])
         assert torch.equal(table(ids), expected["model.embed_tokens.weight"][ids])
@@ -70,7 +77,7 @@ def test_weights_are_those_of_the_reference_to_the_last_bit(family: str, kind: T
 def test_each_expert_keeps_its_codes(family: str, kind: Type | str, tmp_path: Path) -> None:
     config = gguf_files.config_of(family, gguf_files.WIDE | {"num_hidden_layers": 1})
     written = gguf_files.write(tmp_path / "model.gguf", config, gguf_files.mixed if isinstance(kind, str) else kind)
-    model = loaded(written.path, keeps_codes=True)
+    model = decoder(written.path)
     experts = next(module for module in model.modules() if isinstance(module, RoutedExperts))
     stacks = next(m for m in written.model.modules() if hasattr(m, "down_proj") and hasattr(m, "gate_up_proj"))
     for name, matmuls in (("gate_up_proj", experts.ups), ("down_proj", experts.downs)):
@@ -88,12 +95,14 @@ def test_experts_whose_halves_are_of_two_types_are_dequantised(tmp_path: Path) -
     written = gguf_files.write(
         tmp_path / "model.gguf", config, lambda name: Type.Q8_0 if "gate_exps" in name else Type.Q4_0
     )
-    model = loaded(written.path, keeps_codes=True)
-    found, expected = model.state_dict(), written.model.state_dict()
-    stacks = [name for name in expected if ".experts." in name]
-    assert len(stacks) == 2
-    assert all(torch.equal(found[name], expected[name]) for name in stacks)
-    assert isinstance(model.get_submodule("model.layers.0.self_attn.q_proj"), GroupedLinear)
+    model, found, expected = decoder(written.path), floats(written.path).state_dict(), written.model.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    experts = next(module for module in model.modules() if isinstance(module, RoutedExperts))
+    assert not any(isinstance(matmul, GroupedLinear) for matmul in experts.ups)
+    assert all(isinstance(matmul, GroupedLinear) for matmul in (*experts.downs, model.model.layers[0].self_attn.o_proj))
+    x, chosen, weights = torch.randn(5, 256), torch.tensor([[0, 1], [2, 3], [3, 0], [1, 2], [0, 2]]), torch.rand(5, 2)
+    want = written.model.get_submodule("model.layers.0.mlp.experts")(x, chosen, weights)
+    assert float((experts(x, chosen, weights) - want).std()) < 0.02 * float(want.std())
 
 
 def test_a_model_in_several_files_is_named_by_any_of_them(folder: Path, tmp_path: Path) -> None:
@@ -103,7 +112,7 @@ def test_a_model_in_several_files_is_named_by_any_of_them(folder: Path, tmp_path
     assert len(parts) == 3
     expected = whole.model.state_dict()
     for name in (tmp_path, *parts):
-        found = loaded(Path(str(gguf_file(name))), keeps_codes=False).state_dict()
+        found = floats(Path(str(gguf_file(name)))).state_dict()
         assert all(torch.equal(found[weight], expected[weight]) for weight in expected)
     assert weights_size(str(tmp_path), None) == sum(part.stat().st_size for part in parts)
     second = parts[1].read_bytes()
@@ -126,7 +135,7 @@ def test_every_family_is_read_as_transformers_has_it(family: str, tmp_path: Path
     read = read_config(str(written.path), None)
     assert read.rope_parameters == config.rope_parameters
     assert end_tokens_of(read, None) == {zoo.END}
-    model = loaded(written.path, keeps_codes=False)
+    model = floats(written.path)
     found, expected = model.state_dict(), written.model.state_dict()
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
@@ -140,24 +149,22 @@ def test_every_family_is_read_as_transformers_has_it(family: str, tmp_path: Path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_of_codes_alone_knows_the_type_of_its_rows(dtype: torch.dtype, folder: Path) -> None:
     """It has no matrix of floats to tell, and norms are scaled in float32 once they are fused."""
-    config = EngineConfig(target=str(file_of(folder, "llama", Type.Q8_0).path), dtype=str(dtype).removeprefix("torch."))
-    model = load(config, config.target, None, "native", torch.device("cpu"))
+    model = decoder(file_of(folder, "llama", Type.Q8_0).path, str(dtype).removeprefix("torch."))
     assert model.dtype == dtype
     assert model.get_input_embeddings()(torch.tensor([3])).dtype == dtype
 
 
 def held_bytes(model: nn.Module) -> int:
     """Bytes of weights in memory, without those that stay in the file."""
-    parts = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    codes = [module.codes.nbytes for module in model.modules() if isinstance(module, GroupedLinear)]
-    return sum(parts.values()) + sum(codes)
+    codes = [module.packed or module.codes for module in model.modules() if isinstance(module, GroupedLinear)]
+    return sum(part.nbytes for part in (*model.parameters(), *model.buffers(), *codes))
 
 
 def test_weights_take_as_much_memory_as_the_file(folder: Path) -> None:
     written = file_of(folder, "llama", Type.Q4_0)
     tensors = Container.open(written.path).tensors
     size = sum(tensor.num_bytes for tensor in tensors.values())
-    held = held_bytes(loaded(written.path, keeps_codes=True)) + tensors["token_embd.weight"].num_bytes
+    held = held_bytes(decoder(written.path)) + tensors["token_embd.weight"].num_bytes
     assert size <= held < 1.1 * size
 
 

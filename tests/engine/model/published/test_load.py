@@ -8,28 +8,66 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, GPT2Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoConfig, GPT2Config, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
+from engine.choices import Weights
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.model.checkpoint import read_config
+from engine.model.decoder.decoder import DecoderModel
+from engine.model.fallback import load_model
 from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedLinear
+from engine.model.linear.packed import PackedLinear
+from engine.model.published.methods import quantisation_of, read_weights
 from engine.model.quantize import save_quantised
+from engine.model.runner import end_tokens
 from engine.startup.build import load
 from engine.startup.doctor import check
 from engine.startup.precision import held_as
 from tests import published, zoo
+from tests.drawn import numbers
+from tests.zoo import logits
 
 CPU = torch.device("cpu")
+# By a matmul of a layer, the matrices that it has.
+JOINED = {
+    "self_attn.q_proj.joined": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj": ("self_attn.o_proj",),
+    "mlp.gate_proj.joined": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
 
 
-def loaded(folder: Path, weights: str = "native", **config: object):
-    return load(EngineConfig(target=str(folder), fuse=False, **config), str(folder), None, weights, CPU)
+def loaded(folder: Path, weights: Weights = "native", **config: object) -> DecoderModel:
+    """As a server on a CPU loads it."""
+    return cast("DecoderModel", load(EngineConfig(target=str(folder), **config), str(folder), None, weights, CPU))
+
+
+def floats(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights as transformers' module has them."""
+    return load_model(str(folder), None, torch.float32, CPU).state_dict()
+
+
+def matmuls_of(model: nn.Module) -> set[type]:
+    """Their kinds."""
+    return {type(each) for each in model.modules() if isinstance(each, nn.Linear | PackedLinear | GroupedLinear)}
+
+
+def check_served(folder: Path, reference: PreTrainedModel, *, keeps: bool) -> DecoderModel:
+    """Dequantised, logits have the bits of those of the floats; codes that a server keeps give almost the same."""
+    want, native = logits(zoo.as_served(reference)), loaded(folder)
+    assert torch.equal(logits(loaded(folder, "dequantised")), want)
+    assert (GroupedLinear in matmuls_of(native)) == keeps
+    off = (logits(native) - want).std() / want.std()
+    assert 0 < off < 0.1 if keeps else off == 0, "rows are rounded, where codes are kept"
+    return native
 
 
 def form(name: str) -> published.Format:
@@ -61,22 +99,25 @@ def equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
 )  # fmt: skip
 def test_native_keeps_every_code_and_dequantised_equals_the_formula(name: str, files: int, tmp_path: Path) -> None:
     reference = published.publish(tmp_path, published.CONFIGS["qwen3"], form(name), files=files)
-    assert equal(loaded(tmp_path, "dequantised").state_dict(), reference.state_dict())
-    model = loaded(tmp_path)
-    for path, module in reference.named_modules():
-        if isinstance(module, nn.Linear) and path != "lm_head" and form(name).on_kernels:
-            made = model.get_submodule(path)
-            assert isinstance(made, GroupedLinear)
-            assert torch.equal(made.dequantised(), module.weight)
-            assert (made.bias is None) == (module.bias is None)
-            assert made.bias is None or torch.equal(made.bias, module.bias)
-    assert type(model.lm_head) is nn.Linear
+    assert equal(floats(tmp_path), reference.state_dict())
+    native = check_served(tmp_path, reference, keeps=form(name).on_kernels)
+    kinds = {GroupedLinear} if form(name).on_kernels else matmuls_of(native.lm_head)
+    assert matmuls_of(native.model) == kinds
+    assert GroupedLinear not in matmuls_of(native.lm_head)
+    codes = read_weights(str(tmp_path), None, quantisation_of("x", read_config(str(tmp_path), None)))
+    for number, layer in enumerate(native.model.layers if form(name).on_kernels else ()):
+        for matmul, names in JOINED.items():
+            paths = [f"model.layers.{number}.{each}" for each in names]
+            alone = [codes[f"{path}.weight"].linear(codes.get(f"{path}.bias"), None) for path in paths]
+            for made, path in zip(alone, paths, strict=True):
+                assert torch.equal(made.dequantised(), reference.get_submodule(path).weight)
+            x = numbers(3, alone[0].in_features)
+            assert torch.equal(layer.get_submodule(matmul)(x), torch.cat([each(x) for each in alone], -1))
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8-blocks"])
 def test_what_has_no_codes_or_no_kernel_may_be_rounded_as_asked(name: str, folder_of: Callable[[str], Path]) -> None:
-    model = loaded(folder_of(name), "int8")
-    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert matmuls_of(loaded(folder_of(name), "int8")) == {GroupedLinear}
 
 
 def test_the_log_says_what_is_kept_and_what_is_not(
@@ -85,26 +126,26 @@ def test_the_log_says_what_is_kept_and_what_is_not(
     with caplog.at_level(logging.INFO, "engine"):
         loaded(folder_of("gptq"))
         loaded(folder_of("fp8-blocks"))
-    assert "14 quantised weights, 14 keep their codes" in caplog.text
-    assert "14 quantised weights, 0 keep their codes; 14 are dequantised to float32" in caplog.text
+    assert "rounded are the checkpoint's own codes" in caplog.text
+    assert "rounded are none" in caplog.text
 
 
-def publish_experts(folder: Path, config: PreTrainedConfig, name: str) -> dict[str, torch.Tensor]:
-    """A checkpoint with one tensor for each expert, as transformers saves them; returns the float state."""
+def publish_experts(folder: Path, config: PreTrainedConfig, name: str) -> PreTrainedModel:
+    """A checkpoint with one tensor for each expert, as transformers saves them; returns the float model."""
     model = zoo.with_large_weights(config)
     model.save_pretrained(folder)
-    floats, tensors = load_file(folder / "model.safetensors"), {}
-    for key, weight in list(floats.items()):
+    plain, tensors = load_file(folder / "model.safetensors"), {}
+    for key, weight in list(plain.items()):
         path, _, kind = key.rpartition(".")
         if kind == "weight" and path.endswith("_proj"):
-            written, floats[key] = form(name).write(path, weight)
+            written, plain[key] = form(name).write(path, weight)
             tensors |= written
         else:
             tensors[key] = weight
-    save_file({key: tensor.contiguous() for key, tensor in floats.items()}, folder / "model.safetensors")
-    plain = {key: tensor.clone() for key, tensor in loaded(folder).state_dict().items()}
+    save_file({key: tensor.contiguous() for key, tensor in plain.items()}, folder / "model.safetensors")
+    model.load_state_dict({key: tensor.clone() for key, tensor in floats(folder).items()})
     published.save(folder, config, form(name).settings, tensors)
-    return plain
+    return model
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8-blocks"])
@@ -112,14 +153,10 @@ def test_experts_are_stacked_as_those_of_floats(name: str, tmp_path: Path) -> No
     config = Qwen3MoeConfig(
         **published.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16
     )
-    want = publish_experts(tmp_path, config, name)
-    assert equal(loaded(tmp_path, "dequantised").state_dict(), want)
-    if form(name).on_kernels:
-        kept = loaded(tmp_path)
-        assert isinstance(kept.model.layers[0].self_attn.q_proj, GroupedLinear)
-        assert torch.equal(
-            kept.state_dict()["model.layers.0.mlp.experts.down_proj"], want["model.layers.0.mlp.experts.down_proj"]
-        )
+    model = publish_experts(tmp_path, config, name)
+    assert equal(floats(tmp_path), model.state_dict())
+    experts = check_served(tmp_path, model, keeps=form(name).on_kernels).get_submodule("model.layers.0.mlp.experts")
+    assert (GroupedLinear in matmuls_of(experts)) == form(name).on_kernels
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
@@ -136,7 +173,8 @@ def test_gpt_oss(tmp_path: Path) -> None:
             else:
                 tensors[key] = weight
     published.save(tmp_path, config, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, tensors)
-    assert equal(loaded(tmp_path).state_dict(), model.state_dict())
+    assert equal(floats(tmp_path), model.state_dict())
+    check_served(tmp_path, model, keeps=False)
 
 
 def test_a_matrix_that_is_stored_the_other_way_round(tmp_path: Path) -> None:
@@ -153,10 +191,7 @@ def test_a_matrix_that_is_stored_the_other_way_round(tmp_path: Path) -> None:
             elif key != "lm_head.weight":
                 tensors[key] = weight
     published.save(tmp_path, config, form("gptq").settings, tensors)
-    want, got = model.state_dict(), loaded(tmp_path, "dequantised").state_dict()
-    assert all(torch.equal(got[key], want[key]) for key in want)
-    kept = loaded(tmp_path).transformer.h[0].attn.c_proj
-    assert torch.equal(kept.dequantised().t(), want["transformer.h.0.attn.c_proj.weight"])
+    assert matmuls_of(check_served(tmp_path, model, keeps=True).model) == {GroupedLinear}
 
 
 # -- what is wrong is named --------------------------------------------------------------------------------------------
@@ -233,7 +268,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
         loaded(folder, weights)
 
 
-def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved_or_cut(
+def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     zoo.reference("llama").save_pretrained(tmp_path / "floats")
@@ -243,12 +278,6 @@ def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved_or_cu
     folder = str(folder_of("gptq"))
     with pytest.raises(ModelError, match="has gptq weights already"):
         save_quantised(folder, None, tmp_path / "out")
-    for name, method in ((folder, "gptq"), (str(tmp_path / "ours"), "int8")):
-        config = EngineConfig(target=name, tensor_parallel_size=2)
-        with pytest.raises(
-            ModelError, match=rf"tensor_parallel_size is 2; .* has {method} weights, which cannot be cut"
-        ):
-            load(config, name, None, "native", CPU, shares=2)
 
 
 # -- what is told before it is loaded ----------------------------------------------------------------------------------
@@ -266,11 +295,11 @@ def test_the_doctor_knows_how_much_memory_it_will_take(
     assert report.problems == []
     said = report.as_dict()["target"]["weights"]
     model = loaded(folder, weights)
-    held = sum(
-        tensor.nbytes for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "inv_freq" not in n)]
-    )
-    coded = [module for module in model.modules() if isinstance(module, GroupedLinear | CodedEmbedding)]
-    held += sum(module.codes.nbytes for module in coded if module.codes is not None)
+    parts = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if "rotations" not in name)]
+    table = model.get_input_embeddings()
+    parts += [table.codes] if isinstance(table, CodedEmbedding) else []
+    parts += [m.packed or m.codes for m in model.modules() if isinstance(m, PackedLinear | GroupedLinear)]
+    held = sum(part.nbytes for part in parts)
     size, unit = said.split()[:2]
     assert unit == "MiB"
     assert float(size) == pytest.approx(held / 2**20, rel=0.02, abs=0.06)
@@ -311,17 +340,18 @@ def test_how_it_is_held(
 def test_end_tokens_are_those_of_its_generation_config(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folder_of("gptq"), tmp_path / "copy")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert loaded(folder).generation_config.eos_token_id == [5, 7]
+    assert end_tokens(loaded(folder)) == {5, 7}
+    assert end_tokens(load_model(str(folder), None, torch.float32, CPU)) == {5, 7}
 
 
 def test_codes_of_the_language_model_of_a_checkpoint_that_also_sees(tmp_path: Path) -> None:
     config = AutoConfig.for_model("mistral", **published.SIZES)
-    want = published.publish(tmp_path, config, form("awq")).state_dict()
+    reference = published.publish(tmp_path, config, form("awq"))
     file, inside = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
     tensors = {f"language_model.{key}": value for key, value in load_file(file).items()}
     save_file(tensors | {"vision_tower.ln_pre.weight": torch.ones(4)}, file, metadata={"format": "pt"})
     settings, tied = inside.pop("quantization_config"), {"tie_word_embeddings": False}
     whole = {"model_type": "mistral3", "text_config": inside, "quantization_config": settings, "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(whole | tied))
-    assert equal(loaded(tmp_path, "dequantised").state_dict(), want)
-    assert isinstance(loaded(tmp_path).model.layers[0].mlp.up_proj, GroupedLinear)
+    assert equal(floats(tmp_path), reference.state_dict())
+    check_served(tmp_path, reference, keeps=True)

@@ -33,7 +33,7 @@ def awq(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """It has groups and zero points; the draft is near."""
     folder = tmp_path_factory.mktemp("awq")
     floats = published.publish(folder / "target", published.CONFIGS["qwen3"], published.FORMATS["awq"])
-    zoo.near(floats).save_pretrained(folder / "draft")
+    zoo.disturbed(floats).save_pretrained(folder / "draft")
     return folder / "target", folder / "draft", floats
 
 
