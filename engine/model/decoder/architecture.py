@@ -142,6 +142,21 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadGate:
+    """What heads give is multiplied by an activation of gates, which are products of the row.
+
+    Attributes:
+        name: of the gates' matrix; None where their rows follow the head's in `q_proj`.
+        activation: of a gate.
+        by_head: a gate is for all numbers of a head; else each has its own.
+    """
+
+    name: str | None = None
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    by_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """Grouped attention with rotary positions.
 
@@ -162,7 +177,7 @@ class AttentionLayer:
         growth: of queries with their positions.
         has_sinks: each head has one more score, which has no value.
         out_norm: of what the output's matrix reads, `attn_sub_norm`.
-        gated: what a head gives is multiplied by the sigmoid of a gate, whose rows follow the head's in `q_proj`.
+        gate: of what heads give, if they have any.
         out_name: of the output's matrix.
     """
 
@@ -182,7 +197,7 @@ class AttentionLayer:
     growth: QueryGrowth | None = None
     has_sinks: bool = False
     out_norm: NormForm | None = None
-    gated: bool = False
+    gate: HeadGate | None = None
     out_name: str = "o_proj"
 
     @property
@@ -195,12 +210,18 @@ class AttentionLayer:
         """Numbers of the queries, keys and values of a row."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
 
+    @property
+    def gates(self) -> int:
+        """Gates of a row."""
+        return 0 if self.gate is None else self.heads * (1 if self.gate.by_head else self.head_dim)
+
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`."""
         names = ("qkv_proj",) if self.joined else ("q_proj", "k_proj", "v_proj")
         queries, keys, values = self.sizes
-        sizes = (sum(self.sizes),) if self.joined else (queries * (2 if self.gated else 1), keys, values)
-        found: Shapes = {}
+        in_queries = self.gates if self.gate is not None and self.gate.name is None else 0
+        sizes = (sum(self.sizes),) if self.joined else (queries + in_queries, keys, values)
+        found: Shapes = {f"{self.gate.name}.weight": (self.gates, width)} if self.gate and self.gate.name else {}
         for name, size in zip(names, sizes, strict=True):
             found |= matrix_shapes(name, size, width, has_bias=self.qkv_bias)
         found |= matrix_shapes(self.out_name, width, self.sizes[0], has_bias=self.out_bias)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from engine.attention.registry import Ragged
 from engine.attention.spec import AttentionSpec
@@ -73,7 +74,9 @@ class GroupedAttention(nn.Module):
             self.qkv_proj = matmul
         else:
             sizes = dict(zip(("q_proj", "k_proj", "v_proj"), layer.sizes, strict=True))
-            if layer.gated:
+            if layer.gate is not None and layer.gate.name is not None:
+                sizes[layer.gate.name] = layer.gates
+            elif layer.gate is not None:
                 sizes["q_proj"] *= 2
                 orders["q_proj"] = _gates_last(orders.get("q_proj"), layer.heads, layer.head_dim)
             join(self, weights, sizes, width, has_bias=layer.qkv_bias, orders=orders)
@@ -122,11 +125,7 @@ class GroupedAttention(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
         """`[1, T, width]`, and cos and sin `[1, T, head_dim]` -> `[1, T, width]`."""
         layer, arena = self.layer, ragged.arena
-        projected, gate = self.matmul(x)[0], None
-        if layer.gated:
-            queries = layer.sizes[0]
-            query, gate, others = projected.split([queries, queries, projected.shape[-1] - 2 * queries], -1)
-            projected = torch.cat([query, others], -1)
+        projected, gates = self._gates_apart(self.matmul(x)[0])
         if layer.clip is not None:
             projected = projected.clamp(-layer.clip, layer.clip)
         query = self._write(projected, rotary, ragged)
@@ -135,8 +134,8 @@ class GroupedAttention(nn.Module):
             query = grown.to(query.dtype)
         keys, values = arena.k[self.layer_idx], arena.v[self.layer_idx]
         mixed = ragged.attend(query, keys, values, ragged.batch, self.spec).flatten(1)
-        if gate is not None:
-            mixed = mixed * ELEMENTWISE[torch.sigmoid](gate)
+        if gates is not None:
+            mixed = (mixed.unflatten(-1, (gates.shape[1], -1)) * gates[..., None]).flatten(1)
         return cast("Tensor", self.out(mixed[None] if self.attn_sub_norm is None else self.attn_sub_norm(mixed[None])))
 
     @property
@@ -144,6 +143,19 @@ class GroupedAttention(nn.Module):
         """The matrix of queries, keys and values."""
         parts: Any = self
         return cast("nn.Module", parts.qkv_proj if self.layer.joined else parts.q_proj.joined.matmul)
+
+    def _gates_apart(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values of rows, and what their heads' results are multiplied by."""
+        gate, (queries, keys, values) = self.layer.gate, self.layer.sizes
+        if gate is None:
+            return projected, None
+        if gate.name is None:
+            query, gates, others = projected.split([queries, queries, keys + values], -1)
+            projected = torch.cat([query, others], -1)
+        else:
+            projected, gates = projected.split([queries + keys + values, self.layer.gates], -1)
+        run = ELEMENTWISE[torch.sigmoid if gate.activation == "sigmoid" else F.softplus]
+        return projected.contiguous(), run(gates)
 
     def _write(self, projected: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
         """Write keys and values to the arena; the rotated queries `[T, heads, head_dim]`."""

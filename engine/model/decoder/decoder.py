@@ -30,7 +30,7 @@ from engine.model.decoder.hybrids import (
     Mamba2Layer,
 )
 from engine.model.decoder.latent import LatentAttention, LatentLayer
-from engine.model.decoder.mixers import Beside, FeedAlone, GatedDelta, Mamba1, Mamba2, ShortConv
+from engine.model.decoder.mixers import Beside, GatedDelta, Mamba1, Mamba2, ShortConv
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.rotary import Rotation
@@ -274,7 +274,7 @@ _MIXERS: dict[type, Callable[..., nn.Module]] = {
     BesideLayer: Beside,
     ConvLayer: ShortConv,
     DeltaLayer: GatedDelta,
-    FeedLayer: FeedAlone,
+    FeedLayer: lambda layer, _, width, weights: _FEEDS[type(layer.feed)](layer.feed, width, weights),
     Mamba1Layer: Mamba1,
     Mamba2Layer: Mamba2,
     LatentLayer: LatentAttention,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.kernels import reference
-from engine.model.decoder.architecture import GatedFeed, Shapes
-from engine.model.decoder.feed_forward import GatedMLP
+from engine.model.decoder.architecture import GatedFeed, PlainFeed, Shapes
+from engine.model.decoder.feed_forward import GatedMLP, PlainMLP
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
 from engine.model.linear.experts import RoutedExperts, StackedExperts
@@ -27,6 +27,8 @@ class Router:
         experts: there are.
         each: experts of a row.
         scores: what logits become: over all experts, or one by one.
+        cap: logits become tanh(logit / cap) * cap.
+        tolerance: experts are chosen one after the other, by SparseMixer; see `by_turns`.
         normalised: the weights of a row are divided by their sum.
         least: what they are divided by at least.
         scale: what weights are multiplied by.
@@ -35,6 +37,7 @@ class Router:
         bias: the product of the router has one.
         correction: the name of a bias, below the feed-forward, that counts where experts are chosen, and not in their
             weights.
+        corrects_logits: it is added to logits, and not to scores.
         is_row: the correction is stored as a matrix of one row.
         name: of the router.
     """
@@ -42,6 +45,8 @@ class Router:
     experts: int
     each: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
+    cap: float | None = None
+    tolerance: float | None = None
     normalised: bool = True
     least: float = 1e-20
     scale: float = 1.0
@@ -49,6 +54,7 @@ class Router:
     best: int = 2
     bias: bool = False
     correction: str | None = None
+    corrects_logits: bool = False
     is_row: bool = False
     name: str = "gate"
 
@@ -63,9 +69,13 @@ class Router:
 
     def choose(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         """float32 `[T, experts]` -> experts `[T, each]` and their weights, float32 `[T, each]`."""
+        if self.cap is not None:
+            logits = ELEMENTWISE[torch.tanh](logits / self.cap) * self.cap
+        if self.tolerance is not None:
+            return self.by_turns(logits, self.tolerance)
         scores = logits.softmax(-1) if self.scores == "softmax" else ELEMENTWISE[torch.sigmoid](logits)
         # Logits have the order of the scores, and two of them are not equal because both scores are nearly 0 or 1.
-        wanted = logits if correction is None else scores + correction
+        wanted = logits if correction is None else (logits if self.corrects_logits else scores) + correction
         if self.groups is not None:
             count, kept = self.groups
             by_group = wanted.unflatten(-1, (count, -1))
@@ -78,6 +88,18 @@ class Router:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(self.least)
         return experts, weights * self.scale
 
+    def by_turns(self, logits: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+        """As `choose`: an expert's weight is its share among those left that are nearly as good (arXiv 2409.12136)."""
+        left, chosen = logits, list[tuple[Tensor, Tensor]]()
+        for _ in range(self.each):
+            best, expert = left.max(-1, keepdim=True)
+            is_near = (best - logits) / logits.abs().maximum(best) <= tolerance
+            share = left.masked_fill(~is_near, -torch.inf).softmax(-1).gather(1, expert)
+            chosen.append((expert, share))
+            left = left.scatter(1, expert, -torch.inf)
+        experts, weights = zip(*chosen, strict=True)
+        return torch.cat(experts, 1), torch.cat(weights, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -87,10 +109,12 @@ class Experts:
 
     Attributes:
         inner: inputs of `down`.
-        gate: what lies between the two matrices of an expert.
+        gate: what lies between the two matrices of an expert; one that stands alone has `up_proj` for gate and up.
         router: which experts a row gets.
         bias: both matrices have one.
         transposed: matrices of stacks are `[inputs, outputs]`.
+        latent: inputs and outputs of experts, where those are not a row's: `fc1_latent_proj` and `fc2_latent_proj` are
+            between.
         on_inputs: weights multiply what experts read, and not what they give.
         shared: the feed-forward for all rows.
         shared_name: of the feed-forward for all rows.
@@ -102,15 +126,19 @@ class Experts:
     router: Router
     bias: bool = False
     transposed: bool = False
+    latent: int | None = None
     on_inputs: bool = False
-    shared: GatedFeed | None = None
+    shared: GatedFeed | PlainFeed | None = None
     shared_name: str = "shared_experts"
     shared_gate: str | None = None
 
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`; of stacks."""
-        found, count = self.router.shapes(width), self.router.experts
-        for name, sizes in {"gate_up_proj": (2 * self.inner, width), "down_proj": (width, self.inner)}.items():
+        found, count, size = self.router.shapes(width), self.router.experts, self.latent or width
+        both = self.inner if self.gate.alone else 2 * self.inner
+        if self.latent is not None:
+            found |= {"fc1_latent_proj.weight": (size, width), "fc2_latent_proj.weight": (width, size)}
+        for name, sizes in {"gate_up_proj": (both, size), "down_proj": (size, self.inner)}.items():
             found[f"experts.{name}"] = (count, *(sizes[::-1] if self.transposed else sizes))
             if self.bias:
                 found[f"experts.{name}_bias"] = count, sizes[0]
@@ -120,7 +148,7 @@ class Experts:
 
     def row_sizes(self) -> set[int]:
         """See `LayerPart`."""
-        return {self.inner} | (self.shared.row_sizes() if self.shared is not None else set())
+        return {self.inner, self.latent or self.inner} | (self.shared.row_sizes() if self.shared is not None else set())
 
 
 class MixtureMLP(nn.Module):
@@ -128,31 +156,39 @@ class MixtureMLP(nn.Module):
 
     def __init__(self, feed: Experts, width: int, weights: WeightReader) -> None:
         super().__init__()
-        self.feed, router, count = feed, feed.router, feed.router.experts
+        self.feed, router, count, size = feed, feed.router, feed.router.experts, feed.latent or width
         self.router = _RowProducts(weights, router.name, count, width, has_bias=router.bias)
         self.correction: Tensor | None
         correction = None if router.correction is None else weights.floats(router.correction).float().view(-1)
         self.register_buffer("correction", correction, persistent=False)
         each = replace(weights.below("experts."), converted=None)
         form = {"has_bias": feed.bias, "transposed": feed.transposed}
-        ups = each.experts("gate_up_proj", ("gate_proj", "up_proj"), count, width, **form)
+        parts = ("up_proj",) if feed.gate.alone else ("gate_proj", "up_proj")
+        ups = each.experts("gate_up_proj", parts, count, size, **form)
         downs = each.experts("down_proj", ("down_proj",), count, feed.inner, **form)
         both = cast("list[nn.Linear]", ups), cast("list[nn.Linear]", downs)
         in_c = weights.packs and weights.device.type == "cpu"
         self.experts = RoutedExperts(*both, feed.gate) if in_c else _stacked(*both, feed.gate)
+        if feed.latent is not None:
+            self.fc1_latent_proj = weights.matrix(["fc1_latent_proj"], width, has_bias=False)
+            self.fc2_latent_proj = weights.matrix(["fc2_latent_proj"], size, has_bias=False)
         if feed.shared is not None:
-            setattr(self, feed.shared_name, GatedMLP(feed.shared, width, weights.below(f"{feed.shared_name}.")))
+            below = weights.below(f"{feed.shared_name}.")
+            shared = PlainMLP(feed.shared, width, below) if isinstance(feed.shared, PlainFeed) else None
+            setattr(self, feed.shared_name, shared or GatedMLP(cast("GatedFeed", feed.shared), width, below))
         gate = None if feed.shared_gate is None else _RowProducts(weights, feed.shared_gate, 1, width, has_bias=False)
         self.shared_gate = gate
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[1, T, width]` -> `[1, T, width]`."""
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        """`[1, T, width]`, and what mixers are given too -> `[1, T, width]`."""
         feed, rows = self.feed, x.reshape(-1, x.shape[-1])
         chosen, weights = feed.router.choose(self.router(rows), self.correction)
         if feed.on_inputs:
             given = (rows[:, None] * weights[..., None]).to(rows.dtype).flatten(0, 1)
             made = self.experts(given, chosen.view(-1, 1), given.new_ones(len(given), 1, dtype=torch.float32))
             made = made.unflatten(0, (-1, feed.router.each)).sum(1)
+        elif feed.latent is not None:
+            made = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(rows), chosen, weights))
         else:
             made = self.experts(rows, chosen, weights)
         if feed.shared is not None:

@@ -141,7 +141,7 @@ class PlainMLP(nn.Module):
         learned = (weights.vector(name, *shape) for name, shape in LEARNED.get(feed.activation, {}).items())
         self.act_fn = RowWise(ACTIVATIONS[feed.activation](*learned))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., width]` -> `[..., width]`."""
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        """`[..., width]`, and what mixers are given too -> `[..., width]`."""
         up, down = map(self.get_submodule, self._names)
         return cast("Tensor", down(self.act_fn(up(x))))

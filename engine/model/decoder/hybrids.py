@@ -9,8 +9,8 @@ import torch
 from engine.kv.arena import LayerKV
 from engine.model.decoder.architecture import (
     AttentionLayer,
+    LayerPart,
     NormForm,
-    PlainFeed,
     Shapes,
     StateMixer,
     matrix_shapes,
@@ -290,7 +290,7 @@ class BesideLayer(StateMixer):
 class FeedLayer(StateMixer):
     """A feed-forward in a mixer's place, which keeps nothing."""
 
-    feed: PlainFeed
+    feed: LayerPart
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
         """See `StateMixer`."""

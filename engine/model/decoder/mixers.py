@@ -16,7 +16,6 @@ from engine.model.decoder.hybrids import (
     ConvLayer,
     Convolution,
     DeltaLayer,
-    FeedLayer,
     Mamba1Layer,
     Mamba2Layer,
 )
@@ -199,18 +198,6 @@ class Beside(nn.Module):
         first: Tensor = self.mamba(x, rotary, ragged)
         second: Tensor = self.self_attn(x, rotary, ragged)
         return first * of_mamba + second * of_attention
-
-
-class FeedAlone(PlainMLP):
-    """See `FeedLayer`."""
-
-    def __init__(self, layer: FeedLayer, number: int, width: int, weights: WeightReader) -> None:
-        super().__init__(layer.feed, width, weights)
-        self.layer_idx = number
-
-    def forward(self, x: Tensor, *_: object) -> Tensor:
-        """`[1, T, width]` -> `[1, T, width]`."""
-        return super().forward(x)
 
 
 def states_of(ragged: Ragged) -> PassStates:

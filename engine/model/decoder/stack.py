@@ -132,7 +132,7 @@ def _parts(module: nn.Module) -> LayerParts | None:
         and attention.layer.growth is None
         and attention.layer.clip is None
         and attention.attn_sub_norm is None
-        and not attention.layer.gated
+        and attention.layer.gate is None
         and spec.chunk is None
         and spec.sinks is None
     )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_JOINED = re.compile(r"(.*\.)([^.]*\|[^.]*)\.(\w+)")
 _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
 
 
@@ -263,9 +264,21 @@ def prepared(
         weights = {key if key == HEAD else f"model.{key}": weight for key, weight in weights.items()}
     for pattern, becomes in (*names, *architecture.names):
         weights = {re.sub(pattern, becomes, key): weight for key, weight in weights.items()}
+    weights = _apart(weights, architecture)
     if not architecture.transposed:
         return weights
     return {key: _as_outputs(weight) if key.startswith("model.layers.") else weight for key, weight in weights.items()}
+
+
+def _apart(weights: Mapping[str, Tensor | Codes], architecture: Architecture) -> Mapping[str, Tensor | Codes]:
+    """With each part of a weight that is named `a|b` by its own name: the rows of b are below those of a."""
+    joined = [found for found in map(_JOINED.fullmatch, weights) if found is not None]
+    shapes, parts = architecture.shapes() if joined else {}, dict[str, Tensor]()
+    for found in joined:
+        weight, names = weights[found[0]], [f"{found[1]}{name}.{found[3]}" for name in found[2].split("|")]
+        floats = weight if isinstance(weight, Tensor) else weight.dequantised()
+        parts |= zip(names, floats.split([shapes[name][0] for name in names]), strict=True)
+    return {**weights, **parts} if joined else weights
 
 
 def _as_outputs(weight: Tensor | Codes) -> Tensor | Codes:
@@ -313,9 +326,9 @@ def _stacks_of(shapes: Shapes) -> Shapes:
     for (path, part), each in several.items():
         if len(set(each.values())) == 1 and each.keys() == set(range(len(each))):
             stacks[f"{path}.{part}"] = len(each), *each[0]
-    for gate in [key for key in stacks if key.endswith(".gate_proj")]:
-        up = gate.replace(".gate_proj", ".up_proj")
-        if stacks.get(up) == stacks[gate]:
-            count, outputs, inputs = stacks[gate]
-            stacks[up.replace(".up_proj", ".gate_up_proj")] = count, 2 * outputs, inputs
+    for up in [key for key in stacks if key.endswith(".up_proj")]:
+        gate, (count, outputs, inputs) = stacks.get(up.replace(".up_proj", ".gate_proj")), stacks[up]
+        if gate in (None, stacks[up]):
+            both = outputs if gate is None else 2 * outputs
+            stacks[up.replace(".up_proj", ".gate_up_proj")] = count, both, inputs
     return stacks

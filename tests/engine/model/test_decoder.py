@@ -67,6 +67,11 @@ _DELTA = _MIXED | {
     "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }  # fmt: skip
+_NEMOTRON = {
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "head_dim": 16,
+    "hybrid_override_pattern": "ME*E", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+}  # fmt: skip
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 80}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -210,6 +215,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "mlp_bias": True,
             "use_bias": True,
         },
+        _NEMOTRON | {"mlp_bias": True},
+        _NEMOTRON | {"moe_latent_size": 32, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.0},
     ],
     "olmo": [{}, {"clip_qkv": 0.5}],
     "olmo2": [{}],

@@ -13,6 +13,7 @@ from engine.model.decoder.architecture import (
     Architecture,
     AttentionLayer,
     GatedFeed,
+    HeadGate,
     HeadNorm,
     Layer,
     LayerPart,
@@ -23,11 +24,13 @@ from engine.model.decoder.architecture import (
 from engine.model.decoder.experts import Experts, Router
 from engine.model.decoder.families.builders import FULL, gated, granite_factors, grouped, plain
 from engine.model.decoder.families.mixtures import (
+    GATES,
     GRANITE_NAMES,
     W123,
     experts,
     granite_experts,
     qwen_experts,
+    router_of_deepseek,
     sparse_steps,
     with_experts,
 )
@@ -101,7 +104,7 @@ def _delta(config: Any, **more: Any) -> DeltaLayer | None:
 
 def _qwen3_5(config: Any, feed: Experts | None = None, **more: Any) -> Architecture | None:
     norm, inner = NormForm(config.rms_norm_eps, plus_one=True), feed or gated(config, bias=False)
-    attention = grouped(config, norm=HeadNorm(norm), gated=True)
+    attention = grouped(config, norm=HeadNorm(norm), gate=HeadGate())
     made = {
         LINEAR: layer(_delta(config, **more), inner, TWO_NORMS, ("linear_attn", "mlp")),
         FULL: layer(attention, inner, TWO_NORMS, ("self_attn", "mlp")),
@@ -181,9 +184,22 @@ def _nemotron_h(config: Any) -> Architecture | None:
     sizes = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
     mamba = _mamba2_of_old(config, sizes, limits=(config.time_step_min, float("inf")))
     of = {FULL: attention, LINEAR: mamba, "mlp": None if feed is None else FeedLayer(feed)}
+    if "moe" in config.layers_block_type:
+        of["moe"] = _nemotron_experts(config)
     found = [of.get(kind) for kind in config.layers_block_type]
     mixers = [mixer for mixer in found if mixer is not None]
     return None if len(mixers) < max(2, len(found)) else _alone(config, *mixers, wide=False)
+
+
+def _nemotron_experts(config: Any) -> FeedLayer | None:
+    """Experts without a gate, and a feed-forward for all rows; they may read fewer numbers than a row has."""
+    bias, inner = bool(config.mlp_bias), config.moe_shared_expert_intermediate_size
+    gate, shared = GATES.get(config.mlp_hidden_act), plain(inner, config.mlp_hidden_act, bias=bias)
+    if gate is None or shared is None or (bias and config.moe_latent_size is not None):
+        return None
+    router = router_of_deepseek(config, config.n_routed_experts)
+    feed = experts(config, router, gate=replace(gate, alone=True), shared=shared, latent=config.moe_latent_size)
+    return None if feed is None else FeedLayer(feed)
 
 
 def _falcon_h1(config: Any) -> Architecture | None:
@@ -271,6 +287,7 @@ _MAMBA = (
     (r"^backbone\.", "model."),
     (r"^model\.norm_f\.", "model.norm."),
     (r"\.mixer\.", ".block."),
+    (r"\.experts\.up_proj$", ".experts.gate_up_proj"),
 )
 _PRE_FF: Norms = ("input_layernorm", None, "pre_ff_layernorm", None)
 _FINAL = ((r"(^|\.)final_layernorm\.", r"\1norm."),)

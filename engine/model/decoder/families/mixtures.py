@@ -26,7 +26,8 @@ from engine.native.experts import ExpertGate
 from engine.native.rows import GELU_TANH
 
 _GELU = ExpertGate(GELU_TANH.linear, GELU_TANH.cubic)
-_GATES = {"silu": ExpertGate(), "swish": ExpertGate(), "gelu_pytorch_tanh": _GELU, "gelu_new": _GELU}
+GATES = {"silu": ExpertGate(), "swish": ExpertGate(), "gelu_pytorch_tanh": _GELU, "gelu_new": _GELU}
+GATES |= {"relu2": ExpertGate(squared=True)}
 _CORRECTION = "gate.e_score_correction_bias"
 W123 = (
     (r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj."),
@@ -38,7 +39,7 @@ _BLOCK = (r"\.block_sparse_moe\.", ".mlp.")
 
 def experts(config: Any, router: Router, inner: int | None = None, **more: Any) -> Experts | None:
     """The experts of most families."""
-    gate = more.pop("gate", None) or _GATES.get(config.hidden_act)
+    gate = more.pop("gate", None) or GATES.get(config.hidden_act)
     inner = config.moe_intermediate_size if inner is None else inner
     fits = 0 < router.each <= router.experts
     if router.groups is not None:
@@ -58,8 +59,9 @@ def mixture(
 ) -> Architecture | None:
     """A model of experts in the layers that `is_sparse` says, default all; others have the usual feed-forward."""
     bias = more.pop("bias", False)
-    made = decoder(config, mixer, gated(config, bias=bias), layer, **more)
-    return with_experts(made, feed, [True] * config.num_hidden_layers if is_sparse is None else is_sparse)
+    if is_sparse is None:
+        return decoder(config, mixer, feed, layer, **more)
+    return with_experts(decoder(config, mixer, gated(config, bias=bias), layer, **more), feed, is_sparse)
 
 
 def with_experts(made: Architecture | None, feed: Experts | None, is_sparse: Iterable[bool]) -> Architecture | None:
@@ -155,8 +157,8 @@ def _ernie4_5_moe(config: Any) -> Architecture | None:
     return mixture(config, mixer, feed, sparse, bias=bias, head_bias=bias, names=names)
 
 
-def of_deepseek(config: Any, count: int, num_shared: int | None, **more: Any) -> Experts | None:
-    """Scores one by one, a correction, groups, and a feed-forward for all rows, of the size of several experts."""
+def router_of_deepseek(config: Any, count: int, **more: Any) -> Router:
+    """Scores one by one, a correction, and groups."""
     groups = config.n_group or 1, config.topk_group or 1
     fields: dict[str, Any] = {
         "scores": "sigmoid",
@@ -165,11 +167,14 @@ def of_deepseek(config: Any, count: int, num_shared: int | None, **more: Any) ->
         "groups": None if groups[0] == groups[1] else groups,
         "correction": _CORRECTION,
     }
-    router = Router(count, config.num_experts_per_tok, **fields | more)
-    shared = gated(config, bias=False)
-    if shared is None or not num_shared:
-        return None
-    return experts(config, router, shared=replace(shared, inner=config.moe_intermediate_size * num_shared))
+    return Router(count, config.num_experts_per_tok, **fields | more)
+
+
+def of_deepseek(config: Any, count: int, num_shared: int | None, **more: Any) -> Experts | None:
+    """Beside the experts there is a feed-forward for all rows, of the size of several of them."""
+    router = router_of_deepseek(config, count, **more)
+    shared = gated(config, bias=False, inner=config.moe_intermediate_size * (num_shared or 0))
+    return experts(config, router, shared=shared) if shared is not None and num_shared else None
 
 
 def _after_dense(config: Any) -> list[bool]:
