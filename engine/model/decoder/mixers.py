@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from engine.attention.registry import Ragged
 from engine.model.decoder.attention import GroupedAttention, join
-from engine.model.decoder.feed_forward import PlainMLP
 from engine.model.decoder.hybrids import (
     BesideLayer,
     ConvLayer,

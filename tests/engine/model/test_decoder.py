@@ -72,14 +72,22 @@ _NEMOTRON = {
     "hybrid_override_pattern": "ME*E", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
     "moe_shared_expert_intermediate_size": 80,
 }  # fmt: skip
+_AFMOE = _SIX | _WINDOWS | {"num_experts": 6, "num_dense_layers": 1, "num_shared_experts": 2, "head_dim": 16}
+_SHARED = _SIX | {"num_experts": 6, "shared_expert_intermediate_size": 32, "head_dim": 16}
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [2.0] * 8, "short_mscale": 1.1, "long_mscale": 1.1, "original_max_position_embeddings": 64,
+}  # fmt: skip
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 80}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # By model type: what a config has beside the common sizes, for each of several models.
 CASES: dict[str, list[dict[str, Any]]] = {
+    "afmoe": [_AFMOE, _AFMOE | {"mup_enabled": True, "head_dim": 8, "num_dense_layers": 0}],
     "apertus": [{}, {"attention_bias": True}],
     "apertus1p5_text": [{}],
     "arcee": [{}, _BIASES],
+    "aria_text": [{"moe_num_experts": 6, "mlp_bias": True}],
     "axk1": [_GROUPS | _LATENTS],
     "bamba": [_MAMBA_2 | {"attn_layer_indices": [1]}],
     "biogpt": [{}, {"scale_embedding": False}],
@@ -87,6 +95,19 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "codegen": [_GPT | {"rotary_dim": 8}],
     "cohere": [{}, {"use_qk_norm": True}],
     "cohere2": [_WINDOWS],
+    "cohere2_moe": [
+        _WINDOWS | {"head_dim": 16, "num_experts": 6, "num_shared_experts": 2, "intermediate_size": 48},
+        _WINDOWS
+        | {
+            "head_dim": 16,
+            "num_experts": 6,
+            "expert_selection_fn": "sigmoid",
+            "mlp_layer_types": ["sparse", "dense"],
+            "prefix_dense_intermediate_size": 80,
+            "rms_norm_eps": 1e-5,
+            "norm_topk_prob": False,
+        },
+    ],
     "cohere_compass_text": [_WINDOWS | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": None}}],
     "cwm": [_WINDOWS],
     "deepseek_v2": [
@@ -122,6 +143,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "falcon_mamba": [{"state_size": 16, "time_step_rank": 16}],
     "flex_olmo": [{"num_experts": 6, "num_experts_per_tok": 2}],
+    "flint": [_SHARED | _WINDOWS | {"mlp_only_layers": [0]}, _SHARED | _WINDOWS | {"mlp_only_layers": []}],
     "gemma": [{"head_dim": 16}],
     "gemma2": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
     "gemma3_text": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
@@ -138,6 +160,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "granite": [_FACTORS, {"attention_bias": True, "mlp_bias": True}],
     "granite_swa": [_FACTORS | _WINDOWS | {"layer_rope_theta": [0, 500.0]}],
     "granitemoe": [_FACTORS | {"num_local_experts": 6, "num_experts_per_tok": 2}],
+    "granitemoe_swa": [
+        _FACTORS | _WINDOWS | {"num_local_experts": 6, "shared_intermediate_size": 32, "layer_rope_theta": [0, 500.0]},
+    ],
     "granitemoehybrid": [
         _MAMBA_2
         | _FACTORS
@@ -156,6 +181,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}},
     ],
     "hunyuan_v1_moe": [{"head_dim": 16, "num_experts": 6, "moe_topk": 2}],
+    "hy_v3": [_SIX | {"num_experts": 6, "head_dim": 16, "mlp_bias": True}],
     "hyperclovax": [_FACTORS, {"use_post_norm": False}],
     "internlm3": [{}],
     "iquestcoder": [{}],
@@ -171,6 +197,17 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "expert_layer_offset": 1,
         },
         {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 16, "mamba_dt_rank": 16},
+    ],
+    "kolibri1": [_SHARED | _WINDOWS],
+    "laguna": [
+        _SHARED | _WINDOWS | {"num_attention_heads_per_layer": [4, 8], "moe_router_logit_softcapping": 0.7},
+        _SHARED
+        | _WINDOWS
+        | {"gating": "per-element", "moe_routed_scaling_factor": 2.0, "mlp_layer_types": ["sparse"] * 2},
+    ],
+    "lara_mini": [
+        _DELTA | _SHARED | {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 9},
+        _DELTA | _SHARED | _MIXED | {"norm_topk_prob": False},
     ],
     "lfm2": [
         {"full_attn_idxs": [1], "block_ff_dim": 120, "block_multiple_of": 16},
@@ -195,6 +232,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "mamba": [{"state_size": 16, "use_bias": True}],
     "mamba2": [{"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "time_step_limit": [0.5, 1.0]}],
+    "mellum": [_SIX | _WINDOWS | {"num_experts": 6, "head_dim": 16, "mlp_layer_types": ["sparse", "dense"]}],
     "minicpm3": [_LATENTS | {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}],
     "minimax_m2": [_PARTLY | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}],
     "ministral": [{"head_dim": 8} | _WINDOWS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}],
@@ -235,6 +273,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "phi": [_PARTLY, _PARTLY | {"qk_layernorm": True, "num_key_value_heads": 4}],
     "phi3": [{"sliding_window": 20}, _PARTLY],
     "phi4_multimodal": [dict(vars(tiny("phi4_multimodal"))) | {"pad_token_id": 0}],
+    "phimoe": [
+        {"num_local_experts": 6, "router_jitter_noise": 0.05},
+        {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "sliding_window": 9},
+        {"num_local_experts": 6, "rope_parameters": _LONG},
+    ],
     "qwen2": [{}],
     "qwen2_moe": [_SIX | {"num_experts": 6, "shared_expert_intermediate_size": 32}],
     "qwen3_5_moe_text": [_DELTA | _SIX | {"num_experts": 6, "shared_expert_intermediate_size": 32}],
@@ -248,8 +291,14 @@ CASES: dict[str, list[dict[str, Any]]] = {
         _DELTA | _SIX | {"num_experts": 6, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1]},
         _DELTA | _SIX | {"num_experts": 6, "shared_expert_intermediate_size": 32, "norm_topk_prob": False},
     ],
+    "sarvam_mla": [_GROUPS | _LATENTS | {"q_lora_rank": None}],
+    "sarvam_moe": [
+        _GROUPS | {"head_dim": 16},
+        _GROUPS | {"head_dim": 16, "use_qk_norm": False, "attention_bias": True},
+    ],
     "seed_oss": [{"head_dim": 8}],
     "smollm3": [{"no_rope_layers": [1, 0]}],
+    "solar_open": [_GROUPS | {"head_dim": 16}],
     "stablelm": [{"qk_layernorm": True}, {"use_qkv_bias": True, "use_parallel_residual": True}],
     "starcoder2": [{"sliding_window": 9}],
     "vaultgemma": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
@@ -361,9 +410,13 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_the_log_says_so_once(cap
     assert _off(_runner(made).forward([Feed(_FIRST, 0, [0], 1)]), plain_logits(model, _FIRST)[-1:]) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "kind", ["deepseek_v3", "ernie4_5_moe", "gpt_oss", "granitemoeshared", "llama4_text", "minimax_m2", "mixtral"]
-)
+_IN_FOLDERS = """
+aria_text deepseek_v3 ernie4_5_moe gpt_oss granitemoeshared hy_v3 kolibri1 laguna lara_mini llama4_text minimax_m2
+mixtral nemotron_h phimoe sarvam_moe
+"""
+
+
+@pytest.mark.parametrize("kind", _IN_FOLDERS.split())
 def test_a_folder_has_experts_by_their_names_on_the_hub(kind: str, tmp_path: Path) -> None:
     """Singly in most families, and in stacks in others."""
     model = _model(kind, CASES[kind][0])
@@ -371,7 +424,7 @@ def test_a_folder_has_experts_by_their_names_on_the_hub(kind: str, tmp_path: Pat
     architecture = architecture_for(model.config)
     assert architecture is not None
     made = load_decoder(str(tmp_path), None, copy.deepcopy(model.config), architecture, torch.float32)
-    got = _runner(made).forward([Feed(_FIRST, 0, [0], len(_FIRST))])
+    got = _runner(made).forward([feed(_FIRST, range(30), 0, 30)])
     assert _off(got, plain_logits(model, _FIRST)) < 1e-4
 
 

@@ -129,3 +129,34 @@ def of_kinds(config: Any, made: Architecture | None) -> Architecture | None:
     still = RotaryTable.none(dim)
     tables = {kind: still if rope is None else RotaryTable.of(more | dict(rope), dim) for kind, rope in found.items()}
     return with_attention(made, [{"rotary": tables[kind]} for kind in kinds])
+
+
+def rotary_in_windows(config: Any, made: Architecture | None) -> Architecture | None:
+    """With windows; layers that have none have no rotary positions either."""
+    made = with_windows(config, made)
+    if made is None:
+        return None
+    still = RotaryTable.none(made.attention.head_dim)
+    return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
+
+
+def with_bases(config: Any, made: Architecture | None) -> Architecture | None:
+    """With windows, sinks, and a base of rotary positions for each layer; with 0 it has none."""
+    made = with_windows(config, made)
+    if made is None:
+        return None
+    dim, rope = made.attention.head_dim, {"max_position_embeddings": config.max_position_embeddings}
+    rope |= dict(config.rope_parameters)
+    tables = {base: RotaryTable.of(rope | {"rope_theta": base}, dim) for base in set(config.layer_rope_theta) - {0}}
+    tables[0] = RotaryTable.none(dim)
+    return with_attention(made, [{"rotary": tables[base], "has_sinks": True} for base in config.layer_rope_theta])
+
+
+def cohere(config: Any, inner: int | None = None) -> Architecture | None:
+    """Attention and feed-forward read the same normed row; `inner`: of the feed-forward, default as the config says."""
+    eps = getattr(config, "rms_norm_eps", None)
+    form = NormForm(config.layer_norm_eps, centred=True) if eps is None else NormForm(eps)
+    norm = HeadNorm(form, extent="heads") if getattr(config, "use_qk_norm", False) else None
+    layer = {"norms": ("input_layernorm", None, None, None), "parallel": True}
+    mixer, feed = grouped(config, interleaved=True, norm=norm), gated(config, bias=False, inner=inner)
+    return decoder(config, mixer, feed, layer, norm=form, logit_scale=config.logit_scale)

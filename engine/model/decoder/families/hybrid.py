@@ -93,7 +93,7 @@ def _lfm2_moe(config: Any) -> Architecture | None:
     return with_experts(_lfm2(config), experts(config, router, gate=ExpertGate()), sparse)
 
 
-def _delta(config: Any, **more: Any) -> DeltaLayer | None:
+def delta(config: Any, **more: Any) -> DeltaLayer | None:
     """The delta rule of Qwen's families."""
     heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
     if heads % key_heads or config.hidden_act not in _SILU:
@@ -106,7 +106,7 @@ def _qwen3_5(config: Any, feed: Experts | None = None, **more: Any) -> Architect
     norm, inner = NormForm(config.rms_norm_eps, plus_one=True), feed or gated(config, bias=False)
     attention = grouped(config, norm=HeadNorm(norm), gate=HeadGate())
     made = {
-        LINEAR: layer(_delta(config, **more), inner, TWO_NORMS, ("linear_attn", "mlp")),
+        LINEAR: layer(delta(config, **more), inner, TWO_NORMS, ("linear_attn", "mlp")),
         FULL: layer(attention, inner, TWO_NORMS, ("self_attn", "mlp")),
     }
     return mixed(config, config.layer_types, made, norm=norm)

@@ -17,6 +17,7 @@ from engine.model.decoder.families.builders import (
     gated,
     granite_factors,
     grouped,
+    rotary_in_windows,
     with_attention,
     with_windows,
 )
@@ -28,13 +29,13 @@ from engine.native.rows import GELU_TANH
 _GELU = ExpertGate(GELU_TANH.linear, GELU_TANH.cubic)
 GATES = {"silu": ExpertGate(), "swish": ExpertGate(), "gelu_pytorch_tanh": _GELU, "gelu_new": _GELU}
 GATES |= {"relu2": ExpertGate(squared=True)}
-_CORRECTION = "gate.e_score_correction_bias"
+CORRECTION = "gate.e_score_correction_bias"
 W123 = (
     (r"\.experts\.(\d+)\.w1\.", r".experts.\1.gate_proj."),
     (r"\.experts\.(\d+)\.w2\.", r".experts.\1.down_proj."),
     (r"\.experts\.(\d+)\.w3\.", r".experts.\1.up_proj."),
 )
-_BLOCK = (r"\.block_sparse_moe\.", ".mlp.")
+BLOCK = (r"\.block_sparse_moe\.", ".mlp.")
 
 
 def experts(config: Any, router: Router, inner: int | None = None, **more: Any) -> Experts | None:
@@ -75,11 +76,12 @@ def with_experts(made: Architecture | None, feed: Experts | None, is_sparse: Ite
 def _mixtral(config: Any) -> Architecture | None:
     router = Router(config.num_local_experts, config.num_experts_per_tok)
     feed = experts(config, router, config.intermediate_size)
-    made = mixture(config, grouped(config, bias=False), feed, names=(_BLOCK, *W123))
+    made = mixture(config, grouped(config, bias=False), feed, names=(BLOCK, *W123))
     return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
-def _of_qwen(config: Any) -> Router:
+def of_qwen(config: Any) -> Router:
+    """The usual router."""
     normalised = bool(getattr(config, "norm_topk_prob", True))
     return Router(config.num_experts, config.num_experts_per_tok, normalised=normalised)
 
@@ -88,7 +90,7 @@ def qwen_experts(config: Any) -> Experts | None:
     """Beside the experts there is a feed-forward for all rows, which has a weight of its own."""
     shared = gated(config, bias=False, inner=config.shared_expert_intermediate_size)
     fields: dict[str, Any] = {"shared_name": "shared_expert", "shared_gate": "shared_expert_gate"}
-    return experts(config, _of_qwen(config), shared=shared, **fields)
+    return experts(config, of_qwen(config), shared=shared, **fields)
 
 
 def sparse_steps(config: Any) -> list[bool]:
@@ -104,7 +106,7 @@ def _qwen2_moe(config: Any) -> Architecture | None:
 
 def _qwen3_moe(config: Any) -> Architecture | None:
     mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps)))
-    made = mixture(config, mixer, experts(config, _of_qwen(config)), sparse_steps(config))
+    made = mixture(config, mixer, experts(config, of_qwen(config)), sparse_steps(config))
     return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
@@ -112,12 +114,12 @@ def _olmoe(config: Any) -> Architecture | None:
     if config.clip_qkv is not None or getattr(config, "sliding_window", None) is not None:
         return None
     mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps), extent="all"))
-    return mixture(config, mixer, experts(config, _of_qwen(config), config.intermediate_size))
+    return mixture(config, mixer, experts(config, of_qwen(config), config.intermediate_size))
 
 
 def _flex_olmo(config: Any) -> Architecture | None:
     mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps), extent="all"))
-    feed = experts(config, _of_qwen(config), config.intermediate_size)
+    feed = experts(config, of_qwen(config), config.intermediate_size)
     return mixture(config, mixer, feed, layer={"norms": NORMS_AFTER})
 
 
@@ -138,7 +140,8 @@ def granite_experts(config: Any) -> Experts | None:
     return experts(config, router, config.intermediate_size, shared=shared, shared_name="shared_mlp")
 
 
-def _granitemoe(config: Any) -> Architecture | None:
+def granitemoe(config: Any) -> Architecture | None:
+    """Granite with experts."""
     layer, more = granite_factors(config)
     mixer = grouped(config, spec=AttentionSpec(config.attention_multiplier))
     return mixture(config, mixer, granite_experts(config), layer=layer, names=GRANITE_NAMES, **more)
@@ -165,7 +168,7 @@ def router_of_deepseek(config: Any, count: int, **more: Any) -> Router:
         "normalised": bool(config.norm_topk_prob),
         "scale": float(config.routed_scaling_factor),
         "groups": None if groups[0] == groups[1] else groups,
-        "correction": _CORRECTION,
+        "correction": CORRECTION,
     }
     return Router(count, config.num_experts_per_tok, **fields | more)
 
@@ -177,7 +180,7 @@ def of_deepseek(config: Any, count: int, num_shared: int | None, **more: Any) ->
     return experts(config, router, shared=shared) if shared is not None and num_shared else None
 
 
-def _after_dense(config: Any) -> list[bool]:
+def after_dense(config: Any) -> list[bool]:
     """Which layers have experts: all but some of the first."""
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds is not None:
@@ -185,28 +188,26 @@ def _after_dense(config: Any) -> list[bool]:
     return [i >= config.first_k_dense_replace for i in range(config.num_hidden_layers)]
 
 
-def _glm4_moe(config: Any) -> Architecture | None:
+def glm4_moe(config: Any) -> Architecture | None:
+    """GLM 4.5."""
     norm = HeadNorm(NormForm(config.rms_norm_eps)) if config.use_qk_norm else None
     feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
-    return mixture(config, grouped(config, out_bias=False, norm=norm), feed, _after_dense(config))
+    return mixture(config, grouped(config, out_bias=False, norm=norm), feed, after_dense(config))
 
 
 def _dots1(config: Any) -> Architecture | None:
     mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps)))
     feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
-    return with_windows(config, mixture(config, mixer, feed, _after_dense(config)))
+    return with_windows(config, mixture(config, mixer, feed, after_dense(config)))
 
 
 def _exaone_moe(config: Any) -> Architecture | None:
     """Layers without a window have no rotary positions, in models that have windows."""
     mixer = grouped(config, bias=False, norm=HeadNorm(NormForm(config.rms_norm_eps)))
     feed = of_deepseek(config, config.num_experts, config.num_shared_experts)
-    names = ((r"\.mlp\.e_score_correction_bias", f".mlp.{_CORRECTION}"),)
-    made = with_windows(config, mixture(config, mixer, feed, _after_dense(config), names=names))
-    if made is None or config.sliding_window is None:
-        return made
-    still = RotaryTable.none(made.attention.head_dim)
-    return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
+    names = ((r"\.mlp\.e_score_correction_bias", f".mlp.{CORRECTION}"),)
+    made = mixture(config, mixer, feed, after_dense(config), names=names)
+    return (with_windows if config.sliding_window is None else rotary_in_windows)(config, made)
 
 
 def _minimax_m2(config: Any) -> Architecture | None:
@@ -217,7 +218,7 @@ def _minimax_m2(config: Any) -> Architecture | None:
         scores="sigmoid",
         correction="e_score_correction_bias",
     )
-    return mixture(config, mixer, experts(config, router, config.intermediate_size), names=(_BLOCK, *W123))
+    return mixture(config, mixer, experts(config, router, config.intermediate_size), names=(BLOCK, *W123))
 
 
 def _hunyuan_v1_moe(config: Any) -> Architecture | None:
@@ -294,18 +295,19 @@ def _deepseek_v2(config: Any) -> Architecture | None:
     feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts, **kinds)
     if feed is not None and config.topk_method == "greedy":
         feed = replace(feed, router=replace(feed.router, groups=None))
-    return mixture(config, latent(config, interleaved=True), feed, _after_dense(config), bias=bool(config.mlp_bias))
+    return mixture(config, latent(config, interleaved=True), feed, after_dense(config), bias=bool(config.mlp_bias))
 
 
-def _deepseek_v3(config: Any) -> Architecture | None:
+def deepseek_v3(config: Any) -> Architecture | None:
+    """DeepSeek V3: experts and latents."""
     feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
     mixer = latent(config, interleaved=bool(config.rope_interleave))
-    return mixture(config, mixer, feed, _after_dense(config))
+    return mixture(config, mixer, feed, after_dense(config))
 
 
 def _axk1(config: Any) -> Architecture | None:
     """What experts give is normed."""
-    made = _deepseek_v3(config)
+    made = deepseek_v3(config)
     if made is None:
         return None
     norms = ("input_layernorm", None, "post_attention_layernorm", "post_mlp_layernorm")
@@ -324,7 +326,7 @@ def _minicpm3(config: Any) -> Architecture | None:
 
 
 GRANITE_NAMES = (
-    _BLOCK,
+    BLOCK,
     (r"\.mlp\.input_linear\.weight", ".mlp.experts.gate_up_proj"),
     (r"\.mlp\.output_linear\.weight", ".mlp.experts.down_proj"),
     (r"\.mlp\.router\.layer\.", ".mlp.router."),
@@ -335,16 +337,16 @@ GRANITE_NAMES = (
 MIXTURES: dict[str, Callable[[Any], Architecture | None]] = {
     "axk1": _axk1,
     "deepseek_v2": _deepseek_v2,
-    "deepseek_v3": _deepseek_v3,
+    "deepseek_v3": deepseek_v3,
     "dots1": _dots1,
     "ernie4_5_moe": _ernie4_5_moe,
     "exaone_moe": _exaone_moe,
     "flex_olmo": _flex_olmo,
-    "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _deepseek_v3,
+    "glm4_moe": glm4_moe,
+    "glm4_moe_lite": deepseek_v3,
     "gpt_oss": _gpt_oss,
-    "granitemoe": _granitemoe,
-    "granitemoeshared": _granitemoe,
+    "granitemoe": granitemoe,
+    "granitemoeshared": granitemoe,
     "hunyuan_v1_moe": _hunyuan_v1_moe,
     "llama4_text": _llama4,
     "minicpm3": _minicpm3,

@@ -22,20 +22,23 @@ from engine.model.decoder.architecture import (
     QueryGrowth,
 )
 from engine.model.decoder.families.builders import (
-    FULL,
     after_rotation,
+    cohere,
     decoder,
     gated,
     granite_factors,
     grouped,
     of_kinds,
     plain,
+    rotary_in_windows,
     with_attention,
+    with_bases,
     with_windows,
 )
 from engine.model.decoder.families.dense import DENSE
 from engine.model.decoder.families.hybrid import HYBRIDS
 from engine.model.decoder.families.mixtures import MIXTURES
+from engine.model.decoder.families.sparse import SPARSE
 from engine.model.decoder.rotary import RotaryTable
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -118,15 +121,7 @@ def _granite(config: Any) -> Architecture | None:
 
 
 def _granite_swa(config: Any) -> Architecture | None:
-    """Windows, sinks, and a base of rotary positions for each layer; with 0 it has none."""
-    made = with_windows(config, _granite(config))
-    if made is None:
-        return None
-    dim, rope = made.attention.head_dim, {"max_position_embeddings": config.max_position_embeddings}
-    rope |= dict(config.rope_parameters)
-    tables = {base: RotaryTable.of(rope | {"rope_theta": base}, dim) for base in set(config.layer_rope_theta) - {0}}
-    tables[0] = RotaryTable.none(dim)
-    return with_attention(made, [{"rotary": tables[base], "has_sinks": True} for base in config.layer_rope_theta])
+    return with_bases(config, _granite(config))
 
 
 def _hyperclovax(config: Any) -> Architecture | None:
@@ -150,11 +145,8 @@ def _olmo3(config: Any) -> Architecture | None:
 def _exaone4(config: Any) -> Architecture | None:
     """Layers without a window have no rotary positions, in models that have windows."""
     mixer = grouped(config, bias=False, norm=HeadNorm(NormForm(config.rms_norm_eps)))
-    made = with_windows(config, decoder(config, mixer, gated(config, bias=False), {"norms": NORMS_AFTER}))
-    if made is None or config.sliding_window is None:
-        return made
-    still = RotaryTable.none(made.attention.head_dim)
-    return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
+    made = decoder(config, mixer, gated(config, bias=False), {"norms": NORMS_AFTER})
+    return (with_windows if config.sliding_window is None else rotary_in_windows)(config, made)
 
 
 def _exaone(config: Any) -> Architecture | None:
@@ -182,27 +174,13 @@ def _hunyuan(config: Any) -> Architecture | None:
     return decoder(config, after_rotation(config), gated(config, bias=False))
 
 
-def _cohere(config: Any) -> Architecture | None:
-    """Attention and feed-forward read the same normed row."""
-    form = NormForm(config.layer_norm_eps, centred=True)
-    norm = HeadNorm(form, extent="heads") if getattr(config, "use_qk_norm", False) else None
-    layer = {"norms": ("input_layernorm", None, None, None), "parallel": True}
-    mixer = grouped(config, interleaved=True, norm=norm)
-    return decoder(config, mixer, gated(config, bias=False), layer, norm=form, logit_scale=config.logit_scale)
-
-
 def _cohere2(config: Any) -> Architecture | None:
-    """Layers without a window have no rotary positions."""
-    made = with_windows(config, _cohere(config))
-    if made is None:
-        return None
-    still = RotaryTable.none(made.attention.head_dim)
-    return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
+    return rotary_in_windows(config, cohere(config))
 
 
 def _cohere_compass(config: Any) -> Architecture | None:
     """Cohere 2 that rotates halves; its kinds of layers say which have rotary positions."""
-    made = of_kinds(config, with_windows(config, _cohere(config)))
+    made = of_kinds(config, with_windows(config, cohere(config)))
     return made and with_attention(made, [{"interleaved": False} for _ in made.layers])
 
 
@@ -267,7 +245,7 @@ _EXAONE = (
 # By model type.
 FAMILIES: dict[str, Callable[[Any], Architecture | None]] = (
     {
-        "cohere": _cohere,
+        "cohere": cohere,
         "cohere2": _cohere2,
         "cohere_compass_text": _cohere_compass,
         "cwm": _cwm,
@@ -304,4 +282,5 @@ FAMILIES: dict[str, Callable[[Any], Architecture | None]] = (
     | DENSE
     | HYBRIDS
     | MIXTURES
+    | SPARSE
 )

@@ -1,0 +1,239 @@
+"""Further mixtures of experts: newer ones, and those that few people hold (see `table.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from engine.model.decoder.architecture import TWO_NORMS, Architecture, HeadGate, HeadNorm, NormForm
+from engine.model.decoder.experts import Experts, Router
+from engine.model.decoder.families.builders import (
+    FULL,
+    SLIDING,
+    cohere,
+    gated,
+    grouped,
+    of_kinds,
+    rotary_in_windows,
+    with_attention,
+    with_bases,
+    with_windows,
+)
+from engine.model.decoder.families.hybrid import LINEAR, delta, layer, mixed
+from engine.model.decoder.families.mixtures import (
+    BLOCK,
+    CORRECTION,
+    W123,
+    after_dense,
+    deepseek_v3,
+    experts,
+    glm4_moe,
+    granitemoe,
+    mixture,
+    of_deepseek,
+    of_qwen,
+    sparse_steps,
+    with_experts,
+)
+from engine.model.decoder.rotary import RotaryTable
+from engine.native.experts import ExpertGate
+
+
+def _normed_heads(config: Any) -> HeadNorm:
+    return HeadNorm(NormForm(config.rms_norm_eps))
+
+
+def _with_shared(config: Any, router: Router, inner: int, **more: Any) -> Experts | None:
+    """Experts beside a feed-forward of this size for all rows."""
+    shared = gated(config, bias=False, inner=inner)
+    return None if shared is None else experts(config, router, shared=shared, **more)
+
+
+def _afmoe(config: Any) -> Architecture | None:
+    """Arcee's Trinity: what heads give has gates."""
+    router = Router(
+        config.num_experts, config.num_experts_per_tok, "sigmoid", scale=config.route_scale, correction="expert_bias",
+        name="router.gate",
+    )  # fmt: skip
+    mixer = grouped(config, norm=_normed_heads(config), gate=HeadGate("gate_proj"))
+    feed = _with_shared(config, router, config.moe_intermediate_size * config.num_shared_experts)
+    sparse = [number >= config.num_dense_layers for number in range(config.num_hidden_layers)]
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+    scale = config.hidden_size**0.5 if config.mup_enabled else None
+    made = mixture(config, mixer, feed, sparse, {"norms": norms}, embedding_scale=scale)
+    return None if config.attention_bias else rotary_in_windows(config, made)
+
+
+def _aria(config: Any) -> Architecture | None:
+    router, inner = Router(config.moe_num_experts, config.moe_topk, name="router"), config.intermediate_size
+    shared = gated(config, inner=inner * config.moe_num_shared_experts)
+    feed = experts(config, router, inner, gate=ExpertGate(), transposed=True, shared=shared)
+    return mixture(config, grouped(config), feed, names=_ARIA)
+
+
+def _cohere2_moe(config: Any) -> Architecture | None:
+    """Cohere 2 with experts. Layers without a window have rotary positions where they are the first, dense ones."""
+    scores, count, inner = config.expert_selection_fn, config.num_shared_experts, config.intermediate_size
+    is_mean = count and config.shared_expert_combination_strategy == "average"
+    share = 0.5 if is_mean else 1.0
+    normalised = scores == "softmax" or bool(config.norm_topk_prob)
+    router = Router(config.num_experts, config.num_experts_per_tok, scores, normalised=normalised, scale=share)
+    shared = gated(config, bias=False, inner=inner * count, scales=(1.0, share)) if count else None
+    sparse = after_dense(config)
+    feed = experts(config, router, inner, shared=shared)
+    made = with_windows(config, with_experts(cohere(config, config.prefix_dense_intermediate_size), feed, sparse))
+    if made is None:
+        return None
+    still, forced = RotaryTable.none(made.attention.head_dim), config.prefix_dense_sliding_window_pattern == 1
+    each = zip(config.layer_types, sparse, strict=True)
+    return with_attention(
+        made, [{"rotary": still} if kind == FULL and (has or not forced) else {} for kind, has in each]
+    )
+
+
+def _flint(config: Any) -> Architecture | None:
+    mixer = grouped(config, norm=_normed_heads(config), has_sinks=True)
+    router = replace(of_qwen(config), scores="sigmoid")
+    feed = _with_shared(config, router, config.shared_expert_intermediate_size, shared_name="shared_expert")
+    names = ((r"\.softmax_offset$", ".sinks"),)
+    return rotary_in_windows(config, mixture(config, mixer, feed, sparse_steps(config), names=names))
+
+
+def _granitemoe_swa(config: Any) -> Architecture | None:
+    return with_bases(config, granitemoe(config))
+
+
+def _hy_v3(config: Any) -> Architecture | None:
+    router = Router(
+        config.num_experts, config.num_experts_per_tok, "sigmoid", scale=config.router_scaling_factor,
+        correction="e_score_correction_bias",
+    )  # fmt: skip
+    bias, inner = bool(config.mlp_bias), config.moe_intermediate_size * config.num_shared_experts
+    feed = experts(config, router, shared=gated(config, inner=inner))
+    mixer = grouped(config, norm=_normed_heads(config))
+    return mixture(config, mixer, feed, after_dense(config), bias=bias, names=_HY)
+
+
+def _kolibri1(config: Any) -> Architecture | None:
+    """Experts are chosen by corrected logits."""
+    router = replace(of_qwen(config), scores="sigmoid", correction=CORRECTION, corrects_logits=True)
+    norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    mixer = grouped(config, bias=False, norm=_normed_heads(config))
+    feed = _with_shared(config, router, config.shared_expert_intermediate_size)
+    made = mixture(config, mixer, feed, layer={"norms": norms}, names=_KOLIBRI)
+    return None if config.sliding_window is None else rotary_in_windows(config, made)
+
+
+def _laguna(config: Any) -> Architecture | None:
+    """Layers differ in their heads, which have gates, and in their rotary positions."""
+    router = Router(
+        config.num_experts, config.num_experts_per_tok, "sigmoid", cap=config.moe_router_logit_softcapping or None,
+        scale=config.moe_routed_scaling_factor, correction=CORRECTION,
+    )  # fmt: skip
+    gate = HeadGate("g_proj", "softplus", by_head=config.gating in (True, "per-head"))
+    mixer, heads = grouped(config, norm=_normed_heads(config), gate=gate), config.num_attention_heads_per_layer
+    if config.attention_bias or any(count % config.num_key_value_heads for count in heads):
+        return None
+    feed = _with_shared(config, router, config.shared_expert_intermediate_size)
+    made = mixture(config, mixer, feed, after_dense(config), names=_LAGUNA)
+    made = of_kinds(config, with_windows(config, made))
+    return made and with_attention(made, [{"heads": count} for count in heads])
+
+
+def _lara_mini(config: Any) -> Architecture | None:
+    """Three kinds of layers; of those that attend, the ones without a window have no rotary positions."""
+    norm, attention = NormForm(config.rms_norm_eps), grouped(config, norm=_normed_heads(config))
+    feed = _with_shared(config, of_qwen(config), config.shared_expert_intermediate_size, shared_name="shared_expert")
+    if attention is None:
+        return None
+    spec, still = replace(attention.spec, window=config.sliding_window), RotaryTable.none(attention.head_dim)
+    made = {
+        LINEAR: layer(delta(config), feed, TWO_NORMS, ("linear_attn", "mlp")),
+        SLIDING: layer(replace(attention, spec=spec), feed, TWO_NORMS, ("self_attn", "mlp")),
+        FULL: layer(replace(attention, rotary=still), feed, TWO_NORMS, ("self_attn", "mlp")),
+    }
+    return mixed(config, config.layer_types, made, norm=norm, names=_LARA)
+
+
+def _mellum(config: Any) -> Architecture | None:
+    mixer, feed = grouped(config, norm=_normed_heads(config)), experts(config, of_qwen(config))
+    return of_kinds(config, with_windows(config, mixture(config, mixer, feed, after_dense(config))))
+
+
+def _phimoe(config: Any) -> Architecture | None:
+    """Two experts, one after the other. The factor of cos and sin has names of its own, and is one for all lengths.
+
+    Long texts have frequencies of their own, as in the published code; in transformers they have those of short ones.
+    """
+    rope = {"max_position_embeddings": config.max_position_embeddings} | dict(config.rope_parameters)
+    if rope["rope_type"] != "default":
+        if rope["short_mscale"] != rope["long_mscale"]:
+            return None
+        rope["attention_factor"] = rope["short_mscale"]
+    mixer = grouped(config, rotary=RotaryTable.of(rope, config.hidden_size // config.num_attention_heads))
+    router = Router(config.num_local_experts, 2, tolerance=2 * config.router_jitter_noise, name="router")
+    norm = NormForm(config.rms_norm_eps, centred=True, has_bias=True)
+    feed = experts(config, router, config.intermediate_size)
+    made = mixture(config, mixer, feed, norm=norm, head_bias=bool(config.lm_head_bias), names=_PHI)
+    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+
+
+def _sarvam_moe(config: Any) -> Architecture | None:
+    made = glm4_moe(config)
+    return made and replace(made, names=_SARVAM)
+
+
+def _solar_open(config: Any) -> Architecture | None:
+    feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
+    return mixture(config, grouped(config, out_bias=False), feed)
+
+
+_ARIA = (
+    (r"\.experts\.fc1\.weight$", ".experts.gate_up_proj"),
+    (r"\.experts\.fc2\.weight$", ".experts.down_proj"),
+)
+_HY = (
+    (r"\.mlp\.router\.gate\.", ".mlp.gate."),
+    (r"\.mlp\.expert_bias$", ".mlp.e_score_correction_bias"),
+    (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),
+)
+_KOLIBRI = (
+    (r"\.moe\.router\.expert_bias$", f".mlp.{CORRECTION}"),
+    (r"\.post_attn_norm\.", ".post_self_attn_layernorm."),
+    (r"\.post_ffn_norm\.", ".post_mlp_layernorm."),
+)
+_LAGUNA = (
+    (r"\.mlp\.experts\.e_score_correction_bias$", f".mlp.{CORRECTION}"),
+    (r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),
+)
+_LARA = (
+    (r"\.linear_attn\.out_norm\.", ".linear_attn.norm."),
+    (r"\.linear_attn\.in_proj\.", ".linear_attn.in_proj_qkv|in_proj_z|in_proj_b|in_proj_a."),
+)
+_PHI = (BLOCK, (r"\.mlp\.gate\.", ".mlp.router."), *W123)
+_SARVAM = (
+    (r"^model\.word_embeddings\.", "model.embed_tokens."),
+    (r"\.attention\.query_key_value\.", ".self_attn.q_proj|k_proj|v_proj."),
+    (r"\.attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.attention\.query_layernorm\.", ".self_attn.q_norm."),
+    (r"\.attention\.key_layernorm\.", ".self_attn.k_norm."),
+    (r"\.mlp\.gate\.expert_bias$", f".mlp.{CORRECTION}"),
+)
+# By model type.
+SPARSE: dict[str, Callable[[Any], Architecture | None]] = {
+    "afmoe": _afmoe,
+    "aria_text": _aria,
+    "cohere2_moe": _cohere2_moe,
+    "flint": _flint,
+    "granitemoe_swa": _granitemoe_swa,
+    "hy_v3": _hy_v3,
+    "kolibri1": _kolibri1,
+    "laguna": _laguna,
+    "lara_mini": _lara_mini,
+    "mellum": _mellum,
+    "phimoe": _phimoe,
+    "sarvam_mla": deepseek_v3,
+    "sarvam_moe": _sarvam_moe,
+    "solar_open": _solar_open,
+}
