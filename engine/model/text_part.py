@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # coordinates of a token's position are then equal, so rotary tables by coordinate are the usual ones.
 _SAME_AS = {"emu3_text_model": "llama", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 # What the language model is called inside of the whole, in old and new checkpoints; without what follows, alone.
-_NAMES = {r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
+NAMES_IN_WHOLE = {r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
           r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model."}  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def names_in_whole(config: PreTrainedConfig) -> dict[str, str] | None:
     """Regular expressions for names of weights in the whole, with what they become; None if `config` is no part."""
-    return _NAMES if getattr(config, "part_of", None) else None
+    return NAMES_IN_WHOLE if getattr(config, "part_of", None) else None
 
 
 @contextmanager

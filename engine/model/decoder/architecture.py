@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.attention.spec import AttentionSpec
 from engine.kv.arena import LayerKV
-from engine.model.decoder.rotary import RotaryTable
+from engine.model.decoder.rotary import QueryGrowth, RotaryTable
 from engine.native import ALIGNED
 from engine.recurrent.parts import StatePart
 
@@ -129,26 +129,10 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class QueryGrowth:
-    """Queries are multiplied by 1 + factor * log(1 + floor((position + shift) / span)) (arXiv 2501.19399)."""
-
-    factor: float
-    span: float
-    shift: int = 0
-
-    def of(self, positions: Tensor) -> Tensor:
-        """`[T]` -> float32 `[T]`."""
-        return torch.log1p(torch.floor((positions.float() + self.shift) / self.span)) * self.factor + 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class HeadGate:
-    """What heads give is multiplied by an activation of gates, which are products of the row.
+    """What heads give is multiplied by an activation of gates: one for each number, or `by_head` one for all of a head.
 
-    Attributes:
-        name: of the gates' matrix; None where their rows follow the head's in `q_proj`.
-        activation: of a gate.
-        by_head: a gate is for all numbers of a head; else each has its own.
+    `name`: of the gates' matrix; None where their rows follow the head's in `q_proj`.
     """
 
     name: str | None = None
@@ -347,10 +331,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LearnedPositions:
-    """A table of vectors, `model.embed_positions`: row position + offset is added to a token's embedding."""
+    """A table of vectors, `model.embed_positions`: row position + offset is added to a token's embedding.
+
+    `waves`: no checkpoint has it; row p is the sines, then the cosines, of p * 10000^(-i / waves).
+    """
 
     rows: int
     offset: int = 0
+    waves: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +347,8 @@ class Architecture:
 
     Attributes:
         layers: of the decoder.
-        vocab_size: rows of the table of embeddings.
+        vocab_size: rows of the output matrix.
+        spare_rows: that the table of embeddings has besides.
         width: numbers of a hidden state.
         norm: of every norm but those of heads.
         has_final_norm: the output matrix reads normed rows.
@@ -381,6 +370,7 @@ class Architecture:
     vocab_size: int
     width: int
     norm: NormForm
+    spare_rows: int = 0
     has_final_norm: bool = True
     positions: LearnedPositions | None = None
     embedding_width: int | None = None
@@ -424,10 +414,10 @@ class Architecture:
     def shapes(self) -> Shapes:
         """The shape of every weight, by its name in a checkpoint; a tied head is the table."""
         size = self.embedding_width or self.width
-        found: Shapes = {"model.embed_tokens.weight": (self.vocab_size, size)}
+        found: Shapes = {"model.embed_tokens.weight": (self.vocab_size + self.spare_rows, size)}
         if self.embedding_width is not None:
             found |= {"model.project_in.weight": (self.width, size), "model.project_out.weight": (size, self.width)}
-        if self.positions is not None:
+        if self.positions is not None and self.positions.waves is None:
             found["model.embed_positions.weight"] = self.positions.rows, self.width
         for name, is_there in (("norm", self.has_final_norm), ("embed_norm", self.normed_embeddings)):
             found |= self.norm.shapes(f"model.{name}.", self.width) if is_there else {}

@@ -81,7 +81,11 @@ class DecoderModel(nn.Module):
             setattr(trunk, name, norm_of(made.norm, weights, name, width) if is_there else None)
         for name, inputs in (("project_in", size), ("project_out", size and width)):
             setattr(trunk, name, None if inputs is None else weights.matrix([name], inputs, has_bias=False))
-        if made.positions is not None:
+        if made.positions is not None and made.positions.waves is not None:
+            trunk.embed_positions = Embedding(
+                _waves(made.positions.waves, made.positions.rows, width).to(weights.dtype), None
+            )
+        elif made.positions is not None:
             table = weights.vector("embed_positions.weight", made.positions.rows, width)
             trunk.embed_positions = Embedding(table, None)
 
@@ -186,6 +190,13 @@ def runs_in_c(model: nn.Module) -> bool:
     """Whether our C multiplies all matrices of a model, so that torch does little work."""
     matmuls = [module for module in model.modules() if isinstance(module, GroupedLinear)]
     return is_batch_invariant(model) and all(isinstance(matmul.pack(), PackedMatrix) for matmul in matmuls)
+
+
+def _waves(waves: int, rows: int, width: int) -> Tensor:
+    """See `LearnedPositions`: float32 `[rows, width]`."""
+    turns = 10000 ** (torch.arange(width // 2).float() / -waves)
+    angles = torch.arange(rows).float()[:, None] * turns
+    return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 def _layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLayer]:

@@ -64,6 +64,19 @@ class RotaryTable:
         return cls((), still=dim // 2)
 
 
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries are multiplied by 1 + factor * log(1 + floor((position + shift) / span)) (arXiv 2501.19399)."""
+
+    factor: float
+    span: float
+    shift: int = 0
+
+    def of(self, positions: Tensor) -> Tensor:
+        """`[T]` -> float32 `[T]`."""
+        return torch.log1p(torch.floor((positions.float() + self.shift) / self.span)) * self.factor + 1.0
+
+
 class Rotation(nn.Module):
     """cos and sin of a table's positions; its frequencies lie where the model does."""
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_JOINED = re.compile(r"(.*\.)([^.]*\|[^.]*)\.(\w+)")
 _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
 
 
@@ -271,13 +270,24 @@ def prepared(
 
 
 def _apart(weights: Mapping[str, Tensor | Codes], architecture: Architecture) -> Mapping[str, Tensor | Codes]:
-    """With each part of a weight that is named `a|b` by its own name: the rows of b are below those of a."""
-    joined = [found for found in map(_JOINED.fullmatch, weights) if found is not None]
+    """With each part of a weight that is named `a|b` by its own name: the rows of b are below those of a.
+
+    `experts.*.a` has those of all experts; in `experts.*.a.t` each is `[inputs, outputs]`.
+    """
+    joined = [key for key in weights if "|" in key or "*" in key]
     shapes, parts = architecture.shapes() if joined else {}, dict[str, Tensor]()
-    for found in joined:
-        weight, names = weights[found[0]], [f"{found[1]}{name}.{found[3]}" for name in found[2].split("|")]
+    for key in joined:
+        weight, (path, _, kind) = weights[key], key.rpartition(".")
         floats = weight if isinstance(weight, Tensor) else weight.dequantised()
-        parts |= zip(names, floats.split([shapes[name][0] for name in names]), strict=True)
+        if "*" in key:
+            place, _, name = key.removesuffix(".t").partition(".*.")
+            each = floats.chunk(shapes[f"{place}.down_proj"][0])
+            turned = (part.t() if kind == "t" else part for part in each)
+            parts |= {f"{place}.{number}.{name}.weight": part for number, part in enumerate(turned)}
+        else:
+            path, _, several = path.rpartition(".")
+            names = [f"{path}.{name}.{kind}" for name in several.split("|")]
+            parts |= zip(names, floats.split([shapes[name][0] for name in names]), strict=True)
     return {**weights, **parts} if joined else weights
 
 

@@ -13,6 +13,7 @@ from engine.attention.spec import AttentionSpec
 from engine.model.decoder.architecture import Architecture, AttentionLayer, HeadNorm, LearnedPositions, NormForm
 from engine.model.decoder.families.builders import decoder, gated, grouped, plain, with_attention
 from engine.model.decoder.rotary import RotaryTable
+from engine.model.text_part import NAMES_IN_WHOLE
 
 _ONE_NORM = {"norms": ("input_layernorm", None, None, None), "parallel": True}
 
@@ -162,6 +163,38 @@ def _codegen(config: Any) -> Architecture | None:
     return None if config.num_attention_heads % 4 else _gptj(config, joined=True, groups=4, values_first=True)
 
 
+def _ctrl(config: Any) -> Architecture | None:
+    if config.layer_norm_epsilon != 1e-6:  # that of its layers
+        return None
+    mixer = _many_heads(config, bias=True, rotary=_still(config))
+    positions = LearnedPositions(config.n_positions, waves=config.n_embd // 2)
+    ends: dict[str, Any] = {"positions": positions, "embedding_scale": config.n_embd**0.5, "head_bias": True}
+    feed = plain(config.dff, "relu", bias=True, names=("0", "2"))
+    return decoder(config, mixer, feed, norm=_layer_norm(1e-6), **ends, names=_CTRL + _GPT2)
+
+
+def _xglm(config: Any) -> Architecture | None:
+    if config.add_cross_attention or (config.pad_token_id or 0) > 1:  # the row of that number would be zeros
+        return None
+    mixer = _many_heads(config, bias=True, rotary=_still(config), out_name="out_proj")
+    feed = plain(config.ffn_dim, config.activation_function, bias=True, names=("fc1", "fc2"))
+    positions = LearnedPositions(config.max_position_embeddings + 2, 2, config.d_model // 2 - 1)
+    scale = config.d_model**0.5 if config.scale_embedding else None
+    return decoder(config, mixer, feed, norm=_layer_norm(1e-5), positions=positions, embedding_scale=scale, names=_OPT)
+
+
+def _mllama(whole: Any) -> Architecture | None:
+    """Llama without the layers that look at an image, for there is none; the others close ranks."""
+    config = whole.get_text_config()
+    made = decoder(config, grouped(config, bias=False), gated(config, bias=False), spare_rows=8)
+    kept = [number for number in range(config.num_hidden_layers) if number not in config.cross_attention_layers]
+    if made is None or config.tie_word_embeddings:
+        return None
+    names = [(rf"^model\.layers\.{number}\.", "of_images.") for number in config.cross_attention_layers]
+    names += [(rf"^model\.layers\.{old}\.", f"model.layers.{new}.") for new, old in enumerate(kept)]
+    return replace(made, layers=made.layers[: len(kept)], names=(*NAMES_IN_WHOLE.items(), *names))
+
+
 def _arcee(config: Any) -> Architecture | None:
     return decoder(config, grouped(config), plain(config.intermediate_size, config.hidden_act, bias=config.mlp_bias))
 
@@ -226,6 +259,15 @@ _GPT2 = (
     (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
     (r"\.attn\.", ".self_attn."),
 )
+_CTRL = (
+    (r"^transformer\.w\.", "model.embed_tokens."),
+    (r"^transformer\.layernorm\.", "model.norm."),
+    (r"\.layernorm1\.", ".input_layernorm."),
+    (r"\.layernorm2\.", ".post_attention_layernorm."),
+    (r"\.multi_head_attention\.W([qkv])\.", r".self_attn.\1_proj."),
+    (r"\.multi_head_attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.ffn\.", ".mlp."),
+)
 _OPT = (
     (r"^(?:model\.)?(?:decoder|biogpt)\.", "model."),
     (r"^output_projection\.", "lm_head."),
@@ -257,6 +299,7 @@ DENSE: dict[str, Callable[[Any], Architecture | None]] = {
     "biogpt": _biogpt,
     "bitnet": _bitnet,
     "codegen": _codegen,
+    "ctrl": _ctrl,
     "falcon": _falcon,
     "gpt2": _gpt2,
     "gpt_bigcode": _gpt_bigcode,
@@ -265,6 +308,8 @@ DENSE: dict[str, Callable[[Any], Architecture | None]] = {
     "gptj": _gptj,
     "helium": _helium,
     "jais2": _jais2,
+    "mllama": _mllama,
+    "mllama_text_model": _mllama,
     "nanochat": _nanochat,
     "nemotron": _nemotron,
     "olmo": _olmo,
@@ -272,4 +317,5 @@ DENSE: dict[str, Callable[[Any], Architecture | None]] = {
     "opt": _opt,
     "persimmon": _persimmon,
     "phi": _phi,
+    "xglm": _xglm,
 }

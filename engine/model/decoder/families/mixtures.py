@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.attention.spec import AttentionSpec
-from engine.model.decoder.architecture import NORMS_AFTER, Architecture, HeadNorm, Mixer, NormForm, QueryGrowth
+from engine.model.decoder.architecture import NORMS_AFTER, Architecture, HeadNorm, Mixer, NormForm
 from engine.model.decoder.experts import Experts, Router
 from engine.model.decoder.families.builders import (
     FULL,
@@ -22,7 +22,7 @@ from engine.model.decoder.families.builders import (
     with_windows,
 )
 from engine.model.decoder.latent import LatentLayer
-from engine.model.decoder.rotary import RotaryTable
+from engine.model.decoder.rotary import QueryGrowth, RotaryTable
 from engine.native.experts import ExpertGate
 from engine.native.rows import GELU_TANH
 

@@ -12,6 +12,7 @@ from engine.model.decoder.families.builders import (
     FULL,
     SLIDING,
     cohere,
+    decoder,
     gated,
     grouped,
     of_kinds,
@@ -24,6 +25,7 @@ from engine.model.decoder.families.hybrid import LINEAR, delta, layer, mixed
 from engine.model.decoder.families.mixtures import (
     BLOCK,
     CORRECTION,
+    GATES,
     W123,
     after_dense,
     deepseek_v3,
@@ -90,6 +92,18 @@ def _cohere2_moe(config: Any) -> Architecture | None:
     return with_attention(
         made, [{"rotary": still} if kind == FULL and (has or not forced) else {} for kind, has in each]
     )
+
+
+def _dbrx(config: Any) -> Architecture | None:
+    of_heads, of_experts = config.attn_config, config.ffn_config
+    if of_experts.moe_normalize_expert_weights not in (None, 1.0):
+        return None
+    fields: dict[str, Any] = {"joined": True, "clip": of_heads.clip_qkv, "out_name": "out_proj"}
+    mixer = grouped(config, bias=False, kv_heads=of_heads.kv_n_heads, **fields)
+    normalised = of_experts.moe_normalize_expert_weights is not None
+    router = Router(of_experts.moe_num_experts, of_experts.moe_top_k, normalised=normalised, name="router")
+    feed = experts(config, router, of_experts.ffn_hidden_size, gate=GATES[of_experts.ffn_act_fn["name"]])
+    return decoder(config, mixer, feed, norm=NormForm(1e-5, centred=True), names=_DBRX)
 
 
 def _flint(config: Any) -> Architecture | None:
@@ -193,6 +207,19 @@ _ARIA = (
     (r"\.experts\.fc1\.weight$", ".experts.gate_up_proj"),
     (r"\.experts\.fc2\.weight$", ".experts.down_proj"),
 )
+_DBRX = (
+    (r"^transformer\.wte\.", "model.embed_tokens."),
+    (r"^transformer\.blocks\.", "model.layers."),
+    (r"^transformer\.norm_f\.", "model.norm."),
+    (r"\.norm_attn_norm\.norm_1\.", ".input_layernorm."),
+    (r"\.norm_attn_norm\.norm_2\.", ".post_attention_layernorm."),
+    (r"\.norm_attn_norm\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
+    (r"\.norm_attn_norm\.attn\.", ".self_attn."),
+    (r"\.ffn\.router\.layer\.", ".mlp.router."),
+    (r"\.ffn\.experts\.mlp\.w1$", ".mlp.experts.*.gate_proj"),
+    (r"\.ffn\.experts\.mlp\.v1$", ".mlp.experts.*.up_proj"),
+    (r"\.ffn\.experts\.mlp\.w2$", ".mlp.experts.*.down_proj.t"),
+)
 _HY = (
     (r"\.mlp\.router\.gate\.", ".mlp.gate."),
     (r"\.mlp\.expert_bias$", ".mlp.e_score_correction_bias"),
@@ -225,6 +252,7 @@ SPARSE: dict[str, Callable[[Any], Architecture | None]] = {
     "afmoe": _afmoe,
     "aria_text": _aria,
     "cohere2_moe": _cohere2_moe,
+    "dbrx": _dbrx,
     "flint": _flint,
     "granitemoe_swa": _granitemoe_swa,
     "hy_v3": _hy_v3,

@@ -19,7 +19,6 @@ from engine.model.decoder.architecture import (
     Architecture,
     HeadNorm,
     NormForm,
-    QueryGrowth,
 )
 from engine.model.decoder.families.builders import (
     after_rotation,
@@ -39,7 +38,7 @@ from engine.model.decoder.families.dense import DENSE
 from engine.model.decoder.families.hybrid import HYBRIDS
 from engine.model.decoder.families.mixtures import MIXTURES
 from engine.model.decoder.families.sparse import SPARSE
-from engine.model.decoder.rotary import RotaryTable
+from engine.model.decoder.rotary import QueryGrowth, RotaryTable
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig
