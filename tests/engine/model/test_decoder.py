@@ -81,7 +81,8 @@ _LONG = {
 _IMAGES = zoo.COMMON | {"hidden_size": 64, "num_hidden_layers": 4, "cross_attention_layers": [1, 3], "pad_token_id": 0}
 _XGLM = {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 80}
 _DBRX = {
-    "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 1e4},
+    "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 1e4},
     "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
 }  # fmt: skip
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 80}
@@ -117,7 +118,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "cohere_compass_text": [_WINDOWS | {"rope_parameters": {"sliding_attention": _ROPE, "full_attention": None}}],
     "ctrl": [_GPT | {"dff": 80}],
     "cwm": [_WINDOWS],
-    "dbrx": [_DBRX, _DBRX | {"attn_config": {"kv_n_heads": 4, "rope_theta": 1e4}}],
+    "dbrx": [_DBRX],
     "deepseek_v2": [
         _GROUPS | _LATENTS | {"topk_method": "group_limited_greedy", "q_lora_rank": None, "n_shared_experts": 2},
         _GROUPS | _LATENTS | {"topk_method": "greedy", "routed_scaling_factor": 2.0} | _YARN_OF_LATENTS,
