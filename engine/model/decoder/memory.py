@@ -40,6 +40,8 @@ def num_bytes(
         on_cuda: where they are held; else on a CPU.
     """
     shapes = architecture.shapes()
+    if architecture.positions is not None:  # those that are computed are held too
+        shapes["model.embed_positions.weight"] = architecture.positions.rows, architecture.width
     rounded = None if on_cuda or weights in ("native", "fp8") else cast("Rounded", weights)
     converted = converted_by(weights, on_cuda=on_cuda)
     if architecture.is_tied and rounded is not None and not codes.keys() & {TABLE, HEAD}:
