@@ -184,7 +184,7 @@ def longrope_border(config: PreTrainedConfig) -> int | None:
     """
     rope = getattr(config, "rope_parameters", None) or {}
     border: int | None = rope.get("original_max_position_embeddings")
-    if config.model_type not in ("phi3", "phimoe") or rope.get("rope_type") != "longrope" or border is None:
+    if config.model_type != "phi3" or rope.get("rope_type") != "longrope" or border is None:
         return None
     # One of the two numbers chooses the table and the other the moment of renewal, so they must be equal.
     return border if border == getattr(config, "original_max_position_embeddings", None) else None

@@ -19,7 +19,6 @@ from engine.kernels import faults, reference
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.adapters.places import find_place
-from engine.model.checkpoint import longrope_border
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.experts import MixtureMLP
 from engine.model.decoder.families.table import FAMILIES, architecture_for
@@ -386,16 +385,6 @@ def test_kernels_give_the_same(kind: str, more: dict[str, Any]) -> None:
     runner.forward([feed(_FIRST, range(13), 1, 1), feed(_SECOND, range(9), 0, 1)])
     got = runner.forward([feed(_SECOND, range(9, 17), 0, 2), feed(_FIRST, range(13, 30), 1, 17)])
     assert _off(got[2:], plain_logits(model, _FIRST)[13:]) < 1e-4
-
-
-def test_long_texts_of_phimoe_have_frequencies_of_their_own() -> None:
-    """transformers takes those of short texts, so it is told that they are the long ones."""
-    more = {"num_local_experts": 6, "rope_parameters": _LONG}
-    made = zoo.as_served(_model("phimoe", more))
-    long = _model("phimoe", more | {"rope_parameters": _LONG | {"short_factor": _LONG["long_factor"]}})
-    got = _runner(made).forward([Feed(_FIRST, 0, [0], 30, table=1)])
-    assert _off(got, plain_logits(long, _FIRST)) < 1e-4
-    assert longrope_border(made.config) == 64
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "olmo2"])

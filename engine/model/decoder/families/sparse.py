@@ -176,10 +176,7 @@ def _mellum(config: Any) -> Architecture | None:
 
 
 def _phimoe(config: Any) -> Architecture | None:
-    """Two experts, one after the other. The factor of cos and sin has names of its own, and is one for all lengths.
-
-    Long texts have frequencies of their own, as in the published code; in transformers they have those of short ones.
-    """
+    """Two experts, one after the other. The factor of cos and sin has names of its own, and is one for all lengths."""
     rope = {"max_position_embeddings": config.max_position_embeddings} | dict(config.rope_parameters)
     if rope["rope_type"] != "default":
         if rope["short_mscale"] != rope["long_mscale"]:

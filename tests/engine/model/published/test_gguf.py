@@ -27,6 +27,7 @@ from engine.model.published.gguf import weights_in
 from engine.startup.build import load
 from tests import gguf_files, zoo
 from tests.covering import some
+from tests.drawn import numbers
 from tests.gguf_files import Written
 
 CPU = torch.device("cpu")
@@ -100,8 +101,13 @@ def test_experts_whose_halves_are_of_two_types_are_dequantised(tmp_path: Path) -
     experts = next(module for module in model.modules() if isinstance(module, RoutedExperts))
     assert not any(isinstance(matmul, GroupedLinear) for matmul in experts.ups)
     assert all(isinstance(matmul, GroupedLinear) for matmul in (*experts.downs, model.model.layers[0].self_attn.o_proj))
-    x, chosen, weights = torch.randn(5, 256), torch.tensor([[0, 1], [2, 3], [3, 0], [1, 2], [0, 2]]), torch.rand(5, 2)
-    want = written.model.get_submodule("model.layers.0.mlp.experts")(x, chosen, weights)
+    x, chosen, weights = (
+        numbers(5, 256),
+        torch.tensor([[0, 1], [2, 3], [3, 0], [1, 2], [0, 2]]),
+        torch.full((5, 2), 0.5),
+    )
+    with torch.inference_mode():
+        want = written.model.get_submodule("model.layers.0.mlp.experts")(x, chosen, weights)
     assert float((experts(x, chosen, weights) - want).std()) < 0.02 * float(want.std())
 
 
