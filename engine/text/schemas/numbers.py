@@ -6,6 +6,7 @@ A bounded number is written without exponent; zeros at the end of its decimals, 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -76,11 +77,9 @@ class NumberSet:
         tight = self._tight()
         if tight.is_empty:
             return None
-        if tight.step is None:
-            return f"/{tight.range_of(_DECIMALS) or _ANY_NUMBER}/"
-        decimals = "" if tight.step.denominator == 1 else _DECIMALS
-        parts = [tight.range_of(decimals), None if tight.step == 1 else f"-?{_multiples(tight.step)}"]
-        return " & ".join(f"/{part}/" for part in parts if part) or f"/-?{INTEGER}/"
+        step, bounds = tight.step, [*_bounds(tight.low, ""), *_bounds(tight.high, "-")]
+        plain = f"-?{INTEGER}{_DECIMALS}" if bounds else _ANY_NUMBER
+        return " & ".join([f"/{plain if step is None else f'-?{_multiples(step)}'}/", *bounds])
 
     def library_schema(self) -> dict[str, object]:
         """A JSON Schema with which the library writes these integers.
@@ -124,20 +123,6 @@ class NumberSet:
             high = Bound(_decimal((math.ceil(count) - 1 if high.is_open else math.floor(count)) * self.step))
         return NumberSet(low=low, high=high, step=self.step)
 
-    def range_of(self, decimals: str) -> str | None:
-        """A regex of the numbers between the bounds; None if there are none."""
-        if self.low is None and self.high is None:
-            return None
-        zero = Bound(Decimal(0))
-        sides = []
-        if self.high is None or self.high.value >= 0:
-            low = zero if self.low is None or self.low.value < 0 else self.low
-            sides.append(("", _magnitudes(low, self.high, decimals)))
-        if self.low is None or self.low.value <= 0:
-            low = zero if self.high is None or self.high.value > 0 else _negative(self.high)
-            sides.append(("-", _magnitudes(low, self.low and _negative(self.low), decimals)))
-        return "|".join(f"{sign}(?:{side})" for sign, side in sides if side)
-
 
 def checked(value: Decimal) -> Decimal:
     """A bound or a step. ValueError: it is too long."""
@@ -150,10 +135,6 @@ def written(value: Decimal) -> str:
     """A regex of the one way to write a number of `const` or `enum`."""
     whole, behind = _parts(value)
     return f"{'-' if value < 0 else ''}{whole}" + (rf"\.{behind}" if behind else "")
-
-
-def _negative(bound: Bound) -> Bound:
-    return Bound(bound.value.copy_negate(), bound.is_open)
 
 
 def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
@@ -187,143 +168,42 @@ def _parts(value: Decimal) -> tuple[str, str]:
     return whole.lstrip("0") or "0", decimals.rstrip("0")
 
 
-def _magnitudes(low: Bound, high: Bound | None, decimals: str) -> str | None:
-    """A regex of the numbers without sign from `low`, at least 0, to `high`; None if there are none."""
-    return "|".join(_pieces(low, high, decimals)) or None
+def _bounds(bound: Bound | None, sign: str) -> Iterator[str]:
+    """The terminal of the numbers on one side of a bound, if there is one; `sign`: "" of a low one, "-" of a high one.
+
+    At least 2: those that are. At least -2: all but those with a minus and more than 2.
+    """
+    if bound is not None:
+        value = bound.value.copy_negate() if sign else bound.value
+        if value > 0 or (value == 0 and bound.is_open):
+            yield f"/{sign}(?:{_at_least(value, bound.is_open)})/"
+        else:
+            yield f"~/{'' if sign else '-'}(?:{_at_least(value.copy_abs(), not bound.is_open)})/"
 
 
-def _pieces(low: Bound, high: Bound | None, decimals: str) -> Iterator[str]:
-    """Numbers with the integer part of a bound, and between them those with any decimals."""
-    whole, behind = _parts(low.value)
-    if high is None:
-        if piece := _with_decimals(whole, _Ends(behind, low.is_open), None, decimals):
-            yield piece
-        yield from (f"{piece}{decimals}" for piece in _integers(int(whole) + 1, None))
-        return
-    last, last_behind = _parts(high.value)
-    if int(whole) > int(last):
-        return
-    lower, upper = _Ends(behind, low.is_open), _Ends(last_behind, high.is_open)
-    if piece := _with_decimals(whole, lower, upper if whole == last else None, decimals):
-        yield piece
-    if whole != last:
-        yield from (f"{piece}{decimals}" for piece in _integers(int(whole) + 1, int(last) - 1))
-        if piece := _with_decimals(last, None, upper, decimals):
-            yield piece
+def _at_least(value: Decimal, is_open: bool) -> str:
+    """A regex of the numbers without sign from `value` on, or above it, digit by digit.
 
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """The decimals of a bound that are still to be compared."""
-
-    digits: str
-    is_open: bool
-
-    @property
-    def rest(self) -> _Ends:
-        return _Ends(self.digits[1:], self.is_open)
-
-    @property
-    def first(self) -> int:
-        return int(self.digits[:1] or "0")
-
-
-def _with_decimals(whole: str, low: _Ends | None, high: _Ends | None, decimals: str) -> str | None:
-    """The numbers with this integer part whose decimals are between the bounds; None if there are none."""
-    is_whole = _has_zero(low, high)
-    if not decimals:
-        return whole if is_whole else None
-    behind = _some_decimals(low, high)
-    if behind is None:
-        return whole if is_whole else None
-    return f"{whole}(?:\\.{behind}){'?' if is_whole else ''}"
-
-
-def _has_zero(low: _Ends | None, high: _Ends | None) -> bool:
-    above = low is None or not (low.digits or low.is_open)
-    return above and (high is None or bool(high.digits) or not high.is_open)
-
-
-def _some_decimals(low: _Ends | None, high: _Ends | None) -> str | None:
-    """A regex of one digit or more, as decimals between the bounds; None if there are none."""
-    if low is not None and not low.digits and not low.is_open:
-        low = None
-    if high is None and low is None:
-        return "[0-9]+"
-    if high is None and low is not None and not low.digits:
-        return "0*[1-9][0-9]*"
-    if high is not None and not high.digits:
-        return "0+" if low is None and not high.is_open else None
-    found = list(_by_first_digit(low, high) if low and high else _one_sided(low, high))
-    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})" if found else None
-
-
-def _one_sided(low: _Ends | None, high: _Ends | None) -> Iterator[str]:
-    """Leading zeros of the bound at once: a group for each would nest too deeply."""
-    ends = low or high
-    assert ends is not None, "a range without bounds has any digits"
-    zeros = len(ends.digits) - len(ends.digits.lstrip("0"))
-    rest = _Ends(ends.digits[zeros:], ends.is_open)
-    found = list(_by_first_digit(rest if low else None, None if low else rest))
-    if zeros:
-        yield f"0{{0,{zeros - 1}}}[1-9][0-9]*" if low else f"0{{1,{zeros}}}"
-        yield f"0{{{zeros}}}(?:{'|'.join(found)})"
+    12.5 -> three digits and more; [2-9] and a digit, 1[3-9], both with any decimals; 12.[6-9] and 12.5, with more.
+    """
+    whole, behind = _parts(value)
+    size, front = len(whole), rf"{_counted(whole)}\."
+    larger = [f"{_counted(whole[:i])}[{int(d) + 1}-9][0-9]{{{size - i - 1}}}" for i, d in enumerate(whole) if d != "9"]
+    found = [f"(?:{'|'.join([f'[1-9][0-9]{{{size},}}', *larger])}){_DECIMALS}"]
+    found += [
+        f"{front}{_counted(behind[: same.start()])}{same[1]}{{0,{len(same[0]) - 1}}}[{int(same[1]) + 1}-9][0-9]*"
+        for same in re.finditer(r"([0-8])\1*", behind)
+    ]
+    if is_open:
+        found.append(f"{front}{_counted(behind)}[0-9]*[1-9][0-9]*")
     else:
-        yield from found
+        found.append(f"{front}{_counted(behind)}[0-9]*" if behind else f"{_counted(whole)}{_DECIMALS}")
+    return "|".join(found)
 
 
-def _by_first_digit(low: _Ends | None, high: _Ends | None) -> Iterator[str]:
-    least, most = low.first if low else 0, high.first if high else 9
-    for digit in sorted({least, most}):
-        if least <= digit <= most:
-            lower, upper = low.rest if low and digit == least else None, high.rest if high and digit == most else None
-            if lower is None and upper is None:
-                yield f"{digit}[0-9]*"
-                continue
-            rest = _some_decimals(lower, upper)
-            is_end = _has_zero(lower, upper)
-            if rest:
-                yield f"{digit}(?:{rest})?" if is_end else f"{digit}{rest}"
-            elif is_end:
-                yield str(digit)
-    if most - least > 1:
-        yield f"[{least + 1}-{most - 1}][0-9]*"
-
-
-def _integers(low: int, high: int | None) -> Iterator[str]:
-    """Regexes of the integers from `low`, at least 0, to `high`."""
-    if high is not None and low > high:
-        return
-    first, last = str(low), "" if high is None else str(high)
-    if len(first) == len(last):
-        yield _same_size(first, last)
-        return
-    yield _same_size(first, "9" * len(first))
-    if not last or len(last) - 2 >= len(first):
-        yield f"[1-9][0-9]{{{len(first)},{len(last) - 2 if last else ''}}}"
-    if last:
-        yield _same_size("1" + "0" * (len(last) - 1), last)
-
-
-def _same_size(low: str, high: str) -> str:
-    """The integers between two that have as many digits."""
-    size = len(low)
-    if low == high:
-        return low
-    if not low.strip("0") and not high.strip("9"):
-        return f"[0-9]{{{size}}}"
-    if low[0] == high[0]:
-        return low[0] + _same_size(low[1:], high[1:])
-    least, most, found = int(low[0]), int(high[0]), []
-    if low[1:].strip("0"):
-        found.append(f"{least}{_same_size(low[1:], '9' * (size - 1))}")
-        least += 1
-    if high[1:].strip("9"):
-        found.append(f"{most}{_same_size('0' * (size - 1), high[1:])}")
-        most -= 1
-    if least <= most:
-        found.append(f"[{least}-{most}]" + (f"[0-9]{{{size - 1}}}" if size > 1 else ""))
-    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
+def _counted(digits: str) -> str:
+    """10000 -> 10{4}."""
+    return re.sub(r"(.)\1{3,}", lambda same: f"{same[1]}{{{len(same[0])}}}", digits)
 
 
 # ------------------------------------------------------------------------------------------------------- multiples
