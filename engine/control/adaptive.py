@@ -33,10 +33,8 @@ _SAVED, _DEBT = 4.0, 4.0  # bounds of the budget, in plain steps: most that is s
 _HOPE = 0.8  # quantile of a sequence's acceptance rate at which drafts must pay, or they are not explored
 _HOLD = 4  # steps for which exploration goes on whatever it costs, so that a prefill of the draft model is used
 _REST = 8  # steps without drafts before the choice is computed again
-_PLAIN_SHARE, _PLAIN_EVERY = (
-    0.02,
-    (4, 128),
-)  # most of the speed-up that plain steps for comparison may cost; least and most steps between them
+_PLAIN_SHARE = 0.02  # most of the speed-up that plain steps for comparison may cost
+_PLAIN_EVERY = 4, 128  # least and most steps between them
 _HORIZON = 128  # most further tokens that an output is expected to have
 _MADE = Traits()  # of a proposer of which nothing else is known
 
@@ -71,23 +69,18 @@ class AdaptiveK(Control):
     """AUTO: as many drafts as pay, down to none; and of the proposer that pays best where several may draft."""
 
     def __init__(self, traits: Mapping[str, Traits] = MappingProxyType({})) -> None:
-        self._gain, self.acceptance, self.target = Speedup(), Acceptance(), CostModel()
+        self.gain, self.acceptance, self.target = Speedup(), Acceptance(), CostModel()
         self._drafting = defaultdict[str, CostModel](CostModel)  # by proposer
         self._traits = traits  # by proposer
         # What was picked in the last few steps, by what had been found in the text of a sequence then.
         self._picked: dict[tuple[Sequence, _Findings], str] = {}
         # Drafts that were found in the text, by sequence and proposer, and the length of the sequence then.
         self._found: dict[tuple[Sequence, str], tuple[int, Found]] = {}
-        # Of those whose drafts of the last step were all looked up and right, where they came from.
-        self._all_right: dict[Sequence, Source] = {}
         self._budget = _Budget()
         self._num_steps = self._since_plain = self._rows = 0  # rows: budget of the latest step
         self._expected = 1.5  # speed-up expected of the latest step with drafts
-        self._resting: tuple[int, Sequence | None, int] = (
-            0,
-            None,
-            0,
-        )  # number of sequences, the newest of them, and until which step
+        # Number of sequences, the newest of them, and until which step.
+        self._resting: tuple[int, Sequence | None, int] = (0, None, 0)
 
     # ---------------------------------------------------------------------------------------------------- choosing
 
@@ -101,12 +94,14 @@ class AdaptiveK(Control):
         ]
         chosen = within([0 if f else limit for f, limit in zip(free, limits, strict=True)], budget)
         is_plain = self._is_plain_due()
+        if is_plain and not prompt_rows:
+            self._since_plain = 0  # here already: of a round on the device nothing is learned before the next choice
         mine = [i for i, limit in enumerate(limits) if limit and not (free[i] and is_plain)]
         self._look_up([sequences[i] for i in mine], [limits[i] for i in mine])
         if not mine or not self.target.count:
             return chosen
         load = BatchLoad.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
-        several = [i for i in mine if len(sequences[i].candidates) > 1 and not self._goes_on(sequences[i], limits[i])]
+        several = [i for i in mine if len(sequences[i].candidates) > 1 and not _is_settled(sequences[i])]
         if several:
             self._pick([sequences[i] for i in several], [limits[i] for i in several], load)
         budget -= sum(chosen)
@@ -184,14 +179,6 @@ class AdaptiveK(Control):
         self._picked.update({key: names[best] for key, best in zip(keys, picked.choice.tolist(), strict=True)})
         if self._budget.seconds > 0 and not load.prompt_rows and self._num_steps % _REST == 0:
             self._try_others(names, sequences, bids, picked, reading)
-
-    def _goes_on(self, sequence: Sequence, limit: int) -> bool:
-        """Whether there is nothing to choose: lookups that were all right have found as many drafts as well as then."""
-        if _is_settled(sequence):
-            return True
-        name, before = sequence.drafter, self._all_right.get(sequence)
-        is_as_good = before == self._source(sequence, name) and self._most(sequence, name, limit) == limit
-        return is_as_good and sequence not in self._budget.held
 
     def _findings(self, sequence: Sequence, limit: int) -> _Findings:
         """How many drafts there may be of each proposer that looks them up, and of what source; and of the others."""
@@ -336,7 +323,7 @@ class AdaptiveK(Control):
             self.target.of(BatchLoad.of(done.lengths, [0] * len(done.lengths)).quantities) if asked else done.seconds
         )
         self._since_plain = self._since_plain + 1 if asked else 0
-        self._gain.add(done.sequences, [accepted + 1 for accepted in done.accepted], done.seconds, plain)
+        self.gain.add(done.sequences, [accepted + 1 for accepted in done.accepted], done.seconds, plain)
         tokens = 1 + sum(done.accepted) / len(done.sequences)
         self._budget.charge(done.seconds - plain * tokens if asked else 0.0, plain)
 
@@ -346,13 +333,9 @@ class AdaptiveK(Control):
         Found drafts are compared with what came in their place, so they are judged without being fed.
         """
         pairs, drafted, accepted = [], [], []
-        self._all_right.clear()
         for sequence, num_drafted, num_accepted in zip(done.sequences, done.drafted, done.accepted, strict=True):
             if num_drafted:
-                source = self._source(sequence, sequence.drafter)
-                if num_accepted == num_drafted and self._of(sequence.drafter).find is not None:
-                    self._all_right[sequence] = source
-                pairs.append((sequence, source))
+                pairs.append((sequence, self._source(sequence, sequence.drafter)))
                 drafted.append(num_drafted)
                 accepted.append(num_accepted)
                 self._found.pop((sequence, sequence.drafter), None)
@@ -388,16 +371,16 @@ class AdaptiveK(Control):
     @contextmanager
     def practising(self) -> Iterator[None]:
         """Within it costs and acceptance are learned, but the measured speed-up and the budget stay as they are."""
-        kept = self._gain, self._budget, self._since_plain, self._expected
-        self._gain, self._budget = Speedup(), _Budget()
+        kept = self.gain, self._budget, self._since_plain, self._expected
+        self.gain, self._budget = Speedup(), _Budget()
         try:
             yield
         finally:
-            self._gain, self._budget, self._since_plain, self._expected = kept
+            self.gain, self._budget, self._since_plain, self._expected = kept
 
     def forget(self, sequence: Sequence) -> None:
         self.acceptance.forget(sequence)
-        self._gain.forget(sequence)
+        self.gain.forget(sequence)
         self._budget.held.pop(sequence, None)
         self._picked = {key: name for key, name in self._picked.items() if key[0] is not sequence}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,12 +91,7 @@ class Control:
     is_exploring = False  # whether the latest choice asks for drafts only to learn whether they would pay
 
     def __init__(self) -> None:
-        self._gain = Speedup()
-
-    @property
-    def gain(self) -> Speedup:
-        """The measured speed-up over plain decoding."""
-        return self._gain
+        self.gain = Speedup()  # measured, over plain decoding
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """K of each sequence in the planned step: at most its limit each, at most `budget` together."""
@@ -118,56 +113,6 @@ class Control:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Start with a `state` of an earlier process. Raises ValueError, KeyError or TypeError for anything else."""
-
-
-class DelayedFeedback(Control):
-    """Adapts a control to delayed feedback: the outcome of a round is known only after the next choice.
-
-    After a requested plain step the choice before it is repeated once, until the outcome of the plain step is known.
-    Otherwise the control would request a second one.
-    """
-
-    def __init__(self, inner: Control) -> None:
-        self._inner = inner
-        self._last: dict[Sequence, int] = {}  # the last choice with drafts
-        self._held: dict[Sequence, int] | None = None  # the choice before a plain step whose outcome is not known yet
-
-    @property
-    def gain(self) -> Speedup:
-        return self._inner.gain
-
-    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
-        """The inner control's choice, or the one before a plain step."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            return within([min(n, held.get(s, 0)) for s, n in zip(sequences, limits, strict=True)], budget)
-        chosen = self._inner.choose(sequences, limits, budget, prompt_rows)
-        if not any(chosen):
-            self._held = self._last or None
-        drafts = any(chosen) and not self._inner.is_exploring
-        self._last = dict(zip(sequences, chosen, strict=True)) if drafts else {}
-        return chosen
-
-    def learn(self, done: StepFeedback) -> None:
-        self._inner.learn(done)
-
-    @contextmanager
-    def practising(self) -> Iterator[None]:
-        with self._inner.practising():
-            yield
-        self._last, self._held = {}, None
-
-    def forget(self, sequence: Sequence) -> None:
-        self._inner.forget(sequence)
-        self._last.pop(sequence, None)
-        if self._held is not None:
-            self._held.pop(sequence, None)
-
-    def state(self) -> dict[str, Any]:
-        return self._inner.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._inner.restore(state)
 
 
 def within(limits: Seq[int], budget: int) -> list[int]:

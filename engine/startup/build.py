@@ -16,7 +16,6 @@ from engine import attention
 from engine.attention.registry import AttentionName
 from engine.choices import Weights
 from engine.control.adaptive import AdaptiveK
-from engine.control.controller import DelayedFeedback
 from engine.control.prefill_budget import PrefillBudget
 from engine.device_loop.round import RoundOps
 from engine.engine import Engine
@@ -288,7 +287,7 @@ def _scheduler(config: EngineConfig, proposers: Proposers, prefill: PrefillBudge
         {name: make_pool(states=sizes.states.pool_of(name)) for name in proposers.draft_kv_users},
         proposers.draft_kv_sharers,
         AdaptiveK(traits),
-        DelayedFeedback(AdaptiveK(makers)),
+        AdaptiveK(makers),
         prefill,
         config.max_batch_size * config.num_draft_tokens,
     )

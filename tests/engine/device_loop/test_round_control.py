@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 from torch import Tensor
 
-from engine.control.controller import Control, DelayedFeedback, levelled
+from engine.control.adaptive import AdaptiveK
 from engine.control.controller import StepFeedback as Done
+from engine.control.controller import levelled
 from engine.control.cost_model import KNOTS
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
 from engine.device_loop.repertoire import Repertoire, covering
@@ -58,30 +59,18 @@ def test_rows_that_count_for_nobody_are_paid_for() -> None:
     assert done.load.quantities[6:].sum() == min(12, KNOTS[-1])
 
 
-class Script(Control):
-    """These choices, one after another, and whether each is a trial."""
-
-    def __init__(self, *choices: tuple[int, bool]) -> None:
-        super().__init__()
-        self.choices = list(choices)
-
-    def choose(self, sequences, limits, budget, prompt_rows):
-        k, self.is_exploring = self.choices.pop(0)
-        return [k] * len(sequences)
-
-
-@pytest.mark.parametrize(
-    ("choices", "asked"),
-    [
-        # Drafts, a plain step that is due, then drafts as before; plain steps that go on are not interrupted twice.
-        ([(3, False), (0, False), (4, False), (0, False), (0, False), (0, False)], [3, 0, 3, 4, 0, 4, 0, 0]),
-        ([(1, True), (0, False), (0, False)], [1, 0, 0]),
-    ],
-)
-def test_what_is_not_known_yet_is_not_asked_for_again(choices: list[tuple[int, bool]], asked: list[int]) -> None:
-    one, late = sequence(), DelayedFeedback(Script(*choices))
-    assert [late.choose([one], [8], 8, 0)[0] for _ in asked] == asked
-    late.forget(one)
+def test_a_plain_step_is_not_asked_for_again_before_its_time_is_known() -> None:
+    """Rounds are read one late: each choice knows nothing of the one before it."""
+    one, control, asked, late = sequence(), AdaptiveK(), list[int](), list[Done]()
+    for k in [0, 4, 0, 4, *[None] * 150]:  # first what it practises
+        k = control.choose([one], [4], 8, 0)[0] if k is None else k
+        asked.append(k)
+        late.append(Done([one], [10], [k], [k], [k], [(1, 1)] * k, 0.001 * k, 1.0, has_prompts=False))
+        if len(late) > 1 or len(asked) < 5:
+            control.learn(late.pop(0))
+    plain = [i for i, k in enumerate(asked[4:]) if not k]
+    assert len(plain) > 2
+    assert not any(i + 1 in plain for i in plain)
 
 
 @dataclass
