@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engine.control import learned
 from engine.control.controller import Control
 from engine.control.prefill_budget import PrefillBudget
-from engine.device_loop.results import Progress, Rounds, untold
+from engine.device_loop.results import Rounds
 from engine.errors import DuplicateRequest
 from engine.model.adapters.store import Adapters
 from engine.model.runner import Runner
@@ -328,10 +328,6 @@ class Engine:
         self.add(self_test_request(self.max_model_len))
         while self.has_work:
             self.step()
-
-    def record(self, progress: Progress = untold, sizes: Seq[int] | None = None, ks: Seq[int] | None = None) -> None:
-        """Record rounds of every size and K, or of `sizes` and `ks`, at load, so that no request waits for it."""
-        self.rounds.record(progress, sizes, ks)
 
     def rest(self, is_wanted: Callable[[], bool] | None = None) -> bool:
         """While idle: record a missing round, else calibrate until `is_wanted`, if given; whether more is left."""

@@ -171,15 +171,12 @@ class GrammarState(Protocol):
 
     def fill(self, mask: Tensor) -> None:
         """Write which tokens may come next into `mask`, bool `[vocab]` on the CPU; end tokens where it may end."""
-        ...
 
     def advance(self, tokens: Seq[int]) -> int:
         """Advance by the longest prefix of `tokens` that fits; return its length."""
-        ...
 
     def rollback(self, num_tokens: int) -> None:
         """Go back by `num_tokens`."""
-        ...
 
 
 class Alignment(Protocol):
@@ -187,15 +184,12 @@ class Alignment(Protocol):
 
     def num_had_of(self, num_tokens: int) -> int:
         """Tokens of the prediction that the first `num_tokens` of the output have; all of those were followed."""
-        ...
 
     def follow(self, tokens: Seq[int], prompt_len: int, most: int) -> bool:
         """Take what is new of a sequence's tokens, up to `most`; return whether all of them were taken."""
-        ...
 
     def drafts(self, k: int) -> tuple[int, ...]:
         """What comes next, at most `k` tokens; nothing where the output has left the prediction."""
-        ...
 
 
 class Grammar(Protocol):
@@ -203,7 +197,6 @@ class Grammar(Protocol):
 
     def start(self) -> GrammarState:
         """The state before the first generated token."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

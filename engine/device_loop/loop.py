@@ -24,6 +24,7 @@ from engine.device_loop.results import (
     RoundEntry,
     RoundResult,
     Rounds,
+    untold,
 )
 from engine.device_loop.round import DeviceModel, Round, RoundOps
 from engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots, SlotState
@@ -105,17 +106,14 @@ class RoundLoop(Rounds):
             for k in (0, min(1, self._most_drafts)):
                 self.repertoire.try_out(RoundShape(1, k, truncated))(nobody, lambda: None)
 
-    def record(
-        self, progress: Progress, sizes: Seq[int] | None = None, ks: Seq[int] | None = None, *, later: bool = False
-    ) -> None:
-        """Record rounds of every shape that can occur, or of `sizes` and `ks`, within the memory budget.
+    def record(self, progress: Progress = untold, *, later: bool = False) -> None:
+        """Record rounds of every shape that can occur, within the memory budget.
 
         With `later` only those that can stand in for all others; the others are left for `rest`.
         """
-        shapes = in_order_of_worth(self._num_slots, self._most_drafts)
-        wanted = [s for s in shapes if (sizes is None or s.size in sizes) and (ks is None or s.k in ks)]
-        self.repertoire.record(covering(self._num_slots, self._most_drafts) if later else wanted, progress)
-        self.repertoire.leave(wanted if later else ())
+        every = in_order_of_worth(self._num_slots, self._most_drafts)
+        self.repertoire.record(covering(self._num_slots, self._most_drafts) if later else every, progress)
+        self.repertoire.leave(every if later else ())
 
     def rest(self) -> bool:
         return self.repertoire.rest()

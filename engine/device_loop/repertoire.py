@@ -102,11 +102,9 @@ class Recorder(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether what was recorded has left anything of the memory set aside for it."""
-        ...
 
     def __call__(self, round_: Round) -> Run:
         """Record it."""
-        ...
 
 
 class Repertoire:

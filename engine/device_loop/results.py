@@ -97,10 +97,8 @@ class Rounds:
     def leave(self, sequence: Sequence) -> None:
         """Free the sequence's slot, if it has one."""
 
-    def record(
-        self, progress: Progress, sizes: Seq[int] | None = None, ks: Seq[int] | None = None, *, later: bool = False
-    ) -> None:
-        """Record rounds of every size and K, or of these; with `later` only what the others can run in meanwhile."""
+    def record(self, progress: Progress = untold, *, later: bool = False) -> None:
+        """Record rounds of every size and K; with `later` only what the others can run in meanwhile."""
 
     def rest(self) -> bool:
         """While the engine is idle: record a round that is missing; whether to rest again at once."""

@@ -37,7 +37,6 @@ class Choose(Protocol):
 
     def __call__(self, logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
         """One token per row, and whether the row is sound."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

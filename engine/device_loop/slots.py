@@ -19,7 +19,7 @@ from engine.kernels.args import Tracks
 from engine.kernels.paging import send
 from engine.params import SamplingParams
 
-_ALIGNED = 32  # words: a kernel that finds a tensor at another alignment would be compiled anew
+_ALIGNED = 16  # words, and columns: a kernel that finds a tensor at another alignment would be compiled anew
 _NUMPY: Mapping[torch.dtype, Any] = {
     torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64,
 }  # fmt: skip
@@ -89,7 +89,6 @@ IDLE = 0  # the slot of no sequence, for the idle places of a batch
 MOST_ENDS = 8  # tokens that may end an output
 
 LENGTH, MAX_LENGTH, RUNNING, NUM_DRAFT, REJECTS, SEED, TOP_K = range(7)  # rows of `DeviceSlots.whole`
-_ALIGNED = 16  # columns of that: kernels are compiled for rows that begin at a multiple of so many bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ def _shown(guided: Guided) -> str:
 
 def _compile(vocabulary: GrammarVocabulary, guided: Guided) -> _Result:
     if guided.is_free:
-        return Unrestricted(vocabulary)
+        return Unrestricted()
     try:
         grammar = CompiledGrammar(vocabulary, _source(guided))
         if grammar.error:

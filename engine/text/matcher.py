@@ -165,25 +165,14 @@ class CompiledGrammar:
 
 
 class Unrestricted:
-    """No structure: every text, which may end everywhere. See `engine.types.Grammar`."""
+    """No structure: every text, which may end everywhere. See `engine.types.Grammar` and `GrammarState`."""
 
-    def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        self._vocabulary = vocabulary
-
-    def start(self) -> UnrestrictedState:
-        """The state before the first generated token."""
-        return UnrestrictedState(self._vocabulary)
-
-
-class UnrestrictedState:
-    """The state of one output without a structure. See `engine.types.GrammarState`."""
-
-    def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        self._vocabulary = vocabulary
+    def start(self) -> Unrestricted:
+        """The same: it has no state."""
+        return self
 
     def fill(self, mask: Tensor) -> None:
         """All tokens may come next."""
-        assert mask.shape == (self._vocabulary.vocab_size,), f"a mask of shape {tuple(mask.shape)}"
         mask.fill_(True)
 
     def advance(self, tokens: Seq[int]) -> int:

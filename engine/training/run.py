@@ -38,11 +38,9 @@ class RunObserver(Protocol):
 
     def wrote(self, done: int, total: int, tokens: int) -> None:
         """`done` of `total` texts are written; `tokens` of them since this process began."""
-        ...
 
     def trained(self, report: TrainingStep) -> None:
         """A step is done."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ def test_a_kernel_that_does_not_fit_leaves_its_shapes_to_others(caplog: pytest.L
 
     recorder = Recorder(fault=fault)
     engine = recorded_by(recorder, steered(AnyK(1), small), 4, 2)
-    engine.record(sizes=[4])
+    engine.rounds.repertoire.record(shape for shape in in_order_of_worth(4, 2) if shape.size == 4)
     assert len(recorder.made) == 4
     assert "rounds of 4 places and 1 drafts are not recorded: out of resource" in caplog.text
     recorder.is_open = False
@@ -101,7 +101,7 @@ def test_a_capture_that_breaks_off_ends_recording(caplog: pytest.LogCaptureFixtu
 
     recorder, told = Recorder(fault=fault), list[str]()
     engine = recorded_by(recorder, small(), 4, 2)
-    engine.record(told.append)
+    engine.rounds.record(told.append)
     assert {round_.size for round_ in recorder.made} == {4, 1}
     assert caplog.text.count("not recorded") == 1
     assert told[0] == "recording rounds: 1 of 18"
@@ -112,7 +112,7 @@ def test_a_capture_that_breaks_off_ends_recording(caplog: pytest.LogCaptureFixtu
 
 def test_recording_keeps_to_its_time() -> None:
     recorder, ticks = Recorder(), iter(range(0, 10_000, 25))
-    recorded_by(recorder, small(), clock=lambda: next(ticks)).record()
+    recorded_by(recorder, small(), clock=lambda: next(ticks)).rounds.record()
     assert len(recorder.made) == 3  # 25, 50 and 75 seconds
 
 
@@ -121,7 +121,7 @@ def test_an_idle_engine_records_what_was_missed_often(card: Card) -> None:
     engine, graphs = small_on_the_card()
     recorder = Recorder(room=5, record=graphs)
     recorded_by(recorder, engine, 4, 2)
-    engine.record()
+    engine.rounds.record()
     repertoire = engine.rounds.repertoire
     used, unused = RoundShape(1, 2, False), RoundShape(1, 0, False)
     assert set(repertoire._recorded) == {*covering(4, 2), used, unused}
