@@ -17,20 +17,9 @@ if TYPE_CHECKING:
     from engine.llm import LLM, CompletionOutput
 
 __all__ = [
-    "LLM",
-    "CompletionOutput",
-    "DuplicateRequest",
-    "EngineConfig",
-    "FinishReason",
-    "InvalidRequest",
-    "ModelError",
-    "PilotfishError",
-    "Request",
-    "SamplingParams",
-    "SpeculationParams",
-    "TokenEvent",
-    "Unsupported",
-]
+    "LLM", "CompletionOutput", "DuplicateRequest", "EngineConfig", "FinishReason", "InvalidRequest", "ModelError",
+    "PilotfishError", "Request", "SamplingParams", "SpeculationParams", "TokenEvent", "Unsupported",
+]  # fmt: skip
 
 
 _LATE = {"LLM": "engine.llm", "CompletionOutput": "engine.llm", "EngineConfig": "engine.config"}

@@ -253,14 +253,9 @@ class Engine:
         )
 
     def finish(
-        self,
-        request_id: str,
-        reason: FinishReason,
-        *,
-        index: int | None = None,
-        keep: int | None = None,
+        self, request_id: str, reason: FinishReason, *, index: int | None = None, keep: int | None = None,
         error: str | None = None,
-    ) -> tuple[TokenEvent, ...]:
+    ) -> tuple[TokenEvent, ...]:  # fmt: skip
         """End a live request, or one output of it, and free its pages now; return the terminal events.
 
         `keep`: how many of an output's generated tokens count, where a stop string ended the text earlier. The

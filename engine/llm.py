@@ -72,15 +72,10 @@ class LLM:
         return llm
 
     def generate(
-        self,
-        prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
-        *,
-        speculation: SpeculationParams | None = None,
-        cache_salt: str | None = None,
-        prediction: Prompt = (),
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None, *,
+        speculation: SpeculationParams | None = None, cache_salt: str | None = None, prediction: Prompt = (),
         adapter: str | None = None,
-    ) -> list[CompletionOutput]:
+    ) -> list[CompletionOutput]:  # fmt: skip
         """Continue every prompt, all in one ragged batch; completions are in the order of the prompts, `n` for each.
 
         A prompt is a string or token ids; `params` is one for all prompts, or one for each. `prediction` is what the
@@ -110,14 +105,9 @@ class LLM:
         return [output.completion() for output in outputs.values()]
 
     def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        speculation: SpeculationParams,
-        cache_salt: str | None,
-        prediction: tuple[int, ...] = (),
-        adapter: str | None = None,
-    ) -> Request:
+        self, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, cache_salt: str | None,
+        prediction: tuple[int, ...] = (), adapter: str | None = None,
+    ) -> Request:  # fmt: skip
         if self.codec is None and params.stop:
             raise InvalidRequest.of("stopping.stop", "is text; this checkpoint has no tokenizer")
         return Request(

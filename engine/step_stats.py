@@ -52,13 +52,9 @@ def teach(prefill: PrefillBudget, plan: StepPlan, proposal: Proposal, phase_seco
 
 
 def measure(
-    plan: StepPlan,
-    verified: Verified,
-    events: Seq[TokenEvent],
-    phase_seconds: Mapping[str, float],
-    draft_failures: int,
-    scheduler: Scheduler,
-) -> StepStats:
+    plan: StepPlan, verified: Verified, events: Seq[TokenEvent], phase_seconds: Mapping[str, float],
+    draft_failures: int, scheduler: Scheduler,
+) -> StepStats:  # fmt: skip
     """The step's statistics."""
     proposal, pool, pairs = verified.proposal, scheduler.target_pool, zip(verified.fed, events, strict=True)
     works = zip(plan.works, proposal.tokens, strict=True)

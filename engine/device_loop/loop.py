@@ -27,7 +27,7 @@ from engine.device_loop.results import (
     untold,
 )
 from engine.device_loop.round import DeviceModel, Round, RoundOps
-from engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots, SlotState
+from engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots
 from engine.kernels.paging import send
 from engine.kv.batch import Feed
 from engine.model.runner import ModelRunner
@@ -60,20 +60,10 @@ class RoundLoop(Rounds):
     name = "rounds"
 
     def __init__(
-        self,
-        target: DeviceModel,
-        draft: DeviceModel | None,
-        ops: RoundOps,
-        *,
-        num_slots: int,
-        longest: int,
-        most_drafts: int,
-        vocab: int,
-        drafts_for: frozenset[str] = frozenset(),
-        chunk: int = 512,
-        recorder: Recorder | None = None,
-        clock: Clock = time.perf_counter,
-    ) -> None:
+        self, target: DeviceModel, draft: DeviceModel | None, ops: RoundOps, *, num_slots: int, longest: int,
+        most_drafts: int, vocab: int, drafts_for: frozenset[str] = frozenset(), chunk: int = 512,
+        recorder: Recorder | None = None, clock: Clock = time.perf_counter,
+    ) -> None:  # fmt: skip
         assert longest <= min(fed.positions for fed in (target, draft or target)), "a position that no model knows"
         self._target, self._draft, self._ops = target, draft, ops
         self._most_drafts = most_drafts if draft is not None else 0
@@ -136,8 +126,7 @@ class RoundLoop(Rounds):
         slot, sampling = self._free.pop(), sequence.request.sampling
         ends = tuple(sequence.end_token_ids)
         rejects = sequence.speculation.verification is Verification.REJECTION
-        place = SlotState(sequence.tokens, sequence.max_len, ends, sampling, sequence.seed, 0, rejects)
-        self.state.place(slot, place)
+        self.state.place(slot, sequence.tokens, sequence.max_len, ends, sampling, sequence.seed, rejects=rejects)
         self.on_device[sequence] = DeviceSequence(sequence, slot)
         self._slots.clear()
 
@@ -234,7 +223,8 @@ class RoundLoop(Rounds):
 
     def _land(self, pending: PendingRound) -> RoundResult:
         rows = pending.read()
-        here = [(s, row) for s, row in zip(pending.entries, rows, strict=False) if self._is_here(s.member)]
+        pairs = zip(pending.entries, rows, strict=False)
+        here = [(x, row) for x, row in pairs if self.on_device.get(x.member.sequence) is x.member]
         results = tuple(entry.settle(row) for entry, row in here)
         drafting, other = pending.timer.seconds()
         feedback = StepFeedback(
@@ -250,9 +240,6 @@ class RoundLoop(Rounds):
             rows=pending.size * (pending.k + 1),
         )
         return RoundResult(results, feedback, pending.forwards())
-
-    def _is_here(self, member: DeviceSequence) -> bool:
-        return self.on_device.get(member.sequence) is member
 
 
 def _is_ending(sequence: Sequence) -> bool:

@@ -117,13 +117,9 @@ class Repertoire:
     """
 
     def __init__(
-        self,
-        make: Callable[[RoundShape, bool], Round],
-        recorder: Recorder | None = None,
-        covering: Iterable[RoundShape] = (),
-        most: int = MOST_RECORDED,
-        clock: Clock = time.perf_counter,
-    ) -> None:
+        self, make: Callable[[RoundShape, bool], Round], recorder: Recorder | None = None,
+        covering: Iterable[RoundShape] = (), most: int = MOST_RECORDED, clock: Clock = time.perf_counter,
+    ) -> None:  # fmt: skip
         self._make, self._recorder, self._covering, self._most = make, recorder, frozenset(covering), most
         self._clock = clock
         self._recorded: OrderedDict[RoundShape, Run] = OrderedDict()  # the one used last comes last
@@ -232,9 +228,10 @@ class Repertoire:
         assert self._recorder is not None
         if shape in self._refused:
             return True
+        refusals: tuple[type[Exception], ...] = (RuntimeError, *faults())
         try:
             self._recorded[shape] = self._recorder(self._make(shape, False))
-        except _faults() as error:
+        except refusals as error:
             self._refused.add(shape)
             log.warning("rounds of %d places and %d drafts are not recorded: %s", shape.size, shape.k, error)
             return not isinstance(error, RuntimeError)
@@ -248,7 +245,3 @@ class Repertoire:
         if len(self._plain) > _KEPT:
             self._plain.popitem(last=False)
         return self._plain[key]
-
-
-def _faults() -> tuple[type[Exception], ...]:
-    return (RuntimeError, *faults())

@@ -88,36 +88,17 @@ class Round:
     """
 
     def __init__(
-        self,
-        state: DeviceSlots,
-        target: DeviceModel,
-        draft: DeviceModel | None,
-        ops: RoundOps,
-        size: int,
-        k: int,
-        *,
-        truncated: bool = True,
-        rejects: bool = False,
-    ) -> None:
+        self, state: DeviceSlots, target: DeviceModel, draft: DeviceModel | None, ops: RoundOps, size: int, k: int, *,
+        truncated: bool = True, rejects: bool = False,
+    ) -> None:  # fmt: skip
         assert draft is not None or k == 0, "drafts need a draft model"
         self._state, self._ops, self._truncated, self._rejects = state, ops, truncated, rejects
         self.size, self.k, self.device = size, k, state.tracks.tokens.device
-        self._target = _Model(
-            state,
-            state.target,
-            target,
-            ops.attend,
-            size,
-            [Pass(k + 1, -1, k + 1)],
-            truncated,
-            self._apart(Stream.RESAMPLE),
-        )
+        self._target = self._model(state.target, target, [Pass(k + 1, -1, k + 1)], Stream.RESAMPLE)
         self._draft: _Model | None = None
         if draft is not None and k:
             passes = [Pass(2, -2), *(Pass(1, i) for i in range(k - 1))]
-            self._draft = _Model(
-                state, state.draft, draft, ops.attend, size, passes, truncated, self._apart(Stream.DRAFT)
-            )
+            self._draft = self._model(state.draft, draft, passes, Stream.DRAFT)
         self._steps = torch.arange(k, device=self.device)
         self._no_drafts = torch.full((size, k), NO_DRAFT, device=self.device)
 
@@ -164,8 +145,10 @@ class Round:
             drawn, tokens = torch.where(mine, decided, drawn), torch.where(mine, kept, tokens)
         return RoundOutput(drawn, self._ops.commit(drawn, tokens, num_sound, slots, tracks))
 
-    def _apart(self, stream: Stream) -> Stream | None:
-        return stream if self._rejects else None
+    def _model(self, tables: Tables, fed: DeviceModel, passes: Seq[Pass], apart: Stream) -> _Model:
+        """`apart`: the stream of its noise under the rejection rule."""
+        rows = self.size, passes, self._truncated, apart if self._rejects else None
+        return _Model(self._state, tables, fed, self._ops.attend, *rows)
 
     def _judged(
         self, logits: Tensor, samplers: SamplerRows, drafts: Tensor, draft_probs: Tensor

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.kernels.args import Tracks
 from engine.kernels.paging import send
 from engine.params import SamplingParams
+from engine.sampling.distribution import signed
 
 _ALIGNED = 16  # words, and columns: a kernel that finds a tensor at another alignment would be compiled anew
 _NUMPY: Mapping[torch.dtype, Any] = {
@@ -91,19 +92,6 @@ MOST_ENDS = 8  # tokens that may end an output
 LENGTH, MAX_LENGTH, RUNNING, NUM_DRAFT, REJECTS, SEED, TOP_K = range(7)  # rows of `DeviceSlots.whole`
 
 
-@dataclass(frozen=True, slots=True)
-class SlotState:
-    """What the host says of a sequence that it places."""
-
-    tokens: Seq[int]
-    max_length: int
-    ends: Seq[int]
-    sampling: SamplingParams
-    seed: int
-    num_draft: int
-    rejects: bool = False  # the rejection rule verifies, where it is not the coupled one
-
-
 class Tables:
     """Which pages of one model's arena hold the sequence in each slot: `[slots, width + 1]`.
 
@@ -167,22 +155,25 @@ class DeviceSlots:
         self.temperature, self.min_p = self._slate["temperature"], self._slate["min_p"]
         self.top_p = self._slate["top_p"].fill_(1)
 
-    def place(self, slot: int, place: SlotState) -> None:
-        """Fill a slot, all but its pages. Its tokens go up at once, the rest with `send`."""
-        wanted, ends = place.sampling, [*place.ends, *[-1] * (MOST_ENDS - len(place.ends))]
+    def place(
+        self, slot: int, tokens: Seq[int], max_length: int, ends: Seq[int], sampling: SamplingParams, seed: int, *,
+        num_draft: int = 0, rejects: bool = False,
+    ) -> None:  # fmt: skip
+        """Fill a slot, all but its pages. Its tokens go up at once, the rest with `send`. `rejects`: the rule is so."""
         self.target.clear(slot)
         self.draft.clear(slot)
-        self.tracks.tokens[slot, : len(place.tokens)].copy_(self._up(place.tokens))
-        self._slate.write("ends", slot * MOST_ENDS, *ends)
+        new = send(torch.tensor(tokens, dtype=torch.int64), self.tracks.tokens.device)
+        self.tracks.tokens[slot, : len(new)].copy_(new)
+        self._slate.write("ends", slot * MOST_ENDS, *ends, *[-1] * (MOST_ENDS - len(ends)))
         whole = {
-            LENGTH: len(place.tokens), MAX_LENGTH: place.max_length, NUM_DRAFT: place.num_draft,
-            REJECTS: int(place.rejects), RUNNING: 1, TOP_K: min(wanted.top_k or self.vocab, self.vocab),
-            SEED: place.seed - 2**64 if place.seed >= 2**63 else place.seed,
+            LENGTH: len(tokens), MAX_LENGTH: max_length, NUM_DRAFT: num_draft, REJECTS: int(rejects), RUNNING: 1,
+            TOP_K: min(sampling.top_k or self.vocab, self.vocab), SEED: signed(seed),
         }  # fmt: skip
         for row, value in whole.items():
             self._slate.write("whole", row * self._columns + slot, value)
-        for name, real in (("temperature", wanted.temperature), ("top_p", wanted.least_mass), ("min_p", wanted.min_p)):
-            self._slate.write(name, slot, real)
+        for name in ("temperature", "min_p"):
+            self._slate.write(name, slot, getattr(sampling, name))
+        self._slate.write("top_p", slot, sampling.least_mass)
 
     def set_num_draft(self, slot: int, num_draft: int) -> None:
         """Drafts that this sequence takes of each round's K."""
@@ -191,6 +182,3 @@ class DeviceSlots:
     def send(self) -> None:
         """Bring up what has changed since the last time. A round that is launched before it reads what was."""
         self._slate.send()
-
-    def _up(self, values: Seq[int]) -> Tensor:
-        return send(torch.tensor(values, dtype=torch.int64), self.tracks.tokens.device)

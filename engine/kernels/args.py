@@ -11,13 +11,23 @@ from torch import Tensor
 GROUP = 128  # inputs of a matrix in 4 bits that share a scale
 WORDS = (
     GROUP // 4
-)  # 16-bit words of a group: word j holds the levels of inputs j, j + 32, j + 64 and j + 96, the first low
+)  # of 16 bits, of a group: word j holds the levels of inputs j, j + 32, j + 64 and j + 96, the first low
 TILE_OUTPUTS = 64  # the fewest outputs of such a matrix that one program takes
 LARGEST = 448.0  # of 8-bit floats with 4 bits of exponent and 3 of mantissa (e4m3)
 TINIEST = 1e-12  # a row of zeros has a scale all the same
 LARGEST_CODE = 127  # of a key or a value in int8
 TINIEST_PEAK = 1e-30  # so that a vector of zeros has a scale too
 RUNNING, STOPPED, FULL, UNSOUND = range(4)  # what `Committed.ended` says
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTile:
+    """What one program of a matmul takes, and how."""
+
+    rows: int  # of a mixture: places, which are rows of one expert
+    outputs: int  # of the matrix; two of them make one number where there is a gate
+    warps: int
+    stages: int
 
 
 @dataclass(frozen=True, slots=True)

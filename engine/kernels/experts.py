@@ -8,30 +8,18 @@ as there might be, and programs of those that are empty end at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.args import ExpertStacks
+from engine.kernels.args import ExpertStacks, MatmulTile
 
 _SEEN = 512  # places that a program looks at together
 _SUMMED = 512  # outputs of one row that one program adds up
 
 
-@dataclass(frozen=True, slots=True)
-class _PlaceTile:
-    """What one program multiplies, and how."""
-
-    places: int
-    outputs: int  # of the matrix; two of them make one number where there is a gate
-    warps: int
-    stages: int
-
-
-_FEW, _MANY = _PlaceTile(16, 64, 4, 5), _PlaceTile(64, 128, 8, 3)
+_FEW, _MANY = MatmulTile(16, 64, 4, 5), MatmulTile(64, 128, 8, 3)
 _INPUTS = 64  # of one step of a sum
 
 
@@ -51,10 +39,10 @@ def mix(
     if not rows:
         return out
     num_places, num_experts = rows * each, len(stacks.down)
-    is_prompt = x.dtype != torch.float32 and num_places >= _FEW.places * num_experts
+    is_prompt = x.dtype != torch.float32 and num_places >= _FEW.rows * num_experts
     tile = _MANY if is_prompt else _FEW
-    tiles = min(num_places, num_places // tile.places + num_experts)
-    order, table = _grouped(chosen, num_experts, tile.places, tiles)
+    tiles = min(num_places, num_places // tile.rows + num_experts)
+    order, table = _grouped(chosen, num_experts, tile.rows, tiles)
     inner, given = (
         torch.empty((num_places, size), dtype=x.dtype, device=x.device) for size in (stacks.inner, stacks.out_features)
     )
@@ -67,7 +55,7 @@ def mix(
         _experts_kernel[(triton.cdiv(outputs, tile.outputs), tiles)](
             source, matrix, bias if bias is not None else source, target, order, table, *stacks.numbers,
             INPUTS=inputs, OUTPUTS=outputs, EACH=shared, TRANSPOSED=stacks.transposed, HAS_BIAS=bias is not None,
-            GATE=kind, SQUARED=stacks.squared, BLOCK_M=tile.places, BLOCK_N=tile.outputs, BLOCK_K=_INPUTS,
+            GATE=kind, SQUARED=stacks.squared, BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=_INPUTS,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     _sum_kernel[(rows, triton.cdiv(stacks.out_features, _SUMMED))](

@@ -125,16 +125,9 @@ class Paging:
 
     @classmethod
     def of(
-        cls,
-        num_rows: Seq[int],
-        starts: Seq[int],
-        tables: Seq[Seq[int]],
-        page_size: int,
-        group: int,
-        device: torch.device,
-        *,
-        fixed: bool = False,
-    ) -> Paging:
+        cls, num_rows: Seq[int], starts: Seq[int], tables: Seq[Seq[int]], page_size: int, group: int,
+        device: torch.device, *, fixed: bool = False,
+    ) -> Paging:  # fmt: skip
         """Lay out sequences that feed `num_rows` rows each from position `starts` on, in one upload.
 
         `fixed` gives every row a tile of decoding, so that its bits do not depend on how many come with it.

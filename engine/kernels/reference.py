@@ -82,16 +82,9 @@ def _rows_of(paging: Paging, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate_and_write(
-    projected: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_rows: Tensor,
-    k: Tensor,
-    v: Tensor,
-    norms: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-    scaled: int = 0,
-) -> Tensor:
+    projected: Tensor, cos: Tensor, sin: Tensor, kv_rows: Tensor, k: Tensor, v: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, scaled: int = 0,
+) -> Tensor:  # fmt: skip
     """As `rows.rotate_and_write`."""
     heads = projected.unflatten(1, (-1, k.shape[2] - scaled)).float()
     query, key, value = heads.split([heads.shape[1] - 2 * k.shape[1], k.shape[1], k.shape[1]], 1)

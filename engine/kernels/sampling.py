@@ -45,18 +45,9 @@ def choose(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> 
         search.last, search.allowed, search.ties, best, best_at, *sizes, BLOCK=_BLOCK, BLOCKS=size,
     )  # fmt: skip
     _first_kernel[(num_rows,)](
-        samplers.temperature,
-        peaks,
-        at,
-        best,
-        best_at,
-        drawn.token,
-        drawn.sound,
-        vocab,
-        blocks,
-        BLOCKS=size,
+        samplers.temperature, peaks, at, best, best_at, drawn.token, drawn.sound, vocab, blocks, BLOCKS=size,
         num_warps=1,
-    )
+    )  # fmt: skip
     return drawn
 
 

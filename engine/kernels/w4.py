@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import is_interpreted
-from engine.kernels.args import GROUP, TILE_OUTPUTS, WORDS
+from engine.kernels.args import GROUP, TILE_OUTPUTS, WORDS, MatmulTile
 
 MERGED_ROWS = 64  # up to so many rows the groups of one output may be split among programs
 _PROGRAMS = 396  # three for each multiprocessor of an H100: with fewer, part of the memory's bandwidth lies idle
 _FEWEST = 4  # groups of a split
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """What one program takes, and how."""
-
-    rows: int
-    outputs: int
-    warps: int
-    stages: int
-
-
-_FEW, _SOME, _MANY = _Tile(16, TILE_OUTPUTS, 4, 5), _Tile(MERGED_ROWS, TILE_OUTPUTS, 4, 3), _Tile(128, 128, 8, 2)
+_FEW, _SOME = MatmulTile(16, TILE_OUTPUTS, 4, 5), MatmulTile(MERGED_ROWS, TILE_OUTPUTS, 4, 3)
+_MANY = MatmulTile(128, 128, 8, 2)
 
 
 def w4_matmul(

@@ -57,14 +57,9 @@ class PagePool:
     """
 
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        *,
-        run: int = 1,
-        prefix_cache: bool = False,
+        self, num_pages: int, page_size: int, *, run: int = 1, prefix_cache: bool = False,
         states: StatePool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.num_pages, self.page_size, self.prefix_cache, self.states = num_pages, page_size, prefix_cache, states
         self._run = run  # pages of the longest sequence: a new sequence starts where it can grow without a gap
         self._free = set(range(num_pages))

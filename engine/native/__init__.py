@@ -7,19 +7,6 @@ from engine.native.rows import Rows, rows, rows_for
 from engine.native.weights import round_asymmetric, round_symmetric, rounds
 
 __all__ = [
-    "ALIGNED",
-    "GroupScales",
-    "Matrix",
-    "PackedMatrices",
-    "PackedMatrix",
-    "Rows",
-    "instructions",
-    "library",
-    "multiplies",
-    "round_asymmetric",
-    "round_symmetric",
-    "rounds",
-    "rows",
-    "rows_for",
-    "threads_in_use",
-]
+    "ALIGNED", "GroupScales", "Matrix", "PackedMatrices", "PackedMatrix", "Rows", "instructions", "library",
+    "multiplies", "round_asymmetric", "round_symmetric", "rounds", "rows", "rows_for", "threads_in_use",
+]  # fmt: skip

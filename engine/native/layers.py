@@ -48,13 +48,9 @@ class _Pass(ctypes.Structure):
         ("hidden", _PTR),
         *((name, ctypes.POINTER(_PTR)) for name in ("cos", "sin")),
         *((name, _PTR) for name in ("places", "qkv", "mixed", "gates", "made", "fed", "step")),
-        ("attention", AttentionArgs),
-        ("rows", _I64),
-        ("width", _I64),
-        ("bits", ctypes.c_int),
-        ("beside", _PTR),
+        ("attention", AttentionArgs), ("rows", _I64), ("width", _I64), ("bits", ctypes.c_int), ("beside", _PTR),
         ("read", ctypes.POINTER(_PTR)),
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +100,9 @@ class Layers:
         self._fed = 4 * max(sum(matrix.in_features for matrix in matrices) for matrices in joined)
 
     def run(
-        self,
-        hidden: Tensor,
-        rotary: Seq[tuple[Tensor, Tensor]],
-        places: Tensor,
-        where: AttentionArgs,
-        beside: Tensor | None = None,
-        read: Mapping[int, Tensor] = MappingProxyType({}),
-    ) -> Tensor:
+        self, hidden: Tensor, rotary: Seq[tuple[Tensor, Tensor]], places: Tensor, where: AttentionArgs,
+        beside: Tensor | None = None, read: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> Tensor:  # fmt: skip
         """Replace `hidden` `[T, width]` by the result of the last layer, in place.
 
         `rotary` has for each layer cos and sin `[T, head_dim]`, of the type of `hidden`; `places` `[T]` int64 are rows

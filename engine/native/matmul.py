@@ -76,14 +76,15 @@ class PackedMatrix:
         """Take the fields of matmul.h; `of` and `of_groups` compute them from a matrix."""
         self.dtype, (self.out_features, self.in_features), self._panels = dtype, shape, panels
         # C holds the addresses of these tensors, so they must stay alive.
-        self._held: tuple[Tensor | None, ...] = panels, None if bias is None else _padded(bias)
+        padded = None if bias is None else F.pad(bias, (0, -len(bias) % panel())).contiguous()
+        self._held: tuple[Tensor | None, ...] = panels, padded
         told = (None if x is None else x.data_ptr() for x in self._held)
         self.matrix = Matrix(*told, self.in_features, self.out_features, bits)
 
     @classmethod
     def of(cls, weight: Tensor | Seq[Tensor], bias: Tensor | None = None) -> PackedMatrix:
         """Pack a float matrix, or several stacked along the outputs; `bias` `[out]` is float32."""
-        parts = _parts(weight)
+        parts = [weight] if isinstance(weight, Tensor) else weight
         outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
         assert not inputs % ALIGNED, f"{inputs} inputs are no whole number of vectors"
         dtype = parts[0].dtype
@@ -91,13 +92,9 @@ class PackedMatrix:
 
     @classmethod
     def of_groups(
-        cls,
-        codes: Tensor | Seq[Tensor | StoredCodes],
-        bits: int,
-        scales: GroupScales,
-        bias: Tensor | None,
+        cls, codes: Tensor | Seq[Tensor | StoredCodes], bits: int, scales: GroupScales, bias: Tensor | None,
         order: Tensor | None = None,
-    ) -> PackedMatrix:
+    ) -> PackedMatrix:  # fmt: skip
         """Pack codes in groups as they are; `bits` are 4, 5, 6 or 8.
 
         Codes are uint8 `[out, in / 2]`, two in a byte, the first low, in 4 bits; uint8 `[out, in]` in 5 and 6 bits;
@@ -164,11 +161,3 @@ def _multiply(
     product = _Product(rows.data_ptr(), at, out.data_ptr(), out.shape[-1], out.shape[-2], _OUT_BITS[out.dtype], 0)
     if native.pilotfish_multiply(ctypes.byref(matrices), ctypes.c_int64(count), ctypes.byref(product), pool_threads()):
         raise MemoryError("a product had no memory to work in")
-
-
-def _parts(weight: Tensor | Seq[Tensor]) -> Seq[Tensor]:
-    return [weight] if isinstance(weight, Tensor) else weight
-
-
-def _padded(x: Tensor) -> Tensor:
-    return F.pad(x, (0, -len(x) % panel())).contiguous()

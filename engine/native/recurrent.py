@@ -40,21 +40,10 @@ def scans(x: Tensor, depth: int) -> bool:
 
 
 def scan(
-    rule: str,
-    states: Tensor,
-    log: Tensor,
-    plan: Tensor,
-    rows: Seq[Tensor],
-    *,
-    a: Tensor | None = None,
-    d: Tensor | None = None,
-    heads: int = 1,
-    groups: int = 1,
-    width: int,
-    depth: int,
-    wide: bool = False,
+    rule: str, states: Tensor, log: Tensor, plan: Tensor, rows: Seq[Tensor], *, a: Tensor | None = None,
+    d: Tensor | None = None, heads: int = 1, groups: int = 1, width: int, depth: int, wide: bool = False,
     corrects: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Run a rule over the rows of all sequences; return `[T, ...]`, in the shape and type of `rows[0]`.
 
     Args:

@@ -115,15 +115,9 @@ class Rows:
         return out
 
     def rotate(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        places: Tensor,
-        k: Tensor,
-        v: Tensor,
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, places: Tensor, k: Tensor, v: Tensor,
         norms: tuple[WeightAndEps | None, WeightAndEps | None] = (None, None),
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Rotate queries in place, write rotated keys and the values into the arena, and return the queries.
 
         `qkv` is `[T, (heads + 2 kv_heads) * d]`, `cos` and `sin` are `[T, d]` in its type, and `places` `[T]` are rows

@@ -26,23 +26,13 @@ class CalibrationShape:
 
 
 # The most informative shapes come first, because a large model has time for only a few of them.
-SHAPES = (
-    CalibrationShape(1, 0, 16),
-    CalibrationShape(1, 4, 16),
-    CalibrationShape(1, 8, 128, 12),
-    CalibrationShape(8, 0, 16),
-    CalibrationShape(8, 4, 16),
-    CalibrationShape(1, 4, 512),
-    CalibrationShape(1, 1, 16),
-    CalibrationShape(32, 0, 16),
-    CalibrationShape(32, 2, 16),
-    CalibrationShape(1, 0, 512),
-    CalibrationShape(4, 8, 128),
-    CalibrationShape(1, 8, 16),
-    CalibrationShape(16, 1, 64),
-    CalibrationShape(4, 0, 512),
-)
-
+SHAPES = tuple(
+    CalibrationShape(*sizes)
+    for sizes in (
+        (1, 0, 16), (1, 4, 16), (1, 8, 128, 12), (8, 0, 16), (8, 4, 16), (1, 4, 512), (1, 1, 16), (32, 0, 16),
+        (32, 2, 16), (1, 0, 512), (4, 8, 128), (1, 8, 16), (16, 1, 64), (4, 0, 512),
+    )
+)  # fmt: skip
 
 _GREEDY = SamplingParams()
 _NOT_CHOSEN = ("none", "ngram", AUTO)  # names that `auto` does not stand for

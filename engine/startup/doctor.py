@@ -99,15 +99,9 @@ class Weighed:
 
     @classmethod
     def decoder(
-        cls,
-        name: str,
-        revision: str | None,
-        config: PreTrainedConfig,
-        made_of: Architecture,
-        held: HeldPrecision,
-        *,
+        cls, name: str, revision: str | None, config: PreTrainedConfig, made_of: Architecture, held: HeldPrecision, *,
         on_cuda: bool,
-    ) -> Weighed:
+    ) -> Weighed:  # fmt: skip
         """The decoder that is built from a checkpoint; of codes the headers of its files are read."""
         codes: dict[str, Codes] = {}
         if held.quantisation is not None:
@@ -278,14 +272,9 @@ def problems_told(report: DoctorReport) -> Iterator[None]:
 
 
 def _read(
-    report: DoctorReport,
-    section: str,
-    name: str,
-    revision: str | None,
-    weights: Weights,
-    config: EngineConfig,
+    report: DoctorReport, section: str, name: str, revision: str | None, weights: Weights, config: EngineConfig,
     shares: int = 1,
-) -> Facts | None:
+) -> Facts | None:  # fmt: skip
     report.findings.append(Finding(section, "name", name + (f" at {revision}" if revision else "")))
     facts: Facts | None = None
     with problems_told(report):

@@ -32,13 +32,9 @@ def wants_rounds(config: EngineConfig, device: torch.device) -> bool:
 
 
 def rounds_for(
-    config: EngineConfig,
-    target: Runner,
-    draft: ModelRunner | None,
-    longest: int,
-    drafts_for: frozenset[str],
+    config: EngineConfig, target: Runner, draft: ModelRunner | None, longest: int, drafts_for: frozenset[str],
     ops: RoundOps | None = None,
-) -> RoundLoop | None:
+) -> RoundLoop | None:  # fmt: skip
     """Build rounds of `target` and `draft` and try them once; None where they are not wanted or cannot run.
 
     Raises:
@@ -60,13 +56,9 @@ def rounds_for(
 
 
 def _rounds(
-    config: EngineConfig,
-    target: Runner,
-    draft: ModelRunner | None,
-    longest: int,
-    drafts_for: frozenset[str],
+    config: EngineConfig, target: Runner, draft: ModelRunner | None, longest: int, drafts_for: frozenset[str],
     ops: RoundOps | None,
-) -> RoundLoop:
+) -> RoundLoop:  # fmt: skip
     """Build rounds; a ModelError gives the reason why they cannot run."""
     if not isinstance(target, ModelRunner):
         raise ModelError("no rounds: its passes have a shape of their own (reproducible), or one sequence each")

@@ -29,9 +29,8 @@ Tokenizer = Callable[[], Codec | None]  # returns a loaded one; None if the chec
 # Tokens: attention runs over one split of the keys, over two splits, and over splits of two sizes.
 _SHORT, _MIDDLE, _LONG = 16, 300, 5000
 _STEPS = 2
-_REPETITION = (
-    0.125  # share of the calibration time where an earlier process saved its results: the machine may be slower now
-)
+# Share of the calibration time where an earlier process saved its results: the machine may be slower now.
+_REPETITION = 0.125
 _GREEDY = SamplingParams()
 _CUT = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=0)
 _WHOLE = SamplingParams(temperature=1.0, seed=0)

@@ -25,6 +25,7 @@ from engine.request.validation import structure_field, structure_texts, structur
 from engine.text.codec import Codec
 from engine.text.matcher import CompiledGrammar, GrammarVocabulary, Unrestricted, first_line
 from engine.text.schemas.keywords import parsed, parsed_part
+from engine.text.schemas.patterns import escaped
 from engine.text.schemas.rules import is_library_schema, schema_rule
 from engine.text.thinking import Budgeted
 from engine.types import Grammar
@@ -242,7 +243,7 @@ def rule_of(guided: Guided) -> str:
         return json_rule(guided.json_schema)
     if guided.grammar is not None:
         return f"%lark {{\n{_with_own_schemas(guided.grammar)}\n}}"
-    regex = "|".join(map(_literal, guided.choice)) if guided.choice is not None else guided.regex or ""
+    regex = "|".join(map(escaped, guided.choice)) if guided.choice is not None else guided.regex or ""
     return f"/{regex_to_lark(regex, use_ascii='')}/"
 
 
@@ -275,11 +276,6 @@ def _with_own_schemas(grammar: str) -> str:
             parts += [grammar[at : found.start()], name]
             at = end
     return "\n".join(["".join([*parts, grammar[at:]]), *rules])
-
-
-def _literal(text: str) -> str:
-    r"""A regex that matches exactly this text: "a.b" -> "a\x{2e}b"."""
-    return "".join(char if char.isalnum() or not char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _reason(error: str) -> str:

@@ -6,7 +6,6 @@ was not, on one machine and with one number of threads.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -187,7 +186,7 @@ class HeadTrainer:
         tokens, rows, is_true = (part.to(self._device) for part in (batch.tokens, batch.rows, batch.is_true))
         width = self._embedding.shape[1]
         hidden, features = rows.split([NUM_PLACES * width, width], -1)
-        with self._autocast():
+        with torch.autocast(self._device.type, torch.bfloat16):
             with torch.no_grad():
                 law = self._law.logits(features, self._output).log_softmax(-1)
                 embedded = self._embedding[tokens[:, 1:]]
@@ -209,9 +208,6 @@ class HeadTrainer:
             optimiser.step()
             optimiser.zero_grad()
         return tuple(loss.item() for loss in losses)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        return torch.autocast(self._device.type, torch.bfloat16)
 
     def _save(self) -> None:
         tensors = {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}

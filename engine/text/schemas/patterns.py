@@ -214,7 +214,8 @@ class _Parser:
         return found
 
     def _error(self, problem: str) -> PatternError:
-        return PatternError(f"the pattern {_short(self._pattern)} {problem}")
+        shown = self._pattern if len(self._pattern) <= 60 else f"{self._pattern[:59]}…"
+        return PatternError(f"the pattern {shown!r} {problem}")
 
     def _take(self, text: str) -> bool:
         if not self._pattern.startswith(text, self._at):
@@ -406,10 +407,6 @@ def _optional(node: _Node) -> _Node:
 
 def _one(char: str) -> _Chars:
     return _Chars(((ord(char), ord(char)),))
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:59] + "…")
 
 
 def texts(values: Iterable[str], alphabet: Alphabet) -> str:

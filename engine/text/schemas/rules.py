@@ -275,7 +275,8 @@ class _SchemaRules:
             value = values[name]
             taken.append(json_text(name))
             if value is not None:
-                members.append((f'{_quoted(taken[-1])} ":" {value}', name in required))
+                quoted = json.dumps(f'"{taken[-1]}"', ensure_ascii=False)
+                members.append((f'{quoted} ":" {value}', name in required))
         others = self._others(branch, taken)
         return self._members(members, others, low, high, branch)
 
@@ -389,7 +390,3 @@ def _repeated(item: str, low: int, high: int | None, *, is_first: bool) -> str:
         return f"({_COMMA}{item}){{{max(0, low)},{most}}}"
     further = f"({_COMMA}{item}){{{max(0, low - 1)},{'' if high is None else high - 1}}}" if high != 1 else ""
     return f"{item} {further}" if low > 0 else f"({item} {further})?"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(f'"{text}"', ensure_ascii=False)

@@ -15,7 +15,7 @@ from engine.device_loop import draws, slots
 from engine.device_loop.graphs import RecordedRound
 from engine.device_loop.repertoire import RoundShape, covering
 from engine.device_loop.round import Round, RoundOps
-from engine.device_loop.slots import REJECTS, SlotState
+from engine.device_loop.slots import REJECTS
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.kernels.paging import send
@@ -300,12 +300,12 @@ def test_what_has_changed_is_one_copy_and_nothing_is_none(card: Card, monkeypatc
 def test_a_slot_keeps_nothing_of_the_sequence_before() -> None:
     """Its pages may have been given away; what the new one writes beyond its own goes to nobody's."""
     state = loop_of(models()).state
-    state.place(2, SlotState(range(40), 50, (3, 4), SamplingParams(top_k=7), 2**64 - 5, 4, rejects=True))
+    state.place(2, range(40), 50, (3, 4), SamplingParams(top_k=7), 2**64 - 5, num_draft=4, rejects=True)
     state.target.enter(2, [7, 8, 9])
     state.send()
     assert state.target.pages[2].tolist() == [7, 8, 9, *[40] * (state.target.width - 2)]
     assert state.whole[:, 2].tolist() == [40, 50, 1, 4, 1, -5, 7]
-    state.place(2, SlotState([5], 9, (), SamplingParams(), 6, 0))
+    state.place(2, [5], 9, (), SamplingParams(), 6)
     state.target.enter(2, [1])
     state.set_num_draft(2, 3)
     state.send()
