@@ -222,7 +222,6 @@ class Engine:
         self._intake.check(request)
 
     def speculation_of(self, request: Request) -> SpeculationSettings:
-        """The effective speculation settings of a request."""
         return self._intake.speculation_of(request)
 
     def add(self, request: Request) -> tuple[TokenEvent, ...]:
@@ -266,7 +265,6 @@ class Engine:
         return tuple(self._end(sequence, reason, keep=keep, error=error) for sequence in ended)
 
     def finish_all(self, reason: FinishReason, error: str | None = None) -> tuple[TokenEvent, ...]:
-        """End every live request."""
         return tuple(event for name in list(self._live) for event in self.finish(name, reason, error=error))
 
     def _end_if_over(self, sequence: Sequence, problem: str | None) -> FinishedOutput | None:
@@ -314,7 +312,6 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is live."""
         return bool(self._live)
 
     def warm_up(self) -> None:

@@ -55,7 +55,6 @@ class Shares:
             del self._places[caller]
 
     def places(self, caller: str) -> int:
-        """Places that a caller holds."""
         return self._places.get(caller, 0)
 
     def rank(self, caller: str, tokens: int = 0) -> int:
@@ -64,7 +63,6 @@ class Shares:
 
     @property
     def holders(self) -> tuple[str, ...]:
-        """Callers that hold places."""
         return tuple(self._places)
 
     @property

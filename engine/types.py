@@ -80,7 +80,6 @@ class KVCursor:
 
     @classmethod
     def of(cls, border: int | None, num_tokens: int) -> KVCursor:
-        """The cursor of a new sequence of `num_tokens`."""
         return cls(border=border, table=int(border is not None and num_tokens > border))
 
     def table_for(self, num_tokens: int) -> int:
@@ -349,7 +348,6 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """How many of `tokens` were generated."""
         return len(self.tokens) - self.prompt_len
 
     @property

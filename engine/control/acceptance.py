@@ -156,7 +156,6 @@ class Acceptance:
         priors.learn(rows, _posterior(weights, evidence), hit, tried, expected)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
         self._evidence.pop(sequence, None)
 
     def state(self) -> list[dict[str, Any]]:

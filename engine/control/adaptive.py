@@ -370,7 +370,6 @@ class AdaptiveK(Control):
 
     @contextmanager
     def practising(self) -> Iterator[None]:
-        """Within it costs and acceptance are learned, but the measured speed-up and the budget stay as they are."""
         kept = self.gain, self._budget, self._since_plain, self._expected
         self.gain, self._budget = Speedup(), _Budget()
         try:
@@ -387,7 +386,6 @@ class AdaptiveK(Control):
     # ------------------------------------------------------------------------------------- from one start to the next
 
     def state(self) -> dict[str, Any]:
-        """What a later process can start with, as JSON values."""
         drafting = {name: costs.state() for name, costs in self._drafting.items()}
         return {"target": self.target.state(), "drafting": drafting, "acceptance": self.acceptance.state()}
 

@@ -27,7 +27,6 @@ class Speedup:
 
     @property
     def ratio(self) -> float:
-        """Over the last steps."""
         return self.ratio_of(self)
 
     @staticmethod
@@ -51,7 +50,6 @@ class Speedup:
             self._each[sequence] = plain + tokens * plain_step, already + spent
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
         self._each.pop(sequence, None)
 
 
@@ -75,7 +73,6 @@ class StepFeedback:
 
     @property
     def seconds(self) -> float:
-        """Duration of the whole step."""
         return self.draft_seconds + self.other_seconds
 
     @property

@@ -37,7 +37,6 @@ class MemoryBudget:
 
     @property
     def is_left(self) -> bool:
-        """Whether more may be taken."""
         return self._taken < self._most
 
     @contextmanager
@@ -85,7 +84,6 @@ class Graphs:
 
     @property
     def has_room(self) -> bool:
-        """Whether what was recorded has left anything of the memory set aside for it."""
         return self._budget.is_left
 
     def __call__(self, round_: Round) -> Run:

@@ -206,7 +206,6 @@ class RoundLoop(Rounds):
         return truncated, any(s.speculation.verification is Verification.REJECTION for s in self.on_device)
 
     def round_of(self, shape: RoundShape, rejects: bool = False) -> Round:
-        """A round of this shape over the state of this loop."""
         draft = self._draft if shape.k else None
         size, k, truncated = shape
         return Round(self.state, self._target, draft, self._ops, size, k, truncated=truncated, rejects=rejects)

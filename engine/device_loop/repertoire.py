@@ -129,7 +129,6 @@ class Repertoire:
         self._later: list[RoundShape] = []  # left for an idle engine, in order of worth
 
     def __len__(self) -> int:
-        """How many are recorded."""
         return len(self._recorded)
 
     @property

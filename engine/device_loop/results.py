@@ -151,7 +151,6 @@ class PendingRound:
             self._event.record()
 
     def read(self) -> list[list[int]]:
-        """The rows of all places."""
         if self._event is not None:
             self._event.synchronize()
         return self._rows.tolist()

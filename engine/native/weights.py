@@ -22,11 +22,6 @@ from engine.native.compiled import BITS, function, library
 
 _SLICE = 2**20  # bytes of the input that a slice reads
 _I64, _PTR, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
-_SIGNATURES: dict[str, tuple[type, ...]] = {
-    "round_symmetric": (_PTR, _INT, _I64, _I64, _I64, _I64, _PTR, _PTR),
-    "round_asymmetric": (_PTR, _INT, _I64, _I64, _I64, _I64, _I64, *[_PTR] * 5),
-    "panels": (_PTR, _I64, _I64, _I64, _I64, _PTR),
-}
 
 
 class Sliced(Protocol):
@@ -42,10 +37,6 @@ class Sliced(Protocol):
 AnySliced = TypeVar("AnySliced", bound=Sliced)
 
 
-def _function(name: str) -> Callable[..., None]:
-    return function(name, _SIGNATURES[name])
-
-
 def rounds(weight: Tensor, group: int) -> bool:
     """Whether C can round a matrix `[out, in]` in groups of so many inputs, in its present type, device and layout."""
     fits = weight.dtype in BITS and weight.is_cpu and weight.stride(1) == 1 and group in (16, 32)
@@ -54,7 +45,7 @@ def rounds(weight: Tensor, group: int) -> bool:
 
 def round_symmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """`[out, in]` -> codes int8 of the same shape, scale float16 `[out, groups]`; see `model/linear/rounding.py`."""
-    (outputs, inputs), call = weight.shape, _function("round_symmetric")
+    (outputs, inputs), call = weight.shape, function("round_symmetric", (_PTR, _INT, *[_I64] * 4, *[_PTR] * 2))
     codes, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, inputs // group, dtype=torch.float16)
 
     def work(first: int, last: int) -> None:
@@ -68,7 +59,7 @@ def round_symmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 def round_asymmetric(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`[out, in]` -> codes, scale, offset, steps and zeros of `GroupedCodes`; see `model/linear/rounding.py`."""
-    (outputs, inputs), call = weight.shape, _function("round_asymmetric")
+    (outputs, inputs), call = weight.shape, function("round_asymmetric", (_PTR, _INT, *[_I64] * 5, *[_PTR] * 5))
     groups = inputs // group
     codes = empty(outputs, inputs // 2 if bits == 4 else inputs, dtype=torch.uint8)
     scale, offset = (torch.empty(outputs, 1, dtype=torch.float16) for _ in range(2))
@@ -89,7 +80,7 @@ def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
     outputs, inputs, group = sum(map(len, parts)), parts[0].shape[1], 4 // parts[0].element_size()
     panels = empty(-(-outputs // width), inputs // group, width, group, dtype=parts[0].dtype)
     panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
-    call = _function("panels")
+    call = function("panels", (_PTR, *[_I64] * 4, _PTR))
     for start, part in placed(parts):
         dense = part.contiguous()
 

@@ -206,7 +206,6 @@ class TextPiece:
 
     @property
     def text(self) -> str:
-        """The whole text."""
         return "".join(self.texts)
 
     @property

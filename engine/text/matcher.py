@@ -155,7 +155,6 @@ class CompiledGrammar:
         return self._first.get_error()
 
     def start(self) -> MatcherState:
-        """The state before the first generated token."""
         return MatcherState(self, self._first.deep_copy())
 
     def renew(self) -> LLMatcher | None:
@@ -172,11 +171,9 @@ class Unrestricted:
         return self
 
     def fill(self, mask: Tensor) -> None:
-        """All tokens may come next."""
         mask.fill_(True)
 
     def advance(self, tokens: Seq[int]) -> int:
-        """All tokens fit."""
         return len(tokens)
 
     def rollback(self, num_tokens: int) -> None:

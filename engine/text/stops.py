@@ -29,7 +29,6 @@ class StopStrings:
         self._link()
 
     def __bool__(self) -> bool:
-        """Whether there is any stop string."""
         return bool(self._stops)
 
     def _insert(self, stop: str, number: int) -> None:

@@ -25,7 +25,6 @@ class Budgeted:
         self.end_ids = codec.encode(budget.end, bare=True)
 
     def start(self) -> BudgetedState:
-        """The state before the first generated token."""
         return BudgetedState(self, self._inner.start())
 
     def text_of(self, token: int) -> str:
@@ -51,7 +50,6 @@ class BudgetedState:
         self._begin_end()
 
     def fill(self, mask: Tensor) -> None:
-        """Write which tokens may come next."""
         required = self._required
         if required is None:
             self._inner.fill(mask)
@@ -60,7 +58,6 @@ class BudgetedState:
             mask[required] = True
 
     def advance(self, tokens: Seq[int]) -> int:
-        """Accept the longest leading part that fits; returns its length."""
         for i, token in enumerate(tokens):
             if not self._is_reasoning:
                 taken = self._inner.advance(tokens[i:])
@@ -73,7 +70,6 @@ class BudgetedState:
         return len(tokens)
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted tokens."""
         self._inner.rollback(num_tokens)
         inside = max(0, num_tokens - self._num_beyond)
         self._num_beyond -= num_tokens - inside

@@ -31,7 +31,6 @@ class HeldOutAcceptance:
 
     @property
     def rate(self) -> float:
-        """The acceptance rate: the share of all drafts that are kept."""
         return sum(self.kept) / max(1, sum(self.drafted))
 
     @property

@@ -45,9 +45,7 @@ class Schedule:
     seed: int = 0
 
     def unroll_at(self, step: int) -> int:
-        """How many drafts in a row `step` simulates."""
         return min(self.unroll, self.early_unroll) if step < self.early * self.steps else self.unroll
 
     def rate_at(self, step: int) -> float:
-        """The factor of the learning rates at `step`."""
         return min(1.0, (step + 1) / self.warmup, (self.steps - step) / (0.6 * self.steps))

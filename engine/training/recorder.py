@@ -77,7 +77,6 @@ class RowRecorder:
         return rows[:positions].clone()
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """No drafts for anyone."""
         del k_each
         return Proposal.certain([()] * len(sequences))
 

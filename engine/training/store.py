@@ -21,7 +21,6 @@ from torch import Tensor
 from engine.errors import ModelError
 
 STATE = ".training"  # the folder of a run's own files, in that of the head
-HELD_OUT = "held-out"
 _LOCK = "lock"
 
 
@@ -81,7 +80,6 @@ class RunFolder:
             yield
 
     def has_texts(self, name: str) -> bool:
-        """Whether the texts of this name are there."""
         return self._texts(name).exists()
 
     def save_texts(self, name: str, texts: list[WrittenText]) -> None:
@@ -104,7 +102,6 @@ class RunFolder:
             yield WrittenText(text, prompt, hidden)
 
     def has(self, name: str) -> bool:
-        """Whether the file of this name is there."""
         return (self.folder / f"{name}.safetensors").exists()
 
     def save(self, name: str, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
