@@ -38,37 +38,11 @@ _MAX_MULTIPLES = 50_000  # of a structure: the library takes some 10 us and 1 kB
 _SHOWN = 40  # characters of a source in an error
 
 COMPILE_SECONDS = 5.0
+_BOUNDS = Bounds.model_validate({})  # the defaults
 
 _Result = CompiledGrammar | Unrestricted | Violation
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuidedLimits:
-    """Limits on the cost of a request's structure.
-
-    Args:
-        source_bytes: largest source in bytes of UTF-8; for a choice, all its texts together.
-        choices: largest number of texts of one choice.
-        compile_seconds: the longest wait for a structure, counted from the first request for it.
-        compile_threads: how many structures compile at the same time.
-        cache_entries: how many structures, compiled or refused, are kept.
-        cache_bytes: how many bytes the sources of all kept structures may have together.
-    """
-
-    source_bytes: int = 64 * 1024
-    choices: int = 4096
-    compile_seconds: float = COMPILE_SECONDS
-    compile_threads: int = 2
-    cache_entries: int = 64
-    cache_bytes: int = 2 * 1024 * 1024
-
-    @classmethod
-    def of(cls, bounds: Bounds, compile_seconds: float = COMPILE_SECONDS) -> GuidedLimits:
-        """Take the sizes from `bounds`, and the defaults for all other limits."""
-        sizes = {"source_bytes": bounds.max_structure_bytes, "choices": bounds.max_choices}
-        return cls(**sizes, compile_seconds=compile_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +61,23 @@ class GrammarCompiler:
         codec: the tokenizer; byte-level and byte-fallback ones are supported.
         vocab_size: the width of the logits, at least the tokenizer's.
         eos_token_ids: tokens that end an output; at least one, because otherwise no output could end.
-        limits: limits on the cost of a request's structure.
+        bounds: of a structure's size.
+        compile_seconds: the longest wait for a structure, counted from the first request for it.
+        compile_threads: how many structures compile at the same time.
+        cache_entries: how many structures, compiled or refused, are kept.
+        cache_bytes: how many bytes the sources of all kept structures may have together.
     """
 
     def __init__(
-        self, codec: Codec, vocab_size: int, eos_token_ids: Iterable[int], limits: GuidedLimits | None = None
-    ) -> None:
-        self._limits = limits or GuidedLimits()
+        self, codec: Codec, vocab_size: int, eos_token_ids: Iterable[int], bounds: Bounds = _BOUNDS, *,
+        compile_seconds: float = COMPILE_SECONDS, compile_threads: int = 2, cache_entries: int = 64,
+        cache_bytes: int = 2 << 20,
+    ) -> None:  # fmt: skip
+        self._bounds, self._seconds, self._most = bounds, compile_seconds, (cache_entries, cache_bytes)
         self._codec, ends = codec, tuple(dict.fromkeys(eos_token_ids))
         self._vocabulary = GrammarVocabulary(codec, vocab_size, ends)
         # The library releases the GIL while it compiles, so a thread after its deadline does not slow other threads.
-        self._threads = ThreadPoolExecutor(self._limits.compile_threads, thread_name_prefix="guided")
+        self._threads = ThreadPoolExecutor(compile_threads, thread_name_prefix="guided")
         self._lock = threading.Lock()
         self._entries: OrderedDict[Guided, _CachedStructure] = OrderedDict()
 
@@ -112,7 +92,7 @@ class GrammarCompiler:
             log.info("no structured output: the checkpoint has no %s", "end token" if codec else "tokenizer")
             return None
         try:
-            return cls(codec, vocab_size, ends, GuidedLimits.of(bounds, compile_seconds))
+            return cls(codec, vocab_size, ends, bounds, compile_seconds=compile_seconds)
         except ModelError as error:
             log.warning("%s", error)
             return None
@@ -126,7 +106,7 @@ class GrammarCompiler:
             InvalidRequest: it does not compile, or not in time.
             Unsupported: the library cannot use the tokenizer.
         """
-        num_bytes = check(guided, self._limits)
+        num_bytes = check(guided, self._bounds)
         if not guided.is_free:
             self._vocabulary.prepare()
         entry = self._entry(replace(guided, thinking=None), num_bytes)
@@ -134,7 +114,7 @@ class GrammarCompiler:
             result = entry.result.result(max(0.0, entry.deadline - time.monotonic()))
         except TimeoutError:
             self._abandon(replace(guided, thinking=None), entry)
-            problem = f"is {_shown(guided)}: it did not compile within {self._limits.compile_seconds:g} s"
+            problem = f"is {_shown(guided)}: it did not compile within {self._seconds:g} s"
             raise InvalidRequest.of(structure_field(guided), problem) from None
         if isinstance(result, Violation):
             raise InvalidRequest([result])
@@ -144,7 +124,7 @@ class GrammarCompiler:
         with self._lock:
             entry = self._entries.get(guided)
             if entry is None or _is_useless(entry.result):
-                deadline = time.monotonic() + self._limits.compile_seconds
+                deadline = time.monotonic() + self._seconds
                 entry = _CachedStructure(self._threads.submit(_compile, self._vocabulary, guided), deadline, num_bytes)
                 self._entries[guided] = entry
             self._entries.move_to_end(guided)
@@ -158,10 +138,8 @@ class GrammarCompiler:
                 del self._entries[guided]
 
     def _shrink(self) -> None:
-        total = sum(entry.num_bytes for entry in self._entries.values())
-        while len(self._entries) > 1 and (
-            len(self._entries) > self._limits.cache_entries or total > self._limits.cache_bytes
-        ):
+        (entries, most), total = self._most, sum(entry.num_bytes for entry in self._entries.values())
+        while len(self._entries) > 1 and (len(self._entries) > entries or total > most):
             total -= self._entries.popitem(last=False)[1].num_bytes
 
 
@@ -178,12 +156,12 @@ def _is_useless(result: Future[_Result]) -> bool:
 # Checks before the structure is parsed
 
 
-def check(guided: Guided, limits: GuidedLimits) -> int:
+def check(guided: Guided, bounds: Bounds) -> int:
     """Return the bytes of the source; InvalidRequest unless there is exactly one and it is small enough.
 
     The time is at most proportional to the length of the source.
     """
-    found = list(structure_violations(guided, limits.source_bytes, limits.choices))
+    found = list(structure_violations(guided, bounds.max_structure_bytes, bounds.max_choices))
     if found:
         raise InvalidRequest(found)
     return sum(len(text.encode()) for _, text in structure_texts(guided))

@@ -107,8 +107,8 @@ def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
     """Let the target write what is not there yet; the names of all files of texts."""
     plan = job.text
     names = [f"{number:05}" for number in range(-(-plan.texts // plan.together))]
-    missing = [number for number, name in enumerate(names) if not folder.has_texts(name)]
-    if not missing and folder.has_texts(HELD_OUT) and folder.has(PARTS):
+    missing = [number for number, name in enumerate(names) if not folder.has(f"{name}.texts")]
+    if not missing and folder.has(f"{HELD_OUT}.texts") and folder.has(PARTS):
         return names
     writer = Writer(job.engine)
     if not folder.has(PARTS):
@@ -117,7 +117,7 @@ def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
         parts = {"embedding": writer.embedding(), "output": writer.output_matrix()}
         folder.save(PARTS, parts, {"places": json.dumps(writer.places), "law": json.dumps(asdict(law))})
     prompts, apart = _split(job)
-    if not folder.has_texts(HELD_OUT):
+    if not folder.has(f"{HELD_OUT}.texts"):
         own = apart or own_prompts(writer, job.opening, plan, -1, as_prompt=job.as_prompt)[: plan.held_out]
         apart_texts = held_out(writer, [prompt[-plan.prompt_tokens :] for prompt in own], plan)
         folder.save_texts(HELD_OUT, _some(apart_texts))

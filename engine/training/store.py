@@ -79,9 +79,6 @@ class RunFolder:
                 raise ModelError(f"another run goes on in {str(self.out)!r}") from error
             yield
 
-    def has_texts(self, name: str) -> bool:
-        return self._texts(name).exists()
-
     def save_texts(self, name: str, texts: list[WrittenText]) -> None:
         """Write texts as one file, whole or not at all."""
         tensors = {
@@ -123,9 +120,6 @@ class RunFolder:
                 return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
         except Exception as error:
             raise ModelError(f"cannot read {path}: {error}") from error
-
-    def _texts(self, name: str) -> Path:
-        return self.folder / f"{name}.texts.safetensors"
 
 
 def _is_hardly_begun(out: Path) -> bool:

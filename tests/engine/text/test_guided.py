@@ -23,7 +23,7 @@ import engine.text.matcher
 from engine.errors import GrammarFault, InvalidRequest, ModelError, Unsupported
 from engine.params import Guided, ThinkingBudget
 from engine.text.codec import Codec
-from engine.text.guided import GrammarCompiler, GuidedLimits
+from engine.text.guided import GrammarCompiler
 from engine.text.matcher import MAX_LEXER_STATES
 from engine.text.schemas.rules import MAX_WHITESPACE
 from tests.engine.text.test_spelling import CODECS
@@ -35,7 +35,7 @@ TOKENS = 2048
 VOCAB = 2100  # as wide as logits that were padded
 END, SECOND_END = 0, 2047
 GENEROUS = 60.0  # seconds: no test of speed, only that there is an end
-COMPILER = GrammarCompiler(CODEC, VOCAB, [END, SECOND_END], GuidedLimits(compile_seconds=GENEROUS))
+COMPILER = GrammarCompiler(CODEC, VOCAB, [END, SECOND_END], compile_seconds=GENEROUS)
 BYTES = {text: i for i in range(1, TOKENS) if len(text := COMPILER._vocabulary.prepare().decode_bytes([i])) == 1}
 
 
@@ -463,7 +463,7 @@ def counted(monkeypatch):
 
 
 def limited(**limits) -> GrammarCompiler:
-    return GrammarCompiler(CODEC, VOCAB, [END], GuidedLimits(**limits))
+    return GrammarCompiler(CODEC, VOCAB, [END], **limits)
 
 
 def test_one_source_compiles_once_failures_too(counted):
