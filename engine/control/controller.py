@@ -25,10 +25,6 @@ class Speedup:
         self._plain = self._spent = 0.0
         self._each: dict[Sequence, tuple[float, float]] = {}
 
-    @property
-    def ratio(self) -> float:
-        return self.ratio_of(self)
-
     @staticmethod
     def ratio_of(*gains: Speedup) -> float:
         """Over the last steps of several kinds."""
