@@ -21,6 +21,7 @@ from benchmarks.cuda.card import Card, wait
 from benchmarks.cuda.shapes import SHAPES
 from benchmarks.harness.bare import options
 from engine.attention.registry import ATTENTION_NAME
+from engine.device_loop.loop import RoundLoop
 from engine.device_loop.repertoire import places_for
 from engine.device_loop.round import RoundOps
 from engine.engine import Engine
@@ -182,13 +183,20 @@ class Measured:
         return max(0.0, self.seconds - self.device_seconds)
 
 
+def record(engine: Engine, size: int, k: int | None = None) -> None:
+    """Record rounds of so many sequences, with K drafts each or every number of them (None)."""
+    if isinstance(engine.rounds, RoundLoop):
+        wanted = (s for s in engine.rounds.shapes if s.size == places_for(size) and k in (None, s.k))
+        engine.rounds.repertoire.record(wanted)
+
+
 def fill(engine: Engine, size: int, context: int, k: int | None) -> None:
     """Add `size` sequences with prompts of `context` tokens and feed them, with K drafts each or AUTO (None)."""
     if k is None:
         asked = SpeculationParams(mode=SpeculationMode.AUTO)
     else:
         asked = SpeculationParams(mode=SpeculationMode.FIXED if k else SpeculationMode.OFF, num_draft_tokens=k)
-    engine.record(sizes=[places_for(size)], ks=None if k is None else [k])
+    record(engine, size, k)
     for i in range(size):
         prompt = tuple(torch.randint(engine.vocab_size, (context,)).tolist())
         most = engine.max_model_len - context

@@ -101,9 +101,13 @@ class RoundLoop(Rounds):
 
         With `later` only those that can stand in for all others; the others are left for `rest`.
         """
-        every = in_order_of_worth(self._num_slots, self._most_drafts)
-        self.repertoire.record(covering(self._num_slots, self._most_drafts) if later else every, progress)
-        self.repertoire.leave(every if later else ())
+        self.repertoire.record(covering(self._num_slots, self._most_drafts) if later else self.shapes, progress)
+        self.repertoire.leave(self.shapes if later else ())
+
+    @property
+    def shapes(self) -> list[RoundShape]:
+        """Of all rounds that can occur, those that are worth most first."""
+        return in_order_of_worth(self._num_slots, self._most_drafts)
 
     def rest(self) -> bool:
         return self.repertoire.rest()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from benchmarks.cuda.engines import on_kernels
+from benchmarks.cuda.engines import on_kernels, record
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.harness.bare import options
@@ -153,7 +153,7 @@ def _engine(models: Models, setting: Setting, **how: Any) -> Engine:
         kv_memory=(pages * _PAGE * both + 1) / 2**30, **how,
     )  # fmt: skip
     engine = assemble(config, models.target, models.draft)
-    engine.record(sizes=[len(_LENGTHS)])  # on CUDA as graphs, which stand in for those of fewer sequences
+    record(engine, len(_LENGTHS))  # on CUDA as graphs, which stand in for those of fewer sequences
     return engine
 
 
