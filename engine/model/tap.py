@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-
-if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
 
 FINAL = -1  # the place after the final norm: what the output matrix reads
 
@@ -24,10 +21,10 @@ class Tap:
     before the final norm, and `FINAL` the input of the output matrix.
 
     Raises:
-        ModelError: the model has no such place.
+        ModelError: the model, a decoder, has no such place.
     """
 
-    def __init__(self, model: DecoderModel, places: Iterable[int] = (FINAL,)) -> None:
+    def __init__(self, model: Any, places: Iterable[int] = (FINAL,)) -> None:
         self.places, self._rows = frozenset(places), dict[int, Tensor]()
         between, layers = sorted(self.places - {FINAL}), model.model.layers
         if between and not 0 <= between[0] <= between[-1] <= len(layers):
