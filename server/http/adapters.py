@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from engine.errors import InvalidRequest
 from server.admission.adapters import AdapterCalls
 from server.driver import Driver
-from server.http.agents.routes import fields_of
+from server.http.bodies import fields_of
 
 _FIELDS = {"name": "lora_name", "path": "lora_path"}  # of the protocol, as the bodies call them
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from email.message import Message
 from itertools import islice
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from engine.errors import InvalidRequest, shown
+from engine.errors import InvalidRequest, Violation, shown
+from pilotfish.v1 import generation_pb2 as pb
 from server.http.errors import violations
+from server.http.fields import without_tags
 from server.http.requests import ParsedBody, asked, rest
 from server.http.types import GenerationFields
 
 BodyT = TypeVar("BodyT", bound=GenerationFields)
+FieldsT = TypeVar("FieldsT", bound=BaseModel)
 
 MAX_PARTS = 200_000  # strings, lists and objects: each takes up to two hundred bytes when it is made
 _PARTS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
@@ -45,19 +49,36 @@ def read_body(kind: type[BodyT], data: bytes, content_type: str) -> tuple[BodyT,
         return body, asked(body)
     except ValidationError as error:
         wrong = _wrong(kind, found, error)
+    except InvalidRequest as invalid:  # of a conversation
+        wrong = WrongBody(ParsedBody(pb.GenerateRequest(), invalid.violations))
     del found  # it can have a hundred megabytes, and the traceback would keep it
     raise wrong
 
 
+def fields_of(kind: type[FieldsT], data: bytes, content_type: str) -> FieldsT:
+    """Return the fields of a body; InvalidRequest with all that is wrong with them."""
+    try:
+        return kind.model_validate(read_json(data, content_type))
+    except ValidationError as error:
+        wrong = _violations(error.errors(include_url=False)[:MAX_ERRORS], has_tags=True)
+    raise InvalidRequest(wrong)
+
+
+def _violations(found: Iterable[Any], *, has_tags: bool) -> tuple[Violation, ...]:
+    return violations(
+        [{**about, "loc": ("body", *(without_tags(about["loc"]) if has_tags else about["loc"]))} for about in found]
+    )
+
+
 def _wrong(kind: type[BodyT], found: Any, error: ValidationError) -> WrongBody | InvalidRequest:
-    errors: list[Any] = [
-        {**about, "loc": ("body", *about["loc"])} for about in error.errors(include_url=False)[:MAX_ERRORS]
-    ]
-    if any(about["loc"] == ("body",) for about in errors):
-        return InvalidRequest(violations(errors))
-    faulty = {str(part) for about in errors for part in about["loc"][1:2]}
-    read = rest(kind, found, faulty)
-    return WrongBody(replace(read, wrong=(*violations(errors), *read.wrong)))
+    errors = error.errors(include_url=False)[:MAX_ERRORS]
+    wrong = _violations(errors, has_tags=kind.no_input is None)
+    if kind.no_input is None:
+        return WrongBody(ParsedBody(pb.GenerateRequest(), wrong))
+    if any(not about["loc"] for about in errors):
+        return InvalidRequest(wrong)
+    read = rest(kind, found, {str(about["loc"][0]) for about in errors})
+    return WrongBody(replace(read, wrong=(*wrong, *read.wrong)))
 
 
 def _require_few_parts(text: str) -> None:

@@ -8,7 +8,8 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
@@ -37,8 +38,6 @@ logger = logging.getLogger(__name__)
 _COMPACT, _SPACED = Encoder(",", ":"), Encoder()  # whole answers and events
 T = TypeVar("T")
 Messages = AsyncIterator[pb.GenerateStreamResponse]
-Shape = Callable[["Calls", list[pb.GenerateResponse]], Awaitable[dict[str, Any]]]  # the answer
-Render = Callable[[Messages], AsyncIterator[list[dict[str, Any]]]]  # the events of one message after the other
 
 
 class Services(NamedTuple):
@@ -48,6 +47,28 @@ class Services(NamedTuple):
     driver: Callable[[], Driver]  # raises until the model is loaded
     slow: SlowWork
     stall_seconds: float
+
+
+class Answers(ABC):
+    """Conversion of messages to the JSON of one format, as a whole answer and as the events of a stream."""
+
+    last = "data: [DONE]\n\n"  # of a stream
+
+    @abstractmethod
+    async def answer(self, responses: list[pb.GenerateResponse]) -> dict[str, Any]:
+        """Return the whole answer, made of a response for each prompt."""
+
+    @abstractmethod
+    def events(self, messages: Messages) -> AsyncIterator[list[dict[str, Any]]]:
+        """Yield the events of each message of a stream."""
+
+    def encoded(self, events: list[dict[str, Any]]) -> str | None:
+        """Return the text of events that are written at once; None: one after the other, the last one with an id."""
+        return None
+
+    def failure(self, error: HttpError) -> str:
+        """Return the last event of a stream that fails."""
+        return f"data: {json.dumps(error.body())}\n\n"
 
 
 class CallerGone(Exception):  # an event, so its name has no suffix `Error`
@@ -212,12 +233,14 @@ class WholeAnswer(Response):
         self._calls, self._pieces = calls, pieces
 
     @classmethod
-    async def of(cls, admission: Admission, asked: ParsedBody, origin: Origin, shape: Shape) -> WholeAnswer:
-        """Admit the request, wait for its whole response, and encode what `shape` makes of it."""
+    async def of(
+        cls, admission: Admission, asked: ParsedBody, origin: Origin, answers_to: Callable[[Calls], Answers]
+    ) -> WholeAnswer:
+        """Admit the request, wait for its whole response, and encode its answer."""
         calls = await Calls.admit(admission, asked, origin)
         try:
             async with in_time(origin):
-                answer = await shape(calls, await calls.responses())
+                answer = await answers_to(calls).answer(await calls.responses())
             return cls(calls, [piece async for piece in in_turns(_COMPACT.parts(answer))])
         except BaseException:
             calls.release(late=origin.remaining() <= 0)
@@ -234,20 +257,18 @@ class WholeAnswer(Response):
 
 
 class EventStream(Response):
-    """Server-sent events: one per object that `render` makes of the calls' messages, then `[DONE]`.
+    """Server-sent events: those that `answers` makes of the calls' messages, then its last one.
 
     With `has_ids`, the last event of each message has an id, with which the stream can be continued after it. Events
     that the caller received of an interrupted stream are not sent again.
     """
 
-    last = "data: [DONE]\n\n"
-
     def __init__(
-        self, calls: Calls, render: Render, origin: Origin, stall_seconds: float, ids: EventIds, *, has_ids: bool
+        self, calls: Calls, answers: Answers, origin: Origin, stall_seconds: float, ids: EventIds, *, has_ids: bool
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]  # the length is not known yet
-        self._calls, self._render, self._origin, self._stall_seconds = calls, render, origin, stall_seconds
+        self._calls, self._answers, self._origin, self._stall_seconds = calls, answers, origin, stall_seconds
         self._ids, self._has_ids, self._is_known = ids, has_ids, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -273,23 +294,23 @@ class EventStream(Response):
         async with aclosing(self._calls.messages()) as messages, stall_limit(self._stall_seconds) as writes:
             try:
                 async with in_time(self._origin):
-                    async for events in self._render(self._observed(messages)):
+                    async for events in self._answers.events(self._observed(messages)):
                         await self._write_events(send, events, writes)
-                last = self.last
+                last = self._answers.last
             except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
-                last = self._failure(_told(error))
+                last = self._answers.failure(_told(error))
             with writes:
-                await write_text(send, last)
+                await _write_text(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_events(self, send: Send, events: list[dict[str, Any]], writes: Writes) -> None:
+        if (text := self._answers.encoded(events)) is not None:
+            with writes:
+                await _write_text(send, text)
+            return
         for i, event in enumerate(events if not self._is_known else (), 1):
             event_id = self._ids.newest if self._has_ids and i == len(events) else ""
             await _write_event(send, event, event_id, writes)
-
-    def _failure(self, error: HttpError) -> str:
-        """Return the last event of a stream that fails."""
-        return f"data: {json.dumps(error.body())}\n\n"
 
     async def _observed(self, messages: Messages) -> Messages:
         """Yield the messages; note of each, before its events are made, their id and whether the caller knows them."""
@@ -311,11 +332,10 @@ async def _write_event(send: Send, event: dict[str, Any], event_id: str, writes:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
     else:
         with writes:
-            await write_text(send, f"{_head(event_id)}{data}\n\n")
+            await _write_text(send, f"{_head(event_id)}{data}\n\n")
 
 
-async def write_text(send: Send, text: str) -> None:
-    """Write a part of a stream."""
+async def _write_text(send: Send, text: str) -> None:
     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 

@@ -6,9 +6,19 @@ missing. So does an unsupported field of OpenAI or of other servers if its value
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from engine.errors import shown
 from engine.params import MAX_SEED, MIN_SEED
@@ -36,6 +46,7 @@ Text = Annotated[str, AfterValidator(_is_text)]
 
 # Lists and objects are counted before their entries are looked at, and the first bad entry of a list ends its check.
 MAX_FIELDS = 100  # of an object with known fields
+MAX_PARTS = 1024  # of a message
 MAX_TEXTS = 1024  # text parts of a message; stop strings, of which the server allows fewer
 MAX_CHOICES = 65_536
 MAX_PROMPTS = 128
@@ -125,6 +136,7 @@ class Body(BaseModel):
     """Base of all parts of a body. It drops null fields and fields without effect, and refuses unknown ones."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()  # more fields without effect on the output, whatever they are
 
     @model_validator(mode="before")
     @classmethod
@@ -133,13 +145,51 @@ class Body(BaseModel):
             return found
         if len(found) > MAX_FIELDS:
             raise ValueError(f"has {len(found)} fields; the limit is {MAX_FIELDS}")
-        fields = cls.model_fields
+        fields, ignored = cls.model_fields, IGNORED | cls.ignored
         return {
             name: value
             for name, value in found.items()
-            if value is not None and (name in fields or not (name in IGNORED or _is_neutral(name, value)))
+            if value is not None and (name in fields or not (name in ignored or _is_neutral(name, value)))
         }
 
 
 def _is_neutral(name: str, value: Any) -> bool:
     return name in NEUTRAL and type(value) is type(NEUTRAL[name]) and value == NEUTRAL[name]
+
+
+def _kind(value: Any) -> str:
+    return "list[part]" if isinstance(value, list) else "str"
+
+
+# Tells a text from a list of parts. The tags are names that errors leave out of a field's path.
+TEXT_OR_PARTS = Discriminator(_kind)
+TEXT, PARTS = Tag("str"), Tag("list[part]")
+_tags = set[str]()  # types of parts, which pydantic adds to the path of a part's field
+
+
+def of_types(*kinds: type[Body], default: Callable[[dict[str, Any]], str | None] = lambda _: None) -> BeforeValidator:
+    """Refuse an object whose field `type` is none of `kinds` have; `default` gives the type where it is missing."""
+    known = [name for kind in kinds for name in kind.model_fields["type"].annotation.__args__]  # type: ignore[union-attr]
+    _tags.update(known)
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        found = value.get("type")
+        if found is None:
+            found = default(value)
+            value = value if found is None else value | {"type": found}
+        if found is None:
+            raise ValueError(f"has no type; expected {' or '.join(known)}")
+        if found not in known:
+            raise ValueError(f"is of type {shown(found)}, which is not served; expected {' or '.join(known)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def without_tags(path: Sequence[int | str]) -> tuple[int | str, ...]:
+    """("input", 0, "message", "role") -> ("input", 0, "role"); a field that has the name of a type stays."""
+    inner = range(1, len(path) - 1)
+    tags = {i for i in inner if path[i] in _tags and isinstance(path[i - 1], int)}
+    return tuple(part for i, part in enumerate(path) if i not in tags)

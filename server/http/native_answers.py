@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from pilotfish.v1 import generation_pb2 as pb
+from server.http.calls import Answers, Messages
 
 Json = dict[str, Any]
 
@@ -17,17 +18,18 @@ FINISH_REASONS = {
 }
 
 
-async def answer(responses: Sequence[pb.GenerateResponse]) -> Json:
-    """Return the whole answer."""
-    (response,) = responses
-    (output,) = response.outputs
-    return {"generated_text": output.text} | _figures(output.finished)
+class NativeAnswers(Answers):
+    """Answers of `/generate`."""
 
+    async def answer(self, responses: Sequence[pb.GenerateResponse]) -> Json:
+        (response,) = responses
+        (output,) = response.outputs
+        return {"generated_text": output.text} | _figures(output.finished)
 
-async def events(messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIterator[list[Json]]:
-    """Yield the tokens of each round with their texts and whether each was an accepted draft; last, the figures."""
-    async for message in messages:
-        yield [_figures(message.finished) if message.HasField("finished") else _piece(message.delta)]
+    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
+        """Yield the tokens of each round with their texts and whether each was an accepted draft; last, the figures."""
+        async for message in messages:
+            yield [_figures(message.finished) if message.HasField("finished") else _piece(message.delta)]
 
 
 def _piece(delta: pb.TokenDelta) -> Json:

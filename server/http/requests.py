@@ -16,7 +16,6 @@ from typing import Any
 from engine.errors import InvalidRequest, Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.resume import parse_event_id
-from server.http.agents.fields import AgentBody
 from server.http.types import (
     ChatBody,
     ChatTurn,
@@ -64,6 +63,7 @@ def asked(body: GenerationFields) -> ParsedBody:
 def rest(kind: type[GenerationFields], found: Any, faulty: Iterable[str]) -> ParsedBody:
     """Convert a body, a JSON object, without its `faulty` fields; the message may have no input."""
     kept = {name: value for name, value in found.items() if name not in faulty}
+    assert kind.no_input is not None, "such a body has no rest"
     field, nothing = kind.no_input
     has_input = kept.get(field) is not None
     body = kind.model_validate(kept if has_input else kept | {field: nothing})
@@ -222,19 +222,6 @@ def _guided(body: GenerationFields) -> pb.GuidedDecoding | None:
         case "regex":
             return pb.GuidedDecoding(regex=source)
     return pb.GuidedDecoding(grammar=source)
-
-
-def without_conversation(body: AgentBody, max_tokens: int | None) -> pb.GenerateRequest:
-    """Convert the fields that are no part of the conversation.
-
-    Without a limit an answer may be as long as the context has room for; agents expect that of a limit that is larger,
-    too.
-    """
-    request = common(body, max_tokens)
-    request.stopping.fit_context = request.stopping.stop_in_answer = True
-    if body.temperature is None:
-        request.sampling.temperature = OPENAI_TEMPERATURE
-    return request
 
 
 _ROLES = {"developer": "system", "function": "tool"}  # newer and older names, which few templates know

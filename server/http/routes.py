@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -13,60 +13,66 @@ from starlette.requests import ClientDisconnect
 
 from engine.errors import InvalidRequest, PilotfishError
 from pilotfish.v1 import generation_pb2 as pb
+from server.admission.admission import Call
 from server.admission.resume import EventIds
-from server.http import native_answers
+from server.http.agents import AgentBody
 from server.http.bodies import WrongBody, read_body
-from server.http.calls import CallerGone, Calls, EventStream, Services, WholeAnswer, origin_of, unless_gone
+from server.http.calls import (
+    Answers,
+    CallerGone,
+    Calls,
+    EventStream,
+    Services,
+    WholeAnswer,
+    origin_of,
+    unless_gone,
+)
 from server.http.errors import INTERNAL, HttpError, error_at
+from server.http.native_answers import NativeAnswers
 from server.http.openai.chat import ChatAnswers, fitted
 from server.http.openai.text import TextAnswers
 from server.http.requests import ParsedBody, continued
 from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields
-from server.model import ServedModel
 
 BodyT = TypeVar("BodyT", bound=GenerationFields)
 
 
-class Answers(Protocol):
-    """Conversion of messages to JSON, as a whole answer and as a stream."""
-
-    async def answer(self, responses: list[pb.GenerateResponse], /) -> dict[str, Any]:
-        """Return the whole answer, made of a response for each prompt."""
-        ...
-
-    def events(self, messages: AsyncIterator[pb.GenerateStreamResponse], /) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield the events of each message of a stream."""
-        ...
-
-
-AnswersTo: TypeAlias = Callable[[BodyT, pb.GenerateRequest, ServedModel], Answers]
+AnswersTo: TypeAlias = Callable[[BodyT, pb.GenerateRequest, Call], Answers]  # to an admitted call
 
 
 def add_generation(app: FastAPI, services: Services) -> None:
     """Add the routes, and handlers that return errors in OpenAI's format."""
-    router, routes = APIRouter(), _Routes(services)
+    router, routes = APIRouter(), GeneratingRoutes(services)
 
     @router.post("/generate", response_model=None, openapi_extra=_schema(GenerateBody, "/generate"))
     async def generate(request: Request) -> Response:
         """Continue one prompt: return the text and its speed, or stream the tokens."""
-        return await routes.respond(GenerateBody, lambda *_: native_answers, request)
+        return await routes.respond(GenerateBody, lambda *_: NativeAnswers(), request)
 
     @router.post("/v1/completions", response_model=None, openapi_extra=_schema(CompletionBody, "/v1/completions"))
     async def completions(request: Request) -> Response:
         """Continue a prompt, in the format of OpenAI's completions."""
-        return await routes.respond(CompletionBody, TextAnswers.of, request)
+        return await routes.respond(CompletionBody, _texts, request)
 
     @router.post("/v1/chat/completions", response_model=None, openapi_extra=_schema(ChatBody, "/v1/chat/completions"))
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation, in the format of OpenAI's chat completions."""
-        return await routes.respond(ChatBody, ChatAnswers.of, request)
+        return await routes.respond(ChatBody, _turns, request)
 
     app.include_router(router)
     _add_errors(app)
 
 
-class _Routes:
-    """The common part of all routes."""
+def _texts(body: CompletionBody, _: pb.GenerateRequest, call: Call) -> Answers:
+    return TextAnswers.of(body, call.driver.model.named(body.model))
+
+
+def _turns(body: ChatBody, message: pb.GenerateRequest, call: Call) -> Answers:
+    return ChatAnswers.of(body, message, call.driver.model.named(body.model))
+
+
+class GeneratingRoutes:
+    """From the bytes of a body to one answer or a stream of events, in any format."""
 
     def __init__(self, services: Services) -> None:
         self._admission, self._driver, self._slow, self._stall_seconds = services
@@ -80,21 +86,22 @@ class _Routes:
                 return await self._respond(body, read, answers_to, request)
 
     async def _respond(self, body: BodyT, read: ParsedBody, answers_to: AnswersTo[BodyT], request: Request) -> Response:
-        model = self._driver().model
-        answers, origin = answers_to(body, read.message, model.named(body.model)), origin_of(request, body.timeout)
+        model, origin = self._driver().model, origin_of(request, body.timeout)
         after = request.headers.get("last-event-id")
-        if after is not None:
+        if after is not None and not isinstance(body, AgentBody):
             if not body.stream:
                 raise InvalidRequest.of("Last-Event-ID", "continues a stream; it needs stream: true")
             read = continued(read, after, model.engine.config.max_n)
-        if isinstance(body, ChatBody):
-            read = fitted(read, body, model, continues=after is not None)
+        read = fitted(read, body, model, continues=after is not None)
+
+        def begun(calls: Calls) -> Answers:
+            return answers_to(body, read.message, calls.calls[0])
+
         if not body.stream:
-            whole = WholeAnswer.of(self._admission, read, origin, lambda _, responses: answers.answer(responses))
-            return await unless_gone(whole, request.receive)
+            return await unless_gone(WholeAnswer.of(self._admission, read, origin, begun), request.receive)
         calls = await unless_gone(Calls.admit(self._admission, read, origin), request.receive)
         ids, stall_seconds = EventIds(read.resume), self._stall_seconds
-        return EventStream(calls, answers.events, origin, stall_seconds, ids, has_ids=body.event_ids)
+        return EventStream(calls, begun(calls), origin, stall_seconds, ids, has_ids=body.event_ids)
 
     async def _read(self, kind: type[BodyT], data: bytes, request: Request) -> tuple[BodyT, ParsedBody]:
         """Read the body. Raises the error that the request gets if fields of it are invalid."""

@@ -143,7 +143,8 @@ class Structure:
 class GenerationFields(Body):
     """Fields of every generating route, named as in the protocol, but without its groups."""
 
-    no_input: ClassVar[tuple[str, Any]] = ("prompt", "")  # the input field, and a placeholder for an invalid input
+    # The input field, and a placeholder for an invalid input; None: nothing more is said of a body with a wrong field.
+    no_input: ClassVar[tuple[str, Any] | None] = ("prompt", "")
 
     model: Text | None = None
     temperature: Real | None = None

@@ -6,8 +6,7 @@ import json
 
 from engine.errors import InvalidRequest
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.agents.fields import Json
-from server.http.agents.turns import SEPARATOR, Turns
+from server.http.agents import SEPARATOR, Json, Turns, without_conversation
 from server.http.messages.types import (
     ConversationBody,
     MessagesBody,
@@ -17,7 +16,7 @@ from server.http.messages.types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from server.http.requests import effort_arguments, without_conversation
+from server.http.requests import effort_arguments, messages_of
 
 _MODES = {
     "auto": pb.TOOL_CHOICE_MODE_AUTO,
@@ -26,15 +25,16 @@ _MODES = {
 }
 
 
-def messages_request(body: MessagesBody, *, can_reason: bool) -> pb.GenerateRequest:
-    """Convert a body; `can_reason`: the model marks its reasoning, so that a budget for it can be kept."""
+@messages_of.register
+def _(body: MessagesBody) -> list[pb.GenerateRequest]:
+    """Convert a body of `POST /v1/messages`. Of a model that marks no reasoning the budget is dropped later."""
     request = without_conversation(body, body.max_tokens)
     request.stopping.stop.extend(body.stop_sequences)
     request.messages.CopyFrom(conversation(body))
     thinking = body.thinking
-    if thinking is not None and thinking.budget_tokens is not None and thinking.type == "enabled" and can_reason:
+    if thinking is not None and thinking.budget_tokens is not None and thinking.type == "enabled":
         request.messages.thinking_budget = thinking.budget_tokens
-    return request
+    return [request]
 
 
 def conversation(body: ConversationBody) -> pb.ChatMessages:

@@ -12,26 +12,23 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.admission import convert
 from server.admission.admission import Call
 from server.admission.slow_work import release_turn
-from server.http.agents.answers import AgentAnswer
-from server.http.agents.routes import AgentRoutes, fields_of
+from server.http.bodies import fields_of
 from server.http.calls import Services, unless_gone
 from server.http.messages.answers import MessagesAnswer
-from server.http.messages.requests import conversation, messages_request
+from server.http.messages.requests import conversation
 from server.http.messages.types import ConversationBody, MessagesBody
 from server.http.requests import ParsedBody
-from server.model import ServedModel
+from server.http.routes import GeneratingRoutes
 
 
 def add_messages(app: FastAPI, services: Services) -> None:
     """Add the routes."""
-    router = APIRouter()
-    routes = AgentRoutes(MessagesBody, _converted, _answer, services)
-    counter = _Counter(services)
+    router, routes, counter = APIRouter(), GeneratingRoutes(services), _Counter(services)
 
     @router.post("/v1/messages", response_model=None)
     async def messages(request: Request) -> Response:
         """Continue a conversation, in the format of Anthropic's messages."""
-        return await routes.respond(request)
+        return await routes.respond(MessagesBody, _answer, request)
 
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(request: Request) -> Response:
@@ -73,10 +70,5 @@ def _read(data: bytes, content_type: str) -> ParsedBody:
     return ParsedBody(message, called=body.called)
 
 
-def _converted(body: MessagesBody, model: ServedModel) -> pb.GenerateRequest:
-    return messages_request(body, can_reason=model.format.reasoning is not None)
-
-
-def _answer(_: MessagesBody, call: Call) -> AgentAnswer:
-    request = call.wanted.request
-    return MessagesAnswer(call.wanted.request_id, call.wanted.model, len(request.token_ids))
+def _answer(_: MessagesBody, message: pb.GenerateRequest, call: Call) -> MessagesAnswer:
+    return MessagesAnswer(call, message.messages)

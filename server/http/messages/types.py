@@ -13,26 +13,39 @@ from pydantic import Field, model_validator
 
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
-from server.http.agents.fields import MAX_PARTS, PARTS, TEXT, TEXT_OR_PARTS, AgentBody, Ignored, of_types
-from server.http.fields import Body, Flag, Schema, Text, Texts, UInt32, at_most
+from server.http.agents import AgentBody
+from server.http.fields import (
+    MAX_PARTS,
+    PARTS,
+    TEXT,
+    TEXT_OR_PARTS,
+    Body,
+    Flag,
+    Schema,
+    Text,
+    Texts,
+    UInt32,
+    at_most,
+    of_types,
+)
 from server.http.types import Structure
 
 
 class Block(Body):
     """Base of the blocks of a message."""
 
-    cache_control: Ignored = None  # no effect: every prompt is cached
+    ignored = frozenset({"cache_control"})  # every prompt is cached
 
 
 class TextBlock(Block):
     """A text."""
 
+    ignored = Block.ignored | frozenset({"citations"})
     type: Literal["text"]
     text: Text
-    citations: Ignored = None  # no effect
 
 
-TextBlockList = Annotated[list[Annotated[TextBlock, of_types([TextBlock])]], Field(fail_fast=True), at_most(MAX_PARTS)]
+TextBlockList = Annotated[list[Annotated[TextBlock, of_types(TextBlock)]], Field(fail_fast=True), at_most(MAX_PARTS)]
 
 TextBlocks = Annotated[Annotated[Text, TEXT] | Annotated[TextBlockList, PARTS], TEXT_OR_PARTS]
 
@@ -40,11 +53,11 @@ TextBlocks = Annotated[Annotated[Text, TEXT] | Annotated[TextBlockList, PARTS], 
 class ToolUseBlock(Block):
     """A call of a function."""
 
+    ignored = Block.ignored | frozenset({"caller"})
     type: Literal["tool_use"]
     id: Text
     name: Text
     input: Schema
-    caller: Ignored = None  # no effect
 
 
 class ToolResultBlock(Block):
@@ -59,24 +72,23 @@ class ToolResultBlock(Block):
 class ThinkingBlock(Body):
     """Reasoning of the model."""
 
+    ignored = frozenset({"signature"})
     type: Literal["thinking"]
     thinking: Text
-    signature: Ignored = None  # no effect
 
 
 class RedactedThinkingBlock(Body):
     """Reasoning that another server has sealed. It has no effect."""
 
+    ignored = frozenset({"data"})
     type: Literal["redacted_thinking"]
-    data: Ignored = None
 
 
-_BLOCKS = (TextBlock, ToolUseBlock, ToolResultBlock, ThinkingBlock, RedactedThinkingBlock)
 AnyBlock = Annotated[
     Annotated[
         TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
     ],
-    of_types(_BLOCKS),
+    of_types(TextBlock, ToolUseBlock, ToolResultBlock, ThinkingBlock, RedactedThinkingBlock),
 ]
 
 
@@ -105,12 +117,12 @@ class MessageTurn(Body):
 class ClientTool(Block):
     """A function that the model may call."""
 
+    ignored = Block.ignored | frozenset({"eager_input_streaming"})  # see `docs/api.md` for when arguments are sent
     type: Literal["custom"]
     name: Text
     description: Text = ""
     input_schema: Schema
     strict: Flag = False
-    eager_input_streaming: Ignored = None  # no effect: see `docs/api.md` for when arguments are sent
 
 
 class AnyToolChoice(Body):
@@ -130,9 +142,9 @@ class AnyToolChoice(Body):
 class ThinkingFields(Body):
     """How to reason."""
 
+    ignored = frozenset({"display"})  # the reasoning itself is sent
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: UInt32 | None = None
-    display: Ignored = None  # no effect: the reasoning itself is sent
 
 
 class OutputFormat(Body):
@@ -160,18 +172,17 @@ _NAMES = {
 class ConversationBody(AgentBody):
     """Body of `POST /v1/messages/count_tokens`."""
 
+    ignored = frozenset({"cache_control", "context_management"})  # the whole conversation is read
     messages: Annotated[list[MessageTurn], Field(fail_fast=True), at_most(MAX_MESSAGES)]
     system: TextBlocks = ""
     tools: Annotated[
-        list[Annotated[ClientTool, of_types([ClientTool], lambda _: "custom")]],
+        list[Annotated[ClientTool, of_types(ClientTool, default=lambda _: "custom")]],
         Field(fail_fast=True),
         at_most(MAX_TOOLS),
     ] = []  # noqa: RUF012  # pydantic copies it
     tool_choice: AnyToolChoice = AnyToolChoice(type="auto")
     thinking: ThinkingFields | None = None
     output_config: OutputFields = OutputFields()
-    cache_control: Ignored = None  # no effect: every prompt is cached
-    context_management: Ignored = None  # no effect: the whole conversation is read
 
     def structures(self) -> Iterator[Structure]:
         """Yield the structures of all routes, and the one of `output_config`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.answers import MAX_AT_ONCE
+from server.http.calls import Answers, Messages
 from server.http.long_json import MIN_PIECE, LongList, list_of
 from server.http.types import OpenAiBody
 from server.model import ServedModel
@@ -82,7 +83,6 @@ def metrics_of(finished: pb.Finished) -> Json:
 
 
 ReadT = TypeVar("ReadT")  # what is read of an output before its choice is made
-Messages = AsyncIterator[pb.GenerateStreamResponse]
 
 IMPOSSIBLE = -9999.0  # for minus infinity, which a model's own mask may give and JSON does not have
 MAX_NAMES = 4096  # of tokens, kept for an answer
@@ -163,7 +163,7 @@ class _UsageSoFar:
         return usage_so_far(self._prompt_tokens, counted(self._completion_tokens))
 
 
-class AnswerFormat(ABC, Generic[ReadT]):
+class AnswerFormat(Answers, Generic[ReadT]):
     """Base of completions and chat completions. One instance per call.
 
     Outputs are numbered through all prompts: those of a prompt follow each other.

@@ -10,6 +10,7 @@ from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import callable_tools
 from server.formats.base import CallStart, Content, Piece, Reasoning
+from server.http.agents import AgentBody
 from server.http.long_json import LongList
 from server.http.openai.answers import (
     IMPOSSIBLE,
@@ -21,7 +22,7 @@ from server.http.openai.answers import (
 )
 from server.http.pieces import CallReader, ReadOutput, call_id
 from server.http.requests import ParsedBody
-from server.http.types import ChatBody
+from server.http.types import ChatBody, GenerationFields
 from server.model import ServedModel
 
 PLAIN = AnswerOptions()
@@ -150,11 +151,18 @@ def is_parsed(message: pb.GenerateRequest, model: ServedModel) -> bool:
     return bool(callable_tools(message.messages)) or model.format.reasoning is not None
 
 
-def fitted(read: ParsedBody, body: ChatBody, model: ServedModel, *, continues: bool) -> ParsedBody:
-    """Adapt a request to the way in which the text is read. `continues`: it continues a stream.
+def fitted(read: ParsedBody, body: GenerationFields, model: ServedModel, *, continues: bool) -> ParsedBody:
+    """Adapt a conversation to the way in which its text is read. `continues`: it continues a stream.
 
     What is read of a text depends on all of it from its beginning, and a continued stream has only its end.
     """
+    if isinstance(body, AgentBody):
+        if model.format.reasoning is None:
+            read.message.messages.ClearField("thinking_budget")
+        wrong = [Violation("Last-Event-ID", "is set; a stream of this route cannot be continued")] * continues
+        return replace(read, wrong=(*read.wrong, *wrong))
+    if not isinstance(body, ChatBody):
+        return read
     if is_parsed(read.message, model):
         problem = "is not served where reasoning or calls are read from the text: such a stream cannot be continued"
         fields = ["Last-Event-ID"] * continues + ["event_ids"] * body.event_ids

@@ -10,12 +10,12 @@ from typing import Any
 
 from engine.text.codec import Codec, OutputText
 from pilotfish.v1 import generation_pb2 as pb
+from server.http.calls import Messages
 from server.http.openai.answers import (
     IMPOSSIBLE,
     AnswerFormat,
     AnswerOptions,
     Json,
-    Messages,
     per_token,
     silent_tokens,
     usage_so_far,
@@ -73,7 +73,7 @@ class TextAnswers(AnswerFormat[Echo]):
         self._echoes: dict[int, Echo] = {}  # by prompt
 
     @classmethod
-    def of(cls, body: CompletionBody, _: pb.GenerateRequest, model: ServedModel) -> TextAnswers:
+    def of(cls, body: CompletionBody, model: ServedModel) -> TextAnswers:
         """Return the format of the answers to a body."""
         echoing = Echoing(body.prompts, body.logprobs is not None, body.is_only_scored) if body.echo else None
         silent = silent_tokens(model, skips_special=body.skip_special_tokens is not False, ignores_end=body.ignore_eos)

@@ -3,256 +3,108 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
+from server.admission.admission import Call
 from server.formats.json_text import is_object
-from server.http.agents.answers import AgentAnswer
-from server.http.agents.fields import Json
+from server.http.agents import AgentAnswer, AnswerPart, Json
+from server.http.calls import Messages
 from server.http.errors import HttpError
-from server.http.pieces import call_id
-from server.http.responses.requests import OfferedFunction, custom_input, sealed
+from server.http.responses.requests import custom_input, functions, sealed
+from server.http.responses.types import ResponsesBody
 
 _ERROR_CODES = {429: "rate_limit_exceeded"}  # by status; all others: "server_error"
-
-
-class OutputItem(ABC):
-    """Base of the items. Its events are without the fields that name it, which the answer adds.
-
-    Args:
-        item_id: the id of the item.
-    """
-
-    prefix: ClassVar[str]  # of ids
-
-    def __init__(self, item_id: str) -> None:
-        self.id = item_id
-        self._texts: list[str] = []
-        self._status = "in_progress"
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self._texts)
-
-    def close(self, status: str) -> None:
-        """End the item."""
-        self._status = status
-
-    @abstractmethod
-    def item(self) -> Json:
-        """Return the item as it is now."""
-
-    @abstractmethod
-    def opening(self) -> list[Json]:
-        """Return the events after the one that adds the item."""
-
-    def add(self, text: str) -> list[Json]:
-        """Add text; return its events."""
-        self._texts.append(text)
-        return [self._delta(text)]
-
-    @abstractmethod
-    def _delta(self, text: str) -> Json: ...
-
-    @abstractmethod
-    def closing(self) -> list[Json]:
-        """Return the events before the one that ends the item."""
-
-
-class TextOutput(OutputItem):
-    """Base of items with one part, which is a text."""
-
-    event: ClassVar[str]  # what the names of its events begin with
-    more: ClassVar[Json]  # fields of its events, besides
-
-    def opening(self) -> list[Json]:
-        part = self._part() | {"text": ""}
-        return [{"type": "response.content_part.added", "content_index": 0, "part": part}]
-
-    def closing(self) -> list[Json]:
-        return [
-            {"type": f"{self.event}.done", "content_index": 0, "text": self.text, **self.more},
-            {"type": "response.content_part.done", "content_index": 0, "part": self._part()},
-        ]
-
-    def _delta(self, text: str) -> Json:
-        return {"type": f"{self.event}.delta", "content_index": 0, "delta": text, **self.more}
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the item has ended."""
-        return self._status != "in_progress"
-
-    @abstractmethod
-    def _part(self) -> Json: ...
-
-
-class MessageOutput(TextOutput):
-    """A message of the assistant."""
-
-    prefix, event = "msg", "response.output_text"
-    more: ClassVar[Json] = {"logprobs": []}
-
-    def item(self) -> Json:
-        content = [self._part()] if self.is_over else []
-        return {"id": self.id, "type": "message", "status": self._status, "role": "assistant", "content": content}
-
-    def _part(self) -> Json:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
-
-
-class ReasoningOutput(TextOutput):
-    """Reasoning. With `is_sealed` also in the form in which callers send it back that do not show it."""
-
-    prefix, event = "rs", "response.reasoning_text"
-    more: ClassVar[Json] = {}
-
-    def __init__(self, item_id: str, *, is_sealed: bool) -> None:
-        super().__init__(item_id)
-        self._is_sealed = is_sealed
-
-    def item(self) -> Json:
-        return {
-            "id": self.id,
-            "type": "reasoning",
-            "status": self._status,
-            "summary": [],
-            "content": [self._part()] if self.is_over else [],
-            "encrypted_content": sealed(self.text) if self._is_sealed and self.is_over else None,
-        }
-
-    def _part(self) -> Json:
-        return {"type": "reasoning_text", "text": self.text}
-
-
-class CallOutput(OutputItem):
-    """A call of a function, with the JSON text of its arguments."""
-
-    prefix = "fc"
-
-    def __init__(self, item_id: str, call_id: str, function: OfferedFunction) -> None:
-        super().__init__(item_id)
-        self._call_id, self._function = call_id, function
-
-    def close(self, status: str) -> None:
-        """End the item. It is complete if its arguments are, whatever ended the answer."""
-        super().close("completed" if is_object(self.text) else status)
-
-    def item(self) -> Json:
-        return self._named("function_call") | {"arguments": self.text}
-
-    def opening(self) -> list[Json]:
-        return []
-
-    def closing(self) -> list[Json]:
-        done = {"type": "response.function_call_arguments.done", "name": self._function.name, "arguments": self.text}
-        return [done]
-
-    def _delta(self, text: str) -> Json:
-        return {"type": "response.function_call_arguments.delta", "delta": text}
-
-    def _named(self, kind: str) -> Json:
-        item = {
-            "id": self.id,
-            "type": kind,
-            "status": self._status,
-            "call_id": self._call_id,
-            "name": self._function.name,
-        }
-        return item if self._function.namespace is None else item | {"namespace": self._function.namespace}
-
-
-class CustomCallOutput(CallOutput):
-    """A call of a custom tool. Its text is known when the JSON around it is complete, so it comes in one piece."""
-
-    prefix = "ctc"
-
-    def item(self) -> Json:
-        return self._named("custom_tool_call") | {"input": custom_input(self.text) if self._texts else ""}
-
-    def add(self, text: str) -> list[Json]:
-        self._texts.append(text)
-        return []
-
-    def closing(self) -> list[Json]:
-        text = custom_input(self.text)
-        return [
-            {"type": "response.custom_tool_call_input.delta", "delta": text},
-            {"type": "response.custom_tool_call_input.done", "input": text},
-        ]
+_EVENTS = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
+_LOGPROBS: dict[str, Json] = {"text": {"logprobs": []}, "reasoning": {}}
 
 
 class ResponsesAnswer(AgentAnswer):
-    """An answer.
+    """An answer to an admitted body with the conversation `asked`."""
 
-    Args:
-        request_id: what ids of the answer and its items are made of.
-        model: the name of the model.
-        functions: what the model was told of, by the names that it was told.
-        echo: fields of the request that the answer repeats.
-        is_sealed: send reasoning also in the form in which it is sent back.
-    """
-
-    def __init__(
-        self, request_id: str, model: str, functions: dict[str, OfferedFunction], echo: Json, *, is_sealed: bool
-    ) -> None:
-        self._request_id, self._functions, self._is_sealed = request_id, functions, is_sealed
+    def __init__(self, body: ResponsesBody, call: Call, asked: pb.ChatMessages) -> None:
+        super().__init__(call, asked)
+        self._functions = functions(body)  # by the names that the model was told
+        self._is_sealed = "reasoning.encrypted_content" in body.include
         self._fields: Json = {
-            "id": f"resp_{request_id}",
+            "id": f"resp_{self._request_id}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": model,
+            "model": self._model,
             "error": None,
             "incomplete_details": None,
-            **echo,
+            **body.echo(),
+            "status": "in_progress",
+            "usage": None,
         }
-        self._status = "in_progress"
-        self._usage: Json | None = None
-        self._items: list[OutputItem] = []
-        self._is_open = False  # the newest item
+        self._statuses: list[str] = []  # of the items that have ended
         self._num_events = 0
 
-    def begin(self) -> list[Json]:
-        return self._numbered([self._event("response.created"), self._event("response.in_progress")])
+    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
+        """Yield the events of each message of a stream, numbered."""
+        async for events in super().events(messages):
+            yield self._numbered(events)
 
-    def add(self, piece: Piece) -> list[Json]:
-        match piece:
-            case Reasoning(text):
-                item_id = self._next_id(ReasoningOutput.prefix)
-                begun = self._into(ReasoningOutput(item_id, is_sealed=self._is_sealed))
-                return self._numbered([*begun, *self._added(text)])
-            case Content(text):
-                begun = self._into(MessageOutput(self._next_id(MessageOutput.prefix)))
-                return self._numbered([*begun, *self._added(text)])
-            case CallStart(index, name):
-                return self._numbered(self._begin_call(index, self._functions[name]))
-            case CallArguments(text=text):
-                return self._numbered(self._added(text))
+    def _begin(self) -> list[Json]:
+        return [self._event("response.created"), self._event("response.in_progress")]
 
-    def end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]:
+    def _opened(self, part: AnswerPart) -> list[Json]:
+        number = len(self._parts) - 1
+        added = {"type": "response.output_item.added", "output_index": number, "item": self._item(number, part)}
+        if part.kind == "call":
+            return [added]
+        opening = {"type": "response.content_part.added", "content_index": 0, "part": _content(part)}
+        return [added, *self._placed(opening)]
+
+    def _grown(self, part: AnswerPart, text: str) -> list[Json]:
+        if part.kind != "call":
+            delta = {"type": f"{_EVENTS[part.kind]}.delta", "content_index": 0, "delta": text, **_LOGPROBS[part.kind]}
+            return self._placed(delta)
+        if self._functions[part.name].is_custom:  # its text is known when the JSON around it is complete
+            return []
+        return self._placed({"type": "response.function_call_arguments.delta", "delta": text})
+
+    def _closed(self, part: AnswerPart, status: str) -> list[Json]:
+        """End an item. A call is complete if its arguments are, whatever ended the answer."""
+        self._statuses.append("completed" if part.kind == "call" and is_object(part.text) else status)
+        number, text = len(self._parts) - 1, part.text
+        if part.kind != "call":
+            name, more = _EVENTS[part.kind], _LOGPROBS[part.kind]
+            closing = [
+                {"type": f"{name}.done", "content_index": 0, "text": text, **more},
+                {"type": "response.content_part.done", "content_index": 0, "part": _content(part)},
+            ]
+        elif self._functions[part.name].is_custom:
+            closing = [
+                {"type": "response.custom_tool_call_input.delta", "delta": custom_input(text)},
+                {"type": "response.custom_tool_call_input.done", "input": custom_input(text)},
+            ]
+        else:
+            name = self._functions[part.name].name
+            closing = [{"type": "response.function_call_arguments.done", "name": name, "arguments": text}]
+        done = {"type": "response.output_item.done", "output_index": number, "item": self._item(number, part)}
+        return [*self._placed(*closing), done]
+
+    def _end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]:
         is_cut = finished.finish_reason == pb.FINISH_REASON_LENGTH
-        self._status = "incomplete" if is_cut else "completed"
-        events = self._close(self._status)
+        status = "incomplete" if is_cut else "completed"
+        events = self._close(status)
         if is_cut:
             self._fields["incomplete_details"] = {"reason": "max_output_tokens"}
-        self._usage = _usage(finished.usage, reasoning_tokens)
-        return self._numbered([*events, self._event(f"response.{self._status}")])
+        self._fields |= {"status": status, "usage": _usage(finished.usage, reasoning_tokens)}
+        return [*events, self._event(f"response.{status}")]
 
-    def fail(self, error: HttpError) -> list[Json]:
-        self._status = "failed"
+    def _fail(self, error: HttpError) -> list[Json]:
         code = _ERROR_CODES.get(error.status, "server_error")
-        self._fields["error"] = {"code": code, "message": error.message}
+        self._fields |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return self._numbered([*self._close("incomplete"), self._event("response.failed")])
 
-    def whole(self) -> Json:
-        output = [item.item() for item in self._items]
-        return self._fields | {"status": self._status, "output": output, "usage": self._usage}
+    def _whole(self) -> Json:
+        return self._fields | {"output": [self._item(i, part) for i, part in enumerate(self._parts)]}
 
     def _event(self, name: str) -> Json:
-        return {"type": name, "response": self.whole()}
+        return {"type": name, "response": self._whole()}
 
     def _numbered(self, events: list[Json]) -> list[Json]:
         for event in events:
@@ -260,42 +112,40 @@ class ResponsesAnswer(AgentAnswer):
             self._num_events += 1
         return events
 
-    def _into(self, item: OutputItem) -> list[Json]:
-        """Begin an item, unless the newest is of its kind."""
-        return [] if self._is_open and type(self._items[-1]) is type(item) else self._begin(item)
-
-    def _begin_call(self, index: int, function: OfferedFunction) -> list[Json]:
-        kind = CustomCallOutput if function.is_custom else CallOutput
-        return self._begin(kind(self._next_id(kind.prefix), call_id(self._request_id, 0, index), function))
-
-    def _next_id(self, prefix: str) -> str:
-        return f"{prefix}_{self._request_id}_{len(self._items)}"
-
-    def _begin(self, item: OutputItem) -> list[Json]:
-        """End the newest item, and begin this one."""
-        events = self._close("completed")
-        self._items.append(item)
-        self._is_open = True
-        added = {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": item.item()}
-        return [*events, added, *self._placed(item.opening())]
-
-    def _added(self, text: str) -> list[Json]:
-        return self._placed(self._items[-1].add(text))
-
-    def _close(self, status: str) -> list[Json]:
-        """End the newest item, if it has not ended."""
-        if not self._is_open:
-            return []
-        self._is_open = False
-        newest = self._items[-1]
-        newest.close(status)
-        done = {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": newest.item()}
-        return [*self._placed(newest.closing()), done]
-
-    def _placed(self, events: list[Json]) -> list[Json]:
+    def _placed(self, *events: Json) -> list[Json]:
         """Add the fields that name the newest item."""
-        number = len(self._items) - 1
-        return [event | {"item_id": self._items[-1].id, "output_index": number} for event in events]
+        number = len(self._parts) - 1
+        return [event | {"item_id": self._id(number, self._parts[-1]), "output_index": number} for event in events]
+
+    def _id(self, number: int, part: AnswerPart) -> str:
+        prefix = {"text": "msg", "reasoning": "rs"}.get(part.kind)
+        if prefix is None:
+            prefix = "ctc" if self._functions[part.name].is_custom else "fc"
+        return f"{prefix}_{self._request_id}_{number}"
+
+    def _item(self, number: int, part: AnswerPart) -> Json:
+        """Return an item as it is now. Reasoning may be there in the form in which callers send it back, too."""
+        status = self._statuses[number] if number < len(self._statuses) else "in_progress"
+        item: Callable[..., Json] = partial(dict, id=self._id(number, part), status=status)
+        content = [] if part.is_open else [_content(part)]
+        if part.kind == "text":
+            return item(type="message", role="assistant", content=content)
+        if part.kind == "reasoning":
+            hidden = sealed(part.text) if self._is_sealed and not part.is_open else None
+            return item(type="reasoning", summary=[], content=content, encrypted_content=hidden)
+        function = self._functions[part.name]
+        named = {"call_id": part.call_id, "name": function.name}
+        if function.namespace is not None:
+            named["namespace"] = function.namespace
+        if function.is_custom:
+            return item(type="custom_tool_call", **named, input=custom_input(part.text) if part.texts else "")
+        return item(type="function_call", **named, arguments=part.text)
+
+
+def _content(part: AnswerPart) -> Json:
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
 
 
 def _usage(usage: pb.Usage, reasoning_tokens: int) -> Json:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from engine.errors import InvalidRequest
 from pilotfish.v1 import generation_pb2 as pb
 from server.formats.json_text import object_in
-from server.http.agents.fields import Json
-from server.http.agents.turns import SEPARATOR, Turns
-from server.http.requests import effort_arguments, without_conversation
+from server.http.agents import SEPARATOR, Json, Turns, without_conversation
+from server.http.requests import effort_arguments, messages_of
 from server.http.responses.types import (
     CallOutputItem,
     Content,
@@ -47,8 +46,9 @@ class OfferedFunction:
     declared: pb.Tool
 
 
-def responses_request(body: ResponsesBody) -> pb.GenerateRequest:
-    """Convert a body."""
+@messages_of.register
+def _(body: ResponsesBody) -> list[pb.GenerateRequest]:
+    """Convert a body of `POST /v1/responses`."""
     request = without_conversation(body, body.max_output_tokens)
     asked = request.messages
     turns = Turns()
@@ -71,7 +71,7 @@ def responses_request(body: ResponsesBody) -> pb.GenerateRequest:
         arguments["verbosity"] = body.text.verbosity
     if arguments:
         asked.template_arguments = json.dumps(arguments)
-    return request
+    return [request]
 
 
 def functions(body: ResponsesBody) -> dict[str, OfferedFunction]:

@@ -7,24 +7,22 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from engine.errors import shown
+from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Call
-from server.http.agents.answers import AgentAnswer
-from server.http.agents.routes import AgentRoutes
 from server.http.calls import Services
 from server.http.responses.answers import ResponsesAnswer
-from server.http.responses.requests import functions, responses_request
 from server.http.responses.types import ResponsesBody
+from server.http.routes import GeneratingRoutes
 
 
 def add_responses(app: FastAPI, services: Services) -> None:
     """Add the routes."""
-    router = APIRouter()
-    routes = AgentRoutes(ResponsesBody, lambda body, _: responses_request(body), _answer, services)
+    router, routes = APIRouter(), GeneratingRoutes(services)
 
     @router.post("/v1/responses", response_model=None)
     async def responses(request: Request) -> Response:
         """Continue a conversation, in the format of OpenAI's responses."""
-        return await routes.respond(request)
+        return await routes.respond(ResponsesBody, _answer, request)
 
     @router.api_route("/v1/responses/{response_id}", methods=["GET", "DELETE"], include_in_schema=False)
     async def stored(response_id: str) -> Response:
@@ -34,11 +32,5 @@ def add_responses(app: FastAPI, services: Services) -> None:
     app.include_router(router)
 
 
-def _answer(body: ResponsesBody, call: Call) -> AgentAnswer:
-    return ResponsesAnswer(
-        call.wanted.request_id,
-        call.wanted.model,
-        functions(body),
-        body.echo(),
-        is_sealed="reasoning.encrypted_content" in body.include,
-    )
+def _answer(body: ResponsesBody, message: pb.GenerateRequest, call: Call) -> ResponsesAnswer:
+    return ResponsesAnswer(body, call, message.messages)

@@ -13,40 +13,51 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
-from server.http.agents.fields import MAX_PARTS, PARTS, TEXT, TEXT_OR_PARTS, AgentBody, Ignored, Json, of_types
-from server.http.fields import Body, Flag, Schema, Text, UInt32, at_most, not_served
+from server.http.agents import AgentBody, Json
+from server.http.fields import (
+    MAX_PARTS,
+    PARTS,
+    TEXT,
+    TEXT_OR_PARTS,
+    Body,
+    Flag,
+    Schema,
+    Text,
+    UInt32,
+    at_most,
+    not_served,
+    of_types,
+)
 from server.http.types import ANY_OBJECT, Structure
 
 
 class ItemPart(Body):
     """A text in the content of a message, or in the output of a call."""
 
+    ignored = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})  # every prompt is cached
     type: Literal["input_text", "output_text", "text"]
     text: Text
-    annotations: Ignored = None  # no effect
-    logprobs: Ignored = None  # no effect
-    prompt_cache_breakpoint: Ignored = None  # no effect: every prompt is cached
 
 
-PartList = Annotated[list[Annotated[ItemPart, of_types([ItemPart])]], Field(fail_fast=True), at_most(MAX_PARTS)]
+PartList = Annotated[list[Annotated[ItemPart, of_types(ItemPart)]], Field(fail_fast=True), at_most(MAX_PARTS)]
 Content = Annotated[Annotated[Text, TEXT] | Annotated[PartList, PARTS], TEXT_OR_PARTS]
 
 
 class Item(Body):
     """Base of the items of a conversation."""
 
-    id: Ignored = None  # no effect: nothing is stored, so nothing can be referred to
-    status: Ignored = None  # no effect
-    internal_chat_message_metadata_passthrough: Ignored = None  # no effect
+    ignored = frozenset(
+        {"id", "status", "internal_chat_message_metadata_passthrough"}
+    )  # nothing is stored, so nothing can be referred to
 
 
 class MessageItem(Item):
     """A message."""
 
+    ignored = Item.ignored | frozenset({"phase"})
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    phase: Ignored = None  # no effect
 
 
 class SummaryPart(Body):
@@ -75,41 +86,46 @@ class ReasoningItem(Item):
 class FunctionCallItem(Item):
     """A call of a function."""
 
+    ignored = Item.ignored | frozenset({"caller"})
     type: Literal["function_call"]
     call_id: Text
     name: Text
     namespace: Text | None = None
     arguments: Text
-    caller: Ignored = None  # no effect
 
 
 class CustomCallItem(Item):
     """A call of a custom tool."""
 
+    ignored = Item.ignored | frozenset({"caller"})
     type: Literal["custom_tool_call"]
     call_id: Text
     name: Text
     namespace: Text | None = None
     input: Text
-    caller: Ignored = None  # no effect
 
 
 class CallOutputItem(Item):
     """The result of a call."""
 
+    ignored = Item.ignored | frozenset({"name", "caller"})  # the call has the name
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
-    name: Text | None = None  # no effect: the call has it
     output: Content
-    caller: Ignored = None  # no effect
 
 
-_ITEMS = (MessageItem, ReasoningItem, FunctionCallItem, CustomCallItem, CallOutputItem)
 InputItem = Annotated[
     Annotated[
         MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | CallOutputItem, Field(discriminator="type")
     ],
-    of_types(_ITEMS, lambda item: "message" if "role" in item else None),
+    of_types(
+        MessageItem,
+        ReasoningItem,
+        FunctionCallItem,
+        CustomCallItem,
+        CallOutputItem,
+        default=lambda item: "message" if "role" in item else None,
+    ),
 ]
 
 ItemList = Annotated[list[InputItem], Field(fail_fast=True), at_most(MAX_MESSAGES)]
@@ -151,7 +167,7 @@ class NamespaceTool(Body):
     tools: Annotated[
         list[
             Annotated[
-                Annotated[FunctionTool | CustomTool, Field(discriminator="type")], of_types((FunctionTool, CustomTool))
+                Annotated[FunctionTool | CustomTool, Field(discriminator="type")], of_types(FunctionTool, CustomTool)
             ]
         ],
         Field(fail_fast=True),
@@ -165,17 +181,15 @@ class SearchTool(Body):
     Codex offers one in every request. What it may contain is therefore of no interest.
     """
 
+    ignored = frozenset(
+        ["external_web_access", "filters", "user_location", "search_context_size", "search_content_types"]
+    )
     type: Literal["web_search"]
-    external_web_access: Ignored = None
-    filters: Ignored = None
-    user_location: Ignored = None
-    search_context_size: Ignored = None
-    search_content_types: Ignored = None
 
 
-_TOOLS = (FunctionTool, CustomTool, NamespaceTool, SearchTool)
 OfferedTool = Annotated[
-    Annotated[FunctionTool | CustomTool | NamespaceTool | SearchTool, Field(discriminator="type")], of_types(_TOOLS)
+    Annotated[FunctionTool | CustomTool | NamespaceTool | SearchTool, Field(discriminator="type")],
+    of_types(FunctionTool, CustomTool, NamespaceTool, SearchTool),
 ]
 
 
@@ -206,17 +220,17 @@ class TextFormat(Body):
 class TextFields(Body):
     """What the text has to be like."""
 
-    format: Annotated[TextFormat, of_types([TextFormat])] | None = None
+    format: Annotated[TextFormat, of_types(TextFormat)] | None = None
     verbosity: Text | None = None
 
 
 class ReasoningFields(Body):
     """How to reason."""
 
+    ignored = frozenset({"context"})  # the template decides which reasoning of earlier turns it has
     effort: Text | None = None
     summary: Text | None = None  # no effect: the reasoning itself is sent
     generate_summary: Text | None = None  # the older name of `summary`
-    context: Ignored = None  # no effect: the template decides which reasoning of earlier turns it has
 
 
 _STORED = not_served("this server stores nothing, so send the whole conversation as input")
@@ -238,11 +252,14 @@ _NAMES = {"messages|prompt": "input", "max_tokens": "max_output_tokens", r"tool_
 class ResponsesBody(AgentBody):
     """Body of `POST /v1/responses`."""
 
+    ignored = frozenset(
+        {"max_tool_calls", "prompt_cache_options", "client_metadata", "stream_options"}
+    )  # no tools of the server to be limited, and no obfuscation
     input: Annotated[Annotated[Text, TEXT] | Annotated[ItemList, PARTS], TEXT_OR_PARTS]
     instructions: Text | None = None
     max_output_tokens: UInt32 | None = None
     tools: Annotated[list[OfferedTool], Field(fail_fast=True), at_most(MAX_TOOLS)] = []  # noqa: RUF012
-    tool_choice: Literal["none", "auto", "required"] | Annotated[ToolName, of_types([ToolName])] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | Annotated[ToolName, of_types(ToolName)] = "auto"
     parallel_tool_calls: Flag = True
     text: TextFields = TextFields()
     reasoning: ReasoningFields = ReasoningFields()
@@ -253,10 +270,6 @@ class ResponsesBody(AgentBody):
     prompt: Annotated[None, _STORED] = None
     background: Annotated[None, BeforeValidator(_not_in_background)] = None
     top_logprobs: Annotated[None, BeforeValidator(_no_top_logprobs)] = None
-    max_tool_calls: Ignored = None  # no effect: it limits calls of tools of the server, which has none
-    prompt_cache_options: Ignored = None  # no effect
-    client_metadata: Ignored = None  # no effect
-    stream_options: Ignored = None  # no effect: it is about obfuscation
 
     def structures(self) -> Iterator[Structure]:
         """Yield the structures of all routes, and the one of `text`."""

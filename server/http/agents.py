@@ -1,0 +1,236 @@
+"""What the protocols of agents share: their bodies, conversations as chat templates expect them, and answers in parts.
+
+Agents say more kinds of things in more places than a template has roles. So instructions before the model's first turn
+are one system message, at the beginning, whatever stands before them; later ones are part of a user's turn, between
+marks. Neighbouring turns of the user are one, because many templates want user and assistant to alternate.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from engine.errors import InvalidRequest, Violation, shown
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.admission import Call
+from server.errors import Aborted, DeadlinePassed
+from server.formats.base import CallStart, Content, Piece, Reasoning
+from server.http.calls import Answers, Messages
+from server.http.errors import HttpError
+from server.http.pieces import CallReader, call_id
+from server.http.requests import OPENAI_TEMPERATURE, common
+from server.http.types import GenerationFields
+
+Json = dict[str, Any]
+ENDED = frozenset({pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH})  # by itself, as these protocols have it
+SEPARATOR = "\n\n"  # between texts that become one
+_REMINDER = "<system-reminder>\n{text}\n</system-reminder>"
+
+
+class AgentBody(GenerationFields):
+    """A body of these routes: fields of the protocol in question, and those of `GenerationFields`."""
+
+    no_input = None
+
+    def conflicts(self) -> Iterator[Violation]:
+        """Yield a violation for fields that are valid by themselves but exclude each other, or are not served here."""
+        yield from super().conflicts()
+        if self.event_ids:
+            yield Violation("event_ids", "is True; a stream of this route cannot be continued")
+
+
+def without_conversation(body: AgentBody, max_tokens: int | None) -> pb.GenerateRequest:
+    """Convert the fields that are no part of the conversation.
+
+    Without a limit an answer may be as long as the context has room for; agents expect that of a limit that is larger,
+    too.
+    """
+    request = common(body, max_tokens)
+    request.stopping.fit_context = request.stopping.stop_in_answer = True
+    if body.temperature is None:
+        request.sampling.temperature = OPENAI_TEMPERATURE
+    return request
+
+
+class Turns:
+    """Builds the messages of a conversation, in the order in which its parts are given."""
+
+    def __init__(self) -> None:
+        self._turns: list[pb.ChatMessage] = []
+        self._instructions: list[str] = []
+        self._functions: dict[str, str] = {}  # by the ids of calls
+        self._has_answered = False
+
+    def messages(self) -> list[pb.ChatMessage]:
+        """Return the messages."""
+        if not self._instructions:
+            return self._turns
+        return [pb.ChatMessage(role="system", content=SEPARATOR.join(self._instructions)), *self._turns]
+
+    def instruct(self, text: str) -> None:
+        """Add what the developer says."""
+        if self._has_answered:
+            self.ask(_REMINDER.format(text=text))
+        elif text:
+            self._instructions.append(text)
+
+    def ask(self, text: str) -> None:
+        """Add what the user says."""
+        if self._turns and self._turns[-1].role == "user":
+            self._turns[-1].content += SEPARATOR + text
+        else:
+            self._turns.append(pb.ChatMessage(role="user", content=text))
+
+    def reason(self, text: str) -> None:
+        """Add reasoning of the assistant, which begins a turn."""
+        newest = self._open()
+        if newest is None or newest.content or newest.tool_calls:
+            newest = self._begin()
+        newest.reasoning = f"{newest.reasoning}{SEPARATOR}{text}" if newest.HasField("reasoning") else text
+
+    def answer(self, text: str) -> None:
+        """Add what the assistant says. In a turn it comes before the calls."""
+        newest = self._open()
+        if newest is None or newest.tool_calls:
+            newest = self._begin()
+        newest.content = f"{newest.content}{SEPARATOR}{text}" if newest.content else text
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        """Add a call of the assistant."""
+        newest = self._open() or self._begin()
+        newest.tool_calls.append(pb.ToolCall(id=call_id, name=name, arguments=arguments))
+        self._functions[call_id] = name
+
+    def result(self, field: str, call_id: str, text: str) -> None:
+        """Add the result of a call; `field` is where the caller named the call."""
+        name = self._functions.get(call_id)
+        if name is None:
+            raise InvalidRequest.of(field, f"is {shown(call_id)}; no call before it has this id")
+        self._turns.append(pb.ChatMessage(role="tool", content=text, name=name, tool_call_id=call_id))
+
+    def _open(self) -> pb.ChatMessage | None:
+        return self._turns[-1] if self._turns and self._turns[-1].role == "assistant" else None
+
+    def _begin(self) -> pb.ChatMessage:
+        self._turns.append(pb.ChatMessage(role="assistant"))
+        self._has_answered = True
+        return self._turns[-1]
+
+
+class AnswerPart:
+    """A part of an answer, which grows. `kind` is reasoning, text or call; a call has an id and a name."""
+
+    def __init__(self, kind: str, call_id: str = "", name: str = "") -> None:
+        self.kind, self.call_id, self.name = kind, call_id, name
+        self.texts: list[str] = []
+        self.is_open = True
+
+    @property
+    def text(self) -> str:
+        """The text so far; of a call, the JSON text of its arguments."""
+        return "".join(self.texts)
+
+
+class AgentAnswer(Answers):
+    """Base of the answers. One instance per call: its events tell how it grows, and at the end it is whole."""
+
+    last = ""
+
+    def __init__(self, call: Call, asked: pb.ChatMessages) -> None:
+        self._request_id, self._model = call.wanted.request_id, call.wanted.model
+        self._reader = CallReader.of(asked, call.driver.model.format)
+        self._parts: list[AnswerPart] = []
+
+    async def answer(self, responses: Sequence[pb.GenerateResponse]) -> Json:
+        """Return the whole answer: what the events of a stream would have told."""
+        async for _ in self.events(_as_stream(*responses)):
+            pass
+        return self._whole()
+
+    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
+        """Yield the events of each message of a stream."""
+        yield self._begin()
+        async for message in messages:
+            events = [event for piece in await self._reader.read(message) for event in self._add(piece)]
+            if message.HasField("finished"):
+                if message.finished.finish_reason not in ENDED:
+                    raise _interrupted(message.finished.finish_reason)
+                events += self._end(message.finished, self._reader.reasoning_tokens(0))
+            if events:
+                yield events
+
+    def encoded(self, events: list[Json]) -> str:
+        """Return the events with their names. None of them has a long list."""
+        texts = (f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
+        return "".join(texts)
+
+    def failure(self, error: HttpError) -> str:
+        """Return the last events of a stream that fails."""
+        return self.encoded(self._fail(error))
+
+    def _add(self, piece: Piece) -> list[Json]:
+        """Add a piece to the part that it belongs to, which begins if the newest is of another kind."""
+        if isinstance(piece, CallStart):
+            return self._open(AnswerPart("call", call_id(self._request_id, 0, piece.index), piece.name))
+        kind = "reasoning" if isinstance(piece, Reasoning) else "text" if isinstance(piece, Content) else "call"
+        is_of_newest = self._parts and self._parts[-1].is_open and self._parts[-1].kind == kind
+        begun = [] if is_of_newest else self._open(AnswerPart(kind))
+        self._parts[-1].texts.append(piece.text)
+        return [*begun, *self._grown(self._parts[-1], piece.text)]
+
+    def _open(self, part: AnswerPart) -> list[Json]:
+        """End the newest part, and begin one."""
+        events = self._close("completed")
+        self._parts.append(part)
+        return [*events, *self._opened(part)]
+
+    def _close(self, status: str) -> list[Json]:
+        """End the newest part, if it has not ended."""
+        if not self._parts or not self._parts[-1].is_open:
+            return []
+        self._parts[-1].is_open = False
+        return self._closed(self._parts[-1], status)
+
+    @abstractmethod
+    def _begin(self) -> list[Json]:
+        """Return the events before the first token."""
+
+    @abstractmethod
+    def _opened(self, part: AnswerPart) -> list[Json]:
+        """Return the events that begin a part."""
+
+    @abstractmethod
+    def _grown(self, part: AnswerPart, text: str) -> list[Json]:
+        """Return the events that tell of more text."""
+
+    @abstractmethod
+    def _closed(self, part: AnswerPart, status: str) -> list[Json]:
+        """Return the events that end a part."""
+
+    @abstractmethod
+    def _end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]:
+        """End the answer; return the last events."""
+
+    @abstractmethod
+    def _fail(self, error: HttpError) -> list[Json]:
+        """Return the last events of a stream that ends with an error."""
+
+    @abstractmethod
+    def _whole(self) -> Json:
+        """Return the answer as it is now."""
+
+
+async def _as_stream(response: pb.GenerateResponse) -> AsyncIterator[pb.GenerateStreamResponse]:
+    [output] = response.outputs
+    delta = pb.TokenDelta(text=output.text, text_lengths=output.text_lengths)
+    yield pb.GenerateStreamResponse(delta=delta, starts_in_reasoning=response.starts_in_reasoning)
+    yield pb.GenerateStreamResponse(finished=output.finished)
+
+
+def _interrupted(reason: pb.FinishReason.ValueType) -> Aborted | DeadlinePassed:
+    """Return the error in whose place these protocols have no reason to end."""
+    if reason == pb.FINISH_REASON_DEADLINE:
+        return DeadlinePassed("the time of the request passed before the end")
+    return Aborted("the request was ended before its end")
