@@ -11,6 +11,7 @@ from functools import partial
 
 from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation
 from engine.params import Guided
+from engine.text.codec import Codec
 from engine.types import FinishReason, Grammar
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission import answers, convert
@@ -185,7 +186,7 @@ class Admission:
     ) -> tuple[convert.Wanted, OutputStream]:
         """Check, encode, compile and replay."""
         with self._arrival(driver, origin.caller):
-            found = await self._wanted(message, known, driver.model)
+            found = await self.wanted(message, known, driver.model)
             wanted = _of_caller(await self._compiled(found, driver.model, origin.remaining), origin.caller)
             stream = driver.open(wanted.request, wanted.sending, origin.remaining())
             if wanted.sending.received:
@@ -241,27 +242,32 @@ class Admission:
                     raise
         return answer
 
-    async def _wanted(
+    async def wanted(
         self, message: pb.GenerateRequest, known: Sequence[Violation], model: ServedModel
     ) -> convert.Wanted:
-        """Convert the message. Nobody's turn waits for the encoding of its text."""
+        """Check and convert the message, and encode its text. Nobody's turn waits for that. Compiles no structure."""
         found, encoded = list(known), convert.NOTHING_ENCODED
-        is_chat = message.HasField("messages")  # a template may be slow for a small conversation, too
         try:
-            text = await self._slow.run(convert.text_of, message, model, found, is_slow=is_chat)
+            text = await self.text_of(message, model, found)
             predicted = convert.prediction_of(message, model, found)
             if model.codec is not None:
                 release_turn()
-                # The template's text already contains the special tokens.
-                prompt = (
-                    None if text is None else await self._slow.encode(text, partial(model.codec.encode, bare=is_chat))
-                )
+                prompt = None if text is None else await self.encoded(text, model.codec, message)
                 bare = partial(model.codec.encode, bare=True)
                 prediction = None if predicted is None else await self._slow.encode(predicted, bare)
                 encoded = convert.Encoded(text, prompt, prediction)
             return await self._slow.run(convert.wanted, message, model, encoded, found)
         finally:
             release_turn()
+
+    async def text_of(self, message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> str | None:
+        """Return the text of the message's input; a template may be slow for a small conversation, too."""
+        is_chat = message.HasField("messages")
+        return await self._slow.run(convert.text_of, message, model, found, is_slow=is_chat)
+
+    async def encoded(self, text: str, codec: Codec, message: pb.GenerateRequest) -> tuple[int, ...]:
+        """Return the tokens of this text; that of a template already contains the special tokens."""
+        return await self._slow.encode(text, partial(codec.encode, bare=message.HasField("messages")))
 
 
 def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:

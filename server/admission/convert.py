@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.config import Bounds
 from engine.errors import ContextExcess, InvalidRequest, Unsupported, Violation, shown
@@ -348,50 +348,41 @@ def _sampling(
 ) -> SamplingParams:
     sampling, stopping, output = message.sampling, message.stopping, message.output
     bounds, vocab = model.engine.config, model.engine.vocab_size
-    allowed = _bounded(sampling.allowed_token_ids.ids, "sampling.allowed_token_ids", "ids", vocab, found)
-    has_allowed = sampling.HasField("allowed_token_ids") and len(allowed) == len(sampling.allowed_token_ids.ids)
-    banned = _bounded(sampling.banned_token_ids, "sampling.banned_token_ids", "ids", vocab, found)
-    bias = _bounded(sampling.logit_bias, "sampling.logit_bias", "tokens", bounds.max_logit_bias, found)
-    stop_ids = _bounded(stopping.stop_token_ids, "stopping.stop_token_ids", "ids", bounds.max_stops, found)
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(bias),
-        allowed_token_ids=tuple(allowed) if has_allowed else None,
-        banned_token_ids=tuple(banned),
-        guided=_guided(message.guided, bounds, found) if message.HasField("guided") else None,
-        seed=sampling.seed if sampling.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
-        n=sampling.n if sampling.HasField("n") else 1,
-        max_tokens=_max_tokens(stopping, model, prompt_tokens),
-        min_tokens=stopping.min_tokens,
-        stop=tuple(_bounded(stopping.stop, "stopping.stop", "strings", bounds.max_stops, found)),
-        stop_token_ids=tuple(stop_ids),
-        ignore_eos=stopping.ignore_eos,
-        logprobs=output.top_logprobs if output.logprobs else None,
-        prompt_logprobs=output.top_logprobs if output.prompt_logprobs else None,
-    )
+    given = {about.name: value for part in (sampling, stopping) for about, value in part.ListFields()}
+    lists: dict[str, tuple[str, Any, str, int]] = {
+        "allowed_token_ids": ("sampling", sampling.allowed_token_ids.ids, "ids", vocab),
+        "banned_token_ids": ("sampling", sampling.banned_token_ids, "ids", vocab),
+        "stop": ("stopping", stopping.stop, "strings", bounds.max_stops),
+        "stop_token_ids": ("stopping", stopping.stop_token_ids, "ids", bounds.max_stops),
+    }
+    for name, (group, values, noun, most) in lists.items():
+        if name in given:
+            kept = given[name] = tuple(_bounded(values, f"{group}.{name}", noun, most, found))
+            if len(kept) < len(values):  # refused, so as good as absent
+                del given[name]
+    own: dict[str, Any] = {name: given[name] for name in given.keys() & SamplingParams.__dataclass_fields__.keys()}
+    own |= {
+        "logit_bias": dict(
+            _bounded(sampling.logit_bias, "sampling.logit_bias", "tokens", bounds.max_logit_bias, found)
+        ),
+        "guided": _guided(message.guided, bounds, found) if message.HasField("guided") else None,
+        "seed": given.get("seed", secrets.randbelow(MAX_SEED + 1)),
+        "max_tokens": _max_tokens(stopping, model, prompt_tokens),
+        "logprobs": output.top_logprobs if output.logprobs else None,
+        "prompt_logprobs": output.top_logprobs if output.prompt_logprobs else None,
+    }
+    return SamplingParams(**own)
 
 
 def _guided(asked: pb.GuidedDecoding, bounds: Bounds, found: list[Violation]) -> Guided | None:
-    match asked.WhichOneof("constraint"):
-        case "json_schema":
-            return Guided(json_schema=asked.json_schema)
-        case "regex":
-            return Guided(regex=asked.regex)
-        case "grammar":
-            return Guided(grammar=asked.grammar)
-        case "choice":
-            if len(asked.choice.choices) > bounds.max_choices:
-                problem = f"has {len(asked.choice.choices)} texts; expected 1 to {bounds.max_choices}"
-                found.append(Violation("guided.choice", problem))
-                return None
-            return Guided(choice=tuple(asked.choice.choices))
-    return Guided()  # the engine reports what is missing
+    kind = asked.WhichOneof("constraint")
+    if kind == "choice" and len(asked.choice.choices) > bounds.max_choices:
+        problem = f"has {len(asked.choice.choices)} texts; expected 1 to {bounds.max_choices}"
+        found.append(Violation("guided.choice", problem))
+        return None
+    if kind == "choice":
+        return Guided(choice=tuple(asked.choice.choices))
+    return Guided() if kind is None else Guided(**{kind: getattr(asked, kind)})  # the engine reports what is missing
 
 
 def _speculation(message: pb.GenerateRequest, model: ServedModel) -> SpeculationParams:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -11,8 +10,6 @@ from fastapi.responses import Response
 
 from engine.errors import Violation
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission import convert
-from server.admission.slow_work import release_turn
 from server.http.bodies import WrongBody, read_body
 from server.http.calls import Services, unless_gone
 from server.http.requests import ParsedBody
@@ -57,11 +54,11 @@ class _Renderer:
                     return [await self._rendered(message, prefix, read.wrong) for message in messages]
 
     async def _rendered(self, message: pb.GenerateRequest, prefix: str, wrong: tuple[Violation, ...]) -> dict[str, Any]:
-        wanted, tokens = await self._prompt(message, list(wrong))
+        wanted = await self._admission.wanted(message, wrong, self._driver().model)
         return {
             "request_id": f"{prefix}-{wanted.request_id}",
             "model": wanted.model,
-            "token_ids": tokens,
+            "token_ids": wanted.request.token_ids,
             "features": None,  # of images, which no model here sees
             "cache_salt": message.cache_salt if message.HasField("cache_salt") else None,
             "priority": message.priority,
@@ -79,23 +76,6 @@ class _Renderer:
         except WrongBody as error:
             return error.read
         return read
-
-    async def _prompt(
-        self, message: pb.GenerateRequest, found: list[Violation]
-    ) -> tuple[convert.Wanted, tuple[int, ...]]:
-        """Check the message; return what it asks for, and the tokens of its prompt."""
-        model, encoded = self._driver().model, None
-        is_chat = message.HasField("messages")  # a template may be slow for a small conversation, too
-        try:
-            text = await self._slow.run(convert.text_of, message, model, found, is_slow=is_chat)
-            if text is not None and model.codec is not None:
-                release_turn()
-                # The template's text already contains the special tokens.
-                encoded = await self._slow.encode(text, partial(model.codec.encode, bare=is_chat))
-            wanted = await self._slow.run(partial(convert.wanted, known=found), message, model)
-            return wanted, wanted.request.token_ids if encoded is None else encoded
-        finally:
-            release_turn()
 
 
 def _body_of(path: str) -> dict[str, Any]:

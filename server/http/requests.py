@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
+from google.protobuf.message import Message
+
 from engine.errors import InvalidRequest, Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.resume import parse_event_id
@@ -24,6 +26,7 @@ from server.http.types import (
     GenerateBody,
     GenerationFields,
     OpenAiBody,
+    SpeculationFields,
     ToolChoiceBody,
     text_of,
 )
@@ -153,24 +156,20 @@ def _(body: ChatBody) -> list[pb.GenerateRequest]:
 def _ask_as_openai(request: pb.GenerateRequest, body: OpenAiBody) -> None:
     if body.temperature is None:
         request.sampling.temperature = OPENAI_TEMPERATURE
-    if body.n is not None:
-        request.sampling.n = body.n
     request.output.prompt_token_ids = body.has_running_usage  # their number is the usage before the end
 
 
 def common(body: GenerationFields, max_tokens: int | None) -> pb.GenerateRequest:
     """Convert the fields that all routes have; the input is still missing."""
+    allowed = body.allowed_token_ids
     return pb.GenerateRequest(
         model=body.model,
-        sampling=_sampling(body),
-        stopping=pb.StoppingParams(
-            max_tokens=max_tokens,
-            min_tokens=body.min_tokens,
-            stop=body.stop or (),
-            stop_token_ids=body.stop_token_ids or (),
-            ignore_eos=body.ignore_eos,
+        sampling=pb.SamplingParams(
+            **_named(body, pb.SamplingParams)
+            | {"allowed_token_ids": None if allowed is None else pb.TokenIds(ids=allowed)}
         ),
-        speculation=_speculation(body),
+        stopping=pb.StoppingParams(**_named(body, pb.StoppingParams) | {"max_tokens": max_tokens}),
+        speculation=_speculation(body.speculation),
         guided=_guided(body),
         cache_salt=body.cache_salt,
         priority=body.priority,
@@ -179,34 +178,19 @@ def common(body: GenerationFields, max_tokens: int | None) -> pb.GenerateRequest
     )
 
 
-def _sampling(body: GenerationFields) -> pb.SamplingParams:
-    allowed = body.allowed_token_ids
-    return pb.SamplingParams(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias=body.logit_bias or {},
-        allowed_token_ids=None if allowed is None else pb.TokenIds(ids=allowed),
-        banned_token_ids=body.banned_token_ids or (),
-        seed=body.seed,
-    )
+def _named(body: Any, group: type[Message]) -> dict[str, Any]:
+    """Return the fields that a group of the protocol has under the same names; None for those that are not set."""
+    return {field.name: getattr(body, field.name, None) for field in group.DESCRIPTOR.fields}
 
 
-def _speculation(body: GenerationFields) -> pb.SpeculationOptions:
-    asked = body.speculation
+def _speculation(asked: SpeculationFields | None) -> pb.SpeculationOptions | None:
     if asked is None:
-        return pb.SpeculationOptions()
-    mode, rule = asked.mode, asked.verification
-    return pb.SpeculationOptions(
-        mode=pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.upper()}") if mode else None,
-        num_draft_tokens=asked.num_draft_tokens,
-        proposer=asked.proposer,
-        verification=pb.Verification.Value(f"VERIFICATION_{rule.upper()}") if rule else None,
-    )
+        return None
+    enums = {
+        "mode": asked.mode and f"SPECULATION_MODE_{asked.mode.upper()}",
+        "verification": asked.verification and f"VERIFICATION_{asked.verification.upper()}",
+    }
+    return pb.SpeculationOptions(**_named(asked, pb.SpeculationOptions) | enums)
 
 
 def _guided(body: GenerationFields) -> pb.GuidedDecoding | None:
@@ -216,12 +200,8 @@ def _guided(body: GenerationFields) -> pb.GuidedDecoding | None:
     if structure.kind == "choice":
         return pb.GuidedDecoding(choice=pb.Choice(choices=structure.source))
     source = structure.source if isinstance(structure.source, str) else json.dumps(structure.source)
-    match structure.kind:
-        case "json":
-            return pb.GuidedDecoding(json_schema=source)
-        case "regex":
-            return pb.GuidedDecoding(regex=source)
-    return pb.GuidedDecoding(grammar=source)
+    named: Any = {"json_schema" if structure.kind == "json" else structure.kind: source}
+    return pb.GuidedDecoding(**named)
 
 
 _ROLES = {"developer": "system", "function": "tool"}  # newer and older names, which few templates know

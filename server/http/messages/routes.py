@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from engine.errors import InvalidRequest, Unsupported, Violation
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission import convert
 from server.admission.admission import Call
 from server.admission.slow_work import release_turn
 from server.http.bodies import fields_of
@@ -56,12 +53,12 @@ class _Counter:
         if model.codec is None or model.chat is None:
             raise Unsupported(f"{model.name} has no tokenizer or no chat template, so it reads no conversations")
         read = await self._slow.run(_read, data, content_type)
-        text = await self._slow.run(convert.text_of, read.message, model, found, is_slow=True)
+        text = await self._admission.text_of(read.message, model, found)
         if text is None:
             with read.naming():
                 raise InvalidRequest(found)
         release_turn()
-        return len(await self._slow.encode(text, partial(model.codec.encode, bare=True)))
+        return len(await self._admission.encoded(text, model.codec, read.message))
 
 
 def _read(data: bytes, content_type: str) -> ParsedBody:
