@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -26,58 +25,15 @@ from engine.model.bounded import find_file
 from engine.model.gguf.files import open_gguf
 from engine.model.gguf.tokenizer import chat_template_in, special_tokens_in
 from server.formats.base import Tool
-from server.formats.json_text import object_in, value_in
 
 MAX_TURNS = 200_000  # iterations of all loops plus calls of all macros
 MAX_TEXT = 4 << 20  # characters of a rendered conversation; also items of the result of one `*`
 MAX_MESSAGES = 4096
 MAX_SOURCE = 1 << 17  # characters of a template; published ones have a third of it at most
-NO_JSON = "INVALID_JSON"  # holds the text of a call's arguments that are no JSON object, as agents do it
 
 
 # Stands after the last message while it is rendered to be continued; what follows it is cut off.
 _CUT = "\ue000\ue001"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the assistant made; `arguments` is the text of a JSON object, or what was to become one."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-    name: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rendering:
-    """What a template is given besides the messages.
-
-    Args:
-        tools: functions that the model may call.
-        arguments: more variables of the template.
-        opens_turn: write the opening of the assistant's next turn.
-        continues: leave the last message open, so that the model continues it.
-    """
-
-    tools: tuple[Tool, ...] = ()
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    opens_turn: bool = True
-    continues: bool = False
-
-
-ANSWERING = Rendering()
 
 
 class ChatTemplate:
@@ -118,8 +74,18 @@ class ChatTemplate:
         """Names of functions that templates call, so that no variable may have them."""
         return frozenset(self._environment.globals)
 
-    def render(self, messages: Iterable[Message], rendering: Rendering = ANSWERING) -> str:
-        """Render the conversation, and the opening of the assistant's next turn; special tokens are written as text.
+    def render(
+        self, messages: Iterable[dict[str, Any]], tools: Iterable[Tool] = (),
+        arguments: Mapping[str, Any] | None = None, *, opens_turn: bool = True, continues: bool = False,
+    ) -> str:  # fmt: skip
+        """Render the conversation; special tokens are written as text.
+
+        Args:
+            messages: the turns, as records that templates expect: role and content at least.
+            tools: functions that the model may call.
+            arguments: more variables of the template.
+            opens_turn: write the opening of the assistant's next turn.
+            continues: leave the last message open, so that the model continues it.
 
         Raises:
             InvalidRequest: the template refuses the conversation, or cannot render it within the bounds.
@@ -127,13 +93,13 @@ class ChatTemplate:
         turns = list(messages)
         if not 1 <= len(turns) <= MAX_MESSAGES:
             raise InvalidRequest.of("messages", f"has {len(turns)} messages; expected 1 to {MAX_MESSAGES}")
-        if rendering.continues:
-            turns[-1] = replace(turns[-1], content=turns[-1].content + _CUT)
-        values = self._special_tokens | {"documents": None} | dict(rendering.arguments)
+        if continues:
+            turns[-1] = turns[-1] | {"content": turns[-1]["content"] + _CUT}
+        values = self._special_tokens | {"documents": None} | dict(arguments or {})
         values |= {
-            "messages": [*map(_record, turns)],
-            "tools": [_declared(tool) for tool in rendering.tools] or None,
-            "add_generation_prompt": rendering.opens_turn,
+            "messages": turns,
+            "tools": [_declared(tool) for tool in tools] or None,
+            "add_generation_prompt": opens_turn,
         }
         self._environment.start()
         try:
@@ -143,7 +109,7 @@ class ChatTemplate:
         except Exception as error:  # expressions of a template can raise any exception
             problem = f"cannot be rendered by the chat template: {type(error).__name__}: {error}"
             raise InvalidRequest.of("messages", problem) from error
-        if not rendering.continues:
+        if not continues:
             return text
         if _CUT not in text:
             raise InvalidRequest.of("messages", "end with a message that the chat template leaves out")
@@ -216,27 +182,6 @@ class _Generation(Extension):
 @pass_context
 def _finalized(_context: Context, value: object) -> object:
     return value
-
-
-def _record(turn: Message) -> dict[str, Any]:
-    """Convert a turn to the record that templates expect, without what it does not have."""
-    record: dict[str, Any] = {"role": turn.role, "content": turn.content}
-    if turn.name is not None:
-        record["name"] = turn.name
-    if turn.tool_calls:
-        record["tool_calls"] = [*map(_called, turn.tool_calls)]
-    if turn.tool_call_id is not None:
-        record["tool_call_id"] = turn.tool_call_id
-    if turn.reasoning is not None:  # families name it in different ways
-        record |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), turn.reasoning)
-    return record
-
-
-def _called(call: ToolCall) -> dict[str, Any]:
-    """Convert a call. Its arguments are repaired as those of a model; what is no object then is the text in one."""
-    found = object_in(value_in(call.arguments.strip() or "{}") or "")
-    arguments = {NO_JSON: call.arguments} if found is None else found
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _declared(tool: Tool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,15 @@ from engine.params import Guided
 from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.guided import rule_of
 from pilotfish.v1 import generation_pb2 as pb
-from server.chat import MAX_MESSAGES, ChatTemplate, Message, Rendering, ToolCall, json_object
+from server.chat import MAX_MESSAGES, ChatTemplate, json_object
 from server.formats.base import ANY_OBJECT, Tool
+from server.formats.json_text import object_in, value_in
 from server.formats.reasoning import PlainFormat
 from server.formats.structure import Answer
 from server.model import ServedModel
 
 MAX_TOOLS = 1024
+_NO_JSON = "INVALID_JSON"  # holds the text of a call's arguments that are no JSON object, as agents do it
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -42,7 +44,15 @@ def text_of_conversation(asked: pb.ChatMessages, model: ServedModel) -> str:
         found += invalid.violations
     if found:
         raise InvalidRequest(found)
-    text = model.chat.render(map(_message, asked.messages), _rendering(asked, arguments))
+    is_told = asked.tool_choice.HasField("name") or asked.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE
+    continues, opens = asked.continue_final_message, asked.add_generation_prompt
+    text = model.chat.render(
+        map(record_of, asked.messages),
+        map(_tool, asked.tools) if is_told else (),
+        arguments,
+        opens_turn=opens if asked.HasField("add_generation_prompt") else not continues,
+        continues=continues,
+    )
     if _SURROGATE.search(text):  # JSON can name one by an escape
         raise InvalidRequest.of("messages", "have a surrogate without its other half, which is no character")
     return text
@@ -132,26 +142,22 @@ def _tool(tool: pb.Tool) -> Tool:
     return Tool(tool.name, tool.description, tool.parameters or ANY_OBJECT, tool.strict)
 
 
-def _message(turn: pb.ChatMessage) -> Message:
-    return Message(
-        role=turn.role,
-        content=turn.content,
-        name=turn.name if turn.HasField("name") else None,
-        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
-        tool_call_id=turn.tool_call_id if turn.HasField("tool_call_id") else None,
-        reasoning=turn.reasoning if turn.HasField("reasoning") else None,
-    )
+def record_of(turn: pb.ChatMessage) -> dict[str, Any]:
+    """Convert a turn to the record that templates expect, without what it does not have."""
+    record: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    record |= {name: getattr(turn, name) for name in ("name", "tool_call_id") if turn.HasField(name)}
+    if turn.tool_calls:
+        record["tool_calls"] = [*map(_called, turn.tool_calls)]
+    if turn.HasField("reasoning"):  # families name it in different ways
+        record |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), turn.reasoning)
+    return record
 
 
-def _rendering(asked: pb.ChatMessages, arguments: Mapping[str, Any]) -> Rendering:
-    is_told = asked.tool_choice.HasField("name") or asked.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE
-    opens = asked.add_generation_prompt if asked.HasField("add_generation_prompt") else not asked.continue_final_message
-    return Rendering(
-        tools=tuple(map(_tool, asked.tools)) if is_told else (),
-        arguments=arguments,
-        opens_turn=opens,
-        continues=asked.continue_final_message,
-    )
+def _called(call: pb.ToolCall) -> dict[str, Any]:
+    """Convert a call. Its arguments are repaired as those of a model; what is no object then is the text in one."""
+    found = object_in(value_in(call.arguments.strip() or "{}") or "")
+    arguments = {_NO_JSON: call.arguments} if found is None else found
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _violations(asked: pb.ChatMessages) -> Iterator[Violation]:

@@ -23,7 +23,7 @@ from engine.errors import ModelError
 from engine.model.checkpoint import read_config
 from engine.text.codec import Codec
 from engine.training.recipe import HeadShape, Schedule, TextPlan
-from server.chat import ChatTemplate, Message, Rendering
+from server.chat import ChatTemplate
 from server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -222,21 +222,19 @@ def _of_json(path: Path, number: int, line: str, codec: Codec, chat: ChatTemplat
 def _rendered(path: Path, number: int, messages: list[object], chat: ChatTemplate | None) -> str:
     if chat is None:
         raise ModelError(f"{path}, line {number}: has messages; the target has no chat template")
-    turns = list[Message]()
+    turns = list[dict[str, str]]()
     for i, turn in enumerate(messages):
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise ModelError(f"{path}, line {number}: messages[{i}] needs a role and a content that are strings")
-        turns.append(Message(role, content))
+        turns.append({"role": role, "content": content})
     return chat.render(turns)
 
 
 def _opening(target: str, revision: str | None, codec: Codec | None, chat: ChatTemplate | None) -> Tokens:
     """What the target's own prompts begin with: the start of a user's turn, or of any text."""
     if codec is not None and chat is not None:
-        tokens = codec.encode(
-            chat.render([Message("user", "")], Rendering(opens_turn=False, continues=True)), bare=True
-        )
+        tokens = codec.encode(chat.render([_said("")], opens_turn=False, continues=True), bare=True)
         if tokens:
             return tokens
     tokens = () if codec is None else codec.encode("")
@@ -249,11 +247,15 @@ def _opening(target: str, revision: str | None, codec: Codec | None, chat: ChatT
     return (begins[0],)
 
 
+def _said(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
 def _answered(codec: Codec, chat: ChatTemplate) -> Callable[[Tokens], Tokens | None]:
     """A function: tokens of a user's turn -> a prompt that the answer to it continues; None if the turn is empty."""
 
     def as_prompt(said: Tokens) -> Tokens | None:
         text = codec.decode(said).strip()
-        return codec.encode(chat.render([Message("user", text)]), bare=True) if text else None
+        return codec.encode(chat.render([_said(text)]), bare=True) if text else None
 
     return as_prompt

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine import LLM, SamplingParams
 from engine.text.codec import Codec
 from models import published
-from server.chat import ChatTemplate, Message
+from server.chat import ChatTemplate
 from tests.published_models.questions import MISSED_BY_LLAMA, QUESTIONS
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a file loads models: a minute on a slow machine
@@ -40,7 +40,7 @@ def codec() -> Codec:
 def prompts(codec: Codec) -> list[Ids]:
     template = ChatTemplate.load(str(published.model("smollm2")))
     assert template is not None
-    return [codec.encode(template.render([Message("user", question)]), bare=True) for question in QUESTIONS]
+    return [codec.encode(template.render([{"role": "user", "content": question}]), bare=True) for question in QUESTIONS]
 
 
 @pytest.fixture(scope="module")

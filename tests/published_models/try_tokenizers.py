@@ -19,7 +19,9 @@ from transformers import AutoTokenizer
 from engine.text.codec import Codec, OutputText
 from engine.text.matcher import GrammarVocabulary
 from models import published
-from server.chat import ChatTemplate, Message, Rendering, ToolCall
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.conversation import record_of
+from server.chat import ChatTemplate
 from server.formats.base import Tool
 
 TEXTS = {
@@ -46,11 +48,17 @@ REBUILT = ("llama2",)
 WEATHER = (
     '{"type": "object", "properties": {"city": {"type": "string", "description": "a <town>"}}, "required": ["city"]}'
 )
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
 CONVERSATIONS = {
-    "one question": [Message("user", "hi")],
-    "system": [Message("system", " be brief \n"), Message("user", "a <b> é 你好")],
-    "turns": [Message("user", "one"), Message("assistant", "two"), Message("user", "three\n")],
-    "ends with an answer": [Message("user", "one"), Message("assistant", "two")],
+    "one question": [turn("user", "hi")],
+    "system": [turn("system", " be brief \n"), turn("user", "a <b> é 你好")],
+    "turns": [turn("user", "one"), turn("assistant", "two"), turn("user", "three\n")],
+    "ends with an answer": [turn("user", "one"), turn("assistant", "two")],
 }
 TEMPLATES = ("qwen3", "gemma3", "deepseek_v3", "llama3_1")
 
@@ -120,24 +128,26 @@ def test_structures_have_the_tokens_that_their_library_reads_in_the_file(name: s
 @pytest.mark.parametrize("opens_turn", [True, False])
 @pytest.mark.parametrize("turns", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_conversations_are_written_as_by_transformers(name: str, turns: list[Message], opens_turn: bool) -> None:
-    text = template(name).render(turns, Rendering(opens_turn=opens_turn))
-    records = [{"role": turn.role, "content": turn.content} for turn in turns]
-    assert text == built(name).apply_chat_template(records, tokenize=False, add_generation_prompt=opens_turn)
-    ids = built(name).apply_chat_template(records, add_generation_prompt=opens_turn, return_dict=False)
+def test_conversations_are_written_as_by_transformers(name: str, turns: list[dict[str, str]], opens_turn: bool) -> None:
+    text = template(name).render(turns, opens_turn=opens_turn)
+    assert text == built(name).apply_chat_template(turns, tokenize=False, add_generation_prompt=opens_turn)
+    ids = built(name).apply_chat_template(turns, add_generation_prompt=opens_turn, return_dict=False)
     assert list(ours(name).encode(text, bare=True)) == ids
 
 
 @pytest.mark.parametrize("thinks", [True, False])
 def test_tools_and_reasoning_are_written_as_by_transformers(thinks: bool) -> None:
     """Of these families only Qwen 3 declares tools, and writes calls and reasoning that are earlier turns."""
-    calls = ToolCall("1", "weather", '{"city": "Köln"}'), ToolCall("2", "time", "{}")
+    calls = [
+        pb.ToolCall(id="1", name="weather", arguments='{"city": "Köln"}'),
+        pb.ToolCall(id="2", name="time", arguments="{}"),
+    ]
     turns = [
-        Message("system", "be brief"),
-        Message("user", "How is it in Köln?"),
-        Message("assistant", "", tool_calls=calls, reasoning="Ask."),
-        Message("tool", "rain <heavy>", tool_call_id="1"),
-        Message("tool", "12:00", tool_call_id="2"),
+        pb.ChatMessage(role="system", content="be brief"),
+        pb.ChatMessage(role="user", content="How is it in Köln?"),
+        pb.ChatMessage(role="assistant", tool_calls=calls, reasoning="Ask."),
+        pb.ChatMessage(role="tool", content="rain <heavy>", tool_call_id="1"),
+        pb.ChatMessage(role="tool", content="12:00", tool_call_id="2"),
     ]
     tools = Tool("weather", "the weather", WEATHER), Tool("time", "the time")
     records: list[dict[str, Any]] = [{"role": turn.role, "content": turn.content} for turn in turns]
@@ -152,7 +162,7 @@ def test_tools_and_reasoning_are_written_as_by_transformers(thinks: bool) -> Non
         }
         for t in tools
     ]
-    text = template("qwen3").render(turns, Rendering(tools=tools, arguments={"enable_thinking": thinks}))
+    text = template("qwen3").render(map(record_of, turns), tools, {"enable_thinking": thinks})
     assert text == built("qwen3").apply_chat_template(
         records, tools=declared, tokenize=False, add_generation_prompt=True, enable_thinking=thinks
     )

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.errors import InvalidRequest, ModelError
 from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
-from server.chat import MAX_MESSAGES, ChatTemplate, Message
+from server.chat import MAX_MESSAGES, ChatTemplate
 from tests.engine.text.test_codec import byte_level
 from tests.server.test_generate import refused, request
 from tests.serving import serving
@@ -81,7 +81,7 @@ def checkpoint(folder, template, *, where="config"):
 
 
 def messages(turns):
-    return [Message(role, content) for role, content in turns]
+    return [{"role": role, "content": content} for role, content in turns]
 
 
 def rendered(template, *turns):

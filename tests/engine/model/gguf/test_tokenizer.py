@@ -21,7 +21,7 @@ from engine.model.gguf.merges import merges_of
 from engine.model.gguf.tokenizer import chat_template_in, end_tokens_in, special_tokens_in, tokenizer_in
 from engine.text.codec import Codec
 from models import embedded_target
-from server.chat import ChatTemplate, Message
+from server.chat import ChatTemplate
 
 TEXTS = (
     "def sort(items):\n    return sorted(items, key=len)[::-1]\n\n\n# 1234567 things",
@@ -185,7 +185,7 @@ def test_the_embedded_tokenizer_goes_through_whole(tmp_path: Path) -> None:
     assert original is not None and found is not None  # noqa: PT018 - for the types
     assert [found.encode(text) for text in TEXTS] == [original.encode(text) for text in TEXTS]
     chats = [ChatTemplate.load(str(name)) for name in (source, path)]
-    assert len({chat.render([Message("user", "Hi")]) for chat in chats if chat}) == 1
+    assert len({chat.render([{"role": "user", "content": "Hi"}]) for chat in chats if chat}) == 1
 
 
 def test_special_tokens_and_ends(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_special_tokens_and_ends(tmp_path: Path) -> None:
     assert end_tokens_in(container) == [0, 2], "<|endoftext|>, and the end of a turn"
     assert chat_template_in(container) == more["add_chat_template"]
     chat = ChatTemplate.load(str(container.path))
-    assert chat.render([Message("user", "Hi")]) == "<|im_start|>!<|endoftext|>"
+    assert chat.render([{"role": "user", "content": "Hi"}]) == "<|im_start|>!<|endoftext|>"
 
 
 @pytest.mark.parametrize(
