@@ -27,24 +27,19 @@ from server.admission.slow_work import GrammarPool, SlowWork
 from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
 from server.errors import EngineCrashed, Unavailable
-from server.grpc.control import ControlService
-from server.grpc.health import Health
-from server.grpc.inference import InferenceService
 from server.grpc.server import listen, make_server
-from server.http.adapters import add_adapters
+from server.grpc.services import ControlService, Health, InferenceService
 from server.http.calls import Services
 from server.http.gateway import HttpServer, gateway
 from server.http.messages.routes import add_messages
-from server.http.render import add_render
 from server.http.responses.routes import add_responses
-from server.http.routes import add_generation
+from server.http.routes import add_adapters, add_generation, add_render
 from server.lifecycle import Lifecycle, State
 from server.model import Load, ServedModel, model_name
 from server.queue import AdmissionQueue
-from server.telemetry.exposition import Exposition
 from server.telemetry.kv_events import ZmqKvEvents
 from server.telemetry.logs import PROGRESS
-from server.telemetry.metrics import Metrics, watch_lag
+from server.telemetry.metrics import Exposition, Metrics, watch_lag
 from server.telemetry.tracing import OpenTelemetry, Tracing
 from server.worker.fork_server import ForkServer
 from server.worker.host import LocalHost

@@ -174,7 +174,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  # as jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body of the block without the marks."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 

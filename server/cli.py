@@ -76,7 +76,7 @@ def serve(arguments: list[str]) -> int:
     from server.worker.fork_server import ForkServer
 
     # The fork server starts first: its import of torch takes longer than all work that follows here.
-    with ForkServer.start() as forks:
+    with ForkServer() as forks:
         return _serve(arguments, forks)
 
 

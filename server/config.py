@@ -189,7 +189,6 @@ class ServerConfig(BaseSettings, EngineConfig):
         return CliApp.run(_with_file(cls, Path(path)) if path else cls, cli_args=list(arguments))
 
     def engine(self) -> EngineConfig:
-        """Return the options of the engine."""
         options = {name: getattr(self, name) for name in EngineConfig.model_fields}
         return EngineConfig(**options | {"engines_per_device": self.engines_per_device * (1 + self.standby)})
 

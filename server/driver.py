@@ -26,7 +26,6 @@ from server.errors import (
     ResumeRefused,
     Unavailable,
 )
-from server.estimates import Estimates
 from server.lifecycle import Lifecycle
 from server.model import ServedModel
 from server.queue import AdmissionQueue
@@ -34,7 +33,7 @@ from server.recovery import Recovery
 from server.streams.stream import SEND_DEFAULTS, OutputStream, SendOptions
 from server.telemetry.kv_events import KvEvents
 from server.telemetry.metrics import Metrics
-from server.turns import CallerTurns, max_len_of
+from server.turns import CallerTurns, Estimates, max_len_of
 from server.worker.host import TurnOutput
 from server.worker.remote import Host
 from server.worker.supervisor import Supervisor
@@ -116,16 +115,15 @@ class Driver:
                 self.host.finish(request_id, ending.reason)
             else:
                 self.host.drop(request_id, ending.reason)
-                stream.fail(ending.error)
-                self._forget(stream, ending.reason)
+                self._fail(stream, ending.error, ending.reason)
 
     def _admit(self) -> None:
         self._feed_interrupted()
         while not self._recovery.is_trying and (caller := self._turns.next()) is not None:
             stream = self._live[self.queue.pop(caller).request_id]
             if stream.deadline <= self._clock():
-                stream.fail(DeadlinePassed("the deadline passed before the request could start"))
-                self._forget(stream, FinishReason.DEADLINE)
+                error = DeadlinePassed("the deadline passed before the request could start")
+                self._fail(stream, error, FinishReason.DEADLINE)
                 continue
             stream.start()
             self._turns.start(stream)
@@ -146,8 +144,7 @@ class Driver:
         try:
             self.host.add(stream.continued())
         except Exception as error:  # noqa: BLE001  # the request was checked before it was queued, so the fault is ours; logged
-            self.host.drop(stream.request_id, FinishReason.ERROR)
-            self._fail(stream, "the engine refused the request", error)
+            self._fault(stream, "the engine refused the request", error)
             return
         for output in stream.outputs:
             if output.is_stopped and not output.has_ended:  # an earlier engine was told to end it; this one was not
@@ -201,8 +198,8 @@ class Driver:
             self._end_without_engine(stream, ending)
 
     def _end_without_engine(self, stream: OutputStream, ending: _Ending) -> None:
-        stream.fail(ending.error or Aborted("the request was ended while no engine had it"))
-        self._forget(stream, ending.reason)
+        error = ending.error or Aborted("the request was ended while no engine had it")
+        self._fail(stream, error, ending.reason)
 
     def _convict(self, stream: OutputStream) -> None:
         """End a request that brought the engine down alone again and again, and describe it in the log."""
@@ -212,8 +209,7 @@ class Driver:
         problem = "request %s brought the engine down %d times, at last alone, and ends: %s, %s"
         logger.error(problem, stream.request_id, crashes, about, request.speculation)
         self._supervisor.crashes.discount(crashes)
-        stream.fail(RequestFailed("the engine failed each time that it served this request"))
-        self._forget(stream, FinishReason.ERROR)
+        self._fail(stream, RequestFailed("the engine failed each time that it served this request"))
 
     # ------------------------------------------------------------------------------------ what callers ask meanwhile
 
@@ -293,11 +289,9 @@ class Driver:
                 self.host.unload_adapter(name)
 
     def find(self, request_id: str) -> OutputStream | None:
-        """The live request of this id."""
         return self._live.get(request_id)
 
     def live(self) -> tuple[OutputStream, ...]:
-        """Every live request, oldest first."""
         return tuple(self._live.values())
 
     def end(self, stream: OutputStream, reason: FinishReason, error: PilotfishError | None = None) -> None:
@@ -316,7 +310,6 @@ class Driver:
             self._wake.set()
 
     async def wait_idle(self) -> None:
-        """Return when no request is live."""
         await self._idle.wait()
 
     def stop(self) -> None:
@@ -334,12 +327,10 @@ class Driver:
             self._push(stream, event)
         except ResumeRefused as error:
             self.host.drop(stream.request_id, FinishReason.CANCELLED)
-            stream.fail(error)
-            self._forget(stream, FinishReason.ERROR)
+            self._fail(stream, error)
             return
-        except Exception as error:  # noqa: BLE001  # `_fail` logs it
-            self.host.drop(stream.request_id, FinishReason.ERROR)
-            self._fail(stream, "the output could not be turned into text", error)
+        except Exception as error:  # noqa: BLE001  # `_fault` logs it
+            self._fault(stream, "the output could not be turned into text", error)
             return
         if timeline.last_token != previous:
             self._metrics.requests.deliver(timeline, previous)
@@ -348,7 +339,8 @@ class Driver:
         output = stream.outputs[event.index]
         end = event.finished
         if end is not None and end.reason is FinishReason.ERROR and not output.is_stopped:
-            self._end_for_fault(stream, end.error)
+            self.host.drop(stream.request_id, FinishReason.CANCELLED)  # its other outputs end with it
+            self._fail(stream, RequestFailed(end.error or "the request failed"))
             return
         if stream.push(event):
             self.host.finish(stream.request_id, FinishReason.STOP, event.index, output.num_tokens)
@@ -356,17 +348,15 @@ class Driver:
             assert output.end is not None, "the last output to end"
             self._forget(stream, output.end.finished.reason)
 
-    def _end_for_fault(self, stream: OutputStream, problem: str | None) -> None:
-        """End a request of which one output cannot go on: the call ends with one error, its other outputs with it."""
-        self.host.drop(stream.request_id, FinishReason.CANCELLED)
-        stream.fail(RequestFailed(problem or "the request failed"))
-        self._forget(stream, FinishReason.ERROR)
-
-    def _fail(self, stream: OutputStream, problem: str, error: Exception) -> None:
+    def _fault(self, stream: OutputStream, problem: str, error: Exception) -> None:
         """End one request for its own fault: its caller gets `problem`, the log gets the exception."""
+        self.host.drop(stream.request_id, FinishReason.ERROR)
         logger.error("request %s: %s", stream.request_id, problem, exc_info=error)
-        stream.fail(RequestFailed(problem))
-        self._forget(stream, FinishReason.ERROR)
+        self._fail(stream, RequestFailed(problem))
+
+    def _fail(self, stream: OutputStream, error: PilotfishError, reason: FinishReason = FinishReason.ERROR) -> None:
+        stream.fail(error)
+        self._forget(stream, reason)
 
     def _forget(self, stream: OutputStream, reason: FinishReason) -> None:
         del self._live[stream.request_id]
@@ -390,8 +380,7 @@ class Driver:
         reason = "ENGINE_HUNG" if isinstance(error, EngineHung) else "ENGINE_DEAD"
         for stream in self.live():
             self.queue.remove(stream.request_id)
-            stream.fail(Unavailable(reason, "the engine failed; the request may be sent again"))
-            self._forget(stream, FinishReason.ERROR)
+            self._fail(stream, Unavailable(reason, "the engine failed; the request may be sent again"))
         self._metrics.requests.set_load(0, 0, 0.0)
 
     def _require_time(self, caller: str, remaining: float, due: float, work: float) -> None:

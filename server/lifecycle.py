@@ -47,6 +47,5 @@ class Lifecycle:
             await listener(state)
 
     def require_ready(self) -> None:
-        """Raise Unavailable in every state but READY."""
         if self.state is not State.READY:
             raise Unavailable(*_PROBLEMS[self.state])

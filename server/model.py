@@ -46,13 +46,8 @@ class EngineView(Protocol):
     @property
     def has_room(self) -> bool: ...
 
-    def speculation_of(self, request: Request) -> SpeculationSettings:
-        """Return the effective speculation settings of a request."""
-        ...
-
-    def check(self, request: Request) -> None:
-        """Raise InvalidRequest or Unsupported if the engine would refuse the request."""
-        ...
+    def speculation_of(self, request: Request) -> SpeculationSettings: ...
+    def check(self, request: Request) -> None: ...  # raises InvalidRequest or Unsupported where the engine would
 
 
 PLAIN = PlainFormat()

@@ -84,7 +84,6 @@ class AdmissionQueue:
 
     @property
     def callers(self) -> tuple[str, ...]:
-        """Callers of whom requests wait."""
         return tuple(self._heaps)
 
     @property

@@ -38,7 +38,6 @@ class Recovery:
         self._tried: OutputStream | None = None
 
     def __contains__(self, stream: OutputStream) -> bool:
-        """Whether the request waits to be fed again."""
         return stream.request_id in self._waiting
 
     @property
@@ -93,7 +92,6 @@ class Recovery:
         return self._waiting.pop(stream.request_id, None) is not None
 
     def forget(self, stream: OutputStream) -> None:
-        """Forget a request that has ended."""
         self._records.pop(stream.request_id, None)
         self._waiting.pop(stream.request_id, None)
         if self._tried is stream:

@@ -1,17 +1,25 @@
-"""Whose turn it is: which caller's request the engine gets next, and how long one that arrives now will wait for it."""
+"""Whose turn it is: which caller's request the engine gets next, and how long one that arrives now will wait for it.
+
+Estimates come from recent steps and requests. An unknown duration counts as zero, and what was measured minutes ago is
+unknown. So no request is refused on a guess. The check of a deadline is optimistic: a request is refused only if it
+would be late even at the best recent speed, if all outputs before it were as short as the shortest recent ones, and if
+its own had the fewest possible tokens. The queue's bound in seconds uses the most likely values.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import Counter
-from collections.abc import Mapping
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine.stats import Clock, StepStats
 from engine.types import Request
-from server.estimates import Estimates, sure_tokens
 from server.model import EngineView
 from server.queue import AdmissionQueue, Outlook
-from server.streams.stream import OutputStream
+from server.streams.stream import OutputStream, Timeline
 
 
 def max_len_of(request: Request, engine: EngineView) -> int:
@@ -126,3 +134,146 @@ class CallerTurns:
                         if not output.has_ended:
                             self._running.add(stream.request, output.num_tokens)
         return self._running
+
+
+_MOST_WEIGHT = 10.0  # a mean is that of about so many values
+_FADE_SECONDS = 30.0  # in which a value loses a factor of e of its weight
+_UNKNOWN = 0.5  # weight of all values together below which nothing is known: 20 s after one value, 90 s after many
+_RISE = 0.02  # share of the difference by which the least value rises with each one that is greater
+_KEEP = 0.995  # factor per step, for sums in which older steps count less
+_MIN_PROMPT_TOKENS = 32  # a step with fewer prompt tokens says nothing about the speed of prefill
+RETRY_SECONDS = (1.0, 0.1, 30.0)  # hint for a refused caller: if nothing is known; minimum; maximum
+
+
+class RecentValues:
+    """Mean and least of recent values; newer ones count more, and all fade with time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._weight, self._then = clock, 0.0, clock()
+        self._mean = self._least = 0.0
+
+    def add(self, value: float) -> None:
+        weight, self._then = self._now_weight, self._clock()
+        self._weight = min(weight + 1, _MOST_WEIGHT)
+        self._least = min(value, self._least + _RISE * (value - self._least)) if weight >= _UNKNOWN else value
+        self._mean += (value - self._mean) / self._weight if weight >= _UNKNOWN else value - self._mean
+
+    def value(self, *, likely: bool) -> float | None:
+        """Return the mean if the `likely` value is wanted, else the least; None if nothing is known."""
+        known = self._now_weight >= _UNKNOWN
+        return (self._mean if likely else self._least) if known else None
+
+    @property
+    def _now_weight(self) -> float:
+        return self._weight * math.exp((self._then - self._clock()) / _FADE_SECONDS)
+
+
+class Estimates:
+    """What recent steps, and recent requests that ended, say of those to come."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._service = RecentValues(clock)  # seconds that a request spends in the engine
+        self._used = RecentValues(clock)  # share of their maximum length that ended outputs used
+        self._reading = RecentValues(clock)  # seconds per prompt token
+        self._unread = RecentValues(clock)  # share of a prompt that the prefix cache did not have
+        # Seconds between two tokens of an output, by the bit length of the number of decoding sequences
+        self._paces: dict[int, RecentValues] = defaultdict(lambda: RecentValues(clock))
+        self._rounds = self._drafted = self._accepted = 0.0  # sums in which older steps count less
+
+    def observe(self, stats: StepStats) -> None:
+        self._rounds = self._rounds * _KEEP + stats.rounds
+        self._drafted = self._drafted * _KEEP + stats.drafted
+        self._accepted = self._accepted * _KEEP + stats.accepted
+        seconds = sum(stats.phase_seconds.values())
+        decoding = sum(forward.sequences for forward in stats.forwards if forward.kind == "verify")
+        if stats.generated_tokens and decoding:  # a sequence in prefill gets no tokens and slows no other
+            self._paces[decoding.bit_length()].add(seconds * decoding / stats.generated_tokens)
+        if stats.prompt_tokens >= _MIN_PROMPT_TOKENS and seconds > 0:
+            self._reading.add(seconds / stats.prompt_tokens)
+        if stats.prefix_lookups:
+            self._unread.add(1 - stats.prefix_hits / stats.prefix_lookups)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of drafted tokens that were accepted in recent steps; None before the first draft."""
+        return self._accepted / self._drafted if self._drafted else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per round in recent steps; None before the first round."""
+        return 1 + self._accepted / self._rounds if self._rounds else None
+
+    def end(self, timeline: Timeline) -> None:
+        """Include the service time of a request that has ended, if it had started."""
+        if timeline.started is not None and timeline.ended is not None:
+            self._service.add(timeline.ended - timeline.started)
+
+    def end_output(self, tokens: int, most: int) -> None:
+        """Include an output that ended with `tokens` tokens, for any reason; at most `most` were allowed.
+
+        What counts is when its place became free. So an output that its caller cancelled is as long as it was then: its
+        full length is not known, but nobody waits for that.
+        """
+        self._used.add(tokens / most)
+
+    def left(self, outputs: Iterable[tuple[int, int, int]], *, likely: bool) -> list[float]:
+        """Return the numbers of further tokens of outputs: each has `tokens` of at least `sure` and at most `most`.
+
+        Most outputs end before their maximum, so that is scaled by the share of it that ended outputs used: the mean or
+        the least.
+        """
+        used = self._used.value(likely=likely) or 0.0
+        return [max(0.0, sure - tokens, most * used - tokens) for tokens, sure, most in outputs]
+
+    def wait(self, left: Iterable[float], ahead: Iterable[float], *, likely: bool) -> float:
+        """Return the seconds until a request has a place that comes after others, which wait `ahead` of it.
+
+        `left` and `ahead` are the tokens that each running and each waiting output needs. Example: [10, 30] and a token
+        per second. Behind [], [20], [20, 20]: 10 s, 10 + 20 s, and again 30 s.
+        """
+        places = list(left)
+        pace = self._pace(len(places), likely=likely)
+        if not places or pace is None:
+            return 0.0
+        heapq.heapify(places)
+        for tokens in ahead:
+            heapq.heapreplace(places, places[0] + tokens)
+        return places[0] * pace
+
+    def _pace(self, decoding: int, *, likely: bool) -> float | None:
+        """Seconds between two tokens of an output: likely with about as many others, at least with no more of them."""
+        size = decoding.bit_length()
+        known = {s: pace for s, values in self._paces.items() if (pace := values.value(likely=likely)) is not None}
+        if likely:
+            return known[min(known, key=lambda s: abs(s - size))] if known else None
+        return min((pace for s, pace in known.items() if s <= size), default=None)
+
+    def work(self, request: Request, max_len: int, running: int) -> float:
+        """Return the seconds from the start of `request`, beside `running` outputs, to the last token that is sure."""
+        reading, unread = (values.value(likely=False) for values in (self._reading, self._unread))
+        pace = self._pace(running + 1, likely=False) or 0.0
+        seconds = request.num_tokens * (reading or 0.0) * (1.0 if unread is None else unread)
+        return seconds + (least_tokens(request, max_len) - 1) * pace
+
+    def outlook(self, left: Sequence[float], ahead: Sequence[float]) -> Outlook:
+        """Return the likely outlook of a request that waits behind others; `left` and `ahead` as for `wait`."""
+        wait, service = self.wait(left, ahead, likely=True), self._service.value(likely=True)
+        unknown, least, most = RETRY_SECONDS
+        retry = unknown if service is None else min(most, max(least, wait))
+        return Outlook(wait, service or 0.0, retry)
+
+
+def least_tokens(request: Request, max_len: int) -> int:
+    """Return the number of tokens that an output still gets for certain, at least 1."""
+    emitted = min((len(output.token_ids) for output in request.emitted if not output.has_ended), default=0)
+    return max(1, sure_tokens(request, max_len) - emitted)
+
+
+def sure_tokens(request: Request, max_len: int) -> int:
+    """Return the number of tokens of an output before which it cannot end, unless its caller leaves.
+
+    It has the full length only if nothing but `max_len` can end it; else it has `min_tokens`.
+    """
+    sampling = request.sampling
+    may_end = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids or sampling.guided
+    return sampling.min_tokens if may_end else max_len - len(request.token_ids)

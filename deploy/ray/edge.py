@@ -1,7 +1,7 @@
 """Our methods on Ray's gRPC proxy: callers get the same statuses as from our own server, and never a stack trace.
 
 Ray calls `add_inference` and `add_control` in each proxy process with the gRPC server of the proxy, which sends every
-call to a replica. This module wraps each method and adds what `server/grpc/boundary.py` does in our own server. It
+call to a replica. This module wraps each method and adds what `server/grpc/server.py` does in our own server. It
 rejects bytes that are not a valid message, and parses large messages one by one beside the event loop. It ends the call
 with the status from an envelope. It passes the deadline on as metadata. It translates Ray's own errors (a replica was
 lost, all replicas are busy) to the statuses that our server would return.
@@ -20,7 +20,7 @@ from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from server.admission.slow_work import SlowWork
 from server.admission.status import refusal
 from server.errors import QueueFull, Unavailable
-from server.grpc.boundary import parsed, refuse
+from server.grpc.server import parsed, refuse
 
 REMAINING = "pilotfish-remaining-seconds"  # metadata for the replica; a value that the caller sent is removed
 RETRY_SECONDS = 1.0

@@ -21,7 +21,7 @@ from server.admission.security import Callers, Quotas
 from server.admission.slow_work import GrammarPool, SlowWork
 from server.config import ServerConfig
 from server.driver import Driver
-from server.grpc.control import ControlService
+from server.grpc.services import ControlService
 from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
 from server.queue import AdmissionQueue

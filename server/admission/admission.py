@@ -58,7 +58,6 @@ class Call:
     trace: Trace
 
     async def response(self) -> pb.GenerateResponse:
-        """Wait for the end and return the whole response."""
         return await answers.response_in_turns(await self.stream.read_all(), self.wanted)
 
     async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
@@ -184,7 +183,6 @@ class Admission:
     async def _opened(
         self, message: pb.GenerateRequest, known: Sequence[Violation], driver: Driver, origin: Origin
     ) -> tuple[convert.Wanted, OutputStream]:
-        """Check, encode, compile and replay."""
         with self._arrival(driver, origin.caller):
             found = await self.wanted(message, known, driver.model)
             wanted = _of_caller(await self._compiled(found, driver.model, origin.remaining), origin.caller)

@@ -108,7 +108,6 @@ class SlowWork:
             self._trim_later()  # a tokenizer needs two hundred bytes for each byte of a text
 
     def close(self) -> None:
-        """Start no further work."""
         for lane in (self._locking, self._middle, self._long):
             lane.thread.shutdown(wait=False, cancel_futures=True)
 
@@ -215,5 +214,4 @@ class GrammarPool:
             raise DeadlinePassed("the deadline passed before the structure was compiled") from None
 
     def close(self) -> None:
-        """Start no further compilations."""
         self._threads.shutdown(wait=False, cancel_futures=True)

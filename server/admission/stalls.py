@@ -29,7 +29,6 @@ class Writes:
         self._begun = None
 
     def stop(self) -> None:
-        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 

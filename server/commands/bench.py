@@ -74,7 +74,6 @@ class Bench:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> Bench:
-        """Parse the command line."""
         own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         own.add_argument("--tokens", type=int, default=64)
         own.add_argument("--rounds", type=int, default=3)

@@ -36,7 +36,6 @@ class CheckCommand:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> CheckCommand:
-        """Parse the command line."""
         own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         own.add_argument("--no-load", action="store_true")
         own.add_argument("--json", action="store_true")

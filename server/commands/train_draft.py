@@ -62,7 +62,6 @@ class TrainDraft:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> TrainDraft:
-        """Parse the command line."""
         text, schedule = TextPlan(), Schedule()
         own = argparse.ArgumentParser(prog="pilotfish train-draft", add_help=False, allow_abbrev=False)
         asks_help = any(word in ("-h", "--help") for word in arguments)
@@ -136,7 +135,6 @@ class TrainingBars:
     """Two bars, of texts and of steps, and a line for each measurement of acceptance."""
 
     def __init__(self, texts: int, steps: int) -> None:
-        """Show nothing yet: `with` does."""
         self._console = Console(stderr=True)
         columns = (
             TextColumn("{task.description}"),
@@ -161,7 +159,6 @@ class TrainingBars:
         self._progress.stop()
 
     def wrote(self, done: int, total: int, tokens: int) -> None:
-        """Show how many texts are written."""
         self._progress.update(self._texts, completed=done, total=total, told=f"{tokens} tokens")
 
     def trained(self, report: TrainingStep) -> None:

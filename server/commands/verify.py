@@ -134,7 +134,6 @@ class VerifyReport:
             self.differences.append(VerifyDifference(setting.proposer, setting.drafts, job.way, job.case.name, first))
 
     def as_dict(self) -> dict[str, object]:
-        """Return the report for machines."""
         return {
             "model": self.info.model,
             "device": self.info.device,
@@ -163,7 +162,6 @@ class VerifyCommand:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> VerifyCommand:
-        """Parse the command line."""
         parser = _parser()
         asked = parser.parse_args(arguments)
         for name in ("tokens", "company", "rounds"):

@@ -75,7 +75,6 @@ class VerifySetting:
         return number if self.rule == "coupled" else f"{number}, {self.rule}"
 
     def of(self, case: VerifyCase) -> GenerateOptions:
-        """Return the options of a case under this setting."""
         own: GenerateOptions = {"speculation": self.mode, "proposer": self.proposer, "verification": self.rule}
         if self.num_draft_tokens is not None:
             own["num_draft_tokens"] = self.num_draft_tokens

@@ -88,7 +88,6 @@ class Scanner:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more text will come."""
         return self._is_over
 
     @property
@@ -102,7 +101,6 @@ class Scanner:
         return self._at == len(self._text) and not self._is_over
 
     def push(self, text: str) -> None:
-        """Add a piece of text."""
         if self._mark is not None:
             self._before.append(self._text[self._mark : self._at])
             self._mark = 0
@@ -119,7 +117,6 @@ class Scanner:
         return text
 
     def take_all(self) -> None:
-        """Take all that has come."""
         self._at = len(self._text)
 
     def until(self, *markers: str) -> tuple[str, str | None]:
@@ -156,7 +153,6 @@ class Scanner:
         return is_end and any(len(marker) > len(rest) and marker.startswith(rest) for marker in markers)
 
     def take_space(self) -> str:
-        """Take leading white space."""
         found = _SPACE.match(self._text, self._at)
         return self.take(found.end() - self._at if found else 0)
 
@@ -170,7 +166,6 @@ class Scanner:
 
     @property
     def has_mark(self) -> bool:
-        """Whether there is a mark to go back to."""
         return self._mark is not None
 
     def forget(self) -> None:
@@ -262,7 +257,6 @@ class Parser(ABC):
         return self._scanner.held
 
     def push(self, text: str) -> list[Piece]:
-        """Read more text."""
         self._scanner.push(text)
         return self._read()
 

@@ -73,7 +73,6 @@ class DeepSeekFormat(ChatFormat):
         return self._variant == "v3"
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """As the chat templates write calls."""
         more = (' ("\\n" call)*' if self._is_fenced else " call*") if several else ""
         close = quoted(f"\n{_FENCE_END}") if self._is_fenced else ""
         choices = " | ".join(f"call_{i}" for i in range(len(tools)))

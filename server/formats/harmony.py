@@ -167,7 +167,6 @@ class HarmonyFormat(ChatFormat):
         ])  # fmt: skip
 
     def prefix(self, *, has_reasoned: bool) -> str:
-        """The header of the final message."""
         return self.literal(f"{_START}assistant{_FINAL}" if has_reasoned else _FINAL)
 
     def _role(self) -> str:
@@ -192,12 +191,10 @@ class _Messages(Trimmed):
     _break = ""
 
     def begin(self) -> None:
-        """A message begins."""
         self.end(keep=False)
         self._break = "" if self._is_empty else "\n"
 
     def add(self, text: str) -> str:
-        """Add text of the message."""
         if more := super().add(text):
             more, self._break = self._break + more, ""
         return more

@@ -74,7 +74,6 @@ class LlamaFormat(ChatFormat):
         return _calls(objects, several=several)
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Calls with the tag before them, or without."""
         return f"calls: {self.literal(_TAG)}? rest\n{self.rest(tools, several=several)}"
 
     def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:

@@ -71,7 +71,6 @@ class MistralFormat(ChatFormat):
     trigger = _CALLS
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """As the chat templates write calls."""
         return "\n".join([
             f"rest: {self._whole(several=several)}",
             f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",

@@ -140,7 +140,6 @@ class TextParser(Parser):
         self._arguments.append(text)
 
     def _complete_call(self) -> None:
-        """Pass on the call that was read."""
         if not self._is_early:
             self._text.pause()
             arguments = "".join(self._arguments)
@@ -191,7 +190,6 @@ class PlainFormat(ChatFormat):
     def parser(
         self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
     ) -> Parser:
-        """Make a parser that reads reasoning alone."""
         return TextParser(self, starts_in_reasoning=starts_in_reasoning)
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:

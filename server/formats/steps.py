@@ -78,12 +78,10 @@ class CallParser(TextParser):
         return found
 
     def _space(self) -> Steps[None]:
-        """Take white space."""
         while not self._skip_space():
             yield
 
     def _gap(self) -> Steps[str]:
-        """Take white space, and return it."""
         parts = [self._scanner.take_space()]
         while self._scanner.is_waiting:
             yield
@@ -166,7 +164,6 @@ class CallParser(TextParser):
         return True
 
     def _braces(self) -> Steps[bool]:
-        """Take white space and braces; return whether there were braces."""
         yield from self._space()
         found = False
         while (yield from self._expect("}")):

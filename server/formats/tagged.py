@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from server.formats.base import ChatFormat, Tool, quoted
-from server.formats.schemas.value_rules import STRING, Parameters, ValueEnd, ValueRules
 from server.formats.steps import CallParser, Steps
+from server.formats.value_rules import STRING, Parameters, ValueEnd, ValueRules
 
 # What a schema may say of all arguments together. They are written one by one, so this cannot be held.
 _UNWRITABLE = (
@@ -52,7 +52,6 @@ class Tags:
 
     @property
     def after_value(self) -> tuple[str, ...]:
-        """What can follow a value."""
         return tuple(filter(None, (self.key[0], *self.end)))
 
 

@@ -1,13 +1,30 @@
-"""The gRPC front end: its options, interceptors, credentials and port. Knows no service."""
+"""The gRPC front end: its options and port, and the edge of the network, where calls are refused and errors told.
+
+Callers need a token except for the health service, and failed calls end with a status. grpc.aio answers invalid bytes
+and exceptions with UNKNOWN and a Python repr. The interceptor here parses the bytes and translates the errors of our
+own services' methods. After an internal fault the caller gets INTERNAL without details, and the log the traceback. The
+fields of a large message are counted before it is parsed: two bytes can be an empty message that takes a hundred bytes
+then (the encoding: https://protobuf.dev/programming-guides/encoding).
+"""
 
 from __future__ import annotations
 
-import grpc
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import unquote
 
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError
+
+from engine.errors import InvalidRequest, PilotfishError
 from server.admission.security import Callers
-from server.admission.slow_work import SlowWork
+from server.admission.slow_work import MAX_MIDDLE_BYTES, SlowWork
+from server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
 from server.config import ServerConfig
-from server.grpc.boundary import Boundary
+from server.errors import Unauthenticated
 
 PING_TIMEOUT_SECONDS = 10  # for the answer to a ping
 MIN_PING_SECONDS = 10  # a client that pings more often is disconnected
@@ -58,3 +75,160 @@ def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     authority = None if config.tls_client_ca is None else config.tls_client_ca.read_bytes()
     pair = config.tls_key.read_bytes(), config.tls_cert.read_bytes()
     return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+
+
+logger = logging.getLogger(__name__)
+
+OPEN_METHODS, OUR_METHODS = "/grpc.health.v1.Health/", "/pilotfish."
+Parse = Callable[[bytes], Any]
+
+
+class Boundary(grpc.aio.ServerInterceptor):
+    """Refuses unauthenticated calls, also of methods that do not exist, and wraps our own services' methods."""
+
+    def __init__(self, callers: Callers, slow: SlowWork) -> None:
+        self._callers, self._slow = callers, slow
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the method's handler, wrapped if the method is ours; or a handler that refuses the call."""
+        handler, method = await continuation(handler_call_details), str(handler_call_details.method)
+        if method.startswith(OPEN_METHODS):
+            return handler
+        try:
+            self._callers.of_metadata(handler_call_details.invocation_metadata)
+        except Unauthenticated as error:
+            return grpc.unary_unary_rpc_method_handler(_refusing(error))
+        if handler is None or not method.startswith(OUR_METHODS):
+            return handler
+        parse, serialize = handler.request_deserializer, handler.response_serializer
+        assert parse is not None, "a method without a request type"
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(_wrap(handler.unary_stream, parse, self._slow), None, serialize)
+        assert handler.unary_unary is not None, "our methods take one message"
+        return grpc.unary_unary_rpc_method_handler(_wrap(handler.unary_unary, parse, self._slow), None, serialize)
+
+
+def _refusing(error: Unauthenticated) -> Any:
+    async def refused(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await refuse(refusal(error), str(error), context)
+
+    return refused
+
+
+def _wrap(method: Any, parse: Parse, slow: SlowWork) -> Any:
+    async def wrapped(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            async with slow.turn(len(data)):
+                return await method(await slow.run(parsed, parse, data), context)
+        except PilotfishError as error:
+            await refuse(refusal(error), str(error), context)
+        except Exception:
+            logger.exception("a method failed")
+            await refuse(Refusal(grpc.StatusCode.INTERNAL, "internal"), "internal error", context)
+
+    return wrapped
+
+
+async def refuse(refused: Refusal, message: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """End a call with a status and its details, cut to a size that fits into headers."""
+    try:
+        said = clipped(message, MAX_MESSAGE)
+        await context.abort(refused.code, said, trailers(refused, said))
+    except grpc.aio.InternalError:
+        logger.info("the caller was gone before it could be told: %s", message)
+
+
+def parsed(parse: Parse, data: bytes) -> Any:
+    """Return `parse(data)`; the entries of a large message are counted before. Raises InvalidRequest."""
+    if len(data) > MAX_MIDDLE_BYTES:
+        require_few(data, parse.__self__.DESCRIPTOR)  # type: ignore[attr-defined]  # it is a method of the message's class
+    try:
+        return parse(data)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest.of("request", "is no message of this method, or has text that is no UTF-8") from error
+
+
+def host_of(peer: str) -> str | None:
+    """Return the address in gRPC's name for a peer, "ipv4:10.0.0.1:5" or "ipv6:%5B::1%5D:5"; None if it has none."""
+    kind, _, address = unquote(peer).partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else None
+
+
+MAX_ENTRIES = 65_536  # of one field; a list of numbers is one entry, because it is packed
+MAX_NUMBERS = 1 << 20  # of such a list
+_TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+_VARINT, _BYTES = 0, 2  # wire types
+_GROUP = (3, 4)  # the start and the end of one
+_FIXED = {1: 8, 5: 4}  # bytes of a number, by its wire type
+
+
+def require_few(data: bytes, descriptor: Descriptor) -> None:
+    """Refuse a message with more than `MAX_ENTRIES` of one field, or more than `MAX_NUMBERS` in one list, at any depth.
+
+    Bytes that are no message pass: the parser says what is wrong with them.
+
+    Raises:
+        InvalidRequest: names the field. It is also raised for a group (wire types 3 and 4), because no message of ours
+            has one, and its end is known only after what is in it.
+    """
+    counts: Counter[str] = Counter()
+    position, end, message, path = 0, len(data), descriptor, ""
+    outer: list[tuple[int, Descriptor, str]] = []  # the messages around this one, innermost last
+    try:
+        while position < end or outer:
+            if position >= end:
+                end, message, path = outer.pop()
+                continue
+            tag, position = _varint(data, position)
+            field = message.fields_by_number.get(tag >> 3)
+            name = f"{path}{'unknown' if field is None else field.name}"
+            counts[name] += 1
+            if counts[name] > MAX_ENTRIES:
+                raise InvalidRequest.of(name, f"has more than {MAX_ENTRIES} entries")
+            if tag & 7 in _GROUP:
+                raise InvalidRequest.of(name, "is a group, which no message of this server has")
+            size, position = _size(data, position, tag & 7)
+            inner = None if field is None else field.message_type
+            if inner is not None and tag & 7 == _BYTES:
+                outer.append((end, message, path))
+                end, message, path = position + size, inner, f"{name}."
+                continue
+            if field is not None and size > MAX_NUMBERS and field.type not in _TEXTS:
+                _require_few_numbers(name, data[position : position + size])
+            position += size
+    except (IndexError, KeyError, ValueError):
+        return
+
+
+def _require_few_numbers(name: str, packed: bytes) -> None:
+    """Each number of a packed list ends with a byte below 128, as far as our messages have such lists."""
+    count = len(packed.translate(None, delete=bytes(range(128, 256))))
+    if count > MAX_NUMBERS:
+        raise InvalidRequest.of(name, f"has {count} entries; the limit is {MAX_NUMBERS}")
+
+
+def _size(data: bytes, position: int, wire_type: int) -> tuple[int, int]:
+    """Return the number of bytes of a value, and where they begin."""
+    if wire_type == _VARINT:
+        return 0, _varint(data, position)[1]
+    if wire_type == _BYTES:
+        return _varint(data, position)
+    return _FIXED[wire_type], position
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return a number of 7 bits per byte, the lowest first, and where the next one begins."""
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number of more than ten bytes")

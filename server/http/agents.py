@@ -35,7 +35,6 @@ class AgentBody(GenerationFields):
     no_input = None
 
     def conflicts(self) -> Iterator[Violation]:
-        """Yield a violation for fields that are valid by themselves but exclude each other, or are not served here."""
         yield from super().conflicts()
         if self.event_ids:
             yield Violation("event_ids", "is True; a stream of this route cannot be continued")
@@ -64,7 +63,6 @@ class Turns:
         self._has_answered = False
 
     def messages(self) -> list[pb.ChatMessage]:
-        """Return the messages."""
         if not self._instructions:
             return self._turns
         return [pb.ChatMessage(role="system", content=SEPARATOR.join(self._instructions)), *self._turns]
@@ -77,7 +75,6 @@ class Turns:
             self._instructions.append(text)
 
     def ask(self, text: str) -> None:
-        """Add what the user says."""
         if self._turns and self._turns[-1].role == "user":
             self._turns[-1].content += SEPARATOR + text
         else:
@@ -98,7 +95,6 @@ class Turns:
         newest.content = f"{newest.content}{SEPARATOR}{text}" if newest.content else text
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """Add a call of the assistant."""
         newest = self._open() or self._begin()
         newest.tool_calls.append(pb.ToolCall(id=call_id, name=name, arguments=arguments))
         self._functions[call_id] = name
@@ -150,7 +146,6 @@ class AgentAnswer(Answers):
         return self._whole()
 
     async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
-        """Yield the events of each message of a stream."""
         yield self._begin()
         async for message in messages:
             events = [event for piece in await self._reader.read(message) for event in self._add(piece)]
@@ -167,7 +162,6 @@ class AgentAnswer(Answers):
         return "".join(texts)
 
     def failure(self, error: HttpError) -> str:
-        """Return the last events of a stream that fails."""
         return self.encoded(self._fail(error))
 
     def _add(self, piece: Piece) -> list[Json]:

@@ -1,4 +1,7 @@
-"""One call over HTTP: an answer or an event stream, until the caller disconnects. Knows no format of answers."""
+"""One call over HTTP: an answer or an event stream, until the caller disconnects. Knows no format of answers.
+
+Long lists of an answer are made and encoded in parts, so that others have their turns.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,13 +32,11 @@ from server.admission.stalls import Writes, stall_limit
 from server.driver import Driver
 from server.errors import Aborted, DeadlinePassed, QueueFull
 from server.http.errors import INTERNAL, HttpError, http_error
-from server.http.limits import STALLED
-from server.http.long_json import Encoder, HasLongList, in_turns, refuse
+from server.http.gateway import STALLED
 from server.http.requests import ParsedBody
 
 logger = logging.getLogger(__name__)
 
-_COMPACT, _SPACED = Encoder(",", ":"), Encoder()  # whole answers and events
 T = TypeVar("T")
 Messages = AsyncIterator[pb.GenerateStreamResponse]
 
@@ -144,7 +145,6 @@ class Calls:
             await _cancelled(tasks)
 
     async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Yield the messages of all calls as they come."""
         if len(self.calls) == 1:
             async with aclosing(self.calls[0].messages()) as messages:
                 async for message in messages:
@@ -218,7 +218,6 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -349,3 +348,98 @@ def _told(error: Exception) -> HttpError:
         return http_error(error)
     logger.error("an event could not be made", exc_info=error)
     return INTERNAL
+
+
+MIN_PIECE = 64 << 10  # characters; smaller parts are joined before others have a turn
+
+
+@dataclass(frozen=True, slots=True)
+class LongList:
+    """A list that is made when it is encoded: `make(start, stop)` returns its entries of a half-open range."""
+
+    length: int
+    make: Callable[[int, int], list[Any]]
+    part: int  # the most entries that are made at once
+
+    def parts(self) -> Iterator[list[Any]]:
+        """Yield the entries in parts; the last may be smaller."""
+        for start in range(0, self.length, self.part):
+            yield self.make(start, min(start + self.part, self.length))
+
+
+def list_of(length: int, make: Callable[[int, int], list[Any]], part: int) -> list[Any] | LongList:
+    """Return a list, which is a long one if it has more than one part."""
+    return make(0, length) if length <= part else LongList(length, make, part)
+
+
+class HasLongList(Exception):  # an event, so its name has no suffix `Error`
+    """Expected: a value cannot be encoded in one piece."""
+
+
+def refuse(value: object) -> NoReturn:
+    """`default` of an encoder: refuse long lists, and what is no JSON at all."""
+    if isinstance(value, LongList):
+        raise HasLongList
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Encodes values as `json.dumps` would with these separators, but in parts."""
+
+    comma: str = ", "
+    colon: str = ": "
+
+    def parts(self, value: Any) -> Iterator[str]:
+        """Yield the JSON of `value` in one part if it has no long list, else the parts of what it consists of."""
+        try:
+            whole = self._dumps(value)
+        except HasLongList:
+            yield from self._nested(value)
+        else:
+            yield whole
+
+    def _nested(self, value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield "{"
+            for i, (name, entry) in enumerate(value.items()):
+                yield f"{self.comma if i else ''}{self._dumps(name)}{self.colon}"
+                yield from self.parts(entry)
+            yield "}"
+            return
+        yield "["
+        for i, some in enumerate(value.parts() if isinstance(value, LongList) else ([entry] for entry in value)):
+            if i:
+                yield self.comma
+            yield from self._entries(some)
+        yield "]"
+
+    def _entries(self, some: list[Any]) -> Iterator[str]:
+        try:
+            yield self._dumps(some)[1:-1]
+        except HasLongList:
+            for i, entry in enumerate(some):
+                if i:
+                    yield self.comma
+                yield from self.parts(entry)
+
+    def _dumps(self, value: Any) -> str:
+        separators = (self.comma, self.colon)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=separators, default=refuse)
+
+
+_COMPACT, _SPACED = Encoder(",", ":"), Encoder()  # whole answers and events
+
+
+async def in_turns(parts: Iterable[str]) -> AsyncGenerator[bytes, None]:
+    """Yield the parts, small ones joined; after each piece of some size others have their turns."""
+    joined, size = list[str](), 0
+    for part in parts:
+        joined.append(part)
+        size += len(part)
+        if size >= MIN_PIECE:
+            yield "".join(joined).encode()
+            joined, size = [], 0
+            await asyncio.sleep(0)
+    if joined:
+        yield "".join(joined).encode()

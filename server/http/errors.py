@@ -44,7 +44,6 @@ class HttpError:
     retry_seconds: float | None = None
 
     def body(self) -> dict[str, Any]:
-        """Return the body in OpenAI's format."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -162,7 +161,6 @@ class MessagesError(HttpError):
 
     @classmethod
     def of(cls, error: HttpError) -> MessagesError:
-        """Convert an error of the other routes."""
         return cls(**{field.name: getattr(error, field.name) for field in fields(error)})
 
     def body(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ missing. So does an unsupported field of OpenAI or of other servers if its value
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -167,9 +167,12 @@ TEXT, PARTS = Tag("str"), Tag("list[part]")
 _tags = set[str]()  # types of parts, which pydantic adds to the path of a part's field
 
 
-def of_types(*kinds: type[Body], default: Callable[[dict[str, Any]], str | None] = lambda _: None) -> BeforeValidator:
-    """Refuse an object whose field `type` is none of `kinds` have; `default` gives the type where it is missing."""
-    known = [name for kind in kinds for name in kind.model_fields["type"].annotation.__args__]  # type: ignore[union-attr]
+def of_types(kinds: Any, default: Callable[[dict[str, Any]], str | None] = lambda _: None) -> BeforeValidator:
+    """Refuse an object whose field `type` is none that `kinds` has, a body or a union of bodies.
+
+    `default` gives the type where it is missing.
+    """
+    known = [name for kind in get_args(kinds) or (kinds,) for name in kind.model_fields["type"].annotation.__args__]
     _tags.update(known)
 
     def check(value: Any) -> Any:

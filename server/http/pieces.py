@@ -132,7 +132,6 @@ class CallReader:
         return self._outputs[index].reasoning_tokens if index in self._outputs else 0
 
     def is_in_call(self, index: int) -> bool:
-        """Whether this output ends inside of a call."""
         return index in self._outputs and self._outputs[index].is_in_call
 
     def _reader(self, index: int, chat_format: ChatFormat) -> _OutputReader:
@@ -179,7 +178,6 @@ class _OutputReader:
         return self._parser.finish(is_cut=finished.finish_reason != pb.FINISH_REASON_STOP)
 
     def _tokens(self, text: str, lengths: Sequence[int]) -> Iterator[Piece]:
-        """Read some tokens."""
         if self._marks is None or not (self._is_reasoning or self._may_begin or self._saw(self._marks.begin, text)):
             yield from self._parser.push(text)
             self._note(text)

@@ -1,38 +1,44 @@
-"""The routes that generate: `/generate` and OpenAI's two. They convert bodies to messages and messages to JSON."""
+"""Routes that generate, that answer with the tokens of a prompt, and that load adapters; and our own answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from engine.errors import InvalidRequest, PilotfishError
+from engine.errors import InvalidRequest, PilotfishError, Violation
 from pilotfish.v1 import generation_pb2 as pb
+from server.admission.adapters import AdapterCalls
 from server.admission.admission import Call
 from server.admission.resume import EventIds
+from server.driver import Driver
 from server.http.agents import AgentBody
-from server.http.bodies import WrongBody, read_body
 from server.http.calls import (
     Answers,
     CallerGone,
     Calls,
     EventStream,
+    Messages,
     Services,
     WholeAnswer,
     origin_of,
     unless_gone,
 )
 from server.http.errors import INTERNAL, HttpError, error_at
-from server.http.native_answers import NativeAnswers
 from server.http.openai.chat import ChatAnswers, fitted
 from server.http.openai.text import TextAnswers
-from server.http.requests import ParsedBody, continued
-from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields
+from server.http.requests import ParsedBody, WrongBody, continued, fields_of, read_body
+from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
 
 BodyT = TypeVar("BodyT", bound=GenerationFields)
 
@@ -146,3 +152,167 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(request: Request, _: Exception) -> JSONResponse:
         return error_at(request.url.path, INTERNAL).response()  # uvicorn logs the exception with its traceback
+
+
+Json = dict[str, Any]
+
+FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORTED: "abort",
+}
+
+
+class NativeAnswers(Answers):
+    """Answers of `/generate`."""
+
+    async def answer(self, responses: Sequence[pb.GenerateResponse]) -> Json:
+        (response,) = responses
+        (output,) = response.outputs
+        return {"generated_text": output.text} | _figures(output.finished)
+
+    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
+        async for message in messages:
+            yield [_figures(message.finished) if message.HasField("finished") else _piece(message.delta)]
+
+
+def _piece(delta: pb.TokenDelta) -> Json:
+    """Return an event. Text that was held back until the end belongs to no single token and is only in `text`."""
+    borders = accumulate(delta.text_lengths, initial=0)
+    texts = [delta.text[start:stop] for start, stop in pairwise(borders)]
+    tokens = [
+        {"id": token, "text": text, "from_draft": drafted}
+        for token, text, drafted in zip(delta.token_ids, texts, delta.from_draft, strict=True)
+    ]
+    return {"text": delta.text, "tokens": tokens}
+
+
+def _figures(end: pb.Finished) -> Json:
+    usage, stats, timing = end.usage, end.speculation_stats, end.timing
+    seconds = timing.total_seconds - timing.queue_seconds
+    first = timing.time_to_first_token_seconds if timing.HasField("time_to_first_token_seconds") else None
+    return {
+        "finish_reason": FINISH_REASONS.get(end.finish_reason, "abort"),
+        "tokens_per_second": usage.completion_tokens / seconds if seconds > 0 else 0.0,
+        "avg_tokens_per_jump": stats.acceptance_length or 1.0,  # without drafts each round gives one token
+        "latency_ms": 1000 * timing.total_seconds,
+        "time_to_first_token_ms": None if first is None else 1000 * first,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "gain": stats.gain_ratio,
+        "seed": end.seed,
+    }
+
+
+RenderedT = TypeVar("RenderedT", bound=OpenAiBody)
+
+
+def add_render(app: FastAPI, services: Services) -> None:
+    """Add the routes. Their bodies are those of the routes that generate."""
+    router, renderer = APIRouter(), _Renderer(services)
+
+    @router.post("/v1/completions/render", response_model=None, openapi_extra=_body_of("/v1/completions"))
+    async def completions(request: Request) -> Response:
+        """Return the tokens of each prompt, as a list of objects."""
+        rendered = await unless_gone(renderer.render(CompletionBody, "cmpl", request), request.receive)
+        return await renderer.response(rendered)
+
+    @router.post("/v1/chat/completions/render", response_model=None, openapi_extra=_body_of("/v1/chat/completions"))
+    async def chat_completions(request: Request) -> Response:
+        """Return the tokens of the conversation as the chat template writes it."""
+        [rendered] = await unless_gone(renderer.render(ChatBody, "chatcmpl", request), request.receive)
+        return await renderer.response(rendered)
+
+    app.include_router(router)
+
+
+class _Renderer:
+    """Checks a body as admission does, encodes its prompt, and stops there."""
+
+    def __init__(self, services: Services) -> None:
+        self._admission, self._driver, self._slow, _ = services
+
+    async def render(self, kind: type[RenderedT], prefix: str, request: Request) -> list[dict[str, Any]]:
+        """Return what the answer says of each prompt. Raises the error that the same request would get."""
+        data = await request.body()
+        with self._admission.conversion(request.scope["caller"]):
+            async with self._slow.turn(len(data)):
+                read = await self._read(kind, data, request.headers.get("content-type", ""))
+                messages = (read.message, *read.others)
+                with read.naming():
+                    return [await self._rendered(message, prefix, read.wrong) for message in messages]
+
+    async def _rendered(self, message: pb.GenerateRequest, prefix: str, wrong: tuple[Violation, ...]) -> dict[str, Any]:
+        wanted = await self._admission.wanted(message, wrong, self._driver().model)
+        return {
+            "request_id": f"{prefix}-{wanted.request_id}",
+            "model": wanted.model,
+            "token_ids": wanted.request.token_ids,
+            "features": None,  # of images, which no model here sees
+            "cache_salt": message.cache_salt if message.HasField("cache_salt") else None,
+            "priority": message.priority,
+        }
+
+    async def response(self, answer: Any) -> Response:
+        """Return an answer, whose tokens can be many, as JSON."""
+        text = await self._slow.run(json.dumps, answer, is_slow=True)
+        return Response(text, media_type="application/json")
+
+    async def _read(self, kind: type[RenderedT], data: bytes, content_type: str) -> ParsedBody:
+        """Read the body, or what is valid of it: then the message is refused with all that is wrong."""
+        try:
+            _, read = await self._slow.run(read_body, kind, data, content_type)
+        except WrongBody as error:
+            return error.read
+        return read
+
+
+def _body_of(path: str) -> dict[str, Any]:
+    """Refer to the body of another route, for `/openapi.json`."""
+    return {"requestBody": {"$ref": f"#/paths/{path.replace('/', '~1')}/post/requestBody"}}
+
+
+_FIELDS = {"name": "lora_name", "path": "lora_path"}  # of the protocol, as the bodies call them
+
+
+class UnloadAdapterBody(BaseModel):
+    """The body of an unload."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: str
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """The body of a load."""
+
+    lora_path: str
+
+
+def add_adapters(app: FastAPI, driver: Callable[[], Driver], root: Path | None) -> None:
+    """Add the routes; `driver` raises until the model is loaded, and `root` is the option `adapter_root`."""
+    router, calls = APIRouter(), AdapterCalls(driver, root)
+
+    @router.post("/v1/load_lora_adapter", response_model=None)
+    async def load(request: Request) -> Response:
+        """Load an adapter from a folder of the server's machine."""
+        calls.require_allowed(request.scope["caller"])  # before anything is read
+        body = fields_of(LoadAdapterBody, await request.body(), request.headers.get("content-type", ""))
+        try:
+            await calls.load(body.lora_name, body.lora_path, request.scope["caller"])
+        except InvalidRequest as invalid:
+            wrong = (replace(v, field=_FIELDS.get(v.field, v.field)) for v in invalid.violations)
+            raise InvalidRequest(wrong) from None
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter", response_model=None)
+    async def unload(request: Request) -> Response:
+        """Unload an adapter as soon as no live request uses it."""
+        calls.require_allowed(request.scope["caller"])
+        body = fields_of(UnloadAdapterBody, await request.body(), request.headers.get("content-type", ""))
+        calls.unload(body.lora_name, request.scope["caller"])
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    app.include_router(router)

@@ -218,7 +218,6 @@ class GenerateBody(GenerationFields):
     k_draft: UInt32 | None = None
 
     def names(self) -> dict[str, str]:
-        """Return the names of all routes, and those of this route's own fields."""
         drafts = {} if self.k_draft is None else {r"speculation\.num_draft_tokens": "k_draft"}
         return super().names() | {"max_tokens": "max_new_tokens"} | drafts
 
@@ -238,7 +237,6 @@ class OpenAiBody(GenerationFields):
         return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
     def structures(self) -> Iterator[Structure]:
-        """Yield the structures of all routes, and the one of `response_format`."""
         yield from super().structures()
         wanted = self.response_format
         if wanted is not None and wanted.json_schema is not None:
@@ -247,7 +245,6 @@ class OpenAiBody(GenerationFields):
             yield Structure("response_format", "json", ANY_OBJECT)
 
     def conflicts(self) -> Iterator[Violation]:
-        """Yield the violations of all routes, and one for what a continued stream could not tell."""
         yield from super().conflicts()
         if self.event_ids and self.has_running_usage:
             yield Violation("event_ids", "is true; not served with stream_options.continuous_usage_stats")
@@ -301,11 +298,9 @@ class CompletionBody(OpenAiBody):
         return self.echo and self.max_tokens == 0
 
     def names(self) -> dict[str, str]:
-        """Return the names of all routes, and those of this route's own fields."""
         return super().names() | {"token_ids": "prompt", "top_logprobs": "logprobs"}
 
     def conflicts(self) -> Iterator[Violation]:
-        """Yield the violations of both routes, and those of fields that a stream with ids cannot have."""
         yield from super().conflicts()
         if self.event_ids and len(self.prompts) > 1:
             yield Violation("event_ids", f"is true; not served with several prompts, here {len(self.prompts)}")
@@ -431,12 +426,10 @@ class ChatBody(OpenAiBody):
     thinking_token_budget: UInt32 | None = None  # another name of `thinking_budget`
 
     def names(self) -> dict[str, str]:
-        """Return the names of all routes, and those of this route's own fields."""
         newer = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         return super().names() | newer | _CHAT_NAMES
 
     def conflicts(self) -> Iterator[Violation]:
-        """Yield the violations of all routes, of messages without content, and of fields given twice that differ."""
         yield from super().conflicts()
         for i, turn in enumerate(self.messages):
             if turn.content is None and not (turn.role == "assistant" and (turn.tool_calls or turn.thoughts)):

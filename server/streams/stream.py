@@ -96,7 +96,6 @@ class Chunk:
 
     @classmethod
     def merged(cls, parts: list[Chunk]) -> Chunk:
-        """Merge successive chunks of one output."""
         if len(parts) == 1:  # the usual case: the reader keeps up
             return parts[0]
         return cls(
@@ -187,7 +186,6 @@ class OutputBuffer:
 
     @property
     def has_unread(self) -> bool:
-        """Whether any chunk is unread."""
         return bool(self._unread)
 
     def push(self, event: TokenEvent) -> bool:
@@ -209,7 +207,6 @@ class OutputBuffer:
         return False
 
     def close(self, finished: FinishedOutput) -> None:
-        """Add the end of the output."""
         assert not self.has_ended, f"a second end of output {self.index}"
         tail = "" if self._text is None else self._text.flush()
         if self._stop_string is None and self._text is not None and self._text.stop is not None:  # only the end told
@@ -348,7 +345,6 @@ class OutputStream:
 
     @property
     def request_id(self) -> str:
-        """The id of the request."""
         return self.request.request_id
 
     @property

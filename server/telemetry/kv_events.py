@@ -86,7 +86,6 @@ class CachedBlocks:
         self._blocks.clear()
 
     def stored(self) -> Iterator[msgspec.Raw]:
-        """Yield the events that entered the pages."""
         return (block.stored for block in self._blocks.values())
 
     def apply(self, change: CacheChange) -> msgspec.Raw | None:
@@ -197,7 +196,6 @@ class ZmqKvEvents(KvEvents):
             await self._answer(self._replays, reader, int.from_bytes(first, "big"))
 
     def close(self) -> None:
-        """Close the sockets at once."""
         if self._replays is not None:
             self._replays.close(linger=0)
         self._context.destroy(linger=0)

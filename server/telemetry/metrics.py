@@ -1,16 +1,22 @@
-"""Prometheus metrics. The caller passes the registry, and every series exists from the start.
+"""Prometheus metrics, and the page `/metrics`. The caller passes the registry; every series exists from the start.
 
-One does not: the series of `cache_config_info`, whose labels are known when the model is loaded.
+One does not: the series of `cache_config_info`, whose labels are known when the model is loaded. Prometheus requests
+the OpenMetrics format; its histograms contain exemplars: the trace of one request of a bucket.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from engine.params import MAX_NUM_DRAFT, MAX_PREDICTED_DRAFTS
 from engine.stats import Clock, ForwardKind, StepStats
@@ -54,7 +60,6 @@ class _Makers:
         self.histogram = partial(Histogram, namespace="pilotfish", registry=registry)
 
     def seconds(self, name: str, help_text: str) -> Histogram:
-        """Make a histogram of durations."""
         return self.histogram(f"{name}_seconds", help_text, buckets=_SECONDS)
 
 
@@ -100,7 +105,6 @@ class StepMetrics:
         self._last = make.gauge("engine_last_step_timestamp_seconds", "When the last step ended, Unix time.")
 
     def observe(self, stats: StepStats) -> None:
-        """Include the statistics of one step."""
         for forward in stats.forwards:
             self._size[forward.kind].observe(forward.sequences)
             self._tokens[forward.kind].observe(forward.tokens)
@@ -154,11 +158,9 @@ class RequestMetrics:
         self._queue_usage.set_function(usage)
 
     def set_cache(self, page_size: int, total_pages: int) -> None:
-        """Set the labels that tell how large the target's pages are and how many it has."""
         self._cache_config.labels(str(page_size), str(total_pages)).set(1)
 
     def reject(self, reason: str) -> None:
-        """Count a refused request."""
         self._rejected[reason].inc()
 
     def start(self, timeline: Timeline) -> None:
@@ -186,7 +188,6 @@ class RequestMetrics:
             self._per_token.observe((timeline.last_token - timeline.first_token) / (num_tokens - 1))
 
     def set_load(self, running: int, waiting: int, kv_usage: float) -> None:
-        """Set the gauges of running and waiting requests and of the used pages."""
         self._running.set(running)
         self._waiting.set(waiting)
         self._kv_usage.set(kv_usage)
@@ -206,3 +207,81 @@ async def watch_lag(observe: Callable[[float], None], clock: Clock, every_second
         due = clock() + every_seconds
         await asyncio.sleep(every_seconds)
         observe(max(0.0, clock() - due))
+
+
+# Our names to vLLM's. Units and meanings agree, so that dashboards and autoscalers for vLLM work. Histograms keep our
+# own buckets.
+VLLM_NAMES = MappingProxyType(
+    {
+        "pilotfish_requests_running": "vllm:num_requests_running",
+        "pilotfish_requests_waiting": "vllm:num_requests_waiting",
+        "pilotfish_kv_usage_ratio": "vllm:kv_cache_usage_perc",  # in vLLM it is also a share from 0 to 1
+        "pilotfish_cache_config_info": "vllm:cache_config_info",
+        "pilotfish_prefix_cache_queries": "vllm:prefix_cache_queries",
+        "pilotfish_prefix_cache_hits": "vllm:prefix_cache_hits",
+        "pilotfish_preemptions": "vllm:num_preemptions",
+        "pilotfish_prompt_tokens": "vllm:prompt_tokens",
+        "pilotfish_generated_tokens": "vllm:generation_tokens",
+        "pilotfish_requests": "vllm:request_success",
+        "pilotfish_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+        "pilotfish_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+        "pilotfish_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+        "pilotfish_request_duration_seconds": "vllm:e2e_request_latency_seconds",
+        "pilotfish_queue_time_seconds": "vllm:request_queue_time_seconds",
+        "pilotfish_spec_drafts": "vllm:spec_decode_num_drafts",
+        "pilotfish_spec_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+        "pilotfish_spec_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+        "pilotfish_spec_accepted_tokens_per_position": "vllm:spec_decode_num_accepted_tokens_per_pos",
+    }
+)
+_VLLM_LABELS = {"finish_reason": "finished_reason"}
+
+
+class Exposition(Collector):
+    """All metrics of a registry; with `vllm_model`, also a copy under vLLM's names for that model."""
+
+    def __init__(self, registry: CollectorRegistry, vllm_model: str | None = None) -> None:
+        self._registry = registry
+        self._pages: dict[str, bytes] = {}  # by content type
+        self._vllm_labels = None if vllm_model is None else {"model_name": vllm_model, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family without its `_created` series, which would double the size of the page."""
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+            if self._vllm_labels is not None and family.name in VLLM_NAMES:
+                yield _renamed(family, VLLM_NAMES[family.name], self._vllm_labels)
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """Return the page and its content type, in the format that the Accept header requests."""
+        encode, content_type = _encoder(accept)
+        if content_type not in self._pages:
+            self._pages[content_type] = encode(self)
+        return self._pages[content_type], content_type
+
+    def renew(self) -> None:
+        """Make the next page anew: those that are asked for until then are the same."""
+        self._pages.clear()
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # parameters that it cannot read, such as version=x
+        return choose_encoder("")
+
+
+def _renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:
+    renamed = Metric(name, family.documentation, family.type)
+    renamed.samples = [
+        Sample(
+            name + sample.name.removeprefix(family.name),
+            {**labels, **{_VLLM_LABELS.get(key, key): value for key, value in sample.labels.items()}},
+            sample.value,
+            sample.timestamp,
+            sample.exemplar,
+        )
+        for sample in family.samples
+    ]
+    return renamed

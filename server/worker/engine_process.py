@@ -91,7 +91,6 @@ class Link:
             raise FrontEndGone from error
 
     def close(self) -> None:
-        """Close the sockets."""
         for end in (self._socket, self._woken, self._waker):
             end.close()
 

@@ -7,10 +7,13 @@ front-end process and ends with it; the engines are its children and end with it
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import traceback
@@ -20,7 +23,6 @@ from importlib import import_module
 from typing import Self
 
 from server.errors import EngineCrashed
-from server.worker.child import Child, die_with_parent
 from server.worker.garbage import importing, share_one_heap
 
 # What the engines' processes run, and what the fork server imports before it forks the first one.
@@ -65,16 +67,23 @@ class ForkServer:
     The thread that starts it has to live as long as this process: the kernel takes its end for that of the parent.
     """
 
-    def __init__(self, child: Child) -> None:
-        self._child = child
-        self._lock = threading.Lock()
+    def __init__(self, source: str = ENGINE, ahead: Sequence[str] = AHEAD) -> None:
+        """Start the process with the same module path as this one.
 
-    @classmethod
-    def start(cls, source: str = ENGINE, ahead: Sequence[str] = AHEAD) -> Self:
-        """Start the process, which imports the modules `ahead`; forked processes run the Python code `source`."""
+        It imports the modules `ahead`; forked processes run the Python code `source`.
+        """
         program = f"from server.worker.fork_server import main; main({tuple(ahead)!r}, {source!r})"
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair()
         # `torch.cuda.is_available` may not initialise CUDA in a process that forks.
-        return cls(Child.start(program, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}))
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603  # our own program
+                [sys.executable, "-P", "-c", program, str(theirs.fileno())],
+                env=os.environ | variables,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -84,13 +93,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
-        return self._child.process.pid
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process has not ended."""
-        return self._child.process.poll() is None
+        return self._process.poll() is None
 
     def fork(self) -> Forked:
         """Fork a process, whose last argument is the number of its socket.
@@ -117,19 +124,20 @@ class ForkServer:
 
     def close(self) -> None:
         """Kill the process, and with it all that it has forked."""
-        with self._child:
-            pass
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
 
     def _ask(self, order: bytes, *descriptors: int) -> int:
         """Send an order and return the number that answers it."""
         with self._lock:
             try:
-                socket.send_fds(self._child.socket, [order], descriptors)
-                answer = self._child.socket.recv(_NUMBER_BYTES)
+                socket.send_fds(self._socket, [order], descriptors)
+                answer = self._socket.recv(_NUMBER_BYTES)
             except OSError as error:
-                self._child.process.kill()  # if it hangs
+                self._process.kill()  # if it hangs
                 raise ForkServerGone("the fork server has ended, or does not answer") from error
-            self._child.socket.settimeout(ANSWER_SECONDS)  # from the second answer on: it has imported everything
+            self._socket.settimeout(ANSWER_SECONDS)  # from the second answer on: it has imported everything
         if len(answer) < _NUMBER_BYTES:
             raise ForkServerGone("the fork server has ended")
         return int.from_bytes(answer, "big", signed=True)
@@ -196,3 +204,27 @@ def _end(order: bytes, running: set[int]) -> int:
     running.remove(pid)
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def said(status: int) -> str:
+    """Return an exit status as text: 3 -> exit status 3, -9 -> SIGKILL."""
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-status).name
+    return f"signal {-status}"
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when its parent ends, even in a step that does not end.
+
+    `parent`: end at once if the parent is another one, because it has ended before this call. Only Linux supports this.
+    On other systems the child ends when its socket is closed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

@@ -48,7 +48,6 @@ class LocalHost:
 
     @property
     def engine(self) -> Engine:
-        """The loaded engine."""
         assert self._loaded is not None, "not started"
         return self._loaded
 
@@ -89,7 +88,6 @@ class LocalHost:
         return (await asyncio.get_running_loop().run_in_executor(self._compute, loading)).fingerprint
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter that no request uses."""
         self.engine.adapters.unload(name)
 
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:

@@ -26,7 +26,7 @@ from server.model import EngineView, ModelText, Progress, ServedModel
 from server.worker import wire
 from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
 from server.worker.host import LocalHost, TurnOutput
-from server.worker.standby import Loaded, Standby
+from server.worker.supervisor import Loaded, Standby
 from server.worker.worker import Worker, beat_seconds
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class RemoteEngine:
         program = self._program
         for _ in range(2):
             if self._forks is None:
-                self._forks = ForkServer.start(program.source, program.ahead)
+                self._forks = ForkServer(program.source, program.ahead)
             forking = asyncio.ensure_future(asyncio.to_thread(self._forks.fork))
             try:
                 return await asyncio.shield(forking)
@@ -304,7 +304,6 @@ class RemoteEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request was sent to the engine and has not ended."""
         return bool(self._live)
 
     @property
@@ -320,7 +319,6 @@ class RemoteEngine:
         self._intake.check(request)
 
     def speculation_of(self, request: Request) -> SpeculationSettings:
-        """The effective speculation settings of a request."""
         return self._intake.speculation_of(request)
 
 

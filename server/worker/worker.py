@@ -1,4 +1,4 @@
-"""One engine's process and the channel to it, from its fork to its end. Knows no request."""
+"""One engine's process and the connection to it, from its fork to its end. Knows no request."""
 
 from __future__ import annotations
 
@@ -13,76 +13,7 @@ from engine.errors import ModelError
 from server.errors import EngineCrashed, EngineHung, EngineKilled
 from server.model import Progress
 from server.worker import wire
-from server.worker.child import said
-from server.worker.fork_server import Forked
-
-logger = logging.getLogger(__name__)
-
-
-class Channel(asyncio.Protocol):
-    """The protocol of the front ends' socket: it decodes messages, writes bytes, and detects silence.
-
-    It calls `take` with each message, and `lose` with the error when the engine's process is lost.
-    """
-
-    def __init__(self, limit: int, take: Callable[[wire.ToFrontEnd], None], lose: Callable[[Exception], None]) -> None:
-        self._frames, self._take, self._lose = wire.Frames(limit), take, lose
-        self._transport: Any = None
-        self._watching: asyncio.TimerHandle | None = None
-        self._heard = self._is_closed = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Decode the bytes, which may contain parts of messages or several messages."""
-        self._heard = True
-        try:
-            for payload in () if self._is_closed else self._frames.feed(data):
-                self._take(wire.read_to_front_end(payload))
-        except wire.WireError as error:
-            logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # a traceback is of no use
-            self._lose(error)
-            self._transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Report the loss of the process, unless `close` was called before."""
-        if not self._is_closed:
-            self._lose(EngineCrashed("the engine's process ended"))
-        self.close()
-
-    def send(self, frame: bytes) -> None:
-        """Send a message; discard it if the connection is closing."""
-        if not self._transport.is_closing():
-            self._transport.write(frame)
-
-    def watch(self, seconds: float) -> None:
-        """From now on, report the engine as hung after about `seconds` without a message.
-
-        Two checks in a row must find no message, because one may be delayed by a pause of this process itself.
-        """
-        loop, half = asyncio.get_running_loop(), seconds / 2
-        quiet = 0
-
-        def look() -> None:
-            nonlocal quiet
-            quiet, self._heard = 0 if self._heard else quiet + 1, False
-            if quiet >= 2:
-                logger.error("the engine's process has said nothing for %g seconds; it is killed", seconds)
-                self._lose(EngineHung(f"nothing was heard of the engine for {seconds:g} seconds"))
-            else:
-                self._watching = loop.call_later(half, look)
-
-        self._watching = loop.call_later(half, look)
-
-    def close(self) -> None:
-        """Close the connection; later bytes and events are ignored."""
-        self._is_closed = True
-        if self._watching is not None:
-            self._watching.cancel()
-        self._transport.abort()
-
+from server.worker.fork_server import Forked, said
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +26,7 @@ def beat_seconds(hang_seconds: float) -> float:
     return min(MOST_BEAT_SECONDS, hang_seconds / _BEATS_PER_HANG)
 
 
-class Worker:
+class Worker(asyncio.Protocol):
     """A process with an engine. It is killed if it is silent for too long, or sends bytes that are no valid message."""
 
     def __init__(self, process: Forked, limit: int, progress: Progress) -> None:
@@ -103,17 +34,71 @@ class Worker:
         self.outputs: deque[wire.StepReport] = deque()  # unread
         self.loss: Exception | None = None
         self.wake: Callable[[], None] = lambda: None  # called when an output or the loss has arrived
-        self._channel: Channel | None = None
+        self._frames = wire.Frames(limit)
+        self._transport: Any = None  # before `connect`
+        self._watching: asyncio.TimerHandle | None = None
+        self._heard = self._is_closed = False
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # who waits may be gone
         self._loading: dict[str, asyncio.Future[str]] = {}  # fingerprints of the adapters that are being loaded
 
+    # ------------------------------------------------------------------------------------------------ the connection
+
     async def connect(self, start: wire.Start) -> None:
-        """Open the channel and send the first message."""
-        make = lambda: Channel(self._limit, self._take, self._lose)  # noqa: E731
         loop = asyncio.get_running_loop()
-        _, self._channel = await loop.create_unix_connection(make, sock=self.process.socket)
+        await loop.create_unix_connection(lambda: self, sock=self.process.socket)
         self.send(start)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Decode the bytes, which may contain parts of messages or several messages."""
+        self._heard = True
+        try:
+            for payload in () if self._is_closed else self._frames.feed(data):
+                self._take(wire.read_to_front_end(payload))
+        except wire.WireError as error:
+            logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # a traceback is of no use
+            self._lose(error)
+            self._disconnect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Report the loss of the process, unless the connection was closed here."""
+        if not self._is_closed:
+            self._lose(EngineCrashed("the engine's process ended"))
+        self._disconnect()
+
+    def send(self, message: wire.ToEngine) -> None:
+        """Send a message, unless the connection is closing. Raises wire.Unsayable if it cannot be encoded."""
+        frame = wire.framed(message, self._limit)
+        if not self._transport.is_closing():
+            self._transport.write(frame)
+
+    def _watch(self, seconds: float, quiet: int = 0) -> None:
+        """From now on, report the engine as hung after about `seconds` without a message.
+
+        Two checks in a row must find no message, because one may be delayed by a pause of this process itself.
+        """
+
+        def look() -> None:
+            self._watch(seconds, 0 if self._heard else quiet + 1)
+
+        self._heard = False
+        if quiet >= 2:
+            logger.error("the engine's process has said nothing for %g seconds; it is killed", seconds)
+            self._lose(EngineHung(f"nothing was heard of the engine for {seconds:g} seconds"))
+        else:
+            self._watching = asyncio.get_running_loop().call_later(seconds / 2, look)
+
+    def _disconnect(self) -> None:
+        """Close the connection; later bytes and events are ignored."""
+        self._is_closed = True
+        if self._watching is not None:
+            self._watching.cancel()
+        self._transport.abort()
+
+    # --------------------------------------------------------------------------------------------------- the process
 
     async def ready(self, hang_seconds: float, load_seconds: float | None = None) -> wire.Ready:
         """Wait until the engine is loaded, for at most `load_seconds`, and watch it from then on.
@@ -130,14 +115,8 @@ class Worker:
         except TimeoutError:
             raise EngineHung(f"the engine was not loaded within {load_seconds:.3g} s") from None
         self.order, self.load = 0, facts.load  # of the newest report
-        assert self._channel is not None, "something has come from it"
-        self._channel.watch(hang_seconds)
+        self._watch(hang_seconds)
         return facts
-
-    def send(self, message: wire.ToEngine) -> None:
-        """Send a message. Raises wire.Unsayable if it is too large or cannot be encoded."""
-        assert self._channel is not None, "not connected"
-        self._channel.send(wire.framed(message, self._limit))
 
     def load_adapter(self, order: wire.LoadAdapter) -> asyncio.Future[str]:
         """Send the order. The result is the adapter's fingerprint; ModelError if it is refused, or the loss."""
@@ -155,10 +134,10 @@ class Worker:
 
     async def close(self) -> None:
         """Kill the process and wait until it is gone."""
-        if self._channel is None:
+        if self._transport is None:
             self.process.socket.close()
         else:
-            self._channel.close()
+            self._disconnect()
         status = await asyncio.to_thread(self.process.wait)
         logger.info("the engine's process %d has ended: %s", self.process.pid, said(status))
 

@@ -19,7 +19,7 @@ import yaml
 
 from server.app import LAST_MESSAGES_SECONDS
 from server.config import ServerConfig
-from server.grpc.health import LIVENESS
+from server.grpc.services import LIVENESS
 from server.http.gateway import LAST_RESPONSES_SECONDS
 from tests.deploy.dockerfile import stages
 from tests.deploy.prometheus import DEPLOY, PROMTOOL, needs_prometheus

@@ -19,7 +19,7 @@ from tests.fakes import Outputs, fake_engine, hashed_law, run
 ROOT = Path(__file__).resolve().parents[2]
 CODEC = Codec.load(ROOT / "models" / "target")
 VOCAB = 2048
-FILES = ("server/queue.py", "engine/kv/pages.py", "client/results.py", "server/estimates.py", "engine/stats.py")
+FILES = ("server/queue.py", "engine/kv/pages.py", "client/results.py", "server/turns.py", "engine/stats.py")
 PROMPT = (5, 6, 7)
 MARGIN = 30.0  # logits by which the planned token is ahead: sampling draws it, too
 

@@ -194,7 +194,7 @@ FAULTS = tuple(
 -self.total + amount <= self.limit or
 +self.total + amount <= self.limit + 1 or
 =tests/server/test_queue.py
-41 | admission | server/estimates.py | the wait of a request is that of the one before it
+41 | admission | server/turns.py | the wait of a request is that of the one before it
 -places[0] + tokens)
 +places[0])
 =tests/server/test_order.py

@@ -15,10 +15,9 @@ from engine.params import SamplingParams
 from engine.types import Request
 from server.admission.security import AT_ONCE, LONGEST, Refusals
 from server.errors import QueueFull
-from server.estimates import Estimates
 from server.queue import AdmissionQueue
 from server.streams.stream import OutputStream
-from server.turns import CallerTurns
+from server.turns import CallerTurns, Estimates
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import error_of, request
 from tests.server.test_order import step

@@ -22,8 +22,8 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.admission import convert
 from server.admission.status import refusal, trailers
 from server.errors import Unavailable
-from server.grpc.fields import MAX_ENTRIES, MAX_NUMBERS, require_few
-from server.grpc.health import Health
+from server.grpc.server import MAX_ENTRIES, MAX_NUMBERS, require_few
+from server.grpc.services import Health
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 from tests.pauses import pauses
 from tests.server.fake_engine import FakeEngine, served

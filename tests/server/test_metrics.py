@@ -14,8 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.types import FinishReason, Request
 from server.queue import AdmissionQueue
 from server.streams.stream import Timeline
-from server.telemetry.exposition import VLLM_NAMES, Exposition
-from server.telemetry.metrics import Metrics, watch_lag
+from server.telemetry.metrics import VLLM_NAMES, Exposition, Metrics, watch_lag
 from tests.server.test_generate import request
 from tests.serving import http_client, serving, until
 

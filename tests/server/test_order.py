@@ -16,9 +16,9 @@ from engine.stats import Forward, StepStats
 from engine.types import EmittedOutput, Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.driver import PATIENCE_SECONDS
-from server.estimates import Estimates, least_tokens
 from server.queue import AdmissionQueue
 from server.streams.stream import Timeline
+from server.turns import Estimates, least_tokens
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, error_of, request
 from tests.server.test_life import busy, metric

@@ -19,7 +19,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.admission.security import ANYBODY, Caller, Callers, Quotas
 from server.app import SERVICES
 from server.errors import QuotaExceeded, Unauthenticated
-from server.grpc.boundary import host_of
+from server.grpc.server import host_of
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, detail, error_of, request
 from tests.server.test_life import LONG, metric, read_to_end

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.answers import MAX_AT_ONCE
-from server.http.calls import Answers, Messages
-from server.http.long_json import MIN_PIECE, LongList, list_of
+from server.http.calls import MIN_PIECE, Answers, LongList, Messages, list_of
 from server.http.types import OpenAiBody
 from server.model import ServedModel
 
@@ -145,7 +144,6 @@ class AnswerOptions:
 
     @classmethod
     def of(cls, body: OpenAiBody, num_prompts: int) -> AnswerOptions:
-        """Return what a body asks for."""
         has_stats, is_single = body.return_speculation_stats, num_prompts == 1 and body.n in (None, 1)
         return cls(body.stream_options.include_usage, body.has_running_usage, has_stats, has_stats and is_single)
 

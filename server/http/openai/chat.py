@@ -11,7 +11,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import callable_tools
 from server.formats.base import CallStart, Content, Piece, Reasoning
 from server.http.agents import AgentBody
-from server.http.long_json import LongList
+from server.http.calls import LongList
 from server.http.openai.answers import (
     IMPOSSIBLE,
     AnswerFormat,
@@ -53,7 +53,6 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
 
     @classmethod
     def of(cls, body: ChatBody, message: pb.GenerateRequest, model: ServedModel) -> ChatAnswers:
-        """Return the format of the answers to a body, which makes `message`."""
         asked, is_read = message.messages, is_parsed(message, model)
         skips = not (is_read and model.format.special) if body.skip_special_tokens is None else body.skip_special_tokens
         return cls(

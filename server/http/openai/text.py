@@ -74,7 +74,6 @@ class TextAnswers(AnswerFormat[Echo]):
 
     @classmethod
     def of(cls, body: CompletionBody, model: ServedModel) -> TextAnswers:
-        """Return the format of the answers to a body."""
         echoing = Echoing(body.prompts, body.logprobs is not None, body.is_only_scored) if body.echo else None
         silent = silent_tokens(model, skips_special=body.skip_special_tokens is not False, ignores_end=body.ignore_eos)
         options = AnswerOptions.of(body, len(body.prompts))

@@ -1,6 +1,13 @@
-"""The routes of OpenAI's Responses API, without anything stored: each request has the whole conversation."""
+"""The routes of OpenAI's Responses API, and their answers: a list of items (reasoning, messages, calls).
+
+Nothing is stored: each request has the whole conversation.
+"""
 
 from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
@@ -9,9 +16,11 @@ from starlette.exceptions import HTTPException
 from engine.errors import shown
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Call
-from server.http.calls import Services
-from server.http.responses.answers import ResponsesAnswer
-from server.http.responses.types import ResponsesBody
+from server.formats.json_text import is_object
+from server.http.agents import AgentAnswer, AnswerPart, Json
+from server.http.calls import Messages, Services
+from server.http.errors import HttpError
+from server.http.responses.bodies import ResponsesBody, custom_input, functions, sealed
 from server.http.routes import GeneratingRoutes
 
 
@@ -34,3 +43,145 @@ def add_responses(app: FastAPI, services: Services) -> None:
 
 def _answer(body: ResponsesBody, message: pb.GenerateRequest, call: Call) -> ResponsesAnswer:
     return ResponsesAnswer(body, call, message.messages)
+
+
+_ERROR_CODES = {429: "rate_limit_exceeded"}  # by status; all others: "server_error"
+_EVENTS = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
+_LOGPROBS: dict[str, Json] = {"text": {"logprobs": []}, "reasoning": {}}
+
+
+class ResponsesAnswer(AgentAnswer):
+    """An answer to an admitted body with the conversation `asked`."""
+
+    def __init__(self, body: ResponsesBody, call: Call, asked: pb.ChatMessages) -> None:
+        super().__init__(call, asked)
+        self._functions = functions(body)  # by the names that the model was told
+        self._is_sealed = "reasoning.encrypted_content" in body.include
+        self._fields: Json = {
+            "id": f"resp_{self._request_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": self._model,
+            "error": None,
+            "incomplete_details": None,
+            **body.echo(),
+            "status": "in_progress",
+            "usage": None,
+        }
+        self._statuses: list[str] = []  # of the items that have ended
+        self._num_events = 0
+
+    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
+        async for events in super().events(messages):
+            yield self._numbered(events)
+
+    def _begin(self) -> list[Json]:
+        return [self._event("response.created"), self._event("response.in_progress")]
+
+    def _opened(self, part: AnswerPart) -> list[Json]:
+        number = len(self._parts) - 1
+        added = {"type": "response.output_item.added", "output_index": number, "item": self._item(number, part)}
+        if part.kind == "call":
+            return [added]
+        opening = {"type": "response.content_part.added", "content_index": 0, "part": _content(part)}
+        return [added, *self._placed(opening)]
+
+    def _grown(self, part: AnswerPart, text: str) -> list[Json]:
+        if part.kind != "call":
+            delta = {"type": f"{_EVENTS[part.kind]}.delta", "content_index": 0, "delta": text, **_LOGPROBS[part.kind]}
+            return self._placed(delta)
+        if self._functions[part.name].is_custom:  # its text is known when the JSON around it is complete
+            return []
+        return self._placed({"type": "response.function_call_arguments.delta", "delta": text})
+
+    def _closed(self, part: AnswerPart, status: str) -> list[Json]:
+        """End an item. A call is complete if its arguments are, whatever ended the answer."""
+        self._statuses.append("completed" if part.kind == "call" and is_object(part.text) else status)
+        number, text = len(self._parts) - 1, part.text
+        if part.kind != "call":
+            name, more = _EVENTS[part.kind], _LOGPROBS[part.kind]
+            closing = [
+                {"type": f"{name}.done", "content_index": 0, "text": text, **more},
+                {"type": "response.content_part.done", "content_index": 0, "part": _content(part)},
+            ]
+        elif self._functions[part.name].is_custom:
+            closing = [
+                {"type": "response.custom_tool_call_input.delta", "delta": custom_input(text)},
+                {"type": "response.custom_tool_call_input.done", "input": custom_input(text)},
+            ]
+        else:
+            name = self._functions[part.name].name
+            closing = [{"type": "response.function_call_arguments.done", "name": name, "arguments": text}]
+        done = {"type": "response.output_item.done", "output_index": number, "item": self._item(number, part)}
+        return [*self._placed(*closing), done]
+
+    def _end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]:
+        is_cut = finished.finish_reason == pb.FINISH_REASON_LENGTH
+        status = "incomplete" if is_cut else "completed"
+        events = self._close(status)
+        if is_cut:
+            self._fields["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._fields |= {"status": status, "usage": _usage(finished.usage, reasoning_tokens)}
+        return [*events, self._event(f"response.{status}")]
+
+    def _fail(self, error: HttpError) -> list[Json]:
+        code = _ERROR_CODES.get(error.status, "server_error")
+        self._fields |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        return self._numbered([*self._close("incomplete"), self._event("response.failed")])
+
+    def _whole(self) -> Json:
+        return self._fields | {"output": [self._item(i, part) for i, part in enumerate(self._parts)]}
+
+    def _event(self, name: str) -> Json:
+        return {"type": name, "response": self._whole()}
+
+    def _numbered(self, events: list[Json]) -> list[Json]:
+        for event in events:
+            event["sequence_number"] = self._num_events
+            self._num_events += 1
+        return events
+
+    def _placed(self, *events: Json) -> list[Json]:
+        """Add the fields that name the newest item."""
+        number = len(self._parts) - 1
+        return [event | {"item_id": self._id(number, self._parts[-1]), "output_index": number} for event in events]
+
+    def _id(self, number: int, part: AnswerPart) -> str:
+        prefix = {"text": "msg", "reasoning": "rs"}.get(part.kind)
+        if prefix is None:
+            prefix = "ctc" if self._functions[part.name].is_custom else "fc"
+        return f"{prefix}_{self._request_id}_{number}"
+
+    def _item(self, number: int, part: AnswerPart) -> Json:
+        """Return an item as it is now. Reasoning may be there in the form in which callers send it back, too."""
+        status = self._statuses[number] if number < len(self._statuses) else "in_progress"
+        item: Callable[..., Json] = partial(dict, id=self._id(number, part), status=status)
+        content = [] if part.is_open else [_content(part)]
+        if part.kind == "text":
+            return item(type="message", role="assistant", content=content)
+        if part.kind == "reasoning":
+            hidden = sealed(part.text) if self._is_sealed and not part.is_open else None
+            return item(type="reasoning", summary=[], content=content, encrypted_content=hidden)
+        function = self._functions[part.name]
+        named = {"call_id": part.call_id, "name": function.name}
+        if function.namespace is not None:
+            named["namespace"] = function.namespace
+        if function.is_custom:
+            return item(type="custom_tool_call", **named, input=custom_input(part.text) if part.texts else "")
+        return item(type="function_call", **named, arguments=part.text)
+
+
+def _content(part: AnswerPart) -> Json:
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: pb.Usage, reasoning_tokens: int) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

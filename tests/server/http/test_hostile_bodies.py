@@ -15,7 +15,6 @@ from loadtest.experiments.hostile import CALLS, SIZE
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
 from server.http import bodies, routes
-from server.http.bodies import MAX_DIGITS, MAX_PARTS, WrongBody, read_body
 from server.http.errors import violations
 from server.http.fields import (
     MAX_BIASES,
@@ -27,6 +26,7 @@ from server.http.fields import (
     MAX_SCHEMA,
     MAX_TEXTS,
 )
+from server.http.requests import MAX_DIGITS, MAX_PARTS, WrongBody, read_body
 from server.http.types import ChatBody, CompletionBody, GenerateBody
 from tests.pauses import pauses
 from tests.server.http.interfaces import on_the_shared_server, talking

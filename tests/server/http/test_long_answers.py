@@ -13,8 +13,7 @@ import pytest
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.answers import MAX_AT_ONCE
 from server.admission.stalls import stall_limit
-from server.http.calls import _write_event
-from server.http.long_json import MIN_PIECE, Encoder, LongList
+from server.http.calls import MIN_PIECE, Encoder, LongList, _write_event
 from server.http.openai.chat import ChatAnswers
 from server.http.openai.text import TextAnswers
 from server.http.pieces import CallReader

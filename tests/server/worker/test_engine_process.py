@@ -64,7 +64,7 @@ class KeptForkServer(ForkServer):
     @staticmethod
     @cache
     def get() -> KeptForkServer:
-        kept = KeptForkServer.start(PROGRAM.source, PROGRAM.ahead)
+        kept = KeptForkServer(PROGRAM.source, PROGRAM.ahead)
         atexit.register(super(KeptForkServer, kept).close)
         return kept
 

@@ -42,7 +42,7 @@ def parent_of(pid: int) -> int:
 
 
 def test_a_forked_process_has_what_was_imported_and_its_status_is_told():
-    with ForkServer.start(ECHO, ("wave",)) as forks:
+    with ForkServer(ECHO, ("wave",)) as forks:
         one, other = forks.fork(), forks.fork()
         with one.socket, other.socket:
             assert [said(one), said(other)] == [[str(forks.pid), "True"]] * 2
@@ -53,7 +53,7 @@ def test_a_forked_process_has_what_was_imported_and_its_status_is_told():
 
 
 def test_a_process_that_ends_by_itself_keeps_its_number_until_it_is_waited_for():
-    with ForkServer.start("raise SystemExit", ()) as forks:
+    with ForkServer("raise SystemExit", ()) as forks:
         forked = forks.fork()
         with forked.socket:
             assert forked.socket.recv(1) == b""
@@ -64,7 +64,7 @@ def test_a_process_that_ends_by_itself_keeps_its_number_until_it_is_waited_for()
 
 
 def test_what_is_forked_ends_with_the_fork_server():
-    forks = ForkServer.start(ECHO, ())
+    forks = ForkServer(ECHO, ())
     forked = forks.fork()
     with forked.socket:
         said(forked)
@@ -79,7 +79,7 @@ def test_what_is_forked_ends_with_the_fork_server():
 
 
 def test_signals_to_the_whole_group_end_neither():
-    with ForkServer.start(ECHO, ()) as forks:
+    with ForkServer(ECHO, ()) as forks:
         forked = forks.fork()
         with forked.socket:
             said(forked)
@@ -109,7 +109,7 @@ os.fork = once
 def test_where_no_process_can_be_forked_the_others_go_on(tmp_path, monkeypatch):
     (tmp_path / "no_room.py").write_text(ONE)
     monkeypatch.syspath_prepend(tmp_path)
-    with ForkServer.start(ECHO, ("no_room",)) as forks:
+    with ForkServer(ECHO, ("no_room",)) as forks:
         forked = forks.fork()
         with forked.socket:
             said(forked)
@@ -123,7 +123,7 @@ def test_where_no_process_can_be_forked_the_others_go_on(tmp_path, monkeypatch):
 
 def test_a_fork_server_that_does_not_answer_is_killed(monkeypatch):
     monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.2)
-    with ForkServer.start(ECHO, ()) as forks:
+    with ForkServer(ECHO, ()) as forks:
         forked = forks.fork()
         with forked.socket:
             said(forked)

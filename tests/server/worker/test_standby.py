@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import ModelError
 from server.errors import EngineCrashed
-from server.worker.standby import Standby
+from server.worker.supervisor import Standby
 from tests.serving import until
 
 

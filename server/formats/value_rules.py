@@ -166,7 +166,6 @@ class ValueEnd:
 
     @property
     def lark(self) -> str:
-        """The end in Lark."""
         return quoted(self.line_break + self.mark) if self.token is None else f"{quoted(self.line_break)} {self.token}"
 
 

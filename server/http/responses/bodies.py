@@ -1,4 +1,4 @@
-"""Fields of the body of `/v1/responses`: names, types and defaults. `requests.py` interprets their values.
+"""Fields of the body of `/v1/responses`: names, types and defaults, and their conversion to messages of the protocol.
 
 Unknown fields are refused by name. Fields that have no effect on the output are declared with a comment that says so,
 because agents send them with every request.
@@ -6,14 +6,21 @@ because agents send them with every request.
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from engine.errors import InvalidRequest
+from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
-from server.http.agents import AgentBody, Json
+from server.formats.json_text import object_in
+from server.http.agents import SEPARATOR, AgentBody, Json, Turns, without_conversation
 from server.http.fields import (
     MAX_PARTS,
     PARTS,
@@ -28,7 +35,8 @@ from server.http.fields import (
     not_served,
     of_types,
 )
-from server.http.types import ANY_OBJECT, Structure
+from server.http.requests import effort_arguments, messages_of
+from server.http.types import ANY_OBJECT, FunctionBody, Structure
 
 
 class ItemPart(Body):
@@ -46,9 +54,8 @@ Content = Annotated[Annotated[Text, TEXT] | Annotated[PartList, PARTS], TEXT_OR_
 class Item(Body):
     """Base of the items of a conversation."""
 
-    ignored = frozenset(
-        {"id", "status", "internal_chat_message_metadata_passthrough"}
-    )  # nothing is stored, so nothing can be referred to
+    # Nothing is stored, so nothing can be referred to.
+    ignored = frozenset({"id", "status", "internal_chat_message_metadata_passthrough"})
 
 
 class MessageItem(Item):
@@ -83,25 +90,26 @@ class ReasoningItem(Item):
     encrypted_content: Text | None = None
 
 
-class FunctionCallItem(Item):
-    """A call of a function."""
+class NamedCall(Item):
+    """Base of calls."""
 
     ignored = Item.ignored | frozenset({"caller"})
-    type: Literal["function_call"]
     call_id: Text
     name: Text
     namespace: Text | None = None
+
+
+class FunctionCallItem(NamedCall):
+    """A call of a function."""
+
+    type: Literal["function_call"]
     arguments: Text
 
 
-class CustomCallItem(Item):
+class CustomCallItem(NamedCall):
     """A call of a custom tool."""
 
-    ignored = Item.ignored | frozenset({"caller"})
     type: Literal["custom_tool_call"]
-    call_id: Text
-    name: Text
-    namespace: Text | None = None
     input: Text
 
 
@@ -114,31 +122,17 @@ class CallOutputItem(Item):
     output: Content
 
 
+Known = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | CallOutputItem
 InputItem = Annotated[
-    Annotated[
-        MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | CallOutputItem, Field(discriminator="type")
-    ],
-    of_types(
-        MessageItem,
-        ReasoningItem,
-        FunctionCallItem,
-        CustomCallItem,
-        CallOutputItem,
-        default=lambda item: "message" if "role" in item else None,
-    ),
+    Annotated[Known, Field(discriminator="type")], of_types(Known, lambda item: "message" if "role" in item else None)
 ]
-
 ItemList = Annotated[list[InputItem], Field(fail_fast=True), at_most(MAX_MESSAGES)]
 
 
-class FunctionTool(Body):
+class FunctionTool(FunctionBody):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: Text
-    description: Text = ""
-    parameters: Schema | None = None
-    strict: Flag = False
 
 
 class GrammarFormat(Body):
@@ -158,6 +152,9 @@ class CustomTool(Body):
     format: GrammarFormat = GrammarFormat(type="text")
 
 
+InnerTool = FunctionTool | CustomTool
+
+
 class NamespaceTool(Body):
     """Functions whose names are of their own in a namespace."""
 
@@ -165,11 +162,7 @@ class NamespaceTool(Body):
     name: Text
     description: Text = ""
     tools: Annotated[
-        list[
-            Annotated[
-                Annotated[FunctionTool | CustomTool, Field(discriminator="type")], of_types(FunctionTool, CustomTool)
-            ]
-        ],
+        list[Annotated[Annotated[InnerTool, Field(discriminator="type")], of_types(InnerTool)]],
         Field(fail_fast=True),
         at_most(MAX_TOOLS),
     ]
@@ -187,10 +180,8 @@ class SearchTool(Body):
     type: Literal["web_search"]
 
 
-OfferedTool = Annotated[
-    Annotated[FunctionTool | CustomTool | NamespaceTool | SearchTool, Field(discriminator="type")],
-    of_types(FunctionTool, CustomTool, NamespaceTool, SearchTool),
-]
+AnyTool = FunctionTool | CustomTool | NamespaceTool | SearchTool
+OfferedTool = Annotated[Annotated[AnyTool, Field(discriminator="type")], of_types(AnyTool)]
 
 
 class ToolName(Body):
@@ -272,7 +263,6 @@ class ResponsesBody(AgentBody):
     top_logprobs: Annotated[None, BeforeValidator(_no_top_logprobs)] = None
 
     def structures(self) -> Iterator[Structure]:
-        """Yield the structures of all routes, and the one of `text`."""
         yield from super().structures()
         wanted = self.text.format
         if wanted is not None and wanted.schema_ is not None:
@@ -281,7 +271,6 @@ class ResponsesBody(AgentBody):
             yield Structure("text.format", "json", ANY_OBJECT)
 
     def names(self) -> dict[str, str]:
-        """Return the names of all routes, and those of this route's own fields."""
         return super().names() | _NAMES
 
     def echo(self) -> Json:
@@ -306,3 +295,135 @@ class ResponsesBody(AgentBody):
             "truncation": self.truncation,
             "user": None,
         }
+
+
+_SEALED = "pilotfish:"  # before reasoning in `encrypted_content`; a content without it is of another server
+_CUSTOM_INPUT = "input"  # the only argument of a custom tool
+_ONE_TEXT = {
+    "type": "object",
+    "properties": {_CUSTOM_INPUT: {"type": "string"}},
+    "required": [_CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedFunction:
+    """A tool as the caller names it. A custom tool is to the model a function with one text as its argument."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+    declared: pb.Tool
+
+
+@messages_of.register
+def _(body: ResponsesBody) -> list[pb.GenerateRequest]:
+    """Convert a body of `POST /v1/responses`."""
+    request = without_conversation(body, body.max_output_tokens)
+    asked = request.messages
+    turns = Turns()
+    turns.instruct(body.instructions or "")
+    if isinstance(body.input, str):
+        turns.ask(body.input)
+    else:
+        for i, item in enumerate(body.input):
+            _add(turns, item, f"input[{i}]")
+    asked.messages.extend(turns.messages())
+    asked.tools.extend(offered.declared for offered in functions(body).values())
+    asked.parallel_tool_calls = body.parallel_tool_calls
+    match body.tool_choice:
+        case ToolName(name=name, namespace=namespace):
+            asked.tool_choice.name = flat_name(name, namespace)
+        case str(mode):
+            asked.tool_choice.mode = pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{mode.upper()}")
+    arguments: Json = {} if body.reasoning.effort is None else effort_arguments(body.reasoning.effort)
+    if body.text.verbosity is not None:
+        arguments["verbosity"] = body.text.verbosity
+    if arguments:
+        asked.template_arguments = json.dumps(arguments)
+    return [request]
+
+
+def functions(body: ResponsesBody) -> dict[str, OfferedFunction]:
+    """Return the functions that the model is told of, by the names that it is told."""
+    found: dict[str, OfferedFunction] = {}
+    for tool in body.tools:
+        if isinstance(tool, NamespaceTool):
+            for inner in tool.tools:
+                _offer(found, inner, tool.name)
+        elif isinstance(tool, FunctionTool | CustomTool):
+            _offer(found, tool, None)
+    return found
+
+
+def _offer(found: dict[str, OfferedFunction], tool: FunctionTool | CustomTool, namespace: str | None) -> None:
+    name = flat_name(tool.name, namespace)
+    if name in found:
+        raise InvalidRequest.of("tools", f"has {name!r} twice")
+    declared = pb.Tool(name=name, description=tool.description)
+    if isinstance(tool, FunctionTool):
+        declared.parameters = "" if tool.parameters is None else json.dumps(tool.parameters)
+        declared.strict = tool.strict
+    else:
+        declared.parameters = json.dumps(_ONE_TEXT)
+        if tool.format.definition is not None:
+            grammar = f"The input is a text of this {tool.format.syntax} grammar:\n{tool.format.definition}"
+            declared.description = SEPARATOR.join(filter(None, (tool.description, grammar)))
+    found[name] = OfferedFunction(tool.name, namespace, isinstance(tool, CustomTool), declared)
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """Return the name that the model is told."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text of a custom tool's call; where the arguments were cut short, the arguments as they are."""
+    text = (object_in(arguments) or {}).get(_CUSTOM_INPUT)
+    return text if isinstance(text, str) else arguments
+
+
+def sealed(reasoning: str) -> str:
+    """Return reasoning as a caller keeps it that does not show it, and sends it back with the conversation."""
+    return _SEALED + base64.b64encode(reasoning.encode()).decode()
+
+
+def _unsealed(content: str) -> str:
+    """Return the reasoning; nothing if another server has sealed it."""
+    if not content.startswith(_SEALED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_SEALED), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+def _add(turns: Turns, item: Known, field: str) -> None:
+    match item:
+        case MessageItem(role="assistant"):
+            turns.answer(_text(item.content))
+        case MessageItem(role="user"):
+            turns.ask(_text(item.content))
+        case MessageItem():
+            turns.instruct(_text(item.content))
+        case ReasoningItem():
+            text = _reasoning(item)
+            if text:
+                turns.reason(text)
+        case FunctionCallItem():
+            turns.call(item.call_id, flat_name(item.name, item.namespace), item.arguments)
+        case CustomCallItem():
+            arguments: Json = {_CUSTOM_INPUT: item.input}
+            turns.call(item.call_id, flat_name(item.name, item.namespace), json.dumps(arguments, ensure_ascii=False))
+        case CallOutputItem():
+            turns.result(f"{field}.call_id", item.call_id, _text(item.output))
+
+
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else SEPARATOR.join(part.text for part in content)
+
+
+def _reasoning(item: ReasoningItem) -> str:
+    parts = item.content or item.summary
+    return SEPARATOR.join(part.text for part in parts) if parts else _unsealed(item.encrypted_content or "")

@@ -1,13 +1,23 @@
-"""ControlService: information about server and model, the load, aborts, the tokenizer, and adapters."""
+"""The services: generation, information and control, and health. `convert` interprets messages, the driver schedules.
+
+The done-callback of a call releases its request. So the engine frees the pages before its next step, whatever ended the
+call and in whatever phase. The health service `liveness` is for systems that replace failed processes: it is SERVING
+until the server has FAILED. The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and a
+change of state waits for that lock: one watcher that reads nothing would stop recovery and shutdown. Here nobody waits.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.errors import InvalidRequest, Unsupported, shown
 from engine.request.validation import unknown_ids
@@ -15,18 +25,21 @@ from engine.stats import Clock
 from engine.text.codec import Codec
 from engine.types import FinishReason
 from pilotfish.v1 import control_pb2 as pb
-from pilotfish.v1 import control_pb2_grpc
+from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
+from pilotfish.v1 import generation_pb2 as generation
 from server.admission import answers, convert
 from server.admission.adapters import AdapterCalls
-from server.admission.admission import Admission
+from server.admission.admission import Admission, Call, Origin
 from server.admission.security import Caller, Callers
 from server.admission.slow_work import SlowWork, release_turn
+from server.admission.stalls import stall_limit
 from server.config import ServerConfig
 from server.driver import Driver
-from server.errors import Forbidden, NotFound
-from server.grpc.boundary import host_of
+from server.errors import Aborted, Forbidden, NotFound
+from server.grpc.server import host_of
 from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
+from server.telemetry.metrics import Metrics
 from server.version import version
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # read for the caller of some methods
@@ -76,11 +89,9 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        """Return the model and its limits."""
         return answers.model_info(self._model(request), self._driver().adapters)
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:  # noqa: N802
-        """Return the numbers of requests, queued tokens and pages."""
         driver = self._driver()
         engine = driver.model.engine
         return pb.GetLoadResponse(
@@ -133,14 +144,12 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:
-        """Load an adapter from a folder of this machine."""
         fingerprint = await self._adapters.load(request.name, request.path, self._caller(context))
         return pb.LoadAdapterResponse(fingerprint=fingerprint)
 
     async def UnloadAdapter(  # noqa: N802
         self, request: pb.UnloadAdapterRequest, context: Context
     ) -> pb.UnloadAdapterResponse:
-        """Unload an adapter as soon as no live request uses it."""
         self._adapters.unload(request.name, self._caller(context))
         return pb.UnloadAdapterResponse()
 
@@ -167,3 +176,89 @@ def _detokenized(codec: Codec, token_ids: Sequence[int], vocab_size: int) -> pb.
     if unknown := list(unknown_ids("token_ids", token_ids, vocab_size)):
         raise InvalidRequest(unknown)
     return pb.DetokenizeResponse(text=codec.decode(token_ids))
+
+
+class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
+    """Generate and GenerateStream; both use the same admission."""
+
+    def __init__(self, admission: Admission, callers: Callers, metrics: Metrics, stall_seconds: float) -> None:
+        self._admission, self._callers = admission, callers
+        self._metrics, self._stall_seconds = metrics, stall_seconds
+
+    async def Generate(self, request: generation.GenerateRequest, context: Context) -> generation.GenerateResponse:  # noqa: N802
+        if request.HasField("resume"):
+            raise InvalidRequest.of("resume", "continues a stream; send it to GenerateStream")
+        return await (await self._admit(request, context)).response()
+
+    # The type stubs expect a generator, but a generator's cleanup may never run. So this method writes the messages.
+    async def GenerateStream(  # type: ignore[override]  # noqa: N802
+        self, request: generation.GenerateRequest, context: Context
+    ) -> None:
+        call = await self._admit(request, context)
+        try:
+            async with aclosing(call.messages()) as messages, stall_limit(self._stall_seconds) as writes:
+                async for message in messages:
+                    with writes:
+                        await context.write(message)
+        except TimeoutError:
+            self._metrics.requests.stalls.inc()
+            error = Aborted(f"the reader took no message for {self._stall_seconds:g} seconds")
+            call.driver.end(call.stream, FinishReason.ABORTED, error)
+            raise error from None
+
+    async def _admit(self, message: generation.GenerateRequest, context: Context) -> Call:
+        """Admit the request. Before this returns, nothing is sent, not even metadata: a refused call can be retried."""
+        metadata = context.invocation_metadata() or ()
+        caller = self._callers.of_metadata(metadata, host_of(context.peer()))
+        headers = {k: v for k, v in metadata if isinstance(v, str)}
+        call = await self._admission.admit(message, Origin(caller, lambda: _remaining(context), headers))
+        # The type stubs expect their own class; any callable works.
+        context.add_done_callback(lambda _: call.release(late=_remaining(context) <= 0))  # type: ignore[arg-type]
+        return call
+
+
+def _remaining(context: Context) -> float:
+    """Return the seconds until the caller's deadline; infinite without one."""
+    remaining: Any = context.time_remaining()  # None without a deadline, which the type stubs omit
+    return math.inf if remaining is None else float(remaining)
+
+
+LIVENESS = "liveness"
+
+Response = health_pb2.HealthCheckResponse
+Status: TypeAlias = int  # grpcio-health-checking has no types
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Health of "" (the whole server) and of each service: SERVING in the state READY, else NOT_SERVING."""
+
+    def __init__(self, services: Iterable[str], state: State) -> None:
+        self._names = ("", *services)
+        self._statuses = self._of(state)
+        self._changed = asyncio.Event()  # of the current statuses; each change has its own
+
+    async def follow(self, state: State) -> None:
+        self._statuses = self._of(state)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _of(self, state: State) -> dict[str, Status]:
+        status = Response.SERVING if state is State.READY else Response.NOT_SERVING
+        liveness = Response.NOT_SERVING if state is State.FAILED else Response.SERVING
+        return dict.fromkeys(self._names, status) | {LIVENESS: liveness}
+
+    async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802
+        """Return the status of a service; NOT_FOUND for a name that is none."""
+        if request.service not in self._statuses:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return Response(status=self._statuses[request.service])
+
+    async def Watch(self, request: Any, context: Context) -> None:  # noqa: N802
+        """Write the status of a service, and each later one; a watcher that reads late gets the newest alone."""
+        written = None
+        while True:
+            changed, status = self._changed, self._statuses.get(request.service, Response.SERVICE_UNKNOWN)
+            if status != written:
+                await context.write(Response(status=status))
+                written = status
+            await changed.wait()

@@ -1,4 +1,4 @@
-"""Fields of the bodies of `/v1/messages`: names, types and defaults. `requests.py` interprets their values.
+"""Fields of the bodies of `/v1/messages`: names, types and defaults, and their conversion to messages of the protocol.
 
 Unknown fields are refused by name. Fields that have no effect on the output are declared with a comment that says so,
 because agents send them with every request.
@@ -6,14 +6,17 @@ because agents send them with every request.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from engine.errors import InvalidRequest
+from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
-from server.http.agents import AgentBody
+from server.http.agents import SEPARATOR, AgentBody, Json, Turns, without_conversation
 from server.http.fields import (
     MAX_PARTS,
     PARTS,
@@ -28,6 +31,7 @@ from server.http.fields import (
     at_most,
     of_types,
 )
+from server.http.requests import effort_arguments, messages_of
 from server.http.types import Structure
 
 
@@ -84,14 +88,8 @@ class RedactedThinkingBlock(Body):
     type: Literal["redacted_thinking"]
 
 
-AnyBlock = Annotated[
-    Annotated[
-        TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
-    ],
-    of_types(TextBlock, ToolUseBlock, ToolResultBlock, ThinkingBlock, RedactedThinkingBlock),
-]
-
-
+Blocks = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+AnyBlock = Annotated[Annotated[Blocks, Field(discriminator="type")], of_types(Blocks)]
 BlockList = Annotated[list[AnyBlock], Field(fail_fast=True), at_most(MAX_PARTS)]
 _BLOCKS_OF = {
     "user": ("text", "tool_result"),
@@ -176,7 +174,7 @@ class ConversationBody(AgentBody):
     messages: Annotated[list[MessageTurn], Field(fail_fast=True), at_most(MAX_MESSAGES)]
     system: TextBlocks = ""
     tools: Annotated[
-        list[Annotated[ClientTool, of_types(ClientTool, default=lambda _: "custom")]],
+        list[Annotated[ClientTool, of_types(ClientTool, lambda _: "custom")]],
         Field(fail_fast=True),
         at_most(MAX_TOOLS),
     ] = []  # noqa: RUF012  # pydantic copies it
@@ -185,13 +183,11 @@ class ConversationBody(AgentBody):
     output_config: OutputFields = OutputFields()
 
     def structures(self) -> Iterator[Structure]:
-        """Yield the structures of all routes, and the one of `output_config`."""
         yield from super().structures()
         if self.output_config.format is not None:
             yield Structure("output_config.format.schema", "json", self.output_config.format.schema_)
 
     def names(self) -> dict[str, str]:
-        """Return the names of all routes, and those of this route's own fields."""
         return super().names() | _NAMES
 
 
@@ -202,5 +198,87 @@ class MessagesBody(ConversationBody):
     stop_sequences: Texts = []  # noqa: RUF012
 
     def names(self) -> dict[str, str]:
-        """Return the names of a conversation, and those of fields about its answer."""
         return super().names() | ({} if self.stop else {"stop": "stop_sequences"})
+
+
+_MODES = {
+    "auto": pb.TOOL_CHOICE_MODE_AUTO,
+    "any": pb.TOOL_CHOICE_MODE_REQUIRED,
+    "none": pb.TOOL_CHOICE_MODE_NONE,
+}
+
+
+@messages_of.register
+def _(body: MessagesBody) -> list[pb.GenerateRequest]:
+    """Convert a body of `POST /v1/messages`. Of a model that marks no reasoning the budget is dropped later."""
+    request = without_conversation(body, body.max_tokens)
+    request.stopping.stop.extend(body.stop_sequences)
+    request.messages.CopyFrom(conversation(body))
+    thinking = body.thinking
+    if thinking is not None and thinking.budget_tokens is not None and thinking.type == "enabled":
+        request.messages.thinking_budget = thinking.budget_tokens
+    return [request]
+
+
+def conversation(body: ConversationBody) -> pb.ChatMessages:
+    """Convert the conversation, and all else that the chat template is given."""
+    asked = pb.ChatMessages(messages=_turns(body))
+    for tool in body.tools:
+        schema = json.dumps(tool.input_schema)
+        asked.tools.add(name=tool.name, description=tool.description, parameters=schema, strict=tool.strict)
+    choice = body.tool_choice
+    if choice.name is not None:
+        asked.tool_choice.name = choice.name
+    else:
+        asked.tool_choice.mode = _MODES[choice.type]
+    asked.parallel_tool_calls = not choice.disable_parallel_tool_use
+    if asked.messages[-1].role == "assistant":
+        asked.continue_final_message = True
+    arguments = _arguments(body)
+    if arguments:
+        asked.template_arguments = json.dumps(arguments)
+    return asked
+
+
+def _arguments(body: ConversationBody) -> Json:
+    """Return variables of the chat template. What a caller leaves to the model is left to the template."""
+    effort = body.output_config.effort
+    arguments = {} if effort is None else effort_arguments(effort)
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        arguments["enable_thinking"] = body.thinking.type == "enabled"
+    return arguments
+
+
+def _turns(body: ConversationBody) -> list[pb.ChatMessage]:
+    if not body.messages:
+        raise InvalidRequest.of("messages", "is []; expected at least one message")
+    turns = Turns()
+    texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
+    for text in texts:
+        turns.instruct(text)
+    for i, turn in enumerate(body.messages):
+        _add(turns, turn, f"messages[{i}].content")
+    return turns.messages()
+
+
+def _add(turns: Turns, turn: MessageTurn, field: str) -> None:
+    say = {"user": turns.ask, "system": turns.instruct, "assistant": turns.answer}[turn.role]
+    if isinstance(turn.content, str):
+        say(turn.content)
+        return
+    for i, block in enumerate(turn.content):
+        match block:
+            case TextBlock():
+                say(block.text)
+            case ToolUseBlock():
+                turns.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+            case ToolResultBlock():
+                turns.result(f"{field}[{i}].tool_use_id", block.tool_use_id, _text(block))
+            case ThinkingBlock():
+                turns.reason(block.thinking)
+
+
+def _text(block: ToolResultBlock) -> str:
+    if isinstance(block.content, str):
+        return block.content
+    return SEPARATOR.join(part.text for part in block.content)

@@ -1,1 +1,0 @@
-"""What schemas of parameters mean in formats whose arguments are no JSON."""
