@@ -40,11 +40,7 @@ class ChatTemplate:
     """A compiled chat template: it renders a conversation to the text that the model reads."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile `source`. The template can use `special_tokens` by name, for instance `bos_token`.
-
-        Raises:
-            ModelError: `source` is not a valid template, or too long to be compiled in time.
-        """
+        """Compile `source`, which can use `special_tokens` by name. Raises ModelError if it is no template."""
         if len(source) > MAX_SOURCE:
             raise ModelError(f"the chat template has {len(source)} characters; expected at most {MAX_SOURCE}")
         self.source, self._special_tokens = source, dict(special_tokens)

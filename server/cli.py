@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ commands:
 `pilotfish COMMAND --help` lists the options of a command.
 """
 
+PRINTING = ("check", "bench", "health", "verify", "train-draft", "quality")  # modules of `server.commands`
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
@@ -46,17 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": serve,
         "generate": generate,
-        "check": check,
-        "bench": bench,
-        "health": health,
-        "verify": verify,
-        "train-draft": train_draft,
-        "quality": quality,
         "quantize": quantize,
         "version": show_version,
     }
     if command in commands:
         return commands[command](rest)
+    if command in PRINTING:
+        return _printed(command, rest)
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -107,71 +106,19 @@ def generate(arguments: list[str]) -> int:
     return terminal.main(arguments)
 
 
-def check(arguments: list[str]) -> int:
-    """Check the machine and the models; return 0 if they work, else 1 after printing the reasons."""
-    from pydantic import ValidationError
-
-    from server.commands.check import CheckCommand
-
-    return _printed("check", lambda: CheckCommand.of(arguments).run(), ValidationError, OSError)
-
-
-def bench(arguments: list[str]) -> int:
-    """Measure plain decoding, fixed drafts and AUTO by turns, and print a table."""
-    from pydantic import ValidationError
-
-    from engine.errors import ModelError
-    from server.commands.bench import Bench
-
-    return _printed("bench", lambda: (Bench.of(arguments).run(_progress), True), ValidationError, ModelError, OSError)
-
-
-def health(arguments: list[str]) -> int:
-    """Send a health check to a server. No model is loaded."""
-    from server.commands.health import ask
-
-    return _printed("health", lambda: ask(arguments), OSError)  # of certificates that cannot be read
-
-
-def verify(arguments: list[str]) -> int:
-    """Check that a running server's answers are equal whoever drafts; 0 if they are, else 1. No model is loaded."""
-    from server.commands.verify import CannotVerify, VerifyCommand
-
-    return _printed("verify", lambda: VerifyCommand.of(arguments).run(_progress), CannotVerify)
-
-
-def train_draft(arguments: list[str]) -> int:
-    """Make an EAGLE-3 head for a model; a run that is stopped goes on with the same command."""
-    from pydantic import ValidationError
-
-    from engine.errors import InvalidRequest, ModelError
-    from server.commands.train_draft import TrainDraft
-
-    errors = ValidationError, ModelError, InvalidRequest, OSError
+def _printed(name: str, arguments: list[str]) -> int:
+    """Run a command that returns its text; the exit code is 0 or 1 by its answer, and 2 after one of its errors."""
+    module = import_module(f"server.commands.{name.replace('-', '_')}")
     try:
-        return _printed("train-draft", lambda: (TrainDraft.of(arguments).run(), True), *errors)
-    except KeyboardInterrupt:
-        print("pilotfish train-draft: stopped; the same command goes on", file=sys.stderr)
-        return 130
-
-
-def quality(arguments: list[str]) -> int:
-    """Compare what would be served with float32 of the same checkpoint, and print a table."""
-    from engine.errors import ModelError
-    from server.commands.quality import QualityCommand
-
-    # A ValidationError is a ValueError, too.
-    errors = ModelError, OSError, ValueError
-    return _printed("quality", lambda: (QualityCommand.of(arguments).run(_progress), True), *errors)
-
-
-def _printed(name: str, run: Callable[[], tuple[str, bool]], *errors: type[Exception]) -> int:
-    """Print the text that `run` returns; the exit code is 0 or 1 by its answer, and 2 after one of these errors."""
-    try:
-        text, is_good = run()
-    except errors as error:
+        text, is_good = module.run(arguments, _progress)
+    except module.ERRORS as error:
         print(f"pilotfish {name}: {_told(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if name != "train-draft":
+            raise
+        print("pilotfish train-draft: stopped; the same command goes on", file=sys.stderr)
+        return 130
     print(text)
     return 0 if is_good else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -187,6 +188,15 @@ class ServerConfig(BaseSettings, EngineConfig):
         flags: CliSettingsSource[Any] = CliSettingsSource(cls, cli_parse_args=list(arguments))
         path = flags().get("config") or os.environ.get("PILOTFISH_CONFIG")
         return CliApp.run(_with_file(cls, Path(path)) if path else cls, cli_args=list(arguments))
+
+    @classmethod
+    def load_with(cls, own: dict[str, dict[str, Any]], arguments: Sequence[str]) -> tuple[Namespace, Self]:
+        """Read the options of a command, each with arguments of argparse, and those of the server."""
+        parser = ArgumentParser(add_help=False, allow_abbrev=False)
+        for name, about in own.items():
+            parser.add_argument(f"--{name}", **about)
+        mine, others = parser.parse_known_args(arguments)
+        return mine, cls.load(others)
 
     def engine(self) -> EngineConfig:
         options = {name: getattr(self, name) for name in EngineConfig.model_fields}

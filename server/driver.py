@@ -257,13 +257,7 @@ class Driver:
         return sorted(self._engine.adapters.keys() - self._retiring)
 
     async def load_adapter(self, name: str, folder: str) -> str:
-        """Load an adapter; return its fingerprint.
-
-        Raises:
-            AdapterExists: one of this name is loaded or being loaded, or requests still use it.
-            ModelError: it cannot be served.
-            Unavailable: the engine is being restarted.
-        """
+        """Load an adapter; return its fingerprint. Raises AdapterExists, ModelError, or Unavailable in a restart."""
         self._lifecycle.require_ready()
         if name in self._engine.adapters or name in self._loading:
             in_use = "; requests still use it, after which it is gone" if name in self._retiring else ""

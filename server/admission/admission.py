@@ -32,17 +32,12 @@ from server.telemetry.tracing import Trace, Tracing
 RETRY_SECONDS = 1.0  # the requests that are being encoded will finish soon
 
 
-def no_deadline() -> float:
-    """Return infinity: the seconds left to a caller that set no deadline."""
-    return math.inf
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Origin of a request: its caller, the seconds left, and headers that may name a trace."""
 
     caller: Caller = ANYBODY
-    remaining: Callable[[], float] = no_deadline
+    remaining: Callable[[], float] = lambda: math.inf  # none left: its deadline has passed
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -130,11 +125,7 @@ class Admission:
 
     @contextmanager
     def conversion(self, caller: Caller) -> Iterator[None]:
-        """Within it a call of `caller` that generates nothing is counted as a request that arrives.
-
-        Raises:
-            QueueFull: the caller's quota or the bound of arriving requests is reached. The refusal is counted.
-        """
+        """Within it a call that generates nothing counts as a request that arrives; so does its refusal, QueueFull."""
         with ExitStack() as counted:
             try:
                 counted.callback(self._quotas.enter(caller))
@@ -222,11 +213,7 @@ class Admission:
     async def _with_sound_parts(
         self, answer: Answer, compiled: Callable[[Guided, float], Awaitable[Grammar]], remaining: Callable[[], float]
     ) -> Answer:
-        """Find what is wrong with the parts of a structure. A tool that is not strict may have any object, then.
-
-        Raises:
-            InvalidRequest: another part does not compile; the error names its field.
-        """
+        """Find which part is wrong: a tool that is not strict may have any object, then; another is an error."""
         for name, part in answer.parts:
             try:
                 await compiled(part, remaining())

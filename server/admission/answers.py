@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from engine.params import SpeculationSettings
-from engine.types import DraftStats, FinishedOutput, FinishReason, Logprob
+from engine.types import DraftStats, FinishedOutput, Logprob
 from pilotfish.v1 import control_pb2 as control_pb
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.convert import Wanted
@@ -16,13 +16,6 @@ from server.admission.resume import speculation_settings
 from server.model import ServedModel
 from server.streams.stream import Chunk, End, Timeline
 
-_FINISH_REASONS = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
-    FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
-    FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
-}  # ERROR is reported as a status, never in a message
 MAX_AT_ONCE = 100  # tokens whose log-probabilities are converted before others have a turn; each has many candidates
 
 
@@ -119,7 +112,7 @@ def finished(index: int, end: End, num_predicted: int) -> pb.Finished:
     result = end.finished
     message = pb.Finished(
         index=index,
-        finish_reason=_FINISH_REASONS[result.reason],
+        finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{result.reason.name}"),  # an ERROR is a status instead
         usage=_usage(result, num_predicted),
         speculation_stats=_stats(result.stats, result.spec_gain),
         timing=_timing(end.timeline),

@@ -29,11 +29,7 @@ _NO_VARIABLES = ("chat_template", "tokenize")  # of what renders conversations e
 
 
 def text_of_conversation(asked: pb.ChatMessages, model: ServedModel) -> str:
-    """Return the conversation as the chat template writes it.
-
-    Raises:
-        InvalidRequest: the conversation is wrong, or the template refuses it.
-    """
+    """Return the conversation as the chat template writes it. Raises InvalidRequest if it is wrong, or is refused."""
     assert model.chat is not None, "refused before this"
     if len(asked.messages) > MAX_MESSAGES:  # before they are copied
         raise InvalidRequest.of("messages", f"has {len(asked.messages)} messages; expected 1 to {MAX_MESSAGES}")
@@ -72,9 +68,7 @@ def starts_in_reasoning(asked: pb.ChatMessages, text: str, model: ServedModel) -
 def answer_of(message: pb.GenerateRequest, guided: Guided | None, model: ServedModel, text: str | None) -> Answer:
     """Return what the answer may be; `text` is the rendered conversation, None if it could not be rendered.
 
-    Raises:
-        InvalidRequest: a schema is wrong, or the budget of reasoning has no effect.
-        Unsupported: the format of the model's calls is not known.
+    Raises InvalidRequest for a wrong schema or budget of reasoning, Unsupported if the format of calls is not known.
     """
     asked = message.messages
     answer = Answer(
@@ -92,11 +86,7 @@ def answer_of(message: pb.GenerateRequest, guided: Guided | None, model: ServedM
 
 
 def _sound(answer: Answer, model: ServedModel) -> Answer:
-    """Check the parts of the answer's structure. A tool that is not strict may have any object if its schema is wrong.
-
-    Raises:
-        InvalidRequest: another part is wrong, or the budget of reasoning has no effect.
-    """
+    """Check the parts of the structure. A tool that is not strict may have any object if its schema is wrong."""
     found, sound = list[Violation](), answer
     if answer.thinking_budget is not None and model.format.reasoning is None:
         problem = f"is {answer.thinking_budget}; the model marks no reasoning"

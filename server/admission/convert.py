@@ -77,11 +77,7 @@ def _names(model: ServedModel) -> list[str]:
 
 
 def adapter_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> str | None:
-    """Return the adapter that a request names, as its adapter or as its model; None for the model alone.
-
-    Raises:
-        NotFound: there is no such adapter.
-    """
+    """Return the adapter that a request names, also as its model; None for the model alone. Raises NotFound."""
     name = message.adapter if message.HasField("adapter") else None
     if name is not None and name not in model.engine.adapters:
         known = ", ".join(map(repr, sorted(model.engine.adapters))) or "none"
@@ -96,9 +92,7 @@ def text_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
     """Return the text that has to be encoded: the prompt, or the conversation as the chat template writes it.
 
     None if there is none, or if it cannot be used; violations of its length and of the template are added to `found`.
-
-    Raises:
-        NotFound: the message names another model.
+    Raises NotFound if the message names another model.
     """
     require_model(message.model if message.HasField("model") else None, model)
     field = message.WhichOneof("input")
@@ -144,12 +138,7 @@ def wanted(
 ) -> Wanted:
     """Check and convert a request. This encodes no text and compiles no structure.
 
-    Args:
-        message: the request.
-        model: the served model.
-        encoded: what was encoded of the message.
-        known: violations that are already known; the error lists them too. If there are any, the message may lack an
-            input.
+    With violations that are `known` already, which the error lists too, the message may lack an input.
 
     Raises:
         NotFound: the adapter that the request names is not loaded.

@@ -17,24 +17,17 @@ from server.errors import ResumeRefused
 from server.model import ServedModel
 from server.streams.stream import NOTHING_RECEIVED, ReceivedOutput
 
-MODES = {
-    pb.SPECULATION_MODE_AUTO: SpeculationMode.AUTO,
-    pb.SPECULATION_MODE_OFF: SpeculationMode.OFF,
-    pb.SPECULATION_MODE_FIXED: SpeculationMode.FIXED,
-}
-VERIFICATIONS = {
-    pb.VERIFICATION_COUPLED: Verification.COUPLED,
-    pb.VERIFICATION_REJECTION: Verification.REJECTION,
-}
+MODES = {pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.name}"): mode for mode in SpeculationMode}
+VERIFICATIONS = {pb.Verification.Value(f"VERIFICATION_{rule.name}"): rule for rule in Verification}
 
 
 def speculation_settings(settings: SpeculationSettings) -> pb.SpeculationOptions:
     """Return the effective settings with every field set."""
     return pb.SpeculationOptions(
-        mode=next(number for number, mode in MODES.items() if mode is settings.mode),
+        mode=pb.SpeculationMode.Value(f"SPECULATION_MODE_{settings.mode.name}"),
         num_draft_tokens=settings.num_draft_tokens,
         proposer=settings.proposer,
-        verification=next(number for number, rule in VERIFICATIONS.items() if rule is settings.verification),
+        verification=pb.Verification.Value(f"VERIFICATION_{settings.verification.name}"),
     )
 
 
@@ -63,10 +56,7 @@ def received_outputs(
 ) -> tuple[ReceivedOutput, ...]:
     """Convert `resume`: one entry per output, or none if the request is a new one. Violations are added to `found`.
 
-    `fingerprint`: of the model with the adapter that the request uses.
-
-    Raises:
-        ResumeRefused: the stream is one of another model.
+    Raises ResumeRefused if the stream is one of another model and adapter than `fingerprint` names.
     """
     if not message.HasField("resume"):
         return ()

@@ -17,8 +17,11 @@ from dataclasses import dataclass, replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
+from engine.choices import ADAPTER_NAME
+from engine.errors import InvalidRequest, ModelError, Unsupported, shown
 from engine.stats import Clock
-from server.errors import QueueFull, QuotaExceeded, Unauthenticated
+from server.driver import Driver
+from server.errors import Forbidden, QueueFull, QuotaExceeded, Unauthenticated
 
 MIN_TOKEN_LENGTH = 16  # characters
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -65,8 +68,7 @@ class Callers:
     def load(cls, path: Path | None) -> Callers:
         """Read a file of lines `NAME TOKEN` or `NAME TOKEN operator`; lines that begin with `#` are comments.
 
-        Raises:
-            ValueError: a line is invalid (the error contains its number), or the file has no token.
+        Raises ValueError if the file has no token, or names an invalid line.
         """
         if path is None:
             return cls()
@@ -84,8 +86,7 @@ class Callers:
     def of_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None, host: str | None = None) -> Caller:
         """Return the caller that the `authorization` entry of a call's metadata or headers names; it calls from `host`.
 
-        Raises:
-            Unauthenticated: there is more than one such entry, or its token is missing or unknown.
+        Raises Unauthenticated if there is more than one such entry, or its token is missing or unknown.
         """
         given = [value for key, value in metadata or () if key == "authorization"]
         if len(given) > 1:
@@ -169,11 +170,7 @@ class Quotas:
         self._buckets = None if per_second is None else TokenBuckets(per_second)
 
     def enter(self, caller: Caller, n: int = 1) -> Callable[[], None]:
-        """Count a request of `caller` for `n` outputs, or raise QuotaExceeded.
-
-        Returns:
-            A function that stops counting the request; further calls of it have no effect.
-        """
+        """Count a request of `caller` for `n` outputs, or raise QuotaExceeded; return what stops counting it, once."""
         leaving = ExitStack()
         if not caller.name:
             return leaving.close
@@ -212,14 +209,9 @@ class Refusals:
     def delay(self, caller: str, error: QueueFull, remaining: float, now: float) -> float:
         """Count a refusal at `now`, and return for how many seconds its answer is held back.
 
-        That is no longer than until a retry can succeed. Answers that would be held for longer than `LONGEST` come at
-        random times before it, so that those to requests that arrived together do not come together.
-
-        Args:
-            caller: who is refused.
-            error: the refusal.
-            remaining: seconds until the caller's deadline.
-            now: seconds, of any one clock.
+        That is no longer than until a retry can succeed, and a share of the `remaining` seconds. Answers that would be
+        held for longer than `LONGEST` come at random times before it, so that those to requests that arrived together
+        do not come together.
         """
         self._buckets.forget_full(now)
         seconds = max(0.0, 1 - self._buckets.held(caller, now)) / AT_ONCE
@@ -228,3 +220,49 @@ class Refusals:
         else:
             seconds = LONGEST * random.uniform(0.5, 1.0)  # noqa: S311  # no secret
         return max(0.0, min(seconds, error.retry_seconds, _SHARE * remaining))
+
+
+class AdapterCalls:
+    """Checks who may load what, and lets the driver do it. `root`: only folders below it; None: nobody may."""
+
+    def __init__(self, driver: Callable[[], Driver], root: Path | None) -> None:
+        self._driver, self._root = driver, root
+
+    async def load(self, name: str, path: str, caller: Caller) -> str:
+        """Load an adapter; return its fingerprint. Raises as `Driver.load_adapter` does, and InvalidRequest."""
+        root = self.require_allowed(caller)
+        driver = self._driver()
+        if not re.fullmatch(ADAPTER_NAME, name) or name.endswith("\n"):
+            raise InvalidRequest.of("name", f"is {shown(name)}; expected 1 to 128 of A-Z a-z 0-9 . _ : / -")
+        if name == driver.model.name:
+            raise InvalidRequest.of("name", f"is {shown(name)}, which is the model's own")
+        try:
+            return await driver.load_adapter(name, str(_below(root, path)))
+        except ModelError as error:
+            raise InvalidRequest.of("path", f"is {shown(path)}: {error}") from error
+
+    def unload(self, name: str, caller: Caller) -> None:
+        """Unload an adapter when no live request uses it any more. Raises NotFound."""
+        self.require_allowed(caller)
+        self._driver().unload_adapter(name)
+
+    def require_allowed(self, caller: Caller) -> Path:
+        """Return the folder below which adapters lie. Raises Unsupported or Forbidden if the caller may load none."""
+        if self._root is None:
+            raise Unsupported("adapters are loaded by a call only where the server's option adapter_root is set")
+        if not caller.is_operator:
+            raise Forbidden("only an operator may load and unload adapters")
+        return self._root
+
+
+def _below(root: Path, path: str) -> Path:
+    """Return the folder that a path leads to, relative ones from `root`; links count as where they lead."""
+    try:
+        found = (root / path).resolve()
+        is_folder = found.is_relative_to(root.resolve()) and found.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a loop of links, or no character of a path
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise InvalidRequest.of("path", f"is {shown(path)}, which cannot be opened: {problem}") from error
+    if not is_folder:
+        raise InvalidRequest.of("path", f"is {shown(path)}; expected a folder below adapter_root")
+    return found

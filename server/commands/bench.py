@@ -6,17 +6,19 @@ changes from minute to minute. The result is the median over rounds of the ratio
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
+from engine.errors import ModelError
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.types import FinishedOutput, Request
 from models import corpus
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from server.model import ServedModel
 
+ERRORS = (ValidationError, ModelError, OSError)
 WAYS = (SpeculationMode.OFF, SpeculationMode.FIXED, SpeculationMode.AUTO)
 _PROMPT = 64  # tokens of a prompt, for a model without a tokenizer
 _salts = count()
@@ -62,53 +65,35 @@ class BenchTurn:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """The parsed command: options of the server, and those of the command."""
+def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, bool]:
+    """Measure, and return the table; `tell` is called with the progress."""
+    from server.model import ServedModel
 
-    config: BenchConfig
-    tokens: int
-    rounds: int
-    batches: tuple[int, ...]
-    as_json: bool
+    own: dict[str, dict[str, Any]] = {
+        "tokens": {"type": int, "default": 64},
+        "rounds": {"type": int, "default": 3},
+        "batches": {"type": int, "nargs": "+", "default": [1, 8]},
+        "json": {"action": "store_true"},
+    }
+    asked, config = BenchConfig.load_with(own, arguments)
+    model = ServedModel.load(config.engine(), tell)
+    rows = [row for batch in asked.batches for row in _rows(model, batch, asked, tell)]
+    if asked.json:
+        return json.dumps([asdict(row) for row in rows], indent=1), True
+    who, drafts = model.engine.default_proposer, config.num_draft_tokens
+    return as_text(rows, f"{model.name} in {model.engine.dtype}, drafts by {who}, K up to {drafts}"), True
 
-    @classmethod
-    def of(cls, arguments: Sequence[str]) -> Bench:
-        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        own.add_argument("--tokens", type=int, default=64)
-        own.add_argument("--rounds", type=int, default=3)
-        own.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-        own.add_argument("--json", action="store_true")
-        mine, others = own.parse_known_args(arguments)
-        return cls(BenchConfig.load(others), mine.tokens, mine.rounds, tuple(mine.batches), mine.json)
 
-    def run(self, tell: Callable[[str], None] = lambda _: None) -> str:
-        """Measure, and return the table; `tell` is called with the progress.
-
-        Raises:
-            ModelError: a checkpoint cannot be served.
-        """
-        from server.model import ServedModel
-
-        model = ServedModel.load(self.config.engine(), tell)
-        rows = [row for batch in self.batches for row in self._batch(model, batch, tell)]
-        if self.as_json:
-            return json.dumps([asdict(row) for row in rows], indent=1)
-        drafts = self.config.num_draft_tokens
-        return as_text(
-            rows, f"{model.name} in {model.engine.dtype}, drafts by {model.engine.default_proposer}, K up to {drafts}"
-        )
-
-    def _batch(self, model: ServedModel, batch: int, tell: Callable[[str], None]) -> list[BenchRow]:
-        prompts = _prompts(model, batch)
-        turns: dict[SpeculationMode, list[BenchTurn]] = {way: [] for way in WAYS}
-        for number in range(self.rounds + 1):
-            for way in WAYS:
-                tell(f"batch {batch}, round {number} of {self.rounds}, {way}")
-                turn = _turn(cast("Engine", model.engine), prompts, self.tokens, way)
-                if number:  # the first round warms up
-                    turns[way].append(turn)
-        return [_row(batch, way, turns[way], turns[SpeculationMode.OFF]) for way in WAYS]
+def _rows(model: ServedModel, batch: int, asked: Namespace, tell: Callable[[str], None]) -> list[BenchRow]:
+    prompts = _prompts(model, batch)
+    turns: dict[SpeculationMode, list[BenchTurn]] = {way: [] for way in WAYS}
+    for number in range(asked.rounds + 1):
+        for way in WAYS:
+            tell(f"batch {batch}, round {number} of {asked.rounds}, {way}")
+            turn = _turn(cast("Engine", model.engine), prompts, asked.tokens, way)
+            if number:  # the first round warms up
+                turns[way].append(turn)
+    return [_row(batch, way, turns[way], turns[SpeculationMode.OFF]) for way in WAYS]
 
 
 def _prompts(model: ServedModel, batch: int) -> list[tuple[int, ...]]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from server.config import ServerConfig
 
 if TYPE_CHECKING:
     from engine.startup.doctor import DoctorReport
+
+
+ERRORS = (ValidationError, OSError)
 
 
 class CheckConfig(ServerConfig):
@@ -26,32 +28,18 @@ class CheckConfig(ServerConfig):
     model_config = SettingsConfigDict(cli_prog_name="pilotfish check")
 
 
-@dataclass(frozen=True, slots=True)
-class CheckCommand:
-    """The parsed command: options of the server, and those of the command."""
+def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
+    """Return the report as text, and whether the pair works."""
+    from engine.startup.doctor import check, problems_told
+    from server.chat import ChatTemplate
 
-    config: CheckConfig
-    load: bool
-    as_json: bool
-
-    @classmethod
-    def of(cls, arguments: Sequence[str]) -> CheckCommand:
-        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        own.add_argument("--no-load", action="store_true")
-        own.add_argument("--json", action="store_true")
-        mine, others = own.parse_known_args(arguments)
-        return cls(CheckConfig.load(others), not mine.no_load, mine.json)
-
-    def run(self) -> tuple[str, bool]:
-        """Return the report as text, and whether the pair works."""
-        from engine.startup.doctor import check, problems_told
-        from server.chat import ChatTemplate
-
-        report = check(self.config.engine(), load=self.load)
-        if report.works:
-            with problems_told(report):
-                ChatTemplate.load(self.config.target, self.config.revision)
-        return json.dumps(report.as_dict(), indent=2) if self.as_json else as_text(report), report.works
+    flag = {"action": "store_true"}
+    asked, config = CheckConfig.load_with({"no-load": flag, "json": flag}, arguments)
+    report = check(config.engine(), load=not asked.no_load)
+    if report.works:
+        with problems_told(report):
+            ChatTemplate.load(config.target, config.revision)
+    return json.dumps(report.as_dict(), indent=2) if asked.json else as_text(report), report.works
 
 
 def as_text(report: DoctorReport) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+ERRORS = (OSError,)  # of certificates that cannot be read
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -24,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def ask(arguments: Sequence[str]) -> tuple[str, bool]:
+def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     """Return the server's answer as text, and whether it serves."""
     options = parser().parse_args(arguments)
     with _channel(options.address, options.ca) as channel:

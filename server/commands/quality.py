@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic_settings import SettingsConfigDict
 
+from engine.errors import ModelError
 from server.config import ServerConfig
 
 if TYPE_CHECKING:
     from engine.startup.quality import Quality
 
+ERRORS = (ModelError, OSError, ValueError)  # a ValidationError is a ValueError, too
 _TOPICS = 40  # of Python's manual
 
 
@@ -30,70 +31,46 @@ class QualityConfig(ServerConfig):
     model_config = SettingsConfigDict(cli_prog_name="pilotfish quality")
 
 
-@dataclass(frozen=True, slots=True)
-class QualityCommand:
-    """The parsed command: options of the server, and those of the command."""
+def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, bool]:
+    """Measure, and return the table; `tell` gets the progress. Raises ValueError if there is nothing to measure."""
+    from engine.startup.quality import measure
+    from engine.text.codec import Codec
 
-    config: QualityConfig
-    texts: tuple[Path, ...]
-    tokens: int
-    length: int
-    reference: str | None
-    as_json: bool
+    own: dict[str, dict[str, Any]] = {
+        "text": {"type": Path, "action": "append", "default": []},
+        "tokens": {"type": int, "default": 2048},
+        "length": {"type": int, "default": 512},
+        "reference": {},
+        "json": {"action": "store_true"},
+    }
+    asked, options = QualityConfig.load_with(own, arguments)
+    for name in ("tokens", "length"):
+        if getattr(asked, name) < 2:
+            raise ValueError(f"--{name} is {getattr(asked, name)}; expected at least 2")
+    config = options.engine()
+    codec = Codec.load(config.target, config.revision)
+    if codec is None:
+        raise ValueError(f"{config.target!r} has no tokenizer, which reads the texts")
+    texts = [path.read_text("utf-8") for path in asked.text] or default_texts()
+    pieces = _cut([codec.encode(text) for text in texts], asked.length, asked.tokens)
+    found = measure(config, pieces, asked.reference, tell)
+    if asked.json:
+        return json.dumps({"model": str(config.target), "weights": config.weights, **as_dict(found)}, indent=2), True
+    return as_text(found), True
 
-    @classmethod
-    def of(cls, arguments: Sequence[str]) -> QualityCommand:
-        """Parse the command line.
 
-        Raises:
-            ValueError: a number is too small; names the option.
-        """
-        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        own.add_argument("--text", type=Path, action="append", default=[])
-        own.add_argument("--tokens", type=int, default=2048)
-        own.add_argument("--length", type=int, default=512)
-        own.add_argument("--reference")
-        own.add_argument("--json", action="store_true")
-        mine, others = own.parse_known_args(arguments)
-        for name in ("tokens", "length"):
-            if getattr(mine, name) < 2:
-                raise ValueError(f"--{name} is {getattr(mine, name)}; expected at least 2")
-        return cls(QualityConfig.load(others), tuple(mine.text), mine.tokens, mine.length, mine.reference, mine.json)
-
-    def run(self, tell: Callable[[str], None] = lambda _: None) -> str:
-        """Measure, and return the table; `tell` is called with the progress.
-
-        Raises:
-            ModelError: a model cannot be loaded.
-            OSError: a text cannot be read.
-            ValueError: the texts have no two tokens, or the checkpoint has no tokenizer.
-        """
-        from engine.startup.quality import measure
-        from engine.text.codec import Codec
-
-        config = self.config.engine()
-        codec = Codec.load(config.target, config.revision)
-        if codec is None:
-            raise ValueError(f"{config.target!r} has no tokenizer, which reads the texts")
-        texts = [path.read_text("utf-8") for path in self.texts] or default_texts()
-        found = measure(config, self._cut([codec.encode(text) for text in texts]), self.reference, tell)
-        if self.as_json:
-            return json.dumps({"model": str(config.target), "weights": config.weights, **as_dict(found)}, indent=2)
-        return as_text(found)
-
-    def _cut(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Pieces of at most `length` tokens, the first of every text before the second of any, `tokens` in all."""
-        whole = [list(text) for text in texts]
-        starts = range(0, max(map(len, whole), default=0), self.length)
-        pieces = [text[start : start + self.length] for start in starts for text in whole]
-        left, taken = self.tokens, list[list[int]]()
-        for piece in pieces:
-            if len(piece) > 1 and left > 1:
-                taken.append(piece[:left])
-                left -= len(taken[-1])
-        if not taken:
-            raise ValueError("the texts have fewer than 2 tokens")
-        return taken
+def _cut(texts: Sequence[Sequence[int]], length: int, tokens: int) -> list[list[int]]:
+    """Pieces of at most `length` tokens, the first of every text before the second of any, `tokens` in all."""
+    whole = [list(text) for text in texts]
+    starts = range(0, max(map(len, whole), default=0), length)
+    left, taken = tokens, list[list[int]]()
+    for piece in (text[start : start + length] for start in starts for text in whole):
+        if len(piece) > 1 and left > 1:
+            taken.append(piece[:left])
+            left -= len(taken[-1])
+    if not taken:
+        raise ValueError("the texts have fewer than 2 tokens")
+    return taken
 
 
 def default_texts() -> list[str]:

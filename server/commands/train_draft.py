@@ -14,12 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine.choices import HEADS
-from engine.errors import ModelError
+from engine.errors import InvalidRequest, ModelError
 from engine.model.checkpoint import read_config
 from engine.text.codec import Codec
 from engine.training.recipe import HeadShape, Schedule, TextPlan
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
     from engine.training.text import Tokens
 
 _SMOOTH = 0.03  # weight of the newest loss in the mean that is shown
+
+
+ERRORS = (ValidationError, ModelError, InvalidRequest, OSError)
+
+
+def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
+    """Make an EAGLE-3 head for a model; a run that is stopped goes on with the same command."""
+    return TrainDraft.of(arguments).run(), True
 
 
 class TrainDraftConfig(ServerConfig):
@@ -68,12 +77,12 @@ class TrainDraft:
         own.add_argument("--out", type=Path, required=not asks_help)
         own.add_argument("--prompts", type=Path)
         own.add_argument("--held-out", type=Path)
-        own.add_argument("--texts", type=_positive, default=text.texts)
-        own.add_argument("--tokens", type=_positive, default=text.tokens)
-        own.add_argument("--steps", type=_positive, default=schedule.steps)
-        own.add_argument("--batch-tokens", type=_positive, default=schedule.batch_tokens)
-        own.add_argument("--vocab", type=_positive)
-        own.add_argument("--seed", type=_not_negative, default=0)
+        own.add_argument("--texts", type=_at_least(1), default=text.texts)
+        own.add_argument("--tokens", type=_at_least(1), default=text.tokens)
+        own.add_argument("--steps", type=_at_least(1), default=schedule.steps)
+        own.add_argument("--batch-tokens", type=_at_least(1), default=schedule.batch_tokens)
+        own.add_argument("--vocab", type=_at_least(1))
+        own.add_argument("--seed", type=_at_least(0), default=0)
         mine, others = own.parse_known_args(arguments)
         return cls(
             TrainDraftConfig.load(others),
@@ -86,11 +95,7 @@ class TrainDraft:
         )
 
     def job(self) -> TrainingJob:
-        """What `engine.training` is asked for.
-
-        Raises:
-            ModelError: the target has no tokenizer or beginning, or the prompts cannot be read.
-        """
+        """What `engine.training` is asked for. Raises ModelError if the target or the prompts cannot be used."""
         from engine.training.run import TrainingJob
         from models import embedded_target
 
@@ -113,11 +118,7 @@ class TrainDraft:
         )
 
     def run(self) -> str:
-        """Make the head, and return a message: where it is, how good it is, and the command that serves it.
-
-        Raises:
-            ModelError: it cannot be made.
-        """
+        """Make the head, and return a message: where it is, how good it is, and the command that serves it."""
         from engine.training.run import train_draft
 
         job = self.job()
@@ -172,17 +173,12 @@ class TrainingBars:
             self._console.print(f"step {report.step}, loss {self._loss:.3f}, held-out acceptance {self.acceptance}")
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not above 0")
-    return number
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is below {least}")
+        return int(text)
 
-
-def _not_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is below 0")
     return number
 
 

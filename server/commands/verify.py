@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -51,8 +52,7 @@ Tell = Callable[[str], None]
 Answers = dict[str, tuple[Output, ...]]
 
 
-class CannotVerify(Exception):
-    """Expected: the server cannot be reached or refuses, or there is nothing to ask it."""
+ERRORS = (RequestFailedError, OSError, ValueError)  # the server cannot be reached or refuses, or a prompt is none
 
 
 @dataclass(slots=True)
@@ -148,93 +148,72 @@ class VerifyReport:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyCommand:
-    """The parsed command."""
+def run(arguments: Sequence[str], tell: Tell) -> tuple[str, bool]:
+    """Verify, and return the report as text and whether all answers are equal; `tell` gets the progress."""
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    for name in ("tokens", "company", "rounds"):
+        if getattr(asked, name) < 1:
+            parser.error(f"--{name} is {getattr(asked, name)}; expected at least 1")
+    tls = Tls(authority=asked.tls_ca) if asked.tls or asked.tls_ca else None
+    with VerifyClient(Connection(address=asked.address, token=os.environ.get(VARIABLE), tls=tls)) as asker:
+        report = _verify(asked, asker, tell)
+    return json.dumps(report.as_dict(), indent=1) if asked.json else as_text(report), not report.differences
 
-    connection: Connection
-    prompts: Path | None
-    tokens: int
-    company: int
-    rounds: int
-    seed: int
-    as_json: bool
 
-    @classmethod
-    def of(cls, arguments: Sequence[str]) -> VerifyCommand:
-        parser = _parser()
-        asked = parser.parse_args(arguments)
-        for name in ("tokens", "company", "rounds"):
-            if getattr(asked, name) < 1:
-                parser.error(f"--{name} is {getattr(asked, name)}; expected at least 1")
-        tls = Tls(authority=asked.tls_ca) if asked.tls or asked.tls_ca else None
-        connection = Connection(address=asked.address, token=os.environ.get(VARIABLE), tls=tls)
-        return cls(connection, asked.prompts, asked.tokens, asked.company, asked.rounds, asked.seed, asked.json)
-
-    def run(self, tell: Tell = lambda _: None) -> tuple[str, bool]:
-        """Verify, and return the report as text and whether all answers are equal; `tell` gets the progress.
-
-        Raises:
-            CannotVerify: the server cannot be reached or refuses, or the prompts cannot be used.
-        """
+def _verify(asked: Namespace, asker: VerifyClient, tell: Tell) -> VerifyReport:
+    info = asker.client.model_info()
+    prompts = _prompts(asked, asker.client, info)
+    run = token_hex(8)  # names the caches of this run, which are empty at first
+    is_reproducible = _refuses_rejection(asker.client, prompts[0])
+    report = VerifyReport(info, is_reproducible)
+    wanted, expected = _expected(asked, asker, prompts, run, report)
+    draw, every = Random(asked.seed), settings(info, with_rejection=not is_reproducible)  # noqa: S311
+    for setting in every:
+        tell(f"alone: {setting.proposer}, {setting.drafts}")
+        for job in _alone(setting, wanted, run):
+            report.add(job, expected[job.case.name], _answer(asker, job))
+    others = [job for number in range(asked.rounds) for job in company(every, wanted, run, number, draw)]
+    draw.shuffle(others)
+    together = min(asked.company, info.max_batch_size)
+    tell(f"in company: {len(others)} requests, {together} at a time")
+    with ThreadPoolExecutor(together) as pool:
         try:
-            with VerifyClient(self.connection) as asker:
-                report = self._verify(asker, tell)
-        except (RequestFailedError, OSError, ValueError) as error:
-            raise CannotVerify(str(error)) from error
-        return json.dumps(report.as_dict(), indent=1) if self.as_json else as_text(report), not report.differences
+            answers = pool.map(lambda job: _answer(asker, job), others)
+            for job, found in zip(others, answers, strict=True):
+                report.add(job, expected[job.case.name], found)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return report
 
-    def _verify(self, asker: VerifyClient, tell: Tell) -> VerifyReport:
-        info = asker.client.model_info()
-        prompts = self._prompts(asker.client, info)
-        run = token_hex(8)  # names the caches of this run, which are empty at first
-        is_reproducible = _refuses_rejection(asker.client, prompts[0])
-        report = VerifyReport(info, is_reproducible)
-        wanted, expected = self._expected(asker, prompts, run, report)
-        draw, every = Random(self.seed), settings(info, with_rejection=not is_reproducible)  # noqa: S311
-        for setting in every:
-            tell(f"alone: {setting.proposer}, {setting.drafts}")
-            for job in _alone(setting, wanted, run):
-                report.add(job, expected[job.case.name], _answer(asker, job))
-        others = [job for number in range(self.rounds) for job in company(every, wanted, run, number, draw)]
-        draw.shuffle(others)
-        together = min(self.company, info.max_batch_size)
-        tell(f"in company: {len(others)} requests, {together} at a time")
-        with ThreadPoolExecutor(together) as pool:
-            try:
-                answers = pool.map(lambda job: _answer(asker, job), others)
-                for job, found in zip(others, answers, strict=True):
-                    report.add(job, expected[job.case.name], found)
-            finally:
-                pool.shutdown(cancel_futures=True)
-        return report
 
-    def _prompts(self, client: Client, info: ModelInfo) -> list[Tokens]:
-        tokenize = client.tokenize if info.has_tokenizer else None
-        if self.prompts is None:
-            return default_prompts(info, self.tokens, tokenize)
-        return read_prompts(self.prompts, tokenize)
+def _prompts(asked: Namespace, client: Client, info: ModelInfo) -> list[Tokens]:
+    tokenize = client.tokenize if info.has_tokenizer else None
+    if asked.prompts is None:
+        return default_prompts(info, asked.tokens, tokenize)
+    return read_prompts(asked.prompts, tokenize)
 
-    def _expected(
-        self, asker: VerifyClient, prompts: Sequence[Tokens], run: str, report: VerifyReport
-    ) -> tuple[list[VerifyCase], Answers]:
-        """Return the cases that the server serves, and the answers of plain decoding, alone and over empty caches."""
-        probe = asker.client.generate(
-            prompts[0], temperature=0.0, max_tokens=self.tokens, ignore_eos=True, cache_salt=run, speculation="off"
-        )
-        wanted: list[VerifyCase] = []
-        expected: Answers = {}
-        for number, case in enumerate(cases(prompts, self.tokens, probe.outputs[0])):
-            try:
-                options: GenerateOptions = {**PLAIN.of(case), "cache_salt": f"{run}-{number}"}
-                expected[case.name] = asker.ask(case, options, "alone", 0)
-            except (errors.UnsupportedError, errors.InvalidRequestError) as error:
-                report.left_out.append(f"{case.name}: {error}")
-                continue
-            wanted.append(case)
-        if not wanted:
-            raise ValueError(f"the server refuses every request; {report.left_out[0]}")
-        return wanted, expected
+
+def _expected(
+    asked: Namespace, asker: VerifyClient, prompts: Sequence[Tokens], run: str, report: VerifyReport
+) -> tuple[list[VerifyCase], Answers]:
+    """Return the cases that the server serves, and the answers of plain decoding, alone and over empty caches."""
+    probe = asker.client.generate(
+        prompts[0], temperature=0.0, max_tokens=asked.tokens, ignore_eos=True, cache_salt=run, speculation="off"
+    )
+    wanted: list[VerifyCase] = []
+    expected: Answers = {}
+    for number, case in enumerate(cases(prompts, asked.tokens, probe.outputs[0])):
+        try:
+            options: GenerateOptions = {**PLAIN.of(case), "cache_salt": f"{run}-{number}"}
+            expected[case.name] = asker.ask(case, options, "alone", 0)
+        except (errors.UnsupportedError, errors.InvalidRequestError) as error:
+            report.left_out.append(f"{case.name}: {error}")
+            continue
+        wanted.append(case)
+    if not wanted:
+        raise ValueError(f"the server refuses every request; {report.left_out[0]}")
+    return wanted, expected
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -102,8 +102,7 @@ def settings(info: ModelInfo, *, with_rejection: bool) -> list[VerifySetting]:
 def read_prompts(path: Path, tokenize: Tokenize | None) -> list[Tokens]:
     """Return the prompts of a file: one text per line; of a .jsonl file, objects with `prompt` or `token_ids`.
 
-    Raises:
-        ValueError: a line is no prompt, or is text where the server has no tokenizer.
+    Raises ValueError if a line is no prompt, or is text where the server has no tokenizer.
     """
     lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     if not lines:

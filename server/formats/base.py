@@ -200,11 +200,7 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Trimmed:
-    """Text whose white space at the end is held back until it is known whether the text goes on.
-
-    Args:
-        leading: whether white space at the beginning is dropped.
-    """
+    """Text whose white space at the end is held back until it is known whether it goes on; `leading`: dropped."""
 
     def __init__(self, *, leading: bool) -> None:
         self._space: list[str] = []
@@ -241,9 +237,7 @@ class Parser(ABC):
     """Reads one output. The pieces of two readings of the same text join to the same, however the text was cut.
 
     Text is never lost: what looks like a call and is none is content. The arguments of a call are a JSON object.
-
-    Attributes:
-        is_in_call: whether the pieces end inside of a call. Only a call that is passed on early can be cut so.
+    `is_in_call`: the pieces end inside of a call. Only a call that is passed on early can be cut so.
     """
 
     is_in_call = False
@@ -263,8 +257,7 @@ class Parser(ABC):
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
         """Read what was held back: the text has ended.
 
-        Args:
-            is_cut: the model would have gone on. Then what begins a call at the end is neither a call nor content.
+        `is_cut`: the model would have gone on. Then what begins a call at the end is neither a call nor content.
         """
         self._is_cut = is_cut
         self._scanner.end()
@@ -328,10 +321,7 @@ class ChatFormat(ABC):
     def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:
         """Lark rules of which `auto` matches any text in which calls of tools have their structure, and are its end.
 
-        Args:
-            tools: the functions that may be called.
-            several: whether there may be more than one call.
-            unlike: the text does not begin with this, nor with white space and this.
+        With `several` there may be more than one; the text does not begin with `unlike`, nor with white space and that.
         """
         # A lexer that has read the beginning of a trigger as text does not go back: so text and trigger are one lexeme.
         is_token, trigger = self.trigger in self.special, self.literal(self.trigger)

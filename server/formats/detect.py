@@ -21,15 +21,10 @@ _DEEPSEEK_CALLS = "<\uff5ctool▁calls▁begin\uff5c>"
 
 
 def detect(template: str | None, special_tokens: Mapping[str, int], override: str | None = None) -> ChatFormat:
-    """Return the format of a checkpoint.
+    """Return the format of a checkpoint with this chat template; `override` names it if the template does not show it.
 
-    Args:
-        template: its chat template, if it has one.
-        special_tokens: the ids of all tokens that were added to its tokenizer, by their texts.
-        override: the name of the format, if the template does not show it.
-
-    Raises:
-        ModelError: no format has this name.
+    `special_tokens` are the ids of all tokens that were added to its tokenizer, by their texts. Raises ModelError if no
+    format has this name.
     """
     text = template or ""
     if override is not None and override not in FORMATS:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from engine.text.schemas.keywords import Document, parsed
 from engine.text.schemas.rules import schema_rule
 from server.formats.base import ChatFormat, ReasoningMarks, Tool, pattern, quoted
-from server.formats.steps import CallParser, Steps
+from server.formats.reasoning import CallParser, Steps
 
 
 class _Marks(NamedTuple):
@@ -151,22 +151,8 @@ class GemmaFormat(ChatFormat):
 
 _Schema = Mapping[str, Any]
 
-_ANNOTATIONS = frozenset(
-    {
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$comment",
-        "$schema",
-        "$id",
-        "$defs",
-        "definitions",
-    }
-)
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"})
+_ANNOTATIONS |= {"$comment", "$schema", "$id", "$defs", "definitions"}
 _SIMPLE = {"type": ["number", "boolean", "null"]}
 _NOT_BARE = frozenset(':,{}[]"<>')
 _NAME_END = r'[^\s\x00-\x1f:,{}\[\]"<>]'
@@ -174,15 +160,9 @@ _ANY_NAME = rf'/{_NAME_END}([^\x00-\x1f:,{{}}\[\]"<>]*{_NAME_END})?/'
 
 
 def argument_rules(name: str, tool: Tool, quote: str) -> str:
-    """Lark rules of which the one of this name matches the arguments of a tool.
+    """Lark rules of which the one of this name matches the arguments of a tool; the names of others begin with it.
 
-    Args:
-        name: with which the names of all rules begin.
-        tool: whose arguments they are.
-        quote: the mark around strings, in Lark.
-
-    Raises:
-        ValueError: the schema is wrong.
+    `quote` is the mark around strings, in Lark. Raises ValueError if the schema is wrong.
     """
     root = parsed(tool.parameters)
     return _Converter(name, root, quote, lenient=not tool.strict).rules({"type": "object"} | root)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engine.text.stops import Asides, StopStrings
 from server.formats.base import ChatFormat, Reasoning, ReasoningMarks, Tool, Trimmed, arguments_rule, without
-from server.formats.steps import CallParser, Steps
+from server.formats.reasoning import CallParser, Steps
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"

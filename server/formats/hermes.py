@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
-from server.formats.steps import CallParser, Steps
+from server.formats.reasoning import CallParser, Steps
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 

@@ -36,13 +36,9 @@ class JsonText:
         self.is_over = self.is_broken = False
 
     def read(self, text: str, start: int, written: MutableSequence[str], *, is_end: bool) -> int:
-        """Read from `start`, append to `written`; return where it stopped, before what is broken or may go on.
+        """Read from `start`, append JSON to `written`; return where it stopped, before what is broken or may go on.
 
-        Args:
-            text: the value from here on, and perhaps more.
-            start: where to begin.
-            written: gets valid JSON.
-            is_end: no more text comes.
+        `is_end`: no more text comes.
         """
         at = start
         while at < len(text) and not (self.is_over or self.is_broken):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from engine.text.guided import json_rule
 from engine.text.stops import Asides, StopStrings
 from server.formats.base import ChatFormat, Tool, arguments_rule, pattern, quoted
-from server.formats.steps import CallParser, Steps
+from server.formats.reasoning import CallParser, Steps
 
 _TAG, _SEPARATOR = "<|python_tag|>", "; "
 _NEXT = (_SEPARATOR + "{", ";{", "\n{")  # call

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
-from server.formats.steps import CallParser, Steps
+from server.formats.reasoning import CallParser, Steps
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NEXT = (", {", ",{")  # call in an array

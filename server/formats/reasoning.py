@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 from engine.errors import InvalidRequest
 from server.formats.base import (
@@ -19,6 +22,7 @@ from server.formats.base import (
     Trimmed,
     num_open,
 )
+from server.formats.json_text import JsonText
 
 Step: TypeAlias = Callable[[], bool]  # reads some text; returns False to wait for more
 
@@ -197,3 +201,222 @@ class PlainFormat(ChatFormat):
         raise InvalidRequest.of(
             "tools", "cannot be called: the chat template of this model knows no calls of functions"
         )
+
+
+_T = TypeVar("_T")
+Steps: TypeAlias = Generator[None, None, _T]
+
+_NAME, _ARGUMENTS, _IGNORED = '"name"', ('"arguments"', '"parameters"'), ('"id"', '"type"')
+_NOTHING = ('""', "null")  # in the place of arguments
+
+
+@dataclass(slots=True)
+class _JsonCall:
+    """What was read of an object. Arguments that stand before the name are kept."""
+
+    name: str = ""
+    early: str = ""
+    has_arguments: bool = False
+    has_more: bool = False  # members behind the arguments
+    has_others: bool = False  # some of them none of a call's
+    is_broken: bool = False
+
+
+class CallParser(TextParser):
+    """Reads calls of `tools` with a generator. At the end of the text its steps find nothing more, and it ends."""
+
+    begins: tuple[str, ...] = ()  # the markers of which each may begin a call; without tools none does
+
+    def __init__(
+        self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
+    ) -> None:
+        openings = self.begins if tools else ()
+        super().__init__(chat_format, openings, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
+        self._names = tuple(tool.name for tool in tools)
+        escapes = (True, False)
+        self._written = {json.dumps(name, ensure_ascii=escape): name for name in self._names for escape in escapes}
+        self._steps: Steps[None] = self._run("")
+
+    def _open(self, marker: str) -> None:
+        self._steps, self._step = self._run(marker), self._advance
+
+    def _advance(self) -> bool:
+        return next((False for _ in self._steps), True)
+
+    def _run(self, marker: str) -> Steps[None]:
+        if not (yield from self._call(marker)):
+            self._no_call()
+        self._scanner.forget()
+        self._step = self._content
+
+    @abstractmethod
+    def _call(self, marker: str) -> Steps[bool]:
+        """Read calls after a marker; return whether all that was taken since the last complete one belongs to them."""
+
+    # Steps
+
+    def _expect(self, *markers: str) -> Steps[str]:
+        """Take that of `markers` with which the text goes on; "" if with none."""
+        while (found := self._accept(*markers)) is None:
+            yield
+        return found
+
+    def _space(self) -> Steps[None]:
+        while not self._skip_space():
+            yield
+
+    def _gap(self) -> Steps[str]:
+        parts = [self._scanner.take_space()]
+        while self._scanner.is_waiting:
+            yield
+            parts.append(self._scanner.take_space())
+        return "".join(parts)
+
+    def _sees(self, *markers: str) -> Steps[str]:
+        """Return that of `markers` with which the text goes on, which stays; "" if with none."""
+        while (found := self._scanner.next_of(*markers)) is None:
+            yield
+        self._ran_out |= found == "" and self._scanner.is_cut(*markers)
+        return found
+
+    def _until(self, *markers: str) -> Steps[tuple[str, str]]:
+        """Take the text before the first of `markers`, and the marker; "" if the text has ended before."""
+        parts: list[str] = []
+        while True:
+            text, marker = self._scanner.until(*markers)
+            parts.append(text)
+            if marker or self._scanner.is_over:
+                self._ran_out |= not marker
+                return "".join(parts), marker or ""
+            yield
+
+    def _object(self, name: str) -> Steps[bool]:
+        """Read the arguments of a call of this function; return whether they are a JSON object that is complete."""
+        if not (yield from self._sees("{")):
+            if found := (yield from self._expect(*_NOTHING)):
+                self._start_call(name)
+                self._add_arguments("{}")
+            return bool(found)
+        self._start_call(name)
+        value = JsonText()
+        while True:
+            written: list[str] = []
+            self._scanner.take_json(value, written)
+            self._add_arguments("".join(written))
+            if value.is_over or value.is_broken or self._scanner.is_over:
+                self._ran_out |= not (value.is_over or value.is_broken)
+                return value.is_over
+            yield
+
+    def _value(self) -> Steps[str]:
+        """Take a JSON value; "" if it is none, or not complete."""
+        value, written = JsonText(), list[str]()
+        while True:
+            self._scanner.take_json(value, written)
+            if value.is_over or value.is_broken or self._scanner.is_over:
+                self._ran_out |= not (value.is_over or value.is_broken)
+                return "".join(written) if value.is_over else ""
+            yield
+
+    def _call_of(self, name: str, *ends: str, has_end: bool) -> Steps[bool]:
+        """Read the arguments of a call of this function: an object, or nothing before what `ends` a call.
+
+        With `has_end` one of `ends` has to follow; else the model may also end the text.
+        """
+        yield from self._space()
+        if (yield from self._sees("{", *_NOTHING)):
+            return (yield from self._object(name))
+        is_over = self._scanner.is_cut("{", *_NOTHING, *ends)
+        is_empty = bool((yield from self._sees(*ends))) or (is_over and not has_end and not self._is_cut)
+        self._ran_out |= is_over
+        if is_empty:
+            self._start_call(name)
+            self._add_arguments("{}")
+        return is_empty
+
+    def _ended(self, *ends: str) -> Steps[bool]:
+        """Take what ends a call, and pass it on; return False if something else follows.
+
+        A brace too many may stand before, and the end may be missing before the next call and at the end of the text.
+        """
+        yield from self._braces()
+        if not (yield from self._expect(*ends)) and not (yield from self._sees(*self._openings)):
+            if not self._ran_out:
+                return False
+            self._scanner.take_all()  # the beginning of an end
+        self._complete_call()
+        return True
+
+    def _braces(self) -> Steps[bool]:
+        yield from self._space()
+        found = False
+        while (yield from self._expect("}")):
+            found = True
+            yield from self._space()
+        return found
+
+    def _surplus(self, *followers: str) -> Steps[None]:
+        """Drop braces too many between a complete call and what may follow it."""
+        if (yield from self._braces()) and ((yield from self._sees(*followers)) or self._scanner.is_cut(*followers)):
+            self._scanner.mark()
+
+    def _json_call(self, *ends: str) -> Steps[bool]:
+        """Read an object with the name and the arguments of a call, and what ends the call; return whether it is one.
+
+        The last brace may be missing, unless members of no call are behind the arguments. Without `ends` it is the end.
+        """
+        if not (yield from self._expect("{")):
+            return False
+        call = _JsonCall()
+        while key := (yield from self._key()):
+            if not (yield from self._member(key, call)):
+                break
+            yield from self._space()
+            if (yield from self._sees(", {", ",{")) or not (yield from self._expect(",")):
+                break
+        is_closed = bool((yield from self._expect("}")))
+        if (call.has_others and not is_closed) or (call.has_more and (yield from self._sees("}"))):
+            return False  # a brace too many may have ended the arguments, and the members behind are of them
+        if not call.name or not (call.has_arguments or (is_closed and not call.is_broken)):
+            return False
+        if not call.has_arguments:
+            self._start_call(call.name)
+            self._add_arguments("{}")
+        if ends:
+            return (yield from self._ended(*ends))
+        is_whole = self._ran_out or (not call.is_broken and (is_closed or key not in _IGNORED))
+        if is_whole:
+            self._complete_call()
+        return is_whole
+
+    def _member(self, key: str, call: _JsonCall) -> Steps[bool]:
+        """Read the value of a member; return whether it is one of a call's."""
+        call.is_broken = True
+        if key == _NAME and not call.name:
+            written = yield from self._expect(*self._written)
+            self._name = call.name = self._written.get(written, "")
+            call.is_broken = not written
+            if written and call.has_arguments:
+                self._start_call(call.name)
+                self._add_arguments(call.early)
+        elif key in _ARGUMENTS and not call.has_arguments:
+            if call.name:
+                call.has_arguments = yield from self._object(call.name)
+            else:
+                call.early = yield from self._value()
+                call.has_arguments = call.early.startswith("{")
+            call.is_broken = not call.has_arguments
+        elif key in _IGNORED or (call.has_arguments and key not in (_NAME, *_ARGUMENTS)):
+            call.has_more |= call.has_arguments
+            call.has_others |= key not in _IGNORED
+            call.is_broken = not (yield from self._value())
+        return not call.is_broken
+
+    def _key(self) -> Steps[str]:
+        """Take the name of a member, and the colon; "" if there is none."""
+        yield from self._space()
+        key = (yield from self._value()) if (yield from self._sees('"')) else ""
+        yield from self._space()
+        colon = yield from self._expect(":")
+        yield from self._space()
+        return key if colon else ""

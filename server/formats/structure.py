@@ -75,11 +75,7 @@ def _arguments(tool: Tool) -> Guided:
 
 
 def structure_of(answer: Answer, chat_format: ChatFormat) -> Guided | None:
-    """Return the structure of the whole text; None if it may be anything.
-
-    Raises:
-        ValueError: the structure of the content, or a tool's schema, is wrong.
-    """
+    """Return the structure of the whole text; None if it may be anything. Raises ValueError if a part is wrong."""
     body = _body(answer, chat_format)
     thinking = _thinking(answer, chat_format)
     if body is None:

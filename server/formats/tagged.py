@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from server.formats.base import ChatFormat, Tool, quoted
-from server.formats.steps import CallParser, Steps
+from server.formats.reasoning import CallParser, Steps
 from server.formats.value_rules import STRING, Parameters, ValueEnd, ValueRules
 
 # What a schema may say of all arguments together. They are written one by one, so this cannot be held.

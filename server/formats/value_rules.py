@@ -178,11 +178,7 @@ class ValueRules:
         self.rules: list[str] = []
 
     def name(self, parameters: Parameters, parameter: str) -> str:
-        """The name of the rule that matches a value of a parameter and its end.
-
-        Raises:
-            ValueError: the schema allows strings, and is none that can be written.
-        """
+        """The name of the rule that matches a value of a parameter and its end. Raises ValueError if there is none."""
         rules = list(_value_rules(parameters, parameter, "value", self._end))
         if (text := "\n".join(rules)) not in self._names:
             name = self._names[text] = f"value_{len(self._names)}"

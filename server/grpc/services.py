@@ -28,9 +28,8 @@ from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from pilotfish.v1 import generation_pb2 as generation
 from server.admission import answers, convert
-from server.admission.adapters import AdapterCalls
 from server.admission.admission import Admission, Call, Origin
-from server.admission.security import Caller, Callers
+from server.admission.security import AdapterCalls, Caller, Callers
 from server.admission.slow_work import SlowWork, release_turn
 from server.admission.stalls import stall_limit
 from server.config import ServerConfig

@@ -187,33 +187,23 @@ class AgentAnswer(Answers):
         self._parts[-1].is_open = False
         return self._closed(self._parts[-1], status)
 
-    @abstractmethod
-    def _begin(self) -> list[Json]:
-        """Return the events before the first token."""
+    # Each returns events: before the first token, at the begin of a part, for more of its text, at its end, and at the
+    # end of the answer, or in place of that. `_whole` returns the answer as it is now.
 
     @abstractmethod
-    def _opened(self, part: AnswerPart) -> list[Json]:
-        """Return the events that begin a part."""
-
+    def _begin(self) -> list[Json]: ...
     @abstractmethod
-    def _grown(self, part: AnswerPart, text: str) -> list[Json]:
-        """Return the events that tell of more text."""
-
+    def _opened(self, part: AnswerPart) -> list[Json]: ...
     @abstractmethod
-    def _closed(self, part: AnswerPart, status: str) -> list[Json]:
-        """Return the events that end a part."""
-
+    def _grown(self, part: AnswerPart, text: str) -> list[Json]: ...
     @abstractmethod
-    def _end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]:
-        """End the answer; return the last events."""
-
+    def _closed(self, part: AnswerPart, status: str) -> list[Json]: ...
     @abstractmethod
-    def _fail(self, error: HttpError) -> list[Json]:
-        """Return the last events of a stream that ends with an error."""
-
+    def _end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]: ...
     @abstractmethod
-    def _whole(self) -> Json:
-        """Return the answer as it is now."""
+    def _fail(self, error: HttpError) -> list[Json]: ...
+    @abstractmethod
+    def _whole(self) -> Json: ...
 
 
 async def _as_stream(response: pb.GenerateResponse) -> AsyncIterator[pb.GenerateStreamResponse]:

@@ -122,14 +122,12 @@ class Calls:
     @classmethod
     async def admit(cls, admission: Admission, asked: ParsedBody, origin: Origin) -> Calls:
         """Admit a request for each prompt, or none. The function that gets the calls has to release them."""
-        if not asked.others:
-            async with in_time(origin):
-                return cls([await admission.admit(asked.message, origin, asked.wrong)])
         admitted = list[Call]()
         try:
             async with in_time(origin):
                 for prompt, message in enumerate((asked.message, *asked.others)):
-                    admitted.append(await _admitted(admission, message, origin, asked.wrong, f"prompt[{prompt}]"))
+                    name = f"prompt[{prompt}]" if asked.others else None
+                    admitted.append(await _admitted(admission, message, origin, asked.wrong, name))
         except BaseException:
             cls(admitted).end(Aborted("another prompt of the same request was refused"))
             cls(admitted).release()
@@ -170,15 +168,18 @@ class Calls:
 
 
 async def _admitted(
-    admission: Admission, message: pb.GenerateRequest, origin: Origin, wrong: Sequence[Violation], name: str
+    admission: Admission, message: pb.GenerateRequest, origin: Origin, wrong: Sequence[Violation], name: str | None
 ) -> Call:
-    """Admit the request of one of several prompts. An error names the prompt."""
+    """Admit a request. If it is of one of several prompts, an error has its `name`."""
     try:
         return await admission.admit(message, origin, wrong)
     except InvalidRequest as invalid:
+        if name is None:
+            raise
         raise InvalidRequest(_violation_of(violation, name) for violation in invalid.violations) from None
     except QueueFull as full:
-        full.args = (f"{name}: {full}",)
+        if name is not None:
+            full.args = (f"{name}: {full}",)
         raise
 
 

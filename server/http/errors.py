@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,8 +42,12 @@ class HttpError:
     message: str
     param: str | None = None
     retry_seconds: float | None = None
+    is_of_messages: bool = False  # in Anthropic's format
 
     def body(self) -> dict[str, Any]:
+        if self.is_of_messages:
+            kind = _TYPES.get(self.status, "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
@@ -155,27 +159,13 @@ _TYPES = {  # by status
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MessagesError(HttpError):
-    """An error as a response of these routes."""
-
-    @classmethod
-    def of(cls, error: HttpError) -> MessagesError:
-        return cls(**{field.name: getattr(error, field.name) for field in fields(error)})
-
-    def body(self) -> dict[str, Any]:
-        """Return the body in Anthropic's format. A stream has it as an event."""
-        kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
-
-
 def error_at(path: str, error: HttpError | PilotfishError) -> HttpError:
     """Return an error in the format of the routes at this path: Anthropic's or OpenAI's."""
     is_ours = path.startswith("/v1/messages")
     if isinstance(error, PilotfishError):
         what = "prompt" if path.startswith(("/v1/completions", "/generate")) else "messages"
         error = http_error(error, _context if is_ours else partial(context_words, what=what))
-    return MessagesError.of(error) if is_ours else error
+    return replace(error, is_of_messages=is_ours)
 
 
 def _context(field: str, excess: ContextExcess) -> str:

@@ -94,18 +94,8 @@ Ids = Annotated[list[UInt32], Field(fail_fast=True), at_most(MAX_IDS)]
 Texts = Annotated[list[Text], Field(fail_fast=True), at_most(MAX_TEXTS)]
 
 # Fields about the caller, not about the output: they are accepted and have no effect.
-IGNORED = frozenset(
-    [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "refusal",
-    ]
-)
+IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "refusal"})
+IGNORED |= {"prompt_cache_key", "prompt_cache_retention"}
 # Values of unsupported fields that request nothing.
 NEUTRAL: dict[str, Any] = {
     "annotations": [],

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from engine.errors import shown
+from engine.errors import PilotfishError, shown
 from server.admission.security import Callers
 from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
@@ -33,49 +33,60 @@ from server.version import version
 OPEN_PATHS = frozenset({"/health"}) | playground.PATHS
 
 
-class HostGuard:
-    """Middleware for a server on loopback without tokens: it refuses requests that name another host.
+class Guard:
+    """The middleware around all routes. It refuses a request, or passes it on with its caller.
 
-    A web page can let its own name lead to 127.0.0.1 (DNS rebinding). The browser then takes this server for the page's
-    own site: the page could read every answer. The header Host still has the page's name.
+    - A head or body that is too large or arrives too slowly is refused before all of it is in memory. The limits in
+      bytes are those of gRPC messages and metadata.
+    - A server on loopback without tokens refuses requests that name another host. A web page can let its own name lead
+      to 127.0.0.1 (DNS rebinding). The browser then takes this server for the page's own site: the page could read
+      every answer. The header Host still has the page's name.
+    - Without a known token only open paths are answered.
     """
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        self._app, self._names = app, {"localhost", host}
+    def __init__(self, app: ASGIApp, config: ServerConfig, callers: Callers) -> None:
+        self._app, self._config, self._callers = app, config, callers
+        self._names = {"localhost", config.host} if config.host in LOOPBACK and not callers.are_known else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 403 if the header Host is there and names neither this machine nor the configured address."""
-        given = dict(_headers(scope)).get("host") if scope["type"] == "http" else None
-        if given is None or self._is_ours(str(given)):
-            await self._app(scope, receive, send)
+        """Refuse, or pass on: without cookies, which FastAPI parses in a time that grows with the square.
+
+        The route of GET answers HEAD; uvicorn leaves out the body.
+        """
+        refused = self._refusal(scope)
+        if refused is not None:
+            await error_at(scope["path"], refused).response()(scope, receive, send)
             return
-        problem = f"the header Host is {shown(given)}; expected localhost or a loopback address, or set token_file"
-        await error_at(scope["path"], Forbidden(problem)).response()(scope, receive, send)
+        kept = [(name, value) for name, value in scope["headers"] if name != b"cookie"]
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        counted = _Counted(receive, self._config.max_message_bytes, self._config.body_seconds)
+        await self._app({**scope, "headers": kept, "method": method}, counted, send)
 
-    def _is_ours(self, given: str) -> bool:
-        """Compare the name without its port: "[::1]:8000" -> "::1"."""
-        name = given.partition("]")[0].removeprefix("[") if given.startswith("[") else given.partition(":")[0]
-        try:
-            return name.lower() in self._names or ip_address(name).is_loopback
-        except ValueError:
-            return False
-
-
-class HttpGuard:
-    """Middleware that passes only authenticated requests; it stores the caller in the scope for the routes."""
-
-    def __init__(self, app: ASGIApp, callers: Callers) -> None:
-        self._app, self._callers = app, callers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 unless the path is open or the token is known."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+    def _refusal(self, scope: Scope) -> HttpError | PilotfishError | None:
+        """Return the error of a request that is not passed on; store the caller of another one in the scope."""
+        head = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope.get("raw_path", b""))
+        if head > self._config.max_header_bytes:
+            problem = f"the headers have {head} bytes; the limit is {self._config.max_header_bytes}"
+            return HttpError(431, "invalid_request_error", "http", problem)
+        given = dict(_headers(scope)).get("host")
+        if self._names is not None and given is not None and not self._is_ours(str(given), self._names):
+            problem = f"the header Host is {shown(given)}; expected localhost or a loopback address, or set token_file"
+            return Forbidden(problem)
+        if scope["path"] not in OPEN_PATHS:
             try:
                 scope["caller"] = self._callers.of_metadata(_credentials(scope), (scope.get("client") or (None,))[0])
             except Unauthenticated as error:
-                await error_at(scope["path"], error).response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+                return error
+        return None
+
+    @staticmethod
+    def _is_ours(given: str, names: set[str]) -> bool:
+        """Compare the name without its port: "[::1]:8000" -> "::1"."""
+        name = given.partition("]")[0].removeprefix("[") if given.startswith("[") else given.partition(":")[0]
+        try:
+            return name.lower() in names or ip_address(name).is_loopback
+        except ValueError:
+            return False
 
 
 def _credentials(scope: Scope) -> list[tuple[str, str | bytes]]:
@@ -104,17 +115,7 @@ def gateway(
     # Without the pages of documentation, which load scripts of others.
     app, started = FastAPI(title="Pilotfish", version=version(), docs_url=None, redoc_url=None), time.monotonic()
     created = int(time.time())  # of the server: when the model was made is not known
-    app.add_middleware(HeadAsGet)
-    app.add_middleware(HttpGuard, callers=callers)
-    if config.host in LOOPBACK and not callers.are_known:
-        app.add_middleware(HostGuard, host=config.host)
-    app.add_middleware(  # added last, so it runs first
-        RequestLimits,
-        max_head=config.max_header_bytes,
-        max_body=config.max_message_bytes,
-        seconds=config.body_seconds,
-    )
-
+    app.add_middleware(Guard, config=config, callers=callers)
     if config.playground:
         add_playground(app)
 
@@ -186,16 +187,6 @@ def _vitals(driver: Driver) -> dict[str, Any]:
     }
 
 
-class HeadAsGet:
-    """Middleware that lets the route of GET answer HEAD; uvicorn leaves out the body."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app({**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope, receive, send)
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket of ours, without its signal handlers: `app` handles signals for both front ends."""
 
@@ -238,31 +229,6 @@ ANSWER_SECONDS = 1.0  # for an answer to a body that has not arrived, before the
 # Chunks of a body, besides one per so many bytes: each chunk takes the event loop as long as some kilobytes.
 MAX_CHUNKS, MIN_CHUNK = 1024, 512
 STALLED = "reader_stalled"  # in the state of a request's scope once its connection is aborted for its reader
-
-
-class RequestLimits:
-    """Refuses a head or body that is too large or arrives too slowly, before all of it is in memory.
-
-    The limits in bytes are those of gRPC messages and metadata.
-    """
-
-    def __init__(self, app: ASGIApp, *, max_head: int, max_body: int, seconds: float) -> None:
-        self._app, self._max_head, self._max_body, self._seconds = app, max_head, max_body, seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the size of the head, and count the bytes of the body that the routes receive.
-
-        Cookies are dropped. We have no use for them, and FastAPI parses them in a time that grows with the square.
-        """
-        headers = scope.get("headers", ())
-        head = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path", b""))
-        if head > self._max_head:
-            problem = f"the headers have {head} bytes; the limit is {self._max_head}"
-            error = HttpError(431, "invalid_request_error", "http", problem)
-            await error_at(scope["path"], error).response()(scope, receive, send)
-            return
-        kept = [(name, value) for name, value in headers if name != b"cookie"]
-        await self._app({**scope, "headers": kept}, _Counted(receive, self._max_body, self._seconds), send)
 
 
 class _Counted:
@@ -309,7 +275,7 @@ class _Connection(h11.Connection):
 class HttpProtocol(H11Protocol):
     """uvicorn's protocol with limits on the time in which the head and the body of a request arrive and answers leave.
 
-    uvicorn itself has none. `RequestLimits` answers a late body with 408; this closes the connection a little later,
+    uvicorn itself has none. `Guard` answers a late body with 408; this closes the connection a little later,
     also where the body is not read, because the answer does not depend on it.
 
     A connection that is closed still waits until what it has written is read. So one whose reader takes nothing is

@@ -283,12 +283,7 @@ class WrongBody(Exception):  # it becomes an InvalidRequest, with what else is w
 
 
 def read_body(kind: type[BodyT], data: bytes, content_type: str) -> tuple[BodyT, ParsedBody]:
-    """Return the fields, and the message that they make.
-
-    Raises:
-        InvalidRequest: the body is no JSON object that can be read.
-        WrongBody: fields of it are invalid.
-    """
+    """Return the fields, and the message that they make. Raises InvalidRequest if it is no JSON, or WrongBody."""
     found = read_json(data, content_type)
     try:
         body = kind.model_validate(found)

@@ -18,9 +18,9 @@ from starlette.requests import ClientDisconnect
 
 from engine.errors import InvalidRequest, PilotfishError, Violation
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.adapters import AdapterCalls
 from server.admission.admission import Call
 from server.admission.resume import EventIds
+from server.admission.security import AdapterCalls
 from server.driver import Driver
 from server.http.agents import AgentBody
 from server.http.calls import (
@@ -41,6 +41,7 @@ from server.http.requests import ParsedBody, WrongBody, continued, fields_of, re
 from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
 
 BodyT = TypeVar("BodyT", bound=GenerationFields)
+RenderedT = TypeVar("RenderedT", bound=OpenAiBody)
 
 
 AnswersTo: TypeAlias = Callable[[BodyT, pb.GenerateRequest, Call], Answers]  # to an admitted call
@@ -119,6 +120,33 @@ class GeneratingRoutes:
         with read.naming():
             await self._admission.admit(read.message, origin_of(request, read.timeout), read.wrong)
         raise AssertionError("a request with known violations was admitted")
+
+    async def render(self, kind: type[RenderedT], prefix: str, request: Request) -> Response:
+        """Return what a prompt becomes, of several each, or raise the error that the same request would get."""
+        data, about = await request.body(), request.headers.get("content-type", "")
+        with self._admission.conversion(request.scope["caller"]):
+            async with self._slow.turn(len(data)):
+                try:
+                    _, read = await self._slow.run(read_body, kind, data, about)
+                except WrongBody as error:
+                    read = error.read
+                with read.naming():
+                    found = [
+                        await self._rendered(message, prefix, read.wrong) for message in (read.message, *read.others)
+                    ]
+        text = await self._slow.run(json.dumps, found if kind is CompletionBody else found[0], is_slow=True)
+        return Response(text, media_type="application/json")
+
+    async def _rendered(self, message: pb.GenerateRequest, prefix: str, wrong: tuple[Violation, ...]) -> dict[str, Any]:
+        wanted = await self._admission.wanted(message, wrong, self._driver().model)
+        return {
+            "request_id": f"{prefix}-{wanted.request_id}",
+            "model": wanted.model,
+            "token_ids": wanted.request.token_ids,
+            "features": None,  # of images, which no model here sees
+            "cache_salt": message.cache_salt if message.HasField("cache_salt") else None,
+            "priority": message.priority,
+        }
 
 
 @cache  # always the same, and dearer than all else with which a server starts
@@ -206,67 +234,21 @@ def _figures(end: pb.Finished) -> Json:
     }
 
 
-RenderedT = TypeVar("RenderedT", bound=OpenAiBody)
-
-
 def add_render(app: FastAPI, services: Services) -> None:
     """Add the routes. Their bodies are those of the routes that generate."""
-    router, renderer = APIRouter(), _Renderer(services)
+    router, routes = APIRouter(), GeneratingRoutes(services)
 
     @router.post("/v1/completions/render", response_model=None, openapi_extra=_body_of("/v1/completions"))
     async def completions(request: Request) -> Response:
         """Return the tokens of each prompt, as a list of objects."""
-        rendered = await unless_gone(renderer.render(CompletionBody, "cmpl", request), request.receive)
-        return await renderer.response(rendered)
+        return await unless_gone(routes.render(CompletionBody, "cmpl", request), request.receive)
 
     @router.post("/v1/chat/completions/render", response_model=None, openapi_extra=_body_of("/v1/chat/completions"))
     async def chat_completions(request: Request) -> Response:
         """Return the tokens of the conversation as the chat template writes it."""
-        [rendered] = await unless_gone(renderer.render(ChatBody, "chatcmpl", request), request.receive)
-        return await renderer.response(rendered)
+        return await unless_gone(routes.render(ChatBody, "chatcmpl", request), request.receive)
 
     app.include_router(router)
-
-
-class _Renderer:
-    """Checks a body as admission does, encodes its prompt, and stops there."""
-
-    def __init__(self, services: Services) -> None:
-        self._admission, self._driver, self._slow, _ = services
-
-    async def render(self, kind: type[RenderedT], prefix: str, request: Request) -> list[dict[str, Any]]:
-        """Return what the answer says of each prompt. Raises the error that the same request would get."""
-        data = await request.body()
-        with self._admission.conversion(request.scope["caller"]):
-            async with self._slow.turn(len(data)):
-                read = await self._read(kind, data, request.headers.get("content-type", ""))
-                messages = (read.message, *read.others)
-                with read.naming():
-                    return [await self._rendered(message, prefix, read.wrong) for message in messages]
-
-    async def _rendered(self, message: pb.GenerateRequest, prefix: str, wrong: tuple[Violation, ...]) -> dict[str, Any]:
-        wanted = await self._admission.wanted(message, wrong, self._driver().model)
-        return {
-            "request_id": f"{prefix}-{wanted.request_id}",
-            "model": wanted.model,
-            "token_ids": wanted.request.token_ids,
-            "features": None,  # of images, which no model here sees
-            "cache_salt": message.cache_salt if message.HasField("cache_salt") else None,
-            "priority": message.priority,
-        }
-
-    async def response(self, answer: Any) -> Response:
-        """Return an answer, whose tokens can be many, as JSON."""
-        text = await self._slow.run(json.dumps, answer, is_slow=True)
-        return Response(text, media_type="application/json")
-
-    async def _read(self, kind: type[RenderedT], data: bytes, content_type: str) -> ParsedBody:
-        """Read the body, or what is valid of it: then the message is refused with all that is wrong."""
-        try:
-            _, read = await self._slow.run(read_body, kind, data, content_type)
-        except WrongBody as error:
-            return error.read
-        return read
 
 
 def _body_of(path: str) -> dict[str, Any]:

@@ -189,11 +189,7 @@ class OutputBuffer:
         return bool(self._unread)
 
     def push(self, event: TokenEvent) -> bool:
-        """Add the tokens of one step, and the end if the event has one.
-
-        Returns:
-            Whether a stop string ended the output now, so that the caller has to end it in the engine.
-        """
+        """Add the tokens of a step, and its end; return whether a stop string ended it, so the engine has to, too."""
         assert not self.has_ended, f"an event after the end of output {self.index}"
         is_late = self.is_stopped  # the engine took another step before it was told to stop
         stop = is_late or self._keep(event)

@@ -138,12 +138,7 @@ class ZmqKvEvents(KvEvents):
     def __init__(
         self, endpoint: str, replay_endpoint: str | None, topic: str, model: str, most: int = LOG_EVENTS
     ) -> None:
-        """Open the sockets.
-
-        Raises:
-            ValueError: pyzmq is not installed.
-            OSError: an endpoint cannot be listened on.
-        """
+        """Open the sockets. Raises ValueError without pyzmq, OSError if an endpoint cannot be listened on."""
         try:
             import zmq
             import zmq.asyncio

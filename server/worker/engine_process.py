@@ -14,11 +14,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
@@ -66,17 +66,13 @@ class Link:
         self._waker.send(b"\0")
 
     def receive(self, seconds: float | None) -> Iterator[wire.ToEngine]:
-        """Wait for at most `seconds`, and yield the messages that have arrived.
-
-        Raises:
-            FrontEndGone: the connection is closed.
-            WireError: the bytes are not a valid message.
-        """
+        """Wait for at most `seconds`, and yield the messages that have arrived. Raises FrontEndGone or WireError."""
         ready, _, _ = select.select([self._socket, self._woken], [], [], seconds)
         if self._woken in ready:
             self._woken.recv(_RECEIVE_BYTES)
         if self._socket in ready:
-            yield from map(wire.read_to_engine, self._frames.feed(self._received()))
+            for payload in self._frames.feed(self._received()):
+                yield wire.read(payload, wire.TO_ENGINE)
 
     @property
     def has_news(self) -> bool:
@@ -316,6 +312,9 @@ def ready(model: ServedModel, engine: Engine) -> wire.Ready:
     )
 
 
+LoadEngine = Callable[..., ServedModel]  # of a config and a progress; `is_successor`: it calibrates nothing
+
+
 def serve(link: Link, load: LoadEngine) -> None:
     """Load what the first message names, and serve it until the connection is closed."""
     start = _first(link)
@@ -333,14 +332,6 @@ def serve(link: Link, load: LoadEngine) -> None:
     compiler, beat = model.compile_grammar, start.beat_seconds
     told = {"watches_cache": start.watches_cache, "is_successor": start.is_successor}
     EngineServer(link, engine, compiler, beat, **told).run()
-
-
-class LoadEngine(Protocol):
-    """Loads the model in this process; a successor calibrates nothing."""
-
-    def __call__(self, config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
-        """Load the model. Raises ModelError if it cannot be served."""
-        ...
 
 
 class StructureCompiler:
@@ -367,7 +358,7 @@ class StructureCompiler:
 
 
 def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
-    """Load the engine alone: its front ends have the tokenizer and the template. See `LoadEngine`."""
+    """Load the engine alone: its front ends have the tokenizer and the template."""
     from engine.startup.build import pick_device
     from engine.startup.warm import load
 

@@ -102,9 +102,7 @@ class ForkServer:
     def fork(self) -> Forked:
         """Fork a process, whose last argument is the number of its socket.
 
-        Raises:
-            ForkServerGone: the fork server has ended.
-            EngineCrashed: the system has no room for another process.
+        Raises ForkServerGone, or EngineCrashed if the system has no room for another process.
         """
         ours, theirs = socket.socketpair()
         try:

@@ -78,12 +78,7 @@ class LocalHost:
         self._ended = [event for event in self._ended if event.request_id != request_id]
 
     async def load_adapter(self, name: str, folder: str) -> str:
-        """Load an adapter between two steps, one of a name at a time; return its fingerprint.
-
-        Raises:
-            ModelError: it cannot be served.
-            Unavailable: the engine is being restarted.
-        """
+        """Load an adapter between two steps; return its fingerprint. Raises ModelError, or Unavailable."""
         loading = partial(self.engine.adapters.load, name, Path(folder))
         return (await asyncio.get_running_loop().run_in_executor(self._compute, loading)).fingerprint
 
@@ -123,11 +118,7 @@ class LocalHost:
             self.engine.pages.watch()
 
     async def restart(self) -> None:
-        """End every request and test the engine in place, with the same weights and pages.
-
-        Raises:
-            EngineGone: only a new server process can do that.
-        """
+        """Test the engine in place, with the same weights and pages. Raises EngineGone if it does not work."""
         self._ended = []
         if self.is_hung:
             raise EngineGone("a step that does not end has the compute thread")

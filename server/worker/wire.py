@@ -7,7 +7,7 @@ no class names and no references. So an attacker who could write to the socket c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ from engine.request.intake import Limits
 from engine.stats import EngineLoad, StepStats
 from engine.types import FinishReason, Request, TokenEvent
 from server.config import LogFormat
+
+T = TypeVar("T")
 
 _LENGTH_BYTES = 4  # big-endian, of the payload that follows
 _BASE_BYTES = 64 << 20  # limit of a message without log-probabilities: prompts, structures, a step's tokens
@@ -177,8 +179,8 @@ ToEngine: TypeAlias = Start | Order | CalibrationText | Taken
 ToFrontEnd: TypeAlias = Progress | Refused | Ready | StepReport | AdapterAnswer | Beat
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_to_front_end: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
+TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+TO_FRONT_END: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
 
 
 def most_bytes(bounds: Bounds) -> int:
@@ -189,8 +191,7 @@ def most_bytes(bounds: Bounds) -> int:
 def framed(message: ToEngine | ToFrontEnd, limit: int) -> bytes:
     """Encode a message with its length.
 
-    Raises:
-        Unsayable: the message exceeds `limit` bytes, or contains half a surrogate pair or an integer of 2**64 or more.
+    Raises Unsayable if it exceeds `limit` bytes, or contains half a surrogate pair or an integer of 2**64 or more.
     """
     try:
         payload = _encoder.encode(message)
@@ -201,20 +202,12 @@ def framed(message: ToEngine | ToFrontEnd, limit: int) -> bytes:
     return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
 
 
-def read_to_engine(payload: bytes) -> ToEngine:
-    """Decode a message from the front ends. Raises WireError if it is not valid."""
+def read(payload: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """Decode a message. Raises WireError if it is not valid."""
     try:
-        return _to_engine.decode(payload)
+        return decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"no message for an engine: {error}") from error
-
-
-def read_to_front_end(payload: bytes) -> ToFrontEnd:
-    """Decode a message from the engine. Raises WireError if it is not valid."""
-    try:
-        return _to_front_end.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"no message of an engine: {error}") from error
+        raise WireError(f"no valid message: {error}") from error
 
 
 class Frames:

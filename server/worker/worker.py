@@ -57,7 +57,7 @@ class Worker(asyncio.Protocol):
         self._heard = True
         try:
             for payload in () if self._is_closed else self._frames.feed(data):
-                self._take(wire.read_to_front_end(payload))
+                self._take(wire.read(payload, wire.TO_FRONT_END))
         except wire.WireError as error:
             logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # a traceback is of no use
             self._lose(error)
@@ -103,11 +103,7 @@ class Worker(asyncio.Protocol):
     async def ready(self, hang_seconds: float, load_seconds: float | None = None) -> wire.Ready:
         """Wait until the engine is loaded, for at most `load_seconds`, and watch it from then on.
 
-        Raises:
-            EngineHung: it was not loaded in time.
-            ModelError: the models cannot be served.
-            EngineCrashed: the process ended.
-            WireError: it sent bytes that are not a valid message.
+        Raises EngineHung, if it was not loaded in time, or ModelError, EngineCrashed or WireError.
         """
         try:
             async with asyncio.timeout(load_seconds):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -12,7 +14,7 @@ from server.admission.slow_work import release_turn
 from server.formats.json_text import object_in
 from server.http.agents import AgentAnswer, AnswerPart, Json
 from server.http.calls import Services, unless_gone
-from server.http.errors import HttpError, MessagesError
+from server.http.errors import HttpError
 from server.http.messages.bodies import ConversationBody, MessagesBody, conversation
 from server.http.requests import ParsedBody, fields_of
 from server.http.routes import GeneratingRoutes
@@ -20,7 +22,7 @@ from server.http.routes import GeneratingRoutes
 
 def add_messages(app: FastAPI, services: Services) -> None:
     """Add the routes."""
-    router, routes, counter = APIRouter(), GeneratingRoutes(services), _Counter(services)
+    router, routes = APIRouter(), GeneratingRoutes(services)
 
     @router.post("/v1/messages", response_model=None)
     async def messages(request: Request) -> Response:
@@ -30,35 +32,27 @@ def add_messages(app: FastAPI, services: Services) -> None:
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(request: Request) -> Response:
         """Return how many tokens the prompt of the same conversation has."""
-        return await unless_gone(counter.count(request), request.receive)
+        return await unless_gone(_counted(services, request), request.receive)
 
     app.include_router(router)
 
 
-class _Counter:
-    """Renders and encodes conversations, as admission does, to count their tokens."""
-
-    def __init__(self, services: Services) -> None:
-        self._admission, self._driver, self._slow, _ = services
-
-    async def count(self, request: Request) -> Response:
-        """Return the number of tokens, or raise what the same conversation would be refused with."""
-        data = await request.body()
-        with self._admission.conversion(request.scope["caller"]):
-            async with self._slow.turn(len(data)):
-                return JSONResponse({"input_tokens": await self._count(data, request.headers.get("content-type", ""))})
-
-    async def _count(self, data: bytes, content_type: str) -> int:
-        model, found = self._driver().model, list[Violation]()
-        if model.codec is None or model.chat is None:
-            raise Unsupported(f"{model.name} has no tokenizer or no chat template, so it reads no conversations")
-        read = await self._slow.run(_read, data, content_type)
-        text = await self._admission.text_of(read.message, model, found)
-        if text is None:
-            with read.naming():
-                raise InvalidRequest(found)
-        release_turn()
-        return len(await self._admission.encoded(text, model.codec, read.message))
+async def _counted(services: Services, request: Request) -> Response:
+    """Return the number of tokens, or raise what the same conversation would be refused with."""
+    data, found = await request.body(), list[Violation]()
+    with services.admission.conversion(request.scope["caller"]):
+        async with services.slow.turn(len(data)):
+            model = services.driver().model
+            if model.codec is None or model.chat is None:
+                raise Unsupported(f"{model.name} has no tokenizer or no chat template, so it reads no conversations")
+            read = await services.slow.run(_read, data, request.headers.get("content-type", ""))
+            text = await services.admission.text_of(read.message, model, found)
+            if text is None:
+                with read.naming():
+                    raise InvalidRequest(found)
+            release_turn()
+            tokens = await services.admission.encoded(text, model.codec, read.message)
+            return JSONResponse({"input_tokens": len(tokens)})
 
 
 def _read(data: bytes, content_type: str) -> ParsedBody:
@@ -119,7 +113,7 @@ class MessagesAnswer(AgentAnswer):
         return [*self._close("completed"), *last]
 
     def _fail(self, error: HttpError) -> list[Json]:
-        return [MessagesError.of(error).body()]
+        return [replace(error, is_of_messages=True).body()]
 
     def _whole(self) -> Json:
         return self._message | {"content": [*map(_block, self._parts)]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -91,9 +90,7 @@ _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 class TokenNames:
     """Tokens as text, or by their ids if they are no text by themselves; and as the bytes of the text.
 
-    Args:
-        codec: the tokenizer.
-        silent: tokens that have no text in these answers.
+    `silent` tokens have no text in these answers.
     """
 
     def __init__(self, codec: Codec | None, silent: Collection[int] = ()) -> None:
@@ -126,39 +123,7 @@ class TokenNames:
         return text or f"token_id:{token}", None if token in self._silent else list(data)
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """What an answer tells besides the outputs.
-
-    Args:
-        include_usage: a stream ends with the usage.
-        running_usage: every chunk has the usage so far.
-        speculation_stats: what drafting did.
-        metrics: the same once more, beside the only output.
-    """
-
-    include_usage: bool = False
-    running_usage: bool = False
-    speculation_stats: bool = False
-    metrics: bool = False
-
-    @classmethod
-    def of(cls, body: OpenAiBody, num_prompts: int) -> AnswerOptions:
-        has_stats, is_single = body.return_speculation_stats, num_prompts == 1 and body.n in (None, 1)
-        return cls(body.stream_options.include_usage, body.has_running_usage, has_stats, has_stats and is_single)
-
-
-class _UsageSoFar:
-    """Counts the tokens of a stream."""
-
-    def __init__(self) -> None:
-        self._prompt_tokens = self._completion_tokens = 0
-
-    def after(self, message: pb.GenerateStreamResponse, counted: Callable[[int], int]) -> Json:
-        """Include a message; return the usage with it. `counted`: how many of the generated tokens the caller gets."""
-        self._prompt_tokens += len(message.prompt_token_ids.ids)
-        self._completion_tokens += len(message.delta.token_ids)
-        return usage_so_far(self._prompt_tokens, counted(self._completion_tokens))
+PLAIN = OpenAiBody()  # asks for nothing besides the outputs
 
 
 class AnswerFormat(Answers, Generic[ReadT]):
@@ -172,8 +137,14 @@ class AnswerFormat(Answers, Generic[ReadT]):
     chunk: ClassVar[str]  # `object` of an event
     outputs_per_prompt = 1 << 32  # of a format with one prompt
 
-    def __init__(self, model: str, codec: Codec | None, options: AnswerOptions, silent: Collection[int] = ()) -> None:
-        self._model, self._names, self._options = model, TokenNames(codec, silent), options
+    def __init__(
+        self, model: str, codec: Codec | None, body: OpenAiBody = PLAIN, silent: Collection[int] = (), *,
+        num_prompts: int = 1,
+    ) -> None:  # fmt: skip
+        self._model, self._names = model, TokenNames(codec, silent)
+        self._include_usage, self._has_running_usage = body.stream_options.include_usage, body.has_running_usage
+        self._has_stats = body.return_speculation_stats
+        self._has_metrics = self._has_stats and num_prompts == 1 and body.n in (None, 1)  # beside the only output
         self._begun: set[int] = set()  # outputs whose text has begun
         self._created = int(time.time())
         self._request_id = ""
@@ -203,7 +174,7 @@ class AnswerFormat(Answers, Generic[ReadT]):
         """Yield the chunks of each message; last, if requested, the usage of all outputs."""
         ends: dict[int, list[pb.Finished]] = {}
         begun: set[int] = set()
-        so_far = _UsageSoFar() if self._options.running_usage else None
+        prompt_tokens = completion_tokens = 0
         async for message in messages:
             self._request_id = self._request_id or message.request_id
             part = message.delta if message.HasField("delta") else message.finished
@@ -213,21 +184,24 @@ class AnswerFormat(Answers, Generic[ReadT]):
             if message.HasField("finished"):
                 ends.setdefault(part.index // self.outputs_per_prompt, []).append(message.finished)
                 choices.append(self._closing() | self._ended(message.finished, part.index))
-            usage = None if so_far is None else so_far.after(message, self._counted)
+            prompt_tokens += len(message.prompt_token_ids.ids)
+            completion_tokens += len(message.delta.token_ids)
+            so_far = usage_so_far(prompt_tokens, self._counted(completion_tokens))
+            usage = so_far if self._has_running_usage else None
             events = [
                 self._event({"finish_reason": None} | choice | {"index": part.index}, usage) for choice in choices
             ]
-            if message.HasField("finished") and not self._options.include_usage:
+            if message.HasField("finished") and not self._include_usage:
                 events[-1] |= self._metrics(message.finished)
             yield events
-        if self._options.include_usage:
+        if self._include_usage:
             every = [ends[prompt] for prompt in sorted(ends)]
             told = self._envelope(self.chunk, []) | {"usage": self._usage(every)}
             yield [told | self._metrics(every[0][0])]
 
     def _event(self, choice: Json, usage: Json | None) -> Json:
         event = self._envelope(self.chunk, [choice])
-        return event | {"usage": usage} if self._options.include_usage else event
+        return event | {"usage": usage} if self._include_usage else event
 
     def _envelope(self, kind: str, choices: list[Json] | LongList) -> Json:
         return {
@@ -241,13 +215,13 @@ class AnswerFormat(Answers, Generic[ReadT]):
     def _ended(self, finished: pb.Finished, index: int) -> Json:
         """Return how an output ended, and the seed that reproduces it (not a field of OpenAI; clients ignore it)."""
         ended = {"finish_reason": self._reason(finished, index), "seed": finished.seed}
-        return ended | ({"speculation_stats": speculation_of(finished)} if self._options.speculation_stats else {})
+        return ended | ({"speculation_stats": speculation_of(finished)} if self._has_stats else {})
 
     def _reason(self, finished: pb.Finished, index: int) -> str:
         return _FINISH_REASONS.get(finished.finish_reason, "abort")
 
     def _metrics(self, finished: pb.Finished) -> Json:
-        return metrics_of(finished) if self._options.metrics else {}
+        return metrics_of(finished) if self._has_metrics else {}
 
     def _usage(self, ends: Sequence[Sequence[pb.Finished]]) -> Json:
         return usage_of(ends, self._reasoning_tokens())

@@ -14,40 +14,32 @@ from server.http.agents import AgentBody
 from server.http.calls import LongList
 from server.http.openai.answers import (
     IMPOSSIBLE,
+    PLAIN,
     AnswerFormat,
-    AnswerOptions,
     Json,
     per_token,
     silent_tokens,
 )
 from server.http.pieces import CallReader, ReadOutput, call_id
 from server.http.requests import ParsedBody
-from server.http.types import ChatBody, GenerationFields
+from server.http.types import ChatBody, GenerationFields, OpenAiBody
 from server.model import ServedModel
-
-PLAIN = AnswerOptions()
 
 
 class ChatAnswers(AnswerFormat[ReadOutput]):
-    """Answers of `/v1/chat/completions`.
+    """Answers of `/v1/chat/completions`, which tell besides the outputs what `body` asks for.
 
-    Args:
-        model: name of the model.
-        codec: its tokenizer.
-        reader: reads the outputs.
-        options: what the answer tells besides the outputs.
-        silent: tokens that have no text.
-        is_parsed: what is read of a text may differ from the text.
-        is_forced: the caller named the function to call. Then a call is what was asked for, and no reason to stop.
+    `silent` tokens have no text. `is_parsed`: what is read of a text may differ from the text. `is_forced`: the caller
+    named the function to call. Then a call is what was asked for, and no reason to stop.
     """
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, model: str, codec: Codec | None, reader: CallReader, options: AnswerOptions = PLAIN,
+        self, model: str, codec: Codec | None, reader: CallReader, body: OpenAiBody = PLAIN,
         *, silent: Collection[int] = (), is_parsed: bool = False, is_forced: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(model, codec, options, silent)
+        super().__init__(model, codec, body, silent)
         self._reader, self._is_parsed, self._is_forced = reader, is_parsed, is_forced
         self._num_calls: dict[int, int] = {}  # of each output
 
@@ -59,7 +51,7 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
             model.name,
             model.codec,
             CallReader.of(asked, model.format if is_read else None),
-            AnswerOptions.of(body, 1),
+            body,
             silent=silent_tokens(model, skips_special=skips, ignores_end=body.ignore_eos),
             is_parsed=is_read,
             is_forced=asked.tool_choice.HasField("name"),

@@ -13,18 +13,17 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.http.calls import Messages
 from server.http.openai.answers import (
     IMPOSSIBLE,
+    PLAIN,
     AnswerFormat,
-    AnswerOptions,
     Json,
     per_token,
     silent_tokens,
     usage_so_far,
 )
-from server.http.types import CompletionBody
+from server.http.types import CompletionBody, OpenAiBody
 from server.model import ServedModel
 
 TOKENS_PER_TURN = 256  # that are decoded before others have a turn
-PLAIN = AnswerOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +49,18 @@ class Echoing:
 
 
 class TextAnswers(AnswerFormat[Echo]):
-    """Answers of `/v1/completions`.
+    """Answers of `/v1/completions`, with `n` outputs of each prompt, which tell besides them what `body` asks for.
 
-    Args:
-        model: name of the model.
-        codec: its tokenizer.
-        options: what the answer tells besides the outputs.
-        n: outputs of each prompt.
-        echoing: how prompts are repeated; None: they are not.
-        silent: tokens that have no text.
+    `echoing` says how prompts are repeated; None: they are not. `silent` tokens have no text.
     """
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model: str, codec: Codec | None, options: AnswerOptions = PLAIN,
-        *, n: int = 1, echoing: Echoing | None = None, silent: Collection[int] = (),
+        self, model: str, codec: Codec | None, body: OpenAiBody = PLAIN,
+        *, n: int = 1, num_prompts: int = 1, echoing: Echoing | None = None, silent: Collection[int] = (),
     ) -> None:  # fmt: skip
-        super().__init__(model, codec, options, silent)
+        super().__init__(model, codec, body, silent, num_prompts=num_prompts)
         self._codec, self._echoing = codec, echoing
         self.outputs_per_prompt = n
         self._echoes: dict[int, Echo] = {}  # by prompt
@@ -76,8 +69,8 @@ class TextAnswers(AnswerFormat[Echo]):
     def of(cls, body: CompletionBody, model: ServedModel) -> TextAnswers:
         echoing = Echoing(body.prompts, body.logprobs is not None, body.is_only_scored) if body.echo else None
         silent = silent_tokens(model, skips_special=body.skip_special_tokens is not False, ignores_end=body.ignore_eos)
-        options = AnswerOptions.of(body, len(body.prompts))
-        return cls(model.name, model.codec, options, n=body.n or 1, echoing=echoing, silent=silent)
+        n, num_prompts = body.n or 1, len(body.prompts)
+        return cls(model.name, model.codec, body, n=n, num_prompts=num_prompts, echoing=echoing, silent=silent)
 
     async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[Echo]:
         found = []

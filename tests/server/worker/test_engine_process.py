@@ -75,7 +75,7 @@ async def apart(*, with_own_forks=False, **config):
     with pytest.MonkeyPatch.context() as patch:
         if not with_own_forks:
             kept = KeptForkServer.get()
-            patch.setattr(ForkServer, "start", lambda *_: kept)
+            patch.setattr("server.worker.remote.ForkServer", lambda *_: kept)
         program = replace(PROGRAM, ahead=PROGRAM.ahead[:1])
         async with serving(program=program, engine_process=True, **config) as server:
             server.host = server.app.host

@@ -6,6 +6,7 @@ import math
 import socket
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
@@ -31,6 +32,8 @@ from server.worker.engine_process import EngineServer, FrontEndGone, Link, serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 
+to_engine = partial(wire.read, decoder=wire.TO_ENGINE)
+to_front_end = partial(wire.read, decoder=wire.TO_FRONT_END)
 LIMIT = 1 << 20
 LOAD = EngineLoad(1, 0, 7, 6, 1.5)
 REQUEST = Request(
@@ -84,7 +87,7 @@ TO_FRONT_END = [
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
 def test_everything_comes_back_as_it_went(size):
-    for messages, read in ((TO_ENGINE, wire.read_to_engine), (TO_FRONT_END, wire.read_to_front_end)):
+    for messages, read in ((TO_ENGINE, to_engine), (TO_FRONT_END, to_front_end)):
         stream = b"".join(wire.framed(message, LIMIT) for message in messages)
         frames = wire.Frames(LIMIT)
         parts = [stream[i : i + size] for i in range(0, len(stream), size)]
@@ -95,7 +98,7 @@ OTHER_SHAPES = [["Add", 1], ["Output"], ["Nothing"], {"type": "Add"}, 3, None, [
 CUT = [wire.framed(TO_ENGINE[1], LIMIT)[4:-1], b"\x91\xa1\xff"]  # the second one is a name that is not UTF-8
 
 
-@pytest.mark.parametrize("read", [wire.read_to_engine, wire.read_to_front_end])
+@pytest.mark.parametrize("read", [to_engine, to_front_end])
 def test_what_is_no_message_is_refused(read):
     for data in (*map(msgspec.msgpack.encode, OTHER_SHAPES), *CUT):
         with pytest.raises(wire.WireError):
@@ -105,7 +108,7 @@ def test_what_is_no_message_is_refused(read):
 @settings(max_examples=30)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_an_error_of_ours(data):
-    for read in (wire.read_to_engine, wire.read_to_front_end, lambda data: list(wire.Frames(100).feed(data))):
+    for read in (to_engine, to_front_end, lambda data: list(wire.Frames(100).feed(data))):
         with suppress(wire.WireError):
             read(data)
 
@@ -157,7 +160,7 @@ class FrontEnds:
         for _ in range(times):
             self.server.turn()
             try:
-                heard += [wire.read_to_front_end(p) for p in self.frames.feed(self.socket.recv(1 << 20))]
+                heard += [to_front_end(p) for p in self.frames.feed(self.socket.recv(1 << 20))]
             except BlockingIOError:
                 continue
         return [message for message in heard if not isinstance(message, wire.Beat)]
@@ -272,7 +275,7 @@ def test_an_engine_at_its_chores_is_alive_and_hears_of_the_next_order(front_ends
     front_ends.engine.rest, front_ends.server._beat_seconds = rest, 0.0
     front_ends.server.turn()
     assert heard == [False, False, False, True]
-    beats = [wire.read_to_front_end(p) for p in front_ends.frames.feed(front_ends.socket.recv(1 << 20))]
+    beats = [to_front_end(p) for p in front_ends.frames.feed(front_ends.socket.recv(1 << 20))]
     assert [type(beat) for beat in beats] == [wire.Beat] * 5
 
 
