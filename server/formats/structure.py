@@ -19,25 +19,15 @@ _GAP = r"gap: /\s{0,4}/"  # between reasoning and what follows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an answer may be.
+    """What an answer may be."""
 
-    Args:
-        tools: functions that it may call.
-        first_tool: the place of the first of them among the functions of the request.
-        must_call: it consists of calls alone.
-        several: it may call more than one.
-        content: the structure of its content, if it is no call.
-        starts_in_reasoning: its text begins inside of the reasoning.
-        thinking_budget: most tokens of reasoning; None: no limit.
-    """
-
-    tools: tuple[Tool, ...] = ()
-    first_tool: int = 0
-    must_call: bool = False
-    several: bool = True
-    content: Guided | None = None
-    starts_in_reasoning: bool = False
-    thinking_budget: int | None = None
+    tools: tuple[Tool, ...] = ()  # functions that it may call
+    first_tool: int = 0  # the place of the first of them among the functions of the request
+    must_call: bool = False  # it consists of calls alone
+    several: bool = True  # it may call more than one
+    content: Guided | None = None  # the structure of its content, if it is no call
+    starts_in_reasoning: bool = False  # its text begins inside of the reasoning
+    thinking_budget: int | None = None  # most tokens of reasoning; None: no limit
 
     @property
     def has_structure(self) -> bool:

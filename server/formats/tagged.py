@@ -25,25 +25,15 @@ _UNWRITABLE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """How a call is written. To the parser, white space between tags means nothing.
+    """How a call is written. To the parser, white space between tags means nothing."""
 
-    Args:
-        begin: what begins a call.
-        name: what stands before and after the name of the function.
-        key: what stands before and after the name of a parameter.
-        value: what stands before and after a value.
-        end: what ends the parameters, if anything does, and what ends the call.
-        is_indented: whether a value has lines of its own: line breaks around it are not part of it.
-        line: the line break between tags, in Lark.
-    """
-
-    begin: str
-    name: tuple[str, str]
-    key: tuple[str, str]
-    value: tuple[str, str]
-    end: tuple[str, str]
-    is_indented: bool
-    line: str
+    begin: str  # what begins a call
+    name: tuple[str, str]  # what stands before and after the name of the function
+    key: tuple[str, str]  # what stands before and after the name of a parameter
+    value: tuple[str, str]  # what stands before and after a value
+    end: tuple[str, str]  # what ends the parameters, if anything does, and what ends the call
+    is_indented: bool  # whether a value has lines of its own: line breaks around it are not part of it
+    line: str  # the line break between tags, in Lark
 
     @property
     def after_key(self) -> tuple[str, ...]:

@@ -150,19 +150,12 @@ _SIMPLE = {"boolean": "true|false", "null": "null", "number": _NUMBER, "integer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueEnd:
-    """What stands behind a value.
+    """What stands behind a value."""
 
-    Args:
-        line_break: a line break before the mark, or nothing.
-        mark: the text of the mark.
-        token: the mark in Lark if it is a token; no text contains it.
-        followers: the parser takes the mark for the end of the value only before one of these.
-    """
-
-    line_break: str
-    mark: str
-    token: str | None
-    followers: Sequence[str]
+    line_break: str  # a line break before the mark, or nothing
+    mark: str  # the text of the mark
+    token: str | None  # the mark in Lark if it is a token; no text contains it
+    followers: Sequence[str]  # the parser takes the mark for the end of the value only before one of these
 
     @property
     def lark(self) -> str:

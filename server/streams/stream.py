@@ -282,23 +282,15 @@ class OutputBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendOptions:
-    """How the outputs of a request are sent.
+    """How the outputs of a request are sent."""
 
-    Args:
-        interval: tokens to collect before a message is sent; the first message is sent at once.
-        digests: send a digest of the tokens with each chunk.
-        skip_special_tokens: special tokens have no text.
-        asides: where stop strings are not looked for.
-        received: what the caller has received of each output, if the request continues an interrupted stream.
-        interruptions: how often the stream was interrupted before.
-    """
-
-    interval: int = 1
-    digests: bool = False
-    skip_special_tokens: bool = True
-    asides: Asides = NO_ASIDES
+    interval: int = 1  # tokens to collect before a message is sent; the first message is sent at once
+    digests: bool = False  # send a digest of the tokens with each chunk
+    skip_special_tokens: bool = True  # special tokens have no text
+    asides: Asides = NO_ASIDES  # where stop strings are not looked for
+    # what the caller has received of each output, if the request continues an interrupted stream
     received: tuple[ReceivedOutput, ...] = ()
-    interruptions: int = 0
+    interruptions: int = 0  # how often the stream was interrupted before
 
 
 SEND_DEFAULTS = SendOptions()

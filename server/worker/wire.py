@@ -41,21 +41,14 @@ class Unsayable(PilotfishError):
 
 
 class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The first message: what to load, and settings of the process.
+    """The first message: what to load, and settings of the process."""
 
-    Attributes:
-        config: an `EngineConfig` as JSON.
-        log_format: format of the log.
-        beat_seconds: most seconds between two messages from the engine once it is ready and no step runs.
-        is_successor: an engine with this configuration ran here before, so this one calibrates nothing at load.
-        watches_cache: the reports contain the changes of the prefix cache.
-    """
-
-    config: str
-    log_format: LogFormat
-    beat_seconds: float
+    config: str  # an `EngineConfig` as JSON
+    log_format: LogFormat  # format of the log
+    beat_seconds: float  # most seconds between two messages from the engine once it is ready and no step runs
+    # an engine with this configuration ran here before, so this one calibrates nothing at load
     is_successor: bool = False
-    watches_cache: bool = False
+    watches_cache: bool = False  # the reports contain the changes of the prefix cache
 
 
 class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -129,24 +122,17 @@ class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The engine is loaded and warm; the fields except `load` do not change while it runs.
+    """The engine is loaded and warm; the fields except `load` do not change while it runs."""
 
-    Attributes:
-        limits: those of the models, and others down to `dtype`: attributes of `Engine`.
-        device: device of the target.
-        load: load of the engine at the start.
-        adapters: the fingerprints of the adapters that the configuration names, by name.
-    """
-
-    limits: Limits
+    limits: Limits  # those of the models, and others down to `dtype`: attributes of `Engine`
     proposer_names: tuple[str, ...]
     total_pages: int
     page_size: int
     loop: str
     dtype: str
-    device: str
-    load: EngineLoad
-    adapters: dict[str, str] = {}
+    device: str  # device of the target
+    load: EngineLoad  # load of the engine at the start
+    adapters: dict[str, str] = {}  # the fingerprints of the adapters that the configuration names, by name
 
 
 class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
