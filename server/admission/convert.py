@@ -47,7 +47,6 @@ class Wanted:
 
     @property
     def starts_in_reasoning(self) -> bool:
-        """Whether the prompt ends inside of the model's reasoning."""
         return self.answer is not None and self.answer.starts_in_reasoning
 
 
@@ -197,7 +196,6 @@ def wanted(
 def _sending(
     message: pb.GenerateRequest, model: ServedModel, received: tuple[ReceivedOutput, ...], answer: Answer | None
 ) -> SendOptions:
-    """Return how the outputs are sent."""
     output, asides = message.output, NO_ASIDES
     if answer is not None and message.stopping.stop_in_answer:
         asides = model.format.asides(answer.tools, starts_in_reasoning=answer.starts_in_reasoning)
@@ -279,7 +277,6 @@ def _prompt(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
 
 
 def _predicted(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[int, ...]:
-    """Return the tokens of the prediction that the caller sent; none if there are too many."""
     ids = message.prediction.token_ids.ids
     return tuple(_bounded(ids, "prediction.token_ids", "tokens", model.engine.max_model_len, found))
 
@@ -287,7 +284,6 @@ def _predicted(message: pb.GenerateRequest, model: ServedModel, found: list[Viol
 def _with_answer(
     request: Request, message: pb.GenerateRequest, model: ServedModel, text: str | None
 ) -> tuple[Request, Answer | None]:
-    """Give a request with a conversation the structure that its tools and its reasoning ask for."""
     if message.WhichOneof("input") != "messages":
         return request, None
     answer = answer_of(message, request.sampling.guided, model, text)

@@ -155,7 +155,6 @@ class EventIds:
 
     @property
     def newest(self) -> str:
-        """The id of the last event of the newest message."""
         every = range(max(self._outputs) + 1)
         return f"{self._prefix}-{','.join(_entry(self._outputs.get(index)) for index in every)}"
 

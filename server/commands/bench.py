@@ -97,7 +97,6 @@ def _rows(model: ServedModel, batch: int, asked: Namespace, tell: Callable[[str]
 
 
 def _prompts(model: ServedModel, batch: int) -> list[tuple[int, ...]]:
-    """Return beginnings of functions of Python's standard library; for a model without a tokenizer arbitrary tokens."""
     if model.codec is None:
         size = model.engine.vocab_size
         return [tuple((7 * i + j) % size for j in range(_PROMPT)) for i in range(batch)]

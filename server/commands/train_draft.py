@@ -183,7 +183,6 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _prompts(path: Path, codec: Codec | None, chat: ChatTemplate | None) -> list[Tokens]:
-    """The prompts of a file as tokens."""
     if codec is None:
         raise ModelError("the target has no tokenizer, so it takes no prompts of text")
     try:

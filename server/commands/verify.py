@@ -116,7 +116,6 @@ class VerifyReport:
         return 1e-4 if self.info.dtype == "float32" else 0.1
 
     def add(self, job: VerifyJob, expected: tuple[Output, ...], found: tuple[Output, ...] | RequestFailedError) -> None:
-        """Compare an answer with the expected one, and count it."""
         setting = job.setting
         row = self.rows.setdefault(setting, VerifyRow(setting.proposer, setting.drafts))
         row.compared[job.way] += 1

@@ -80,7 +80,6 @@ class _HarmonyParser(CallParser):
         return header, marker
 
     def _body(self, header: Sequence[str]) -> Steps[str | None]:
-        """Read a body up to the marker after it."""
         is_reasoning, name = _ANALYSIS in header, self._called(header)
         if name:
             is_reasoning = False
@@ -93,7 +92,6 @@ class _HarmonyParser(CallParser):
         return (yield from self._pass_on(self._write_reasoning if is_reasoning else self._write))
 
     def _whole_call(self, name: str) -> Steps[bool]:
-        """Read a call that is the whole body."""
         if not (yield from self._call_of(name, *_MARKERS, has_end=False)):
             return False
         yield from self._braces()

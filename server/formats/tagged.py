@@ -79,7 +79,6 @@ class _TaggedParser(CallParser):
         return (yield from self._parameters(Parameters(self._tools[name]), tag))
 
     def _parameters(self, parameters: Parameters, tag: str) -> Steps[bool]:
-        """Read from the first tag to the end of the call."""
         separator = "{"
         while tag == self._tags.key[0]:
             name, key_end = yield from self._until(*self._tags.after_key)

@@ -82,7 +82,6 @@ class Parameters:
         return schema_rule(schema, self._root, lenient=self.is_lenient)
 
     def types_of(self, schema: Schema, depth: int = 0) -> frozenset[str]:
-        """The types that a value can have."""
         if depth > _MAX_DEPTH:
             return _TYPES
         types = declared(schema)
@@ -95,7 +94,6 @@ class Parameters:
         return types
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise a ValueError: this schema cannot be written."""
         raise ValueError(f"the schema of {self._tool.name} {problem}; this model's format of calls cannot express that")
 
 
@@ -189,7 +187,6 @@ class _Leaves:
 
 
 def _value_rules(parameters: Parameters, name: str, rule: str, end: ValueEnd) -> Iterator[str]:
-    """Lark rules of which `rule` matches a value of a parameter and its end."""
     schema, types = parameters.property(name), parameters.types(name)
     if "string" not in types:
         yield f"{rule}: {parameters.rule(schema)} {end.lark}"

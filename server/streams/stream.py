@@ -214,7 +214,6 @@ class OutputBuffer:
         self._unread.append(Chunk(index=self.index, tail=tail, end=self.end, text_offset=self._text_length))
 
     def take(self) -> Chunk:
-        """Remove and return all unread chunks as one."""
         chunk = Chunk.merged(self._unread)
         self._unread, self._num_unread, self._is_first = [], 0, False
         return chunk
@@ -337,7 +336,6 @@ class OutputStream:
 
     @property
     def error(self) -> PilotfishError | None:
-        """The error that ended the request; None if there is none."""
         return self._error
 
     @property

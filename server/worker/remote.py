@@ -118,7 +118,6 @@ class RemoteEngine:
         logger.info("another engine is ready after %.2f s", time.monotonic() - started)
 
     async def close(self) -> None:
-        """Kill the processes and wait until they are gone."""
         if self._standby is not None:
             await self._standby.close()
         if self._worker is not None:
@@ -166,7 +165,6 @@ class RemoteEngine:
                 del self.adapters[adapter.name], self._folders[adapter.name]
 
     async def _loaded(self, progress: Progress, *, is_successor: bool) -> Loaded:
-        """Fork a process and load its engine."""
         worker = Worker(await self._forked(), self._limit, progress)
         try:
             beat = beat_seconds(self._hang_seconds)

@@ -142,7 +142,6 @@ class ResponsesAnswer(AgentAnswer):
         return events
 
     def _placed(self, *events: Json) -> list[Json]:
-        """Add the fields that name the newest item."""
         number = len(self._parts) - 1
         return [event | {"item_id": self._id(number, self._parts[-1]), "output_index": number} for event in events]
 
