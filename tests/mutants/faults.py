@@ -161,8 +161,8 @@ FAULTS = tuple(
 +return _with_logprobs(fed, processed, outcomes)
 =tests/engine/test_engine.py
 32 | wire | server/admission/convert.py | gRPC: the presence penalty is the frequency penalty
--presence_penalty=sampling.presence_penalty
-+presence_penalty=sampling.frequency_penalty
+-{name: given[name] for name in
++{name: given.get(name.replace("presence", "frequency"), 0) for name in
 =tests/server/test_options.py
 33 | penalties and so on | engine/sampling/logprobs.py | prompt log-probabilities of what is fed twice are shifted
 -token_logprobs(logits[skip : skip + len(tokens)], tokens, wanted)

@@ -14,7 +14,7 @@ from engine.errors import InvalidRequest
 from loadtest.experiments.hostile import CALLS, SIZE
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
-from server.http import bodies, routes
+from server.http import requests, routes
 from server.http.errors import violations
 from server.http.fields import (
     MAX_BIASES,
@@ -111,7 +111,7 @@ TOO_MANY = [
 
 @pytest.mark.parametrize(("path", "body", "said"), TOO_MANY, ids=[said.split(" ")[0] for _, _, said in TOO_MANY])
 def test_lists_and_objects_are_counted_before_their_entries_are_looked_at(path, body, said, monkeypatch):
-    monkeypatch.setattr(bodies, "read_json", lambda *_: body)  # to read a million numbers takes a second
+    monkeypatch.setattr(requests, "read_json", lambda *_: body)  # to read a million numbers takes a second
     found = told(path, b"")
     assert any(text.startswith(said) for text in found), found
     assert all("input should be a valid string" in text for text in found if not text.startswith(said))
@@ -131,7 +131,7 @@ def test_lists_and_objects_are_counted_before_their_entries_are_looked_at(path, 
     ids=["texts", "biases", "depth", "ids", "messages", "parts"],
 )
 def test_as_many_as_the_limit_are_read(path, body, monkeypatch):
-    monkeypatch.setattr(bodies, "read_json", lambda *_: body)
+    monkeypatch.setattr(requests, "read_json", lambda *_: body)
     assert told(path, b"") == []
 
 

@@ -28,7 +28,7 @@ from engine.proposers.heads.weights import load_checkpoint
 from engine.startup.doctor import check
 from engine.text.codec import Codec
 from models import embedded_target
-from server.commands.check import CheckCommand
+from server.commands import check as command
 from tests import gguf_files
 from tests.covering import some
 from tests.engine.model.gguf.damage import HOSTILE, Parts, array, number, text, texts
@@ -196,12 +196,12 @@ def test_a_template_that_is_none_is_found_before_it_is_served(llama: Parts, tmp_
         (b"{{ 'x' }}" * 20_000, "the chat template has 180000 characters; expected at most 131072"),
     ):
         path = llama.written(tmp_path / "bad.gguf", {"tokenizer.chat_template": text(source)})
-        report, works = CheckCommand.of([str(path), "--no-load", "--device", "cpu"]).run()
+        report, works = command.run([str(path), "--no-load", "--device", "cpu"], print)
         assert not works
         assert complaint in report
     path = llama.written(tmp_path / "large.gguf", {"tokenizer.chat_template": text(b"{{ '%900000000d' % 1 }}")})
     with bounded("a constant of 900 MB"):
-        assert CheckCommand.of([str(path), "--no-load", "--device", "cpu"]).run()[1]
+        assert command.run([str(path), "--no-load", "--device", "cpu"], print)[1]
 
 
 def _sparse(path: Path, entries: bytes, num_values: int, size: int) -> Path:
