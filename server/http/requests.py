@@ -214,30 +214,30 @@ _ROLES = {"developer": "system", "function": "tool"}  # newer and older names, w
 
 def conversation(body: ChatBody) -> pb.ChatMessages:
     """Convert the messages, the tools, and all that the template and the structure of the answer depend on."""
-    arguments = _template_arguments(body)
     return pb.ChatMessages(
         messages=map(_turn, body.messages),
         tools=[_tool(tool.function) for tool in body.tools],
         tool_choice=None if body.tool_choice is None else _tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
-        template_arguments=json.dumps(arguments) if arguments else None,
+        template_arguments=template_arguments(body.reasoning_effort, body.verbosity, body.chat_template_kwargs),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         thinking_budget=body.thinking_token_budget if body.thinking_budget is None else body.thinking_budget,
     )
 
 
-def _template_arguments(body: ChatBody) -> dict[str, Any]:
-    """Return more variables of the template. Those that the caller names go before those that fields imply."""
-    implied = {} if body.reasoning_effort is None else effort_arguments(body.reasoning_effort)
-    if body.verbosity is not None:
-        implied["verbosity"] = body.verbosity
-    return implied | (body.chat_template_kwargs or {})
+def template_arguments(
+    effort: str | None, verbosity: str | None = None, named: dict[str, Any] | None = None
+) -> str | None:
+    """Return more variables of the template as JSON. Those that the caller names go before those that fields imply.
 
-
-def effort_arguments(effort: str) -> dict[str, Any]:
-    """Return the variables that ask for an effort of reasoning. Most templates have a switch, and no degrees."""
-    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+    Most templates have a switch for reasoning, and no degrees.
+    """
+    found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    found |= {"enable_thinking": False} if effort == "none" else {}
+    found |= {} if verbosity is None else {"verbosity": verbosity}
+    found |= named or {}
+    return json.dumps(found) if found else None
 
 
 def _tool(function: FunctionBody) -> pb.Tool:

@@ -16,7 +16,7 @@ from engine.errors import InvalidRequest
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
-from server.http.agents import SEPARATOR, AgentBody, Json, Turns, without_conversation
+from server.http.agents import SEPARATOR, AgentBody, Turns, without_conversation
 from server.http.fields import (
     MAX_PARTS,
     PARTS,
@@ -31,7 +31,7 @@ from server.http.fields import (
     at_most,
     of_types,
 )
-from server.http.requests import effort_arguments, messages_of
+from server.http.requests import messages_of, template_arguments
 from server.http.types import Structure
 
 
@@ -222,31 +222,25 @@ def _(body: MessagesBody) -> list[pb.GenerateRequest]:
 
 def conversation(body: ConversationBody) -> pb.ChatMessages:
     """Convert the conversation, and all else that the chat template is given."""
-    asked = pb.ChatMessages(messages=_turns(body))
-    for tool in body.tools:
-        schema = json.dumps(tool.input_schema)
-        asked.tools.add(name=tool.name, description=tool.description, parameters=schema, strict=tool.strict)
-    choice = body.tool_choice
-    if choice.name is not None:
-        asked.tool_choice.name = choice.name
-    else:
-        asked.tool_choice.mode = _MODES[choice.type]
-    asked.parallel_tool_calls = not choice.disable_parallel_tool_use
-    if asked.messages[-1].role == "assistant":
-        asked.continue_final_message = True
-    arguments = _arguments(body)
-    if arguments:
-        asked.template_arguments = json.dumps(arguments)
-    return asked
-
-
-def _arguments(body: ConversationBody) -> Json:
-    """Return variables of the chat template. What a caller leaves to the model is left to the template."""
-    effort = body.output_config.effort
-    arguments = {} if effort is None else effort_arguments(effort)
-    if body.thinking is not None and body.thinking.type != "adaptive":
-        arguments["enable_thinking"] = body.thinking.type == "enabled"
-    return arguments
+    choice, thinking, turns = body.tool_choice, body.thinking, _turns(body)
+    # What a caller leaves to the model is left to the template.
+    thinks = (
+        None if thinking is None or thinking.type == "adaptive" else {"enable_thinking": thinking.type == "enabled"}
+    )
+    tools = (
+        pb.Tool(name=t.name, description=t.description, parameters=json.dumps(t.input_schema), strict=t.strict)
+        for t in body.tools
+    )
+    return pb.ChatMessages(
+        messages=turns,
+        tools=tools,
+        tool_choice=pb.ToolChoice(name=choice.name)
+        if choice.name is not None
+        else pb.ToolChoice(mode=_MODES[choice.type]),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        template_arguments=template_arguments(body.output_config.effort, named=thinks),
+        continue_final_message=turns[-1].role == "assistant",
+    )
 
 
 def _turns(body: ConversationBody) -> list[pb.ChatMessage]:

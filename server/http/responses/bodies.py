@@ -35,7 +35,7 @@ from server.http.fields import (
     not_served,
     of_types,
 )
-from server.http.requests import effort_arguments, messages_of
+from server.http.requests import messages_of, template_arguments
 from server.http.types import ANY_OBJECT, FunctionBody, Structure
 
 
@@ -337,11 +337,9 @@ def _(body: ResponsesBody) -> list[pb.GenerateRequest]:
             asked.tool_choice.name = flat_name(name, namespace)
         case str(mode):
             asked.tool_choice.mode = pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{mode.upper()}")
-    arguments: Json = {} if body.reasoning.effort is None else effort_arguments(body.reasoning.effort)
-    if body.text.verbosity is not None:
-        arguments["verbosity"] = body.text.verbosity
-    if arguments:
-        asked.template_arguments = json.dumps(arguments)
+    arguments = template_arguments(body.reasoning.effort, body.text.verbosity)
+    if arguments is not None:
+        asked.template_arguments = arguments
     return [request]
 
 
