@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.adapters.peft import read_adapter
 from engine.model.adapters.store import Adapters
+from engine.model.decoder.attention import JoinedPart
 from engine.model.linear.fp8 import Fp8Linear
 from engine.model.linear.low_rank import LowRankProduct
 from tests import adapters, zoo
@@ -78,7 +79,7 @@ def _tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
         (lambda t: t.update({f"{KEY}.lora_B.weight": torch.ones(33, 4)}), "for 32 inputs and 33 outputs; it has 32"),
         (
             lambda t: t.update({k.replace("layers.0", "layers.7"): t.pop(k) for k in [*t] if "layers.0" in k}),
-            r"'model.layers.7.* is no matmul of LlamaForCausalLM: it has no '7' there",
+            r"'model.layers.7.* is no matmul of DecoderModel: it has no '7' there",
         ),
     ],
 )
@@ -98,7 +99,7 @@ def test_what_is_no_matmul_is_refused(folder: Path) -> None:
     _config(folder, target_modules=["input_layernorm", *TARGETS])
     named = "base_model.model.model.layers.0.input_layernorm"
     _tensors(folder, lambda t: t.update({f"{named}.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}))
-    with pytest.raises(ModelError, match=r"input_layernorm' of LlamaForCausalLM is a LlamaRMSNorm, and no matmul"):
+    with pytest.raises(ModelError, match=r"input_layernorm' of DecoderModel is a RMSNorm, and no matmul"):
         Adapters(zoo.ours(zoo.reference("llama"))).load("a", folder)
 
 
@@ -197,7 +198,7 @@ def _run(model: nn.Module, odd: nn.Module, store: Adapters, feed: Feed) -> None:
     with store.during([feed]):
         odd(torch.ones(2, 32))
         for layer in model.model.layers:
-            for name in ("self_attn.q_proj", "mlp.down_proj"):
-                matmul = layer.get_submodule(name)
+            for matmul in (layer.self_attn.q_proj, layer.mlp.down_proj):
+                matmul = matmul.joined.matmul if isinstance(matmul, JoinedPart) else matmul
                 if matmul is not odd.matmul:
                     matmul(torch.ones(2, matmul.in_features))
