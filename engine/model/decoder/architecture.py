@@ -163,6 +163,7 @@ class AttentionLayer:
         out_norm: of what the output's matrix reads, `attn_sub_norm`.
         gate: of what heads give, if they have any.
         out_name: of the output's matrix.
+        reads: numbers of a row that it reads, where they are not those of a row that it gives.
     """
 
     heads: int
@@ -183,6 +184,7 @@ class AttentionLayer:
     out_norm: NormForm | None = None
     gate: HeadGate | None = None
     out_name: str = "o_proj"
+    reads: int | None = None
 
     @property
     def kv(self) -> LayerKV:
@@ -205,9 +207,10 @@ class AttentionLayer:
         queries, keys, values = self.sizes
         in_queries = self.gates if self.gate is not None and self.gate.name is None else 0
         sizes = (sum(self.sizes),) if self.joined else (queries + in_queries, keys, values)
-        found: Shapes = {f"{self.gate.name}.weight": (self.gates, width)} if self.gate and self.gate.name else {}
+        inputs = self.reads or width
+        found: Shapes = {f"{self.gate.name}.weight": (self.gates, inputs)} if self.gate and self.gate.name else {}
         for name, size in zip(names, sizes, strict=True):
-            found |= matrix_shapes(name, size, width, has_bias=self.qkv_bias)
+            found |= matrix_shapes(name, size, inputs, has_bias=self.qkv_bias)
         found |= matrix_shapes(self.out_name, width, self.sizes[0], has_bias=self.out_bias)
         if self.norm is not None:
             for name, heads in zip(self.norm.names, (self.heads, self.kv_heads), strict=True):
@@ -218,7 +221,7 @@ class AttentionLayer:
 
     def row_sizes(self) -> set[int]:
         """See `LayerPart`."""
-        return {self.heads * self.head_dim}
+        return {self.heads * self.head_dim, self.reads or 0}
 
     def order(self) -> Tensor | None:
         """Which number of a head in the checkpoint each number here is; None where they are the same.
@@ -430,7 +433,8 @@ class Architecture:
             for name in filter(None, layer.norms):
                 found |= self.norm.shapes(f"{at}{name}.", self.width)
             for name, part in layer.parts:
-                found |= {f"{at}{name}.{key}": shape for key, shape in part.shapes(self.width).items()}
+                shapes = part.shapes(self.width).items()  # those of what layers share have whole names
+                found |= {key if key.startswith("model.") else f"{at}{name}.{key}": shape for key, shape in shapes}
         return found
 
 

@@ -67,9 +67,9 @@ class GroupedAttention(nn.Module):
         super().__init__()
         self.layer, self.layer_idx = layer, number
         self.ops: LayerOps | None = None  # of a GPU
-        orders = _orders(layer)
+        orders, inputs = _orders(layer), layer.reads or width
         if layer.joined:
-            matmul: Any = weights.matrix({"qkv_proj"}, width, has_bias=layer.qkv_bias, orders=orders)
+            matmul: Any = weights.matrix({"qkv_proj"}, inputs, has_bias=layer.qkv_bias, orders=orders)
             matmul.outputs_order = orders.get("qkv_proj")  # adapters ask for it
             self.qkv_proj = matmul
         else:
@@ -79,7 +79,7 @@ class GroupedAttention(nn.Module):
             elif layer.gate is not None:
                 sizes["q_proj"] *= 2
                 orders["q_proj"] = _gates_last(orders.get("q_proj"), layer.heads, layer.head_dim)
-            join(self, weights, sizes, width, has_bias=layer.qkv_bias, orders=orders)
+            join(self, weights, sizes, inputs, has_bias=layer.qkv_bias, orders=orders)
         out = weights.matrix({layer.out_name: width}, layer.sizes[0], has_bias=layer.out_bias)
         setattr(self, layer.out_name, out)
         if layer.norm is not None:

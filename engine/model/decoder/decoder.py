@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,6 +35,7 @@ from engine.model.decoder.mixers import Beside, GatedDelta, Mamba1, Mamba2, Shor
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.rotary import Rotation
+from engine.model.decoder.shared import Shared, SharedLayer
 from engine.model.decoder.stack import Stack
 from engine.model.decoder.weights import Embedding, WeightReader
 from engine.model.linear.activations import ELEMENTWISE
@@ -151,6 +153,7 @@ class DecoderModel(nn.Module):
         trunk = self.model
         hidden = self._embedded(input_ids, position_ids)
         hidden = hidden.float() if self.architecture.wide else hidden
+        ragged = replace(ragged, embedded=hidden)
         tables = [rotation(position_ids[0], self.dtype) for rotation in self.rotations]
         turned = [tables[which] for which in self._which[: len(trunk.layers)]]
         has_readers = any(FINAL in tap.places for tap in trunk.layers.taps)
@@ -289,6 +292,7 @@ _MIXERS: dict[type, Callable[..., nn.Module]] = {
     Mamba1Layer: Mamba1,
     Mamba2Layer: Mamba2,
     LatentLayer: LatentAttention,
+    SharedLayer: Shared,
 }
 _FEEDS: dict[type, Callable[..., nn.Module]] = {GatedFeed: GatedMLP, PlainFeed: PlainMLP, Experts: MixtureMLP}
 

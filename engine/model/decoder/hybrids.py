@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -70,8 +71,13 @@ class DeltaLayer(StateMixer):
         value_dim: numbers of a value.
         kernel: inputs that the convolution reads.
         eps: of the norm of what the rule gives, which is then gated.
-        by_key_head: the checkpoint has two matrices, `in_proj_qkvz` and `in_proj_ba`, whose outputs are sorted by the
-            heads of keys; else four.
+        kind: of the checkpoint's matrices: Qwen 3.5's four are `joined`; Qwen 3 Next's two, `in_proj_qkvz` and
+            `in_proj_ba`, are sorted `by_key_head`; others are `apart`.
+        by_channel: each number of a key has a decay of its own (Kimi Delta Attention, arXiv 2510.26692).
+        rank: numbers of what gates and decays are products of, each of its own; None where they are of the row.
+        least: logarithms of decays are between this number and 0: this one times a sigmoid; else -softplus is in them.
+        step: the largest; all are this number times a sigmoid.
+        by_sigmoid: what is normed is gated by a sigmoid, and not by SiLU.
     """
 
     heads: int
@@ -80,12 +86,22 @@ class DeltaLayer(StateMixer):
     value_dim: int
     kernel: int
     eps: float
-    by_key_head: bool = False
+    kind: Literal["joined", "by_key_head", "apart"] = "joined"
+    by_channel: bool = False
+    rank: int | None = None
+    least: float | None = None
+    step: float = 1.0
+    by_sigmoid: bool = False
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Numbers of all keys and of all values of a row."""
         return self.key_heads * self.key_dim, self.heads * self.value_dim
+
+    @property
+    def decays(self) -> int:
+        """Of a row."""
+        return self.heads * (self.key_dim if self.by_channel else 1)
 
     @property
     def conv(self) -> Convolution:
@@ -96,19 +112,34 @@ class DeltaLayer(StateMixer):
     @property
     def rule(self) -> StatePart:
         """The state of the rule."""
-        logged = sum(self.sizes) + self.heads
+        logged = sum(self.sizes) + self.decays
         return StatePart((self.heads, self.key_dim, self.value_dim), logged, torch.float32)
 
     @property
     def matrices(self) -> tuple[dict[str, int], dict[str, int]]:
         """Those of queries, keys, values and gates, and those of steps and decays, with their outputs."""
         keys, values = self.sizes
-        if self.by_key_head:
+        if self.kind == "by_key_head":
             return {"in_proj_qkvz": 2 * (keys + values)}, {"in_proj_ba": 2 * self.heads}
-        return {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}, {
-            "in_proj_b": self.heads,
-            "in_proj_a": self.heads,
-        }
+        if self.kind == "joined":
+            return {"in_proj_qkv": 2 * keys + values, "in_proj_z": values}, {
+                "in_proj_b": self.heads,
+                "in_proj_a": self.heads,
+            }
+        first = {"q_proj": keys, "k_proj": keys, "v_proj": values}
+        if self.rank is None:
+            return first | {"g_proj": values}, {"b_proj": self.heads, "f_proj": self.decays}
+        return first | {"g_a_proj": self.rank}, {"b_proj": self.heads, "f_a_proj": self.rank}
+
+    @property
+    def seconds(self) -> dict[str, int]:
+        """The matrices whose products are gates and decays, where those of a row are not; with their outputs."""
+        return {} if self.rank is None else {"g_b_proj": self.sizes[1], "f_b_proj": self.decays}
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The names of the norm and of the output's matrix."""
+        return ("o_norm", "o_proj") if self.kind == "apart" else ("norm", "out_proj")
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
         """See `StateMixer`."""
@@ -116,14 +147,16 @@ class DeltaLayer(StateMixer):
 
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`."""
-        first, second = self.matrices
+        (first, second), (norm, out) = self.matrices, self.ends
         found: Shapes = {f"{name}.weight": (size, width) for name, size in (first | second).items()}
-        found |= {"A_log": (self.heads,), "dt_bias": (self.heads,), "norm.weight": (self.value_dim,)}
-        return found | {"out_proj.weight": (width, self.sizes[1])} | self.conv.shapes()
+        found |= {f"{name}.weight": (size, self.rank or 0) for name, size in self.seconds.items()}
+        found |= {"A_log": (self.heads,) if self.rank is None else (1, 1, self.heads, 1), "dt_bias": (self.decays,)}
+        found |= {f"{norm}.weight": (self.value_dim,), f"{out}.weight": (width, self.sizes[1])}
+        return found | self.conv.shapes()
 
     def row_sizes(self) -> set[int]:
         """See `LayerPart`."""
-        return {self.sizes[1]}
+        return {self.sizes[1], self.rank or 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +241,8 @@ class Mamba1Layer(StateMixer):
         conv_bias: the convolution has a bias.
         bias: the products of the input and of the output have one.
         norm: of what steps, keys and queries are made of, if any.
+        heads: parts of a row, each of which has steps, keys and queries of its own, and matrices that make them
+            (Zamba); inputs and gates of `in_proj` are then neighbours. None where there are no such parts.
     """
 
     inner: int
@@ -217,6 +252,7 @@ class Mamba1Layer(StateMixer):
     conv_bias: bool
     bias: bool = False
     norm: NormForm | None = None
+    heads: int | None = None
 
     @property
     def conv(self) -> Convolution:
@@ -224,9 +260,14 @@ class Mamba1Layer(StateMixer):
         return Convolution(self.inner, self.kernel, self.conv_bias)
 
     @property
+    def each(self) -> int:
+        """Numbers of a head; of the whole row where there are none."""
+        return self.inner // (self.heads or 1)
+
+    @property
     def rule(self) -> StatePart:
-        """The state of the rule."""
-        return StatePart((self.size, self.inner), self.size + 2 * self.inner, torch.float32)
+        """The state of the rule, of a head."""
+        return StatePart((self.size, self.each), self.size + 2 * self.each, torch.float32)
 
     @property
     def norms(self) -> dict[str, int]:
@@ -236,22 +277,26 @@ class Mamba1Layer(StateMixer):
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
         """See `StateMixer`."""
-        return self.conv.state(dtype), self.rule
+        return self.conv.state(dtype), *[self.rule] * (self.heads or 1)
 
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`."""
         found = matrix_shapes("in_proj", 2 * self.inner, width, has_bias=self.bias)
+        found |= matrix_shapes("out_proj", width, self.inner, has_bias=self.bias) | self.conv.shapes()
+        if self.heads is not None:
+            made, each = self.rank + 2 * self.size, (self.heads, self.each)
+            found |= {"x_proj_weight": (self.heads, made, self.each), "dt_proj_weight": (*each, self.rank)}
+            return found | {"dt_proj_weight_bias": each, "A_log": (*each, self.size), "D": each}
         found |= matrix_shapes("x_proj", self.rank + 2 * self.size, self.inner, has_bias=False)
         found |= matrix_shapes("dt_proj", self.inner, self.rank, has_bias=True)
-        found |= matrix_shapes("out_proj", width, self.inner, has_bias=self.bias)
         for name, size in self.norms.items():
             assert self.norm is not None
             found |= self.norm.shapes(f"{name}.", size)
-        return found | {"A_log": (self.inner, self.size), "D": (self.inner,)} | self.conv.shapes()
+        return found | {"A_log": (self.inner, self.size), "D": (self.inner,)}
 
     def row_sizes(self) -> set[int]:
         """See `LayerPart`."""
-        return {self.inner, self.rank}
+        return {self.inner, self.each, self.rank}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from engine.model.decoder.attention import join, rotated, signed_halves
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.rotary import RotaryTable
 from engine.model.decoder.weights import WeightReader
+from engine.model.linear.activations import ELEMENTWISE
 
 _NORM = NormForm(1e-6)  # of all families
 _QUERY, _LATENT = "q_proj", "kv_a_proj_with_mqa"
@@ -40,6 +41,7 @@ class LatentLayer:
         bias: the products that read a row, and the output's, have one.
         norm: of latents, and of what queries are products of.
         expands: keys and values of heads are kept, and not what they are products of: an adapter changes `kv_b_proj`.
+        gated: what a head gives is multiplied by the sigmoid of its gate, a product of the row with `g_proj`.
     """
 
     heads: int
@@ -54,6 +56,7 @@ class LatentLayer:
     bias: bool = False
     norm: NormForm = _NORM
     expands: bool = False
+    gated: bool = False
 
     @property
     def kv(self) -> LayerKV:
@@ -71,7 +74,7 @@ class LatentLayer:
     def firsts(self) -> dict[str, int]:
         """The matrices that read a row, with their outputs."""
         query = {_QUERY: self.queries} if self.query_rank is None else {"q_a_proj": self.query_rank}
-        return query | {_LATENT: self.rank + self.rope}
+        return query | {_LATENT: self.rank + self.rope} | ({"g_proj": self.heads} if self.gated else {})
 
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`."""
@@ -130,8 +133,8 @@ class LatentAttention(nn.Module):
         """`[1, T, width]`, and cos and sin `[1, T, rope]` -> `[1, T, width]`."""
         layer, parts = self.layer, cast("Any", self)
         both: Tensor = parts.kv_a_proj_with_mqa.joined.matmul(x)[0]
-        sizes = [both.shape[1] - layer.rank - layer.rope, layer.rank, layer.rope]
-        query, latent, turned = cast("tuple[Tensor, ...]", both.split(sizes, -1))
+        sizes = [layer.query_rank or layer.queries, layer.rank, layer.rope, layer.heads if layer.gated else 0]
+        query, latent, turned, gate = cast("tuple[Tensor, ...]", both.split(sizes, -1))
         if layer.query_rank is not None:
             query = self.q_b_proj(self.q_a_layernorm(query))
         still, turning = query.unflatten(-1, (layer.heads, -1)).split([layer.nope, layer.rope], -1)
@@ -150,6 +153,8 @@ class LatentAttention(nn.Module):
                 self.layer_idx, self.latent.absorb(asked), key, key[..., : layer.rank], layer.spec
             )
             attended = self.latent.expand(found)
+        if layer.gated:
+            attended = attended * ELEMENTWISE[torch.sigmoid](gate)[..., None]
         return cast("Tensor", self.o_proj(attended.flatten(1)[None]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -47,17 +48,20 @@ class CausalConv(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of parts of a row, and a SiLU gate before or after it, in float32."""
+    """RMSNorm of parts of a row, and a gate before or after it, in float32."""
 
-    def __init__(self, weight: Tensor, eps: float, *, norm_first: bool) -> None:
-        """`weight`: `[size]` for all parts, or `[parts, size]`."""
+    def __init__(
+        self, weight: Tensor, eps: float, *, norm_first: bool, gate: Callable[[Tensor], Tensor] = F.silu
+    ) -> None:
+        """`weight`: `[size]` for all parts, or `[parts, size]`; `gate`: the function of a gate's numbers."""
         super().__init__()
         self.norm, self.norm_first = RMSNorm(torch.ones(weight.shape[-1]), eps), norm_first
+        self._gate = ELEMENTWISE[gate]
         _keep(self, weight=weight.float())
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """float32 `[T, parts, size]`, and a gate of this shape -> `[T, parts, size]`."""
-        opened = ELEMENTWISE[F.silu](gate.reshape(len(gate), -1).float()).view(x.shape)
+        opened = self._gate(gate.reshape(len(gate), -1).float()).view(x.shape)
         if self.norm_first:
             return cast("Tensor", self.norm(x) * self.weight * opened)
         return cast("Tensor", self.norm(x * opened) * self.weight)
@@ -85,30 +89,54 @@ class GatedDelta(nn.Module):
     def __init__(self, layer: DeltaLayer, number: int, width: int, weights: WeightReader) -> None:
         super().__init__()
         self.layer, self.layer_idx = layer, number
-        orders = _by_kind(layer) if layer.by_key_head else None
-        first, second = layer.matrices
+        orders = _by_kind(layer) if layer.kind == "by_key_head" else None
         # Apart: files of codes often have the small matrices in floats.
-        self._rows = [join(self, weights, sizes, width, has_bias=False, orders=orders) for sizes in (first, second)]
-        self.out_proj = weights.matrix({"out_proj": width}, layer.sizes[1], has_bias=False)
+        self._rows = [join(self, weights, sizes, width, has_bias=False, orders=orders) for sizes in layer.matrices]
+        for name, size in layer.seconds.items():
+            setattr(self, name, weights.matrix({name: size}, layer.rank or 0, has_bias=False))
+        norm, out = layer.ends
+        setattr(self, out, weights.matrix({out: width}, layer.sizes[1], has_bias=False))
         self.conv1d = CausalConv(layer.conv, weights)
-        self.norm = GatedNorm(weights.vector("norm.weight", layer.value_dim), layer.eps, norm_first=True)
-        _keep(self, decay=_decay(weights, layer.heads), dt_bias=weights.vector("dt_bias", layer.heads).float())
+        gate = torch.sigmoid if layer.by_sigmoid else F.silu
+        weight = weights.vector(f"{norm}.weight", layer.value_dim)
+        setattr(self, norm, GatedNorm(weight, layer.eps, norm_first=True, gate=gate))
+        decay = _decay(weights, layer.heads).repeat_interleave(layer.decays // layer.heads)
+        _keep(self, decay=decay, dt_bias=weights.vector("dt_bias", layer.decays).float())
 
     def forward(self, x: Tensor, _: Rotary, ragged: Ragged) -> Tensor:
         """`[1, T, width]` -> `[1, T, width]`."""
         layer, states = self.layer, states_of(ragged)
         keys, values = layer.sizes
-        rows, gate = self._rows[0](x)[0].split([2 * keys + values, values], -1)
-        step, decay = (part.float().contiguous() for part in self._rows[1](x)[0].chunk(2, -1))
+        first, second = (rows(x)[0] for rows in self._rows)
+        rows, gate = first.tensor_split([2 * keys + values], -1)
+        step, decay = second.tensor_split([layer.heads], -1)
+        if layer.rank is not None:
+            gate, decay = (
+                self.get_submodule(name)(part[None].contiguous())[0]
+                for name, part in zip(layer.seconds, (gate, decay), strict=True)
+            )
         query, key, value = self.conv1d(rows, states).float().split([keys, keys, values], -1)
         query, key = (_of_length_one(part.unflatten(-1, (-1, layer.key_dim))) for part in (query, key))
         value = value.unflatten(-1, (-1, layer.value_dim)).contiguous()
-        g = self.decay * ELEMENTWISE[F.softplus](decay + self.dt_bias)
-        out = states.rules.gated_delta(
-            states.slots(layer.rule), query * layer.key_dim**-0.5, key, value, g, ELEMENTWISE[torch.sigmoid](step)
+        steps = ELEMENTWISE[torch.sigmoid](step.float().contiguous()) * layer.step
+        parts = query * layer.key_dim**-0.5, key, value, self._decays(decay.float().contiguous()), steps
+        out = (states.rules.kimi_delta if layer.by_channel else states.rules.gated_delta)(
+            states.slots(layer.rule), *parts
         )
-        made = self.norm(out, gate.unflatten(-1, (-1, layer.value_dim)))
-        return cast("Tensor", self.out_proj(made.flatten(1).to(x.dtype)[None]))
+        norm, matmul = map(self.get_submodule, layer.ends)
+        made = norm(out, gate.unflatten(-1, (-1, layer.value_dim)))
+        return cast("Tensor", matmul(made.flatten(1).to(x.dtype)[None]))
+
+    def _decays(self, rows: Tensor) -> Tensor:
+        """Their logarithms, float32 `[T, heads]` or `[T, heads, key_dim]`, of what the matrix gives."""
+        layer, decay = self.layer, cast("Tensor", self.decay)
+        rows = rows + cast("Tensor", self.dt_bias)
+        made: Tensor
+        if layer.least is None:
+            made = decay * ELEMENTWISE[F.softplus](rows)
+        else:
+            made = layer.least * ELEMENTWISE[torch.sigmoid](-decay * rows)
+        return made.unflatten(-1, (layer.heads, -1)) if layer.by_channel else made
 
 
 class Mamba2(nn.Module):
@@ -157,9 +185,19 @@ class Mamba1(nn.Module):
     def __init__(self, layer: Mamba1Layer, number: int, width: int, weights: WeightReader) -> None:
         super().__init__()
         self.layer, self.layer_idx = layer, number
-        self.in_proj = weights.matrix({"in_proj": 2 * layer.inner}, width, has_bias=layer.bias)
-        self.x_proj = weights.matrix({"x_proj": layer.rank + 2 * layer.size}, layer.inner, has_bias=False)
-        self.dt_proj = weights.matrix({"dt_proj": layer.inner}, layer.rank, has_bias=True)
+        order = None if layer.heads is None else torch.arange(2 * layer.inner).view(-1, 2).t().flatten()
+        orders = {} if order is None else {"in_proj": order}
+        matmul: Any = weights.matrix({"in_proj": 2 * layer.inner}, width, has_bias=layer.bias, orders=orders)
+        matmul.outputs_order = order  # adapters ask for it
+        self.in_proj = matmul
+        if layer.heads is None:
+            self.x_proj = weights.matrix({"x_proj": layer.rank + 2 * layer.size}, layer.inner, has_bias=False)
+            self.dt_proj = weights.matrix({"dt_proj": layer.inner}, layer.rank, has_bias=True)
+        else:
+            for name, inputs, has_bias in (("x_proj", layer.each, False), ("dt_proj", layer.rank, True)):
+                form = {"has_bias": has_bias, "transposed": False}
+                stack = weights.experts(f"{name}_weight", (), layer.heads, inputs, **form)
+                setattr(self, name, nn.ModuleList(stack))
         self.out_proj = weights.matrix({"out_proj": width}, layer.inner, has_bias=layer.bias)
         self.conv1d = CausalConv(layer.conv, weights)
         _keep(self, decay=_decay(weights, layer.inner, layer.size), skip=weights.vector("D", layer.inner).float())
@@ -169,17 +207,26 @@ class Mamba1(nn.Module):
 
     def forward(self, x: Tensor, _: Rotary, ragged: Ragged) -> Tensor:
         """`[1, T, width]` -> `[1, T, width]`."""
-        layer, states = self.layer, states_of(ragged)
+        states, heads = states_of(ragged), self.layer.heads or 1
         rows, gate = self.in_proj(x)[0].chunk(2, -1)
-        fed = self.conv1d(rows, states)
-        parts = self.x_proj(fed[None])[0].split([layer.rank, layer.size, layer.size], -1)
+        decays, skips = cast("Tensor", self.decay).chunk(heads), cast("Tensor", self.skip).chunk(heads)
+        each = zip(self.conv1d(rows, states).chunk(heads, -1), decays, skips, strict=True)
+        out = torch.cat([self._scanned(head, *parts, states) for head, parts in enumerate(each)], -1)
+        return cast("Tensor", self.out_proj((out * ELEMENTWISE[F.silu](gate.float())).to(x.dtype)[None]))
+
+    def _scanned(self, head: int, fed: Tensor, decay: Tensor, skip: Tensor, states: PassStates) -> Tensor:
+        """What a head's state gives for its part of the rows: float32 `[T, each]`."""
+        layer, (makes, to_steps) = self.layer, (self.x_proj, self.dt_proj)
+        if layer.heads is not None:
+            makes, to_steps = cast("nn.ModuleList", makes)[head], cast("nn.ModuleList", to_steps)[head]
+        fed = fed.contiguous()
+        parts = makes(fed[None])[0].split([layer.rank, layer.size, layer.size], -1)
         if layer.norms:
             parts = [self.get_submodule(name)(part.contiguous()) for name, part in zip(layer.norms, parts, strict=True)]
         step, key, query = (part.contiguous() for part in parts)
-        step = softplus(self.dt_proj(step[None])[0].float())
-        decay, skip, slots = cast("Tensor", self.decay), cast("Tensor", self.skip), states.slots(layer.rule)
-        out = states.rules.mamba1(slots, fed.float(), step, decay, key.float(), query.float(), skip)
-        return cast("Tensor", self.out_proj((out * ELEMENTWISE[F.silu](gate.float())).to(x.dtype)[None]))
+        step = softplus(to_steps(step[None])[0].float())
+        slots = states.slots(layer.rule)
+        return states.rules.mamba1(slots, fed.float(), step, decay, key.float(), query.float(), skip)
 
 
 class Beside(nn.Module):

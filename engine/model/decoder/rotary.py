@@ -48,7 +48,8 @@ class RotaryTable:
         kind = parameters.get("rope_type", "default")
         if kind not in _SCALED:
             raise ModelError(f"rope_type {kind!r} is not supported; expected one of {', '.join(sorted(_SCALED))}")
-        turned = int(dim * parameters.get("partial_rotary_factor", 1.0)) if turned is None else turned
+        share = 1.0 if kind == "proportional" else parameters.get("partial_rotary_factor", 1.0)
+        turned = int(dim * share) if turned is None else turned
         if turned % 2 or dim % 2:
             raise ModelError(f"{turned} of {dim} numbers of a head cannot be rotated in pairs")
         try:
@@ -106,6 +107,12 @@ def _plain(theta: float, dim: int) -> Tensor:
 
 def _linear(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
     return plain / parameters["factor"], 1.0
+
+
+def _proportional(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
+    """The slowest pairs do not turn; those that do lie among all numbers of a head."""
+    count = int(parameters.get("partial_rotary_factor", 1.0) * 2 * len(plain) // 2)
+    return torch.cat([plain[:count], torch.zeros(len(plain) - count)]) / parameters.get("factor", 1.0), 1.0
 
 
 def _llama3(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
@@ -167,5 +174,6 @@ _SCALED: dict[str, Callable[[_Parameters, Tensor], tuple[Tensor, float]]] = {
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "proportional": _proportional,
     "yarn": _yarn,
 }

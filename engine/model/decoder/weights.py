@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SHARED = "model.shared."  # with what several layers share
 _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
 
 
@@ -68,6 +70,7 @@ class WeightReader:
         converted: what a matmul of torch's becomes, if its sizes allow that; not the output matrix.
         codes: keeps what is rounded here too, by the names of its weights, if it is given.
         path: what the names that it is asked for begin with.
+        shared: matmuls of matrices that several layers share, by their names.
     """
 
     weights: Mapping[str, Tensor | Codes]
@@ -79,10 +82,16 @@ class WeightReader:
     converted: type[Fp8Linear | W4Linear] | None = None
     codes: dict[str, GroupedCodes] | None = None
     path: str = ""
+    shared: dict[tuple[str, ...], nn.Module] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)  # of `shared`
 
     def below(self, path: str) -> WeightReader:
         """The weights of a part."""
         return replace(self, path=self.path + path)
+
+    def at(self, path: str) -> WeightReader:
+        """The weights of a part of the model, wherever this reader's part is."""
+        return replace(self, path=path)
 
     def vector(self, name: str, *size: int) -> Tensor:
         """Floats that are no matrix, such as those of a norm."""
@@ -107,9 +116,18 @@ class WeightReader:
         `orders`: by name, which output in the checkpoint each output is to be.
         """
         names = [*outputs]
+        if not self.path.startswith(SHARED):
+            return self._matrix(names, has_bias=has_bias, orders=orders or {})
+        with self._lock:  # several threads read layers
+            key = (self.path, *names)
+            if key not in self.shared:
+                self.shared[key] = self._matrix(names, has_bias=has_bias, orders=orders or {})
+            return self.shared[key]
+
+    def _matrix(self, names: Seq[str], *, has_bias: bool, orders: Mapping[str, Tensor]) -> nn.Module:
         weights = [self.weights[f"{self.path}{name}.weight"] for name in names]
         biases = [self._bias(f"{self.path}{name}") if has_bias else None for name in names]
-        return self._joined(names, weights, biases, orders or {})
+        return self._joined(names, weights, biases, orders)
 
     def experts(
         self, stack: str, parts: Seq[str], count: int, inputs: int, *, has_bias: bool, transposed: bool
@@ -263,7 +281,7 @@ def prepared(
         weights = {key if key == HEAD else f"model.{key}": weight for key, weight in weights.items()}
     for pattern, becomes in (*names, *architecture.names):
         weights = {re.sub(pattern, becomes, key): weight for key, weight in weights.items()}
-    weights = _apart(weights, architecture)
+    weights = _with_whole_convolutions(_apart(weights, architecture))
     if not architecture.transposed:
         return weights
     return {key: _as_outputs(weight) if key.startswith("model.layers.") else weight for key, weight in weights.items()}
@@ -289,6 +307,17 @@ def _apart(weights: Mapping[str, Tensor | Codes], architecture: Architecture) ->
             names = [f"{path}.{name}.{kind}" for name in several.split("|")]
             parts |= zip(names, floats.split([shapes[name][0] for name in names]), strict=True)
     return {**weights, **parts} if joined else weights
+
+
+def _with_whole_convolutions(weights: Mapping[str, Tensor | Codes]) -> Mapping[str, Tensor | Codes]:
+    """One convolution of queries, keys and values in place of one of each."""
+    made, apart = dict(weights), "{}_conv1d.weight"
+    for key in weights:
+        if key.endswith(apart.format("q")):
+            path = key.removesuffix(apart.format("q"))
+            parts = [cast("Tensor", made.pop(path + apart.format(kind))) for kind in "qkv"]
+            made[f"{path}conv1d.weight"] = torch.cat(parts)
+    return made
 
 
 def _as_outputs(weight: Tensor | Codes) -> Tensor | Codes:

@@ -85,6 +85,12 @@ _DBRX = {
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 1e4},
     "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
 }  # fmt: skip
+_KIMI = {"num_hidden_layers": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48} | _MIXED
+_OLMO = _MIXED | {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
+_LFM3 = {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 9, "layer_types": ["conv", "full_attention"]}
+_LFM3 |= {"layer_types": ["conv", "full_attention", "sliding_attention"], "conv_L_cache": 4}
+_ZAMBA = {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]}
+_ZAMBA |= {"hidden_size": 32, "mamba_d_state": 16, "num_key_value_heads": 4}
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 80}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -96,6 +102,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "arcee": [{}, _BIASES],
     "aria_text": [{"moe_num_experts": 6, "mlp_bias": True}],
     "axk1": [_GROUPS | _LATENTS],
+    "bailing_hybrid": [
+        _KIMI | _LATENTS | {"q_lora_rank": None, "head_dim": 16, "n_group": 3, "topk_group": 2},
+        _KIMI | _LATENTS | {"head_dim": 16, "n_group": 1, "topk_group": 1, "kda_safe_gate": False},
+    ],
     "bamba": [_MAMBA_2 | {"attn_layer_indices": [1]}],
     "biogpt": [{}, {"scale_embedding": False}],
     "bitnet": [{}],
@@ -234,6 +244,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "routed_scaling_factor": 2.0,
         },
     ],
+    "kimi_linear": [
+        _KIMI | _LATENTS | {"q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4},
+        _KIMI | _LATENTS | {"linear_head_dim": 16, "linear_num_heads": 2, "mlp_layer_types": ["sparse", "dense"]},
+    ],
+    "lfm3": [_LFM3, _LFM3 | {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True}],
     "llama": [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}],
     "llama4_text": [
         zoo.LLAMA_4,
@@ -269,6 +284,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "olmo": [{}, {"clip_qkv": 0.5}],
     "olmo2": [{}],
     "olmo3": [_WINDOWS],
+    "olmo_hybrid": [_OLMO, _OLMO | {"linear_allow_neg_eigval": False, "rope_parameters": None, "attention_bias": True}],
     "olmoe": [
         {"num_experts": 6, "num_experts_per_tok": 2},
         {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
@@ -314,6 +330,13 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "vaultgemma": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
     "xglm": [_XGLM, _XGLM | {"scale_embedding": False}],
     "youtu": [_LATENTS],
+    "zamba": [_ZAMBA | {"mamba_dt_rank": 16}],
+    "zamba2": [
+        _ZAMBA
+        | {"n_mamba_heads": 4, "mamba_ngroups": 2, "num_mem_blocks": 2, "adapter_rank": 16}
+        | {"use_shared_attention_adapter": True, "use_mem_rope": True, "time_step_min": 0.3},
+        _ZAMBA | {"n_mamba_heads": 4, "num_mem_blocks": 1, "adapter_rank": 16, "add_bias_linear": True},
+    ],
 }
 
 
@@ -422,14 +445,14 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_the_log_says_so_once(cap
 
 
 _IN_FOLDERS = """
-aria_text dbrx deepseek_v3 ernie4_5_moe gpt_oss granitemoeshared hy_v3 kolibri1 laguna lara_mini llama4_text minimax_m2
-mixtral mllama nemotron_h phimoe sarvam_moe
+aria_text bailing_hybrid dbrx deepseek_v3 ernie4_5_moe gpt_oss granitemoeshared hy_v3 kimi_linear kolibri1 laguna
+lara_mini lfm3 llama4_text minimax_m2 mixtral mllama nemotron_h olmo_hybrid phimoe sarvam_moe zamba zamba2
 """
 
 
 @pytest.mark.parametrize("kind", _IN_FOLDERS.split())
-def test_a_folder_has_experts_by_their_names_on_the_hub(kind: str, tmp_path: Path) -> None:
-    """Singly in most families, and in stacks in others."""
+def test_a_folder_has_weights_by_their_names_on_the_hub(kind: str, tmp_path: Path) -> None:
+    """Experts singly in most families, and in stacks in others; convolutions apart; shared blocks once."""
     model = _model(kind, CASES[kind][0])
     model.save_pretrained(tmp_path)
     architecture = architecture_for(model.config)

@@ -47,7 +47,7 @@ from engine.model.decoder.rotary import RotaryTable
 from engine.native.experts import ExpertGate
 
 LINEAR = "linear_attention"  # as configs call layers that keep a state
-_SILU = ("silu", "swish")
+SILU = ("silu", "swish")
 
 
 def mixed(config: Any, kinds: Seq[str], layers: Mapping[str, Layer | None], **more: Any) -> Architecture | None:
@@ -81,7 +81,7 @@ def _lfm2(config: Any) -> Architecture | None:
         "conv": layer(ConvLayer(config.hidden_size, conv), mlp, norms, ("conv", "feed_forward")),
         FULL: layer(attention, mlp, norms, ("self_attn", "feed_forward")),
     }
-    return mixed(config, config.layer_types, made, norm=norm, names=_LFM2)
+    return mixed(config, config.layer_types, made, norm=norm, names=LFM2_NAMES)
 
 
 def _lfm2_moe(config: Any) -> Architecture | None:
@@ -94,12 +94,12 @@ def _lfm2_moe(config: Any) -> Architecture | None:
 
 
 def delta(config: Any, **more: Any) -> DeltaLayer | None:
-    """The delta rule of Qwen's families."""
+    """The delta rule, by Qwen's names in configs."""
     heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
-    if heads % key_heads or config.hidden_act not in _SILU:
+    if heads % key_heads or config.hidden_act not in SILU:
         return None
     sizes = heads, key_heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
-    return DeltaLayer(*sizes, config.rms_norm_eps, **more)
+    return DeltaLayer(*sizes, **{"eps": config.rms_norm_eps} | more)
 
 
 def _qwen3_5(config: Any, feed: Experts | None = None, **more: Any) -> Architecture | None:
@@ -117,11 +117,11 @@ def _qwen3_5_moe(config: Any) -> Architecture | None:
 
 
 def _qwen3_next(config: Any) -> Architecture | None:
-    return with_experts(_qwen3_5(config, by_key_head=True), qwen_experts(config), sparse_steps(config))
+    return with_experts(_qwen3_5(config, kind="by_key_head"), qwen_experts(config), sparse_steps(config))
 
 
 def _mamba2(config: Any) -> Architecture | None:
-    if config.hidden_act not in _SILU or config.num_heads * config.head_dim != int(config.expand * config.hidden_size):
+    if config.hidden_act not in SILU or config.num_heads * config.head_dim != int(config.expand * config.hidden_size):
         return None
     return _alone(config, _mamba2_of_old(config, (config.num_heads, config.head_dim, config.state_size)))
 
@@ -139,7 +139,7 @@ def _mamba2_of_old(config: Any, sizes: tuple[int, int, int], **more: Any) -> Mam
 
 def _mamba2_of(config: Any, **more: Any) -> Mamba2Layer | None:
     """By the names that models have in which Mamba 2 is a part."""
-    if config.hidden_act not in _SILU:
+    if config.hidden_act not in SILU:
         return None
     low, high = config.time_step_limit
     sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_n_groups, config.mamba_d_conv
@@ -150,7 +150,7 @@ def _mamba2_of(config: Any, **more: Any) -> Mamba2Layer | None:
 
 
 def _mamba(config: Any, norm: NormForm | None = None) -> Architecture | None:
-    if config.hidden_act not in _SILU:
+    if config.hidden_act not in SILU:
         return None
     mixer = Mamba1Layer(
         config.intermediate_size, config.state_size, config.time_step_rank, config.conv_kernel,
@@ -177,7 +177,7 @@ def _alone(config: Any, *mixers: AttentionLayer | StateMixer, wide: bool | None 
 
 def _nemotron_h(config: Any) -> Architecture | None:
     """Layers are a mixer or a feed-forward. `residual_in_fp32` has no meaning here."""
-    if config.mamba_hidden_act not in _SILU:
+    if config.mamba_hidden_act not in SILU:
         return None
     attention = grouped(config, bias=False, rotary=RotaryTable.none(config.head_dim))
     feed = plain(config.intermediate_size, config.mlp_hidden_act, bias=bool(config.mlp_bias))
@@ -223,7 +223,7 @@ def _falcon_h1(config: Any) -> Architecture | None:
     spec = replace(attention.spec, scale=attention.spec.scale * config.key_multiplier * reads**2)
     scales = config.ssm_out_multiplier, config.attention_out_multiplier * reads
     mixer = BesideLayer(mamba, replace(attention, spec=spec), scales)
-    made = {"hybrid": layer(mixer, feed, _PRE_FF, ("beside", "feed_forward"))}
+    made = {"hybrid": layer(mixer, feed, PRE_FF, ("beside", "feed_forward"))}
     factors = {"embedding_scale": config.embedding_multiplier, "logit_scale": config.lm_head_multiplier}
     return mixed(config, ["hybrid"] * config.num_hidden_layers, made, norm=norm, names=_FALCON_H1, **factors)
 
@@ -231,15 +231,15 @@ def _falcon_h1(config: Any) -> Architecture | None:
 def _bamba(config: Any) -> Architecture | None:
     feed, norm = gated(config), NormForm(config.rms_norm_eps)
     made = {
-        LINEAR: layer(_mamba2_of(config), feed, _PRE_FF, ("mamba", "feed_forward")),
-        FULL: layer(grouped(config), feed, _PRE_FF, ("self_attn", "feed_forward")),
+        LINEAR: layer(_mamba2_of(config), feed, PRE_FF, ("mamba", "feed_forward")),
+        FULL: layer(grouped(config), feed, PRE_FF, ("self_attn", "feed_forward")),
     }
-    return mixed(config, config.layers_block_type, made, norm=norm, names=_FINAL)
+    return mixed(config, config.layers_block_type, made, norm=norm, names=FINAL)
 
 
 def _jamba(config: Any) -> Architecture | None:
     """Attention has no rotary positions."""
-    if config.hidden_act not in _SILU:
+    if config.hidden_act not in SILU:
         return None
     norm, feed = NormForm(config.rms_norm_eps), gated(config)
     mamba = Mamba1Layer(
@@ -249,10 +249,10 @@ def _jamba(config: Any) -> Architecture | None:
     head_dim = config.hidden_size // config.num_attention_heads
     attention = grouped(config, bias=False, rotary=RotaryTable.none(head_dim))
     made = {
-        LINEAR: layer(mamba, feed, _PRE_FF, ("mamba", "feed_forward")),
-        FULL: layer(attention, feed, _PRE_FF, ("self_attn", "feed_forward")),
+        LINEAR: layer(mamba, feed, PRE_FF, ("mamba", "feed_forward")),
+        FULL: layer(attention, feed, PRE_FF, ("self_attn", "feed_forward")),
     }
-    model = mixed(config, config.layer_types, made, norm=norm, names=_FINAL)
+    model = mixed(config, config.layer_types, made, norm=norm, names=FINAL)
     sparse = [count > 1 for count in config.layers_num_experts]
     if not any(sparse):
         return model
@@ -281,7 +281,7 @@ _FEED = (
     (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
     (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
 )
-_LFM2 = ((r"(^|\.)embedding_norm\.", r"\1norm."), *_FEED, *W123)
+LFM2_NAMES = ((r"(^|\.)embedding_norm\.", r"\1norm."), *_FEED, *W123)
 _MAMBA = (
     (r"^(?:backbone|model)\.embeddings?\.", "model.embed_tokens."),
     (r"^backbone\.", "model."),
@@ -289,9 +289,9 @@ _MAMBA = (
     (r"\.mixer\.", ".block."),
     (r"\.experts\.up_proj$", ".experts.gate_up_proj"),
 )
-_PRE_FF: Norms = ("input_layernorm", None, "pre_ff_layernorm", None)
-_FINAL = ((r"(^|\.)final_layernorm\.", r"\1norm."),)
-_FALCON_H1 = ((r"\.(\d+)\.(mamba|self_attn)\.", r".\1.beside.\2."), *_FINAL)
+PRE_FF: Norms = ("input_layernorm", None, "pre_ff_layernorm", None)
+FINAL = ((r"(^|\.)final_layernorm\.", r"\1norm."),)
+_FALCON_H1 = ((r"\.(\d+)\.(mamba|self_attn)\.", r".\1.beside.\2."), *FINAL)
 _GRANITE = (
     (r"\.shared_mlp\.input_linear\.", ".shared_mlp.gate_up_proj."),
     (r"\.shared_mlp\.output_linear\.", ".shared_mlp.down_proj."),

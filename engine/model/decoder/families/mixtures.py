@@ -265,12 +265,15 @@ def _llama4(config: Any) -> Architecture | None:
     return with_attention(replace(made, layers=layers), fields)
 
 
-def latent(config: Any, *, interleaved: bool) -> LatentLayer | None:
-    """Latent attention."""
-    rope, size, bias = dict(config.rope_parameters), config.qk_rope_head_dim, bool(config.attention_bias)
+def latent(config: Any, *, interleaved: bool, turns: bool = True, **more: Any) -> LatentLayer | None:
+    """Latent attention; `turns`: with rotary positions."""
+    rope = dict(config.rope_parameters) if turns else {}
+    size, bias = config.qk_rope_head_dim, bool(config.attention_bias)
     if bias and config.q_lora_rank is None:  # the query's product has none
         return None
-    table = RotaryTable.of({"max_position_embeddings": config.max_position_embeddings} | rope, size)
+    table = RotaryTable.none(size)
+    if turns:
+        table = RotaryTable.of({"max_position_embeddings": config.max_position_embeddings} | rope, size)
     scale, grown = (config.qk_nope_head_dim + size) ** -0.5, rope.get("mscale_all_dim")
     if rope.get("rope_type", "default") != "default" and grown and rope["factor"] > 1:
         scale *= (0.1 * grown * math.log(rope["factor"]) + 1.0) ** 2
@@ -285,6 +288,7 @@ def latent(config: Any, *, interleaved: bool) -> LatentLayer | None:
         config.q_lora_rank,
         interleaved,
         bias,
+        **more,
     )
 
 

@@ -38,6 +38,7 @@ from engine.model.decoder.families.dense import DENSE
 from engine.model.decoder.families.hybrid import HYBRIDS
 from engine.model.decoder.families.mixtures import MIXTURES
 from engine.model.decoder.families.sparse import SPARSE
+from engine.model.decoder.families.states import STATES
 from engine.model.decoder.rotary import QueryGrowth, RotaryTable
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -282,4 +283,5 @@ FAMILIES: dict[str, Callable[[Any], Architecture | None]] = (
     | HYBRIDS
     | MIXTURES
     | SPARSE
+    | STATES
 )
