@@ -19,7 +19,7 @@ from engine.model.checkpoint import (
 )
 from engine.model.decoder.architecture import architecture_of
 from engine.model.linear.rows import matmul_shape
-from engine.recurrent.arena import StateArena
+from engine.recurrent.states import StateArena
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -76,7 +76,6 @@ class ModelRunner:
                 use_cache=False,
                 logits_to_keep=batch.logit_rows,
                 ragged=ragged,
-                **({} if self.states is None else self.states.keywords(batch)),
             )
         logits: Tensor = output.logits[0]
         return logits.float()

@@ -1,4 +1,4 @@
-"""The rules of `rules.py` in C: CPU, float32 and bfloat16 rows. Other sizes and types run there (`fits`)."""
+"""The rules of `rules.py` in C: CPU, float32 and bfloat16 rows. Other sizes, types and devices run there (`fits`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.native import recurrent
 from engine.recurrent import rules
-from engine.recurrent.parts import PartSlots
+from engine.recurrent.states import PartSlots
 
 
 def fits(rows: Tensor, depth: int) -> bool:

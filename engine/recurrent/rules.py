@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.recurrent.parts import PartSlots
+from engine.recurrent.states import PartSlots
 
 
 def conv(

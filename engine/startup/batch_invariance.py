@@ -22,7 +22,7 @@ from engine.machine.threads import exactly
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.linear.experts import RoutedExperts
 from engine.model.runner import ModelRunner
-from engine.recurrent.arena import StateArena, StateLayout
+from engine.recurrent.states import StateArena
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,9 +139,7 @@ def _check_whole(model: PreTrainedModel, layout: KVLayout) -> None:
     """
     arena = KVArena(layout, num_pages=TILE, page_size=TILE, device=model.device, spare_rows=TILE)
     attend = choose("fixed", model.device)
-    layout_of_states = StateLayout.of(model)
-    states = None if layout_of_states is None else StateArena(layout_of_states, TILE + 2, TILE, model.device)
-    inner = ModelRunner(model, arena, attend, states=states)
+    inner = ModelRunner(model, arena, attend, states=StateArena.of(model, TILE + 2, TILE, model.device))
     runner = FixedShapeRunner(inner, scratch=TILE, scratch_state=TILE + 1)
     tokens = [(7 * i + 3) % runner.vocab_size for i in range(2 * TILE)]
     mine, other = tokens[:TILE], tokens[TILE:]

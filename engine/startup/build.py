@@ -268,7 +268,7 @@ def _sizes(
     memory = memory if ranks is None else ranks.minimum(memory)
     ragged = {name: m for name, m in {TARGET: target, **drafters.models}.items() if m not in ways.alone}
     states = StatePlan.of(config, ragged, memory)
-    if ranks is not None and states.layouts:
+    if ranks is not None and states.parts:
         raise ModelError(f"tensor_parallel_size is {config.tensor_parallel_size}: layers that keep a state are not cut")
     layouts = [ways.alone.get(target) or layout_of(config, target), *drafters.layouts.values()]
     num_pages = pages_within(memory - states.gib, config.max_batch_size, layouts, page_size, limit)

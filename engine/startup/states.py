@@ -14,7 +14,7 @@ import torch
 
 from engine.errors import ModelError
 from engine.kv.states import StatePool, slots_per_sequence
-from engine.recurrent.arena import StateArena, StateLayout
+from engine.recurrent.states import StateArena, StatePart, bytes_per_slot, parts_of
 from engine.startup.memory import GIB
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
@@ -31,7 +31,7 @@ _SPARE = 2  # slots that no sequence gets: the empty state, and one that padding
 class StatePlan:
     """The states of a target and of the models that draft for it, by `TARGET` and by proposer name."""
 
-    layouts: Mapping[str, StateLayout]
+    parts: Mapping[str, tuple[StatePart, ...]]
     num_slots: int  # of the target's arena
     num_draft_slots: int  # of each draft model's arena
     log_rows: int
@@ -44,22 +44,22 @@ class StatePlan:
         Raises:
             ModelError: not even one sequence has room.
         """
-        layouts = {name: layout for name, layout in ((n, StateLayout.of(m)) for n, m in models.items()) if layout}
+        parts = {name: found for name, model in models.items() if (found := parts_of(model))}
         log_rows, most = max(1, config.num_draft_tokens), config.max_batch_size
-        each = {name: layout.bytes_per_slot(log_rows) for name, layout in layouts.items()}
+        each = {name: bytes_per_slot(found, log_rows) for name, found in parts.items()}
         target, drafts = each.pop(TARGET, 0), sum(each.values())
         own, own_draft = (slots_per_sequence(snapshots=kept) for kept in (config.prefix_cache, False))
         budget = int(memory * GIB * _SHARE) - _SPARE * (target + drafts)
         one = own * target + own_draft * drafts
-        if layouts and budget < one:
+        if parts and budget < one:
             raise ModelError(
                 f"kv_memory is {memory} GiB, and states take at most half of it; those of one sequence take {one} "
                 "bytes: give more, or fewer num_draft_tokens"
             )
-        running = min(most, budget // one) if layouts else 0
+        running = min(most, budget // one) if parts else 0
         kept = min(2 * most, (budget - running * one) // target) if target and config.prefix_cache else 0
         return cls(
-            layouts,
+            parts,
             _SPARE + running * own + kept,
             _SPARE + running * own_draft,
             log_rows,
@@ -69,26 +69,26 @@ class StatePlan:
     @property
     def gib(self) -> float:
         """GiB that all arenas of states take."""
-        sizes = {name: layout.bytes_per_slot(self.log_rows) for name, layout in self.layouts.items()}
+        sizes = {name: bytes_per_slot(parts, self.log_rows) for name, parts in self.parts.items()}
         target = sizes.pop(TARGET, 0) * self.num_slots
         return (target + sum(sizes.values()) * self.num_draft_slots) / GIB
 
     def arena(self, name: str, device: torch.device) -> StateArena | None:
         """The arena of a model; None where its layers keep no state."""
-        layout = self.layouts.get(name)
+        parts = self.parts.get(name)
         slots = self.num_slots if name == TARGET else self.num_draft_slots
-        return None if layout is None else StateArena(layout, slots, self.log_rows, device)
+        return None if parts is None else StateArena(parts, slots, self.log_rows, device)
 
     @property
     def target_pool(self) -> StatePool | None:
         """A new pool of the target's slots."""
-        if TARGET not in self.layouts:
+        if TARGET not in self.parts:
             return None
         return StatePool(self.num_slots - 1, self.log_rows, snapshots=self.snapshots)
 
     def pool_of(self, name: str) -> StatePool | None:
         """A new pool of the slots of what drafts under this name; None where it keeps no state."""
-        if name not in self.layouts:
+        if name not in self.parts:
             return None
         return StatePool(self.num_draft_slots - 1, self.log_rows, snapshots=False)
 

@@ -17,7 +17,7 @@ from engine.attention.spec import AttentionSpec
 from engine.kv.arena import LayerKV
 from engine.model.decoder.rotary import QueryGrowth, RotaryTable
 from engine.native import ALIGNED
-from engine.recurrent.parts import StatePart
+from engine.recurrent.states import StatePart
 
 Shapes = dict[str, tuple[int, ...]]
 

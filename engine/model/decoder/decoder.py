@@ -45,7 +45,7 @@ from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.w4 import W4Linear
 from engine.model.tap import FINAL
 from engine.native import PackedMatrix
-from engine.recurrent.parts import StatePart
+from engine.recurrent.states import StatePart
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig

@@ -17,7 +17,7 @@ from engine.model.decoder.architecture import (
     matrix_shapes,
 )
 from engine.model.decoder.rotary import RotaryTable
-from engine.recurrent.parts import StatePart
+from engine.recurrent.states import StatePart
 
 
 @dataclass(frozen=True, slots=True)

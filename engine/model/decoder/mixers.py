@@ -22,8 +22,9 @@ from engine.model.decoder.hybrids import (
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
-from engine.recurrent.arena import PassStates
+from engine.recurrent import native as rules
 from engine.recurrent.rules import softplus
+from engine.recurrent.states import PassStates
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin; states do not turn
 
@@ -44,7 +45,7 @@ class CausalConv(nn.Module):
     def forward(self, x: Tensor, states: PassStates) -> Tensor:
         """`[T, channels]` -> `[T, channels]`."""
         weight = cast("Tensor", self.weight)
-        return states.rules.conv(states.slots(self.part), x.contiguous(), weight, self.bias, self.activation)
+        return rules.conv(states.slots(self.part), x.contiguous(), weight, self.bias, self.activation)
 
 
 class GatedNorm(nn.Module):
@@ -120,9 +121,7 @@ class GatedDelta(nn.Module):
         value = value.unflatten(-1, (-1, layer.value_dim)).contiguous()
         steps = ELEMENTWISE[torch.sigmoid](step.float().contiguous()) * layer.step
         parts = query * layer.key_dim**-0.5, key, value, self._decays(decay.float().contiguous()), steps
-        out = (states.rules.kimi_delta if layer.by_channel else states.rules.gated_delta)(
-            states.slots(layer.rule), *parts
-        )
+        out = (rules.kimi_delta if layer.by_channel else rules.gated_delta)(states.slots(layer.rule), *parts)
         norm, matmul = map(self.get_submodule, layer.ends)
         made = norm(out, gate.unflatten(-1, (-1, layer.value_dim)))
         return cast("Tensor", matmul(made.flatten(1).to(x.dtype)[None]))
@@ -170,7 +169,7 @@ class Mamba2(nn.Module):
         key, query = (part.unflatten(-1, (layer.groups, -1)).contiguous() for part in (key, query))
         step = softplus(step.float() + self.dt_bias).clamp(*layer.limits)
         decay, skip = cast("Tensor", self.decay), cast("Tensor", self.skip)
-        out = states.rules.mamba2(states.slots(layer.rule), fed, step, decay, key, query, skip)
+        out = rules.mamba2(states.slots(layer.rule), fed, step, decay, key, query, skip)
         if self.norm is None:
             out = out.flatten(1) * ELEMENTWISE[F.silu](gate.float())
         else:
@@ -226,7 +225,7 @@ class Mamba1(nn.Module):
         step, key, query = (part.contiguous() for part in parts)
         step = softplus(to_steps(step[None])[0].float())
         slots = states.slots(layer.rule)
-        return states.rules.mamba1(slots, fed.float(), step, decay, key.float(), query.float(), skip)
+        return rules.mamba1(slots, fed.float(), step, decay, key.float(), query.float(), skip)
 
 
 class Beside(nn.Module):

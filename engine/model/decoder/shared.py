@@ -19,7 +19,7 @@ from engine.model.decoder.mixers import Mamba1, Mamba2
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.rotary import RotaryTable
 from engine.model.decoder.weights import SHARED, WeightReader
-from engine.recurrent.parts import StatePart
+from engine.recurrent.states import StatePart
 
 _NORMS = ("input_layernorm", "pre_ff_layernorm")
 

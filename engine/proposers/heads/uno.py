@@ -32,7 +32,7 @@ from engine.proposers.base import Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.weights import download
-from engine.recurrent.arena import StateLayout
+from engine.recurrent.states import parts_of
 from engine.sampling.noise import Stream, uniform
 from engine.stats import Forward
 from engine.types import Adapter, Sequence
@@ -50,7 +50,7 @@ def load_uno(name: str, revision: str | None, target: PreTrainedModel) -> Head:
     Raises:
         ModelError: there is none, or this target cannot draft so.
     """
-    if StateLayout.of(target) is not None:
+    if parts_of(target):
         kind = type(target).__name__
         raise ModelError(f"uno: layers of {kind} keep a state, which rows of noise would change")
     noise = _noise_ids(target)

@@ -29,7 +29,7 @@ from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner, layout_of_model
 from engine.model.tap import FINAL, Tap
 from engine.proposers.model import first_layers
-from engine.recurrent.arena import StateArena, StateLayout
+from engine.recurrent.states import StateArena
 from engine.types import EMPTY_STATE, StateSpan
 from tests import zoo
 from tests.classes import tiny
@@ -369,9 +369,8 @@ def _model(kind: str, more: dict[str, Any], *, is_soft: bool = False) -> PreTrai
 
 
 def _runner(made: PreTrainedModel | DecoderModel) -> ModelRunner:
-    layout = StateLayout.of(made)
-    states = None if layout is None else StateArena(layout, 4, 1, CPU)
-    return ModelRunner(made, KVArena(layout_of_model(made), 8, 32, CPU), choose("auto", CPU), states=states)
+    arena, states = KVArena(layout_of_model(made), 8, 32, CPU), StateArena.of(made, 4, 1, CPU)
+    return ModelRunner(made, arena, choose("auto", CPU), states=states)
 
 
 def _off(got: torch.Tensor, want: torch.Tensor, share: float = 1.0) -> float:

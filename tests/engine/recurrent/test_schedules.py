@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -16,9 +18,8 @@ from engine.kv.states import StatePool
 from engine.machine.threads import exactly
 from engine.native import library
 from engine.recurrent import native, rules
-from engine.recurrent.parts import PartSlots, StatePart
+from engine.recurrent.states import PartSlots, StatePart
 from engine.recurrent.plan import ScanPlan
-from engine.recurrent.registry import StateRules
 from engine.types import EMPTY_STATE, KVCursor, StateSpan
 
 PAGE, LOG, LENGTH, TOKENS, DEVICE = 4, 4, 14, 7, torch.device("cpu")
@@ -70,12 +71,13 @@ class Layer:
     """A layer with one rule, whose inputs hang on the token alone."""
 
     def __init__(
-        self, name: str, how: StateRules, sizes: str, num_slots: int, dtype: torch.dtype = torch.float32
+        self, name: str, how: ModuleType, sizes: str, num_slots: int, dtype: torch.dtype = torch.float32
     ) -> None:
         self.how, (shape, inputs, logged, self.rule) = how, rule_of(name, *SIZES[sizes])
         generator = torch.Generator().manual_seed(0)
         self.table = [(torch.rand(TOKENS, *one, generator=generator) - 0.5).to(dtype) for one in inputs]
-        part = StatePart.of(shape, dtype if name == "conv" else torch.float32, *self.table[logged])
+        width = sum(math.prod(one) for one in inputs[logged])
+        part = StatePart(shape, width, dtype if name == "conv" else torch.float32)
         self.tensors = part.tensors(num_slots, LOG, DEVICE)
 
     def run(self, feeds: list[Feed]) -> list[Tensor]:
@@ -86,7 +88,7 @@ class Layer:
         return list(out.split([len(feed.tokens) for feed in feeds]))
 
 
-def in_one_pass(name: str, how: StateRules, sizes: str, text: list[int]) -> Tensor:
+def in_one_pass(name: str, how: ModuleType, sizes: str, text: list[int]) -> Tensor:
     """Its rows, by several threads."""
     feed = Feed(text, 0, range(9), state=StateSpan(EMPTY_STATE, 0, 1, len(text)))
     with exactly(3):
@@ -139,7 +141,7 @@ schedules = st.lists(st.tuples(turn, turn), min_size=4, max_size=14)
 @given(both=st.tuples(texts, texts), schedule=schedules, prompt=st.integers(1, 9))
 def test_any_schedule_has_the_bits_of_one_pass(
     name: str,
-    how: StateRules,
+    how: ModuleType,
     sizes: str,
     both: tuple[list[int], list[int]],
     schedule: list[tuple[tuple[bool, int, int, int], ...]],
