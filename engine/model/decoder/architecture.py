@@ -48,7 +48,7 @@ class Mixer(LayerPart, Protocol):
         ...
 
 
-class StateMixer(ABC):
+class StateMixer(LayerPart, ABC):
     """A mixer that keeps a state of each sequence, beside keys and values or in their place."""
 
     @property
@@ -64,14 +64,6 @@ class StateMixer(ABC):
     @abstractmethod
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
         """The parts of the state, in the order in which a pass comes to them; `dtype` is that of rows."""
-
-    @abstractmethod
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-
-    @abstractmethod
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,10 +95,8 @@ def _mtp(family: str) -> mtp_checkpoints.SavedWithMTP:
 
 
 def _of_mtp(family: str) -> Kind:
-    served = family == "qwen-3-next"  # transformers' module would run one sequence at a time
-    return Kind(
-        "mtp", lambda: _mtp(family).target, lambda _: {"target": _mtp(family).folder, "mtp": True}, as_served=served
-    )
+    parts = {"mtp": True}
+    return Kind("mtp", lambda: _mtp(family).target, lambda _: {"target": _mtp(family).folder, **parts})
 
 
 def _uno(folder: Path) -> dict[str, object]:
@@ -120,7 +118,7 @@ KINDS = {
         "dflash", _planted, lambda folder: {"dflash": made.planted(folder)}, first=made.FIRST, heat=3.5,
         law=SamplingParams(temperature=4.0, top_k=6, max_tokens=4, ignore_eos=True), depth=2,
     ),
-    "dflash of lfm-2": Kind("dflash", lambda: zoo.reference("lfm-2"), _dflash, as_served=True),
+    "dflash of lfm-2": Kind("dflash", lambda: zoo.reference("lfm-2"), _dflash),
     "uno": Kind(
         "uno", lambda: _layers(3, **IN_C), _uno, as_served=True, adapters=(None, "qv", "all", None, "head", "down"),
         law=SamplingParams(temperature=3.0, top_k=4, max_tokens=4, ignore_eos=True), depth=2, certain=1,
