@@ -242,7 +242,7 @@ class Mamba1Layer(StateMixer):
         bias: the products of the input and of the output have one.
         norm: of what steps, keys and queries are made of, if any.
         heads: parts of a row, each of which has steps, keys and queries of its own, and matrices that make them
-            (Zamba); inputs and gates of `in_proj` are then neighbours. None where there are no such parts.
+            (Zamba), which stay floats; inputs and gates of `in_proj` are then neighbours. None where there are none.
     """
 
     inner: int

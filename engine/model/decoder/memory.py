@@ -54,11 +54,10 @@ def num_bytes(
         found = kept.get(name, kept.get(HEAD) if is_tied and name == TABLE else None)
         if found is not None:
             return found
-        is_matrix = len(shape) > 1 and not _NO_MATRIX.search(name) and not _stays(name)
-        converts = is_matrix and len(shape) == 2 and name not in (HEAD, TABLE)
-        if converts and converted is not None and converted.fits(*shape[::-1]):
+        is_matrix = len(shape) == 2 and not _NO_MATRIX.search(name) and not _stays(name)
+        if is_matrix and converted is not None and name not in (HEAD, TABLE) and converted.fits(*shape[::-1]):
             return converted.num_bytes(*shape[::-1])
-        if rounded is None or not is_matrix:
+        if rounded is None or not (is_matrix or ".experts." in name) or _stays(name):
             return math.prod(shape) * dtype.itemsize
         if ".experts." in name:
             count, outputs, inputs = shape if not architecture.transposes_experts else (shape[0], shape[2], shape[1])

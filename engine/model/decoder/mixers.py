@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -195,7 +196,8 @@ class Mamba1(nn.Module):
         else:
             for name, inputs, has_bias in (("x_proj", layer.each, False), ("dt_proj", layer.rank, True)):
                 form = {"has_bias": has_bias, "transposed": False}
-                stack = weights.experts(f"{name}_weight", (), layer.heads, inputs, **form)
+                floats = replace(weights, rounded=None, converted=None)
+                stack = floats.experts(f"{name}_weight", (), layer.heads, inputs, **form)
                 setattr(self, name, nn.ModuleList(stack))
         self.out_proj = weights.matrix({"out_proj": width}, layer.inner, has_bias=layer.bias)
         self.conv1d = CausalConv(layer.conv, weights)

@@ -310,12 +310,12 @@ def _apart(weights: Mapping[str, Tensor | Codes], architecture: Architecture) ->
 
 
 def _with_whole_convolutions(weights: Mapping[str, Tensor | Codes]) -> Mapping[str, Tensor | Codes]:
-    """One convolution of queries, keys and values in place of one of each."""
+    """With one convolution of queries, keys and values beside one of each."""
     made, apart = dict(weights), "{}_conv1d.weight"
-    for key in weights:
-        if key.endswith(apart.format("q")):
+    for key, weight in weights.items():
+        if key.endswith(apart.format("q")) and isinstance(weight, Tensor):
             path = key.removesuffix(apart.format("q"))
-            parts = [cast("Tensor", made.pop(path + apart.format(kind))) for kind in "qkv"]
+            parts = [cast("Tensor", weights[path + apart.format(kind)]) for kind in "qkv"]
             made[f"{path}conv1d.weight"] = torch.cat(parts)
     return made
 
