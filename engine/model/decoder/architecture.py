@@ -156,6 +156,9 @@ class AttentionLayer:
         gate: of what heads give, if they have any.
         out_name: of the output's matrix.
         reads: numbers of a row that it reads, where they are not those of a row that it gives.
+        value_norm: of each head of values.
+        same_values: values are the products of keys, before their norm and rotation.
+        source: an earlier layer, whose keys and values it reads; it has none of its own.
     """
 
     heads: int
@@ -177,16 +180,37 @@ class AttentionLayer:
     gate: HeadGate | None = None
     out_name: str = "o_proj"
     reads: int | None = None
+    value_norm: NormForm | None = None
+    same_values: bool = False
+    source: int | None = None
 
     @property
     def kv(self) -> LayerKV:
         """What the layer keeps of a position."""
-        return LayerKV(self.kv_heads, self.head_dim, self.head_dim)
+        return LayerKV(self.kv_heads, self.head_dim, self.head_dim, source=self.source)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Numbers of the queries, keys and values of a row."""
-        return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+        keys = self.kv_heads * self.head_dim if self.source is None else 0
+        return self.heads * self.head_dim, keys, keys
+
+    @property
+    def firsts(self) -> dict[str, int]:
+        """The matrices that read a row, with their outputs."""
+        queries, keys, values = self.sizes
+        if self.joined:
+            return {"qkv_proj": sum(self.sizes)}
+        in_queries = self.gates if self.gate is not None and self.gate.name is None else 0
+        found = {"q_proj": queries + in_queries} | ({"k_proj": keys} if keys else {})
+        found |= {"v_proj": values} if values and not self.same_values else {}
+        return found | ({self.gate.name: self.gates} if self.gate is not None and self.gate.name is not None else {})
+
+    @property
+    def normed(self) -> dict[str, int]:
+        """Norms of heads that have weights, with how many heads each is for."""
+        names = () if self.norm is None else self.norm.names[: 2 if self.source is None else 1]
+        return dict(zip(names, (self.heads, self.kv_heads), strict=False))
 
     @property
     def gates(self) -> int:
@@ -195,17 +219,12 @@ class AttentionLayer:
 
     def shapes(self, width: int) -> Shapes:
         """See `LayerPart`."""
-        names = ("qkv_proj",) if self.joined else ("q_proj", "k_proj", "v_proj")
-        queries, keys, values = self.sizes
-        in_queries = self.gates if self.gate is not None and self.gate.name is None else 0
-        sizes = (sum(self.sizes),) if self.joined else (queries + in_queries, keys, values)
-        inputs = self.reads or width
-        found: Shapes = {f"{self.gate.name}.weight": (self.gates, inputs)} if self.gate and self.gate.name else {}
-        for name, size in zip(names, sizes, strict=True):
-            found |= matrix_shapes(name, size, inputs, has_bias=self.qkv_bias)
+        found: Shapes = {}
+        for name, size in self.firsts.items():
+            found |= matrix_shapes(name, size, self.reads or width, has_bias=self.qkv_bias)
         found |= matrix_shapes(self.out_name, width, self.sizes[0], has_bias=self.out_bias)
         if self.norm is not None:
-            for name, heads in zip(self.norm.names, (self.heads, self.kv_heads), strict=True):
+            for name, heads in self.normed.items():
                 found |= self.norm.shapes(name, heads, self.head_dim)
         if self.out_norm is not None:
             found |= self.out_norm.shapes("attn_sub_norm.", self.sizes[0])
@@ -228,59 +247,6 @@ class AttentionLayer:
         return torch.cat([pairs, torch.arange(turned, self.head_dim).view(2, -1)], 1).flatten()
 
 
-@dataclass(frozen=True, slots=True)
-class GatedFeed:
-    """down(activation(gate) * up); with `joined` the checkpoint has gate and up in one matrix, `gate_up_proj`.
-
-    `norm`: of what `down` reads, `ffn_sub_norm`.
-    `scales`: what the gate, before its activation, and the result are multiplied by.
-    """
-
-    inner: int
-    activation: str
-    bias: bool = False
-    joined: bool = False
-    scales: tuple[float, float] = (1.0, 1.0)
-    norm: NormForm | None = None
-
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        names = {"gate_up_proj": 2 * self.inner} if self.joined else dict.fromkeys(("gate_proj", "up_proj"), self.inner)
-        found = matrix_shapes("down_proj", width, self.inner, has_bias=self.bias)
-        for name, size in names.items():
-            found |= matrix_shapes(name, size, width, has_bias=self.bias)
-        return found | (self.norm.shapes("ffn_sub_norm.", self.inner) if self.norm is not None else {})
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.inner}
-
-
-@dataclass(frozen=True, slots=True)
-class PlainFeed:
-    """down(activation(up)); `names` are those of both matrices."""
-
-    inner: int
-    activation: str
-    bias: bool = False
-    names: tuple[str, str] = ("up_proj", "down_proj")
-
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        up, down = self.names
-        found = matrix_shapes(up, self.inner, width, has_bias=self.bias) | LEARNED.get(self.activation, {})
-        return found | matrix_shapes(down, width, self.inner, has_bias=self.bias)
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.inner}
-
-
-# By the names of activations that have weights: their shapes.
-LEARNED: dict[str, Shapes] = {
-    "xielu": {"act_fn.alpha_p": (1,), "act_fn.alpha_n": (1,), "act_fn.beta": (), "act_fn.eps": ()}
-}
-
 # Names of a layer's norms: before the mixer, of what the mixer gives, before the feed-forward, of what that gives.
 Norms = tuple[str | None, str | None, str | None, str | None]
 TWO_NORMS: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -302,6 +268,7 @@ class Layer:
         scale: what both results are multiplied by before they are added.
         normed_sums: the norms of results are of the sums of x and the results.
         names: of the mixer and of the feed-forward.
+        around: what the layer is a part of, with the same rows (`gemma.py`).
     """
 
     mixer: Mixer
@@ -311,17 +278,19 @@ class Layer:
     scale: float = 1.0
     normed_sums: bool = False
     names: tuple[str, str] = ("self_attn", "mlp")
+    around: LayerPart | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether results are added as they are, one after the other."""
-        return self.scale == 1 and not self.parallel and not self.normed_sums
+        return self.scale == 1 and not self.parallel and not self.normed_sums and self.around is None
 
     @property
     def parts(self) -> tuple[tuple[str, LayerPart], ...]:
-        """Mixer and feed-forward, by name."""
+        """Mixer, feed-forward and what is around them, by name."""
         mixer, feed = self.names
-        return ((mixer, self.mixer), *([] if self.feed is None else [(feed, self.feed)]))
+        others = (feed, self.feed), ("around", self.around)
+        return ((mixer, self.mixer), *((name, part) for name, part in others if part is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +328,7 @@ class Architecture:
         names: regular expressions for names of weights in a checkpoint, with what they become.
         transposed: the checkpoint has the matrices of layers as `[inputs, outputs]`.
         wide: hidden states between layers are float32.
+        per_layer: what each layer is given of a token's embedding (`gemma.py`).
     """
 
     layers: tuple[Layer, ...]
@@ -378,6 +348,7 @@ class Architecture:
     names: tuple[tuple[str, str], ...] = ()
     transposed: bool = False
     wide: bool = False
+    per_layer: LayerPart | None = None
 
     @property
     def is_aligned(self) -> bool:
@@ -420,6 +391,8 @@ class Architecture:
             found["lm_head.weight"] = self.vocab_size, size
         if self.head_bias:
             found["lm_head.bias"] = (self.vocab_size,)
+        if self.per_layer is not None:
+            found |= {f"model.per_layer.{key}": shape for key, shape in self.per_layer.shapes(self.width).items()}
         for number, layer in enumerate(self.layers):
             at = f"model.layers.{number}."
             for name in filter(None, layer.norms):

@@ -73,18 +73,16 @@ class GroupedAttention(nn.Module):
             matmul.outputs_order = orders.get("qkv_proj")  # adapters ask for it
             self.qkv_proj = matmul
         else:
-            sizes = dict(zip(("q_proj", "k_proj", "v_proj"), layer.sizes, strict=True))
-            if layer.gate is not None and layer.gate.name is not None:
-                sizes[layer.gate.name] = layer.gates
-            elif layer.gate is not None:
-                sizes["q_proj"] *= 2
+            if layer.gate is not None and layer.gate.name is None:
                 orders["q_proj"] = _gates_last(orders.get("q_proj"), layer.heads, layer.head_dim)
-            join(self, weights, sizes, inputs, has_bias=layer.qkv_bias, orders=orders)
+            join(self, weights, layer.firsts, inputs, has_bias=layer.qkv_bias, orders=orders)
         out = weights.matrix({layer.out_name: width}, layer.sizes[0], has_bias=layer.out_bias)
         setattr(self, layer.out_name, out)
         if layer.norm is not None:
-            for name, heads in zip(layer.norm.names, (layer.heads, layer.kv_heads), strict=True):
+            for name, heads in layer.normed.items():
                 setattr(self, name, norm_of_heads(layer.norm, weights, name, heads, layer.head_dim, layer.order()))
+        if layer.value_norm is not None and layer.source is None:
+            self.v_norm = norm_of(layer.value_norm, weights, "v_norm", layer.head_dim)
         self.attn_sub_norm: nn.Module | None = None
         if layer.out_norm is not None:
             self.attn_sub_norm = norm_of(layer.out_norm, weights, "attn_sub_norm", layer.sizes[0])
@@ -104,28 +102,27 @@ class GroupedAttention(nn.Module):
         return cast("nn.Module", self._modules[self.layer.out_name])
 
     @property
-    def norms(self) -> tuple[nn.Module, nn.Module] | None:
-        """Of queries and of keys."""
-        norm = self.layer.norm
-        if norm is None:
-            return None
-        query, key = (cast("nn.Module", self._modules[name]) for name in norm.names)
-        return query, key
+    def norms(self) -> tuple[nn.Module, ...]:
+        """Of queries, of keys and of values, as far as there are some."""
+        found = map(self._modules.get, (*self.layer.normed, "v_norm"))
+        return tuple(norm for norm in found if norm is not None)
 
     @property
     def joined_norms(self) -> tuple[WeightAndEps, WeightAndEps] | tuple[None, None] | None:
         """The norms as our C applies them while it rotates, two None where there are none; None for another kind."""
         norm, norms = self.layer.norm, self.norms
-        if norm is None or norms is None:
+        if norm is None:
             return None, None
-        query, key = norms
-        fits = norm.extent == "head" and not norm.turned
-        return (query.parts, key.parts) if fits and isinstance(query, RMSNorm) and isinstance(key, RMSNorm) else None
+        parts = [norm.parts for norm in norms if isinstance(norm, RMSNorm)]
+        fits = norm.extent == "head" and not norm.turned and len(norms) == len(parts) == 2
+        return (parts[0], parts[1]) if fits else None
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
         """`[1, T, width]`, and cos and sin `[1, T, head_dim]` -> `[1, T, width]`."""
         layer, arena = self.layer, ragged.arena
         projected, gates = self._gates_apart(self.matmul(x)[0])
+        if layer.same_values:
+            projected = torch.cat([projected, projected[:, layer.sizes[0] :]], -1)
         if layer.clip is not None:
             projected = projected.clamp(-layer.clip, layer.clip)
         query = self._write(projected, rotary, ragged)
@@ -163,6 +160,8 @@ class GroupedAttention(nn.Module):
         if norms is None and layer.norm is not None and not layer.norm.turned:
             projected, norms = self._normed(projected), (None, None)
         k, v, rows = ragged.arena.k[number], ragged.arena.v[number], ragged.batch.kv_rows
+        if layer.source is not None:
+            k, v = k[:, :0], v[:, :0]
         if self.ops is not None and norms is not None:
             scaled = SCALE_BYTES if is_rounded(k) else 0
             return self.ops.rotate_and_write(projected, cos[0], sin[0], rows, k, v, *self._norms_of_kernels(), scaled)
@@ -174,10 +173,9 @@ class GroupedAttention(nn.Module):
         query, key, value = self._heads(projected)
         signed = ragged.batch.once(("sin", sin), partial(signed_halves, sin))
         turned = rotated(torch.cat([query, key], 1), cos, signed)
-        query, key = cast("tuple[Tensor, Tensor]", turned.split([layer.heads, layer.kv_heads], 1))
+        query, key = cast("tuple[Tensor, Tensor]", turned.tensor_split([layer.heads], 1))
         if layer.norm is not None and layer.norm.turned:
-            both = cast("tuple[nn.Module, nn.Module]", self.norms)
-            query, key = both[0](query), both[1](key)
+            query, key = (norm(x) for norm, x in zip(self.norms, (query, key), strict=True))
         ragged.arena.write(number, ragged.batch.kv_rows, key, value)
         return query
 
@@ -185,26 +183,23 @@ class GroupedAttention(nn.Module):
         """Weights and eps of the norms that a kernel applies while it rotates."""
         if not self.joined_norms or self.joined_norms == (None, None):
             return None, 0.0
-        (query, eps), (key, _) = (cast("RMSNorm", norm).for_kernels for norm in self.norms or ())
+        (query, eps), (key, _) = (cast("RMSNorm", norm).for_kernels for norm in self.norms)
         return (query, key), eps
 
     def _normed(self, projected: Tensor) -> Tensor:
-        """With normed queries and keys."""
+        """With normed queries, keys and values."""
         layer = self.layer
         assert layer.norm is not None
-        assert self.norms is not None
-        if layer.norm.extent == "all":
-            query, key, value = projected.split(layer.sizes, -1)
-        else:
-            query, key, value = self._heads(projected)
-        normed = [norm(x).reshape(len(x), -1) for norm, x in zip(self.norms, (query, key), strict=True)]
-        return torch.cat([*normed, value.reshape(len(value), -1)], -1)
+        parts = [*projected.split(layer.sizes, -1)] if layer.norm.extent == "all" else [*self._heads(projected)]
+        for index, norm in enumerate(self.norms):
+            parts[index] = norm(parts[index])
+        return torch.cat([part.flatten(1) for part in parts], -1)
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, ...]:
         """`[T, heads, head_dim]` each."""
         layer = self.layer
         heads = projected.unflatten(-1, (-1, layer.head_dim))
-        parts: tuple[Tensor, ...] = heads.split([layer.heads, layer.kv_heads, layer.kv_heads], 1)
+        parts: tuple[Tensor, ...] = heads.split([size // layer.head_dim for size in layer.sizes], 1)
         return parts
 
     def _native_for(self, projected: Tensor, cos: Tensor, ragged: Ragged) -> Rows | None:

@@ -18,10 +18,19 @@ from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
 from engine.machine.threads import most_threads
-from engine.model.decoder.architecture import Architecture, AttentionLayer, GatedFeed, PlainFeed
+from engine.model.decoder.architecture import Architecture, AttentionLayer
 from engine.model.decoder.attention import GroupedAttention
 from engine.model.decoder.experts import Experts, MixtureMLP
-from engine.model.decoder.feed_forward import GatedMLP, PlainMLP
+from engine.model.decoder.feed_forward import GatedFeed, GatedMLP, PlainFeed, PlainMLP
+from engine.model.decoder.gemma import (
+    NormedExperts,
+    NormedMixture,
+    PerLayerEmbeddings,
+    ScaledLayer,
+    ScaledSums,
+    StreamedLayer,
+    Streams,
+)
 from engine.model.decoder.hybrids import (
     BesideLayer,
     ConvLayer,
@@ -83,6 +92,9 @@ class DecoderModel(nn.Module):
             setattr(trunk, name, norm_of(made.norm, weights, name, width) if is_there else None)
         for name, inputs in (("project_in", size), ("project_out", size and width)):
             setattr(trunk, name, None if inputs is None else weights.matrix([name], inputs, has_bias=False))
+        trunk.per_layer = None
+        if made.per_layer is not None:
+            trunk.per_layer = PerLayerEmbeddings(cast("Any", made.per_layer), width, weights.below("per_layer."))
         if made.positions is not None and made.positions.waves is not None:
             trunk.embed_positions = Embedding(
                 _waves(made.positions.waves, made.positions.rows, width).to(weights.dtype), None
@@ -156,11 +168,14 @@ class DecoderModel(nn.Module):
         ragged = replace(ragged, embedded=hidden)
         tables = [rotation(position_ids[0], self.dtype) for rotation in self.rotations]
         turned = [tables[which] for which in self._which[: len(trunk.layers)]]
+        beside = None
+        if trunk.per_layer is not None:
+            beside, hidden = trunk.per_layer(input_ids, hidden), trunk.per_layer.spread(hidden)
         has_readers = any(FINAL in tap.places for tap in trunk.layers.taps)
         if self._joins_sums:
             normed = trunk.layers.in_sums(hidden, turned, ragged, trunk.norm)
         else:
-            hidden = trunk.layers.run(hidden, turned, ragged)
+            hidden = trunk.layers.run(hidden, turned, ragged, beside)
             normed = self._final(hidden) if has_readers else None
         if normed is not None:
             trunk.layers.keep(FINAL, normed[0])
@@ -181,6 +196,8 @@ class DecoderModel(nn.Module):
 
     def _final(self, hidden: Tensor) -> Tensor:
         """What the output matrix reads: `[1, T, width]` -> `[1, T, width]`."""
+        if self.model.per_layer is not None:
+            hidden = self.model.per_layer.merge(hidden)
         return _through(self.model.project_out, _through(self.model.norm, hidden))
 
 
@@ -232,6 +249,9 @@ class DecoderLayer(nn.Module):
             setattr(self, feed, _FEEDS[type(layer.feed)](layer.feed, width, weights.below(f"{feed}.")))
         for name in filter(None, layer.norms):
             setattr(self, name, norm_of(architecture.norm, weights, name, width))
+        self.around: nn.Module | None = None
+        if layer.around is not None:
+            self.around = _AROUND[type(layer.around)](layer.around, width, weights.below("around."))
 
     @property
     def mixer(self) -> Any:
@@ -261,8 +281,14 @@ class DecoderLayer(nn.Module):
         """Whether a part begins with a matmul that reads 8-bit floats."""
         return isinstance(getattr(part, "matmul", None), Fp8Linear)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
-        """`[1, T, width]` -> `[1, T, width]`."""
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged, beside: Tensor | None = None) -> Tensor:
+        """`[1, T, width]` -> `[1, T, width]`; `beside`: see `Stack.run`."""
+        if self.around is None:
+            return self.sums(x, rotary, ragged)
+        return cast("Tensor", self.around(self, x, rotary, ragged, beside))
+
+    def sums(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+        """With what the mixer and the feed-forward make of it."""
         layer, feed = self.layer, self.feed
         first, after_mixer, second, after_feed = self.norms
         normed = _through(first, x.to(self.dtype))  # between layers it may be float32
@@ -294,7 +320,13 @@ _MIXERS: dict[type, Callable[..., nn.Module]] = {
     LatentLayer: LatentAttention,
     SharedLayer: Shared,
 }
-_FEEDS: dict[type, Callable[..., nn.Module]] = {GatedFeed: GatedMLP, PlainFeed: PlainMLP, Experts: MixtureMLP}
+_FEEDS: dict[type, Callable[..., nn.Module]] = {
+    GatedFeed: GatedMLP,
+    PlainFeed: PlainMLP,
+    Experts: MixtureMLP,
+    NormedExperts: NormedMixture,
+}
+_AROUND: dict[type, Callable[..., nn.Module]] = {ScaledSums: ScaledLayer, Streams: StreamedLayer}
 
 
 def _through(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.kernels import reference
-from engine.model.decoder.architecture import GatedFeed, PlainFeed, Shapes
-from engine.model.decoder.feed_forward import GatedMLP, PlainMLP
+from engine.model.decoder.architecture import Shapes
+from engine.model.decoder.feed_forward import GatedFeed, GatedMLP, PlainFeed, PlainMLP
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
 from engine.model.linear.experts import RoutedExperts, StackedExperts
@@ -157,7 +157,7 @@ class MixtureMLP(nn.Module):
     def __init__(self, feed: Experts, width: int, weights: WeightReader) -> None:
         super().__init__()
         self.feed, router, count, size = feed, feed.router, feed.router.experts, feed.latent or width
-        self.router = _RowProducts(weights, router.name, count, width, has_bias=router.bias)
+        self.router = RowProducts(weights, router.name, count, width, has_bias=router.bias)
         self.correction: Tensor | None
         correction = None if router.correction is None else weights.floats(router.correction).float().view(-1)
         self.register_buffer("correction", correction, persistent=False)
@@ -176,7 +176,7 @@ class MixtureMLP(nn.Module):
             below = weights.below(f"{feed.shared_name}.")
             shared = PlainMLP(feed.shared, width, below) if isinstance(feed.shared, PlainFeed) else None
             setattr(self, feed.shared_name, shared or GatedMLP(cast("GatedFeed", feed.shared), width, below))
-        gate = None if feed.shared_gate is None else _RowProducts(weights, feed.shared_gate, 1, width, has_bias=False)
+        gate = None if feed.shared_gate is None else RowProducts(weights, feed.shared_gate, 1, width, has_bias=False)
         self.shared_gate = gate
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
@@ -199,7 +199,7 @@ class MixtureMLP(nn.Module):
         return cast("Tensor", made).view_as(x)
 
 
-class _RowProducts(nn.Module):
+class RowProducts(nn.Module):
     """A small matrix of floats that is not rounded; a row's products depend on no other row."""
 
     def __init__(self, weights: WeightReader, name: str, outputs: int, inputs: int, *, has_bias: bool) -> None:

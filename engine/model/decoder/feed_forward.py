@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.kernels.args import Fp8Rows
-from engine.model.decoder.architecture import LEARNED, GatedFeed, PlainFeed
+from engine.model.decoder.architecture import NormForm, Shapes, matrix_shapes
 from engine.model.decoder.attention import join
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.ops import LayerOps
@@ -21,6 +22,62 @@ from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.low_rank import add_products
 from engine.native import rows_for
 from engine.native.rows import GELU_TANH, SILU, Activation
+
+
+@dataclass(frozen=True, slots=True)
+class GatedFeed:
+    """down(activation(gate) * up); with `joined` the checkpoint has gate and up in one matrix, `gate_up_proj`.
+
+    `norm`: of what `down` reads, `ffn_sub_norm`.
+    `scales`: what the gate, before its activation, and the result are multiplied by.
+    `deviations`: so many standard deviations above their mean gates begin to count: others become 0.
+    """
+
+    inner: int
+    activation: str
+    bias: bool = False
+    joined: bool = False
+    scales: tuple[float, float] = (1.0, 1.0)
+    norm: NormForm | None = None
+    deviations: float | None = None
+
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`."""
+        names = {"gate_up_proj": 2 * self.inner} if self.joined else dict.fromkeys(("gate_proj", "up_proj"), self.inner)
+        found = matrix_shapes("down_proj", width, self.inner, has_bias=self.bias)
+        for name, size in names.items():
+            found |= matrix_shapes(name, size, width, has_bias=self.bias)
+        return found | (self.norm.shapes("ffn_sub_norm.", self.inner) if self.norm is not None else {})
+
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        return {self.inner}
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFeed:
+    """down(activation(up)); `names` are those of both matrices."""
+
+    inner: int
+    activation: str
+    bias: bool = False
+    names: tuple[str, str] = ("up_proj", "down_proj")
+
+    def shapes(self, width: int) -> Shapes:
+        """See `LayerPart`."""
+        up, down = self.names
+        found = matrix_shapes(up, self.inner, width, has_bias=self.bias) | LEARNED.get(self.activation, {})
+        return found | matrix_shapes(down, width, self.inner, has_bias=self.bias)
+
+    def row_sizes(self) -> set[int]:
+        """See `LayerPart`."""
+        return {self.inner}
+
+
+# By the names of activations that have weights: their shapes.
+LEARNED: dict[str, Shapes] = {
+    "xielu": {"act_fn.alpha_p": (1,), "act_fn.alpha_n": (1,), "act_fn.beta": (), "act_fn.eps": ()}
+}
 
 
 class SquaredReLU(nn.Module):
@@ -94,7 +151,7 @@ class GatedMLP(nn.Module):
         self.ffn_sub_norm: nn.Module | None = None
         if feed.norm is not None:
             self.ffn_sub_norm = norm_of(feed.norm, weights, "ffn_sub_norm", feed.inner)
-        is_plain = feed.scales == (1.0, 1.0) and feed.norm is None
+        is_plain = feed.scales == (1.0, 1.0) and feed.norm is None and feed.deviations is None
         self._name = _IN_KERNELS.get(feed.activation) if is_plain else None
         self.activation: Activation | None = None if self._name is None else _IN_C[self._name]
         self.act_fn = RowWise(ACTIVATIONS[feed.activation]())
@@ -118,6 +175,8 @@ class GatedMLP(nn.Module):
             before, after = self.feed.scales
             if before != 1:
                 gate = gate * before
+            if self.feed.deviations is not None:
+                gate = _largest(gate, self.feed.deviations)
             gated = self.act_fn(gate) * up
             made: Tensor = down(gated if self.ffn_sub_norm is None else self.ffn_sub_norm(gated))
             return made if after == 1 else made * after
@@ -127,6 +186,14 @@ class GatedMLP(nn.Module):
             add_products(down, lambda: native.gate(rows, bend), out)
             return out.view(*x.shape)
         return cast("Tensor", down(native.gate(rows, bend).view(*x.shape[:-1], -1)))
+
+
+def _largest(x: Tensor, deviations: float) -> Tensor:
+    """How far each number is above the mean of its row and so many standard deviations, or 0."""
+    wide = x.float()
+    mean = wide.mean(-1, keepdim=True)
+    spread = (wide - mean).square().mean(-1, keepdim=True).sqrt()
+    return F.relu(wide - (mean + spread * deviations)).to(x.dtype)
 
 
 class PlainMLP(nn.Module):

@@ -73,4 +73,5 @@ def _stays(name: str) -> bool:
     """Whether a matrix is never rounded: it chooses experts, is one row, or expands latents (`kv/latent.py`)."""
     path = name.removesuffix(".weight")
     is_router = any(part in _ROUTERS for part in path.split(".")[-2:])
-    return is_router or path.endswith(("_gate", "kv_b_proj", "_bias", "embed_positions"))
+    small = "expert_gate", "kv_b_proj", "_bias", "embed_positions", "_coefs", "modality_router"
+    return is_router or path.endswith(small)

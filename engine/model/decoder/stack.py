@@ -39,17 +39,24 @@ class Stack(nn.ModuleList):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": None, "taps": ()}  # a copy has its own arena, and nobody reads it
 
-    def run(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
-        """Run all layers `[1, T, width]` -> `[1, T, width]`; `rotary` has cos and sin for each."""
+    def run(
+        self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
+    ) -> Tensor:
+        """Run all layers `[1, T, width]` -> `[1, T, width]`; `rotary` has cos and sin for each.
+
+        `beside`: what each layer reads beside its hidden state, in families that have it.
+        """
         if self.serves(hidden_states, rotary, ragged):
             return self.at_once(hidden_states, rotary, ragged)
-        return self.one_by_one(hidden_states, rotary, ragged)
+        return self.one_by_one(hidden_states, rotary, ragged, beside)
 
-    def one_by_one(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
+    def one_by_one(
+        self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
+    ) -> Tensor:
         """Run layer after layer."""
         for place, (layer, each) in enumerate(zip(self, rotary, strict=True)):
             self.keep(place, hidden_states[0])
-            hidden_states = layer(hidden_states, each, ragged)
+            hidden_states = layer(hidden_states, each, ragged, None if beside is None else beside[place])
         self.keep(len(self), hidden_states[0])
         return hidden_states
 
@@ -133,6 +140,8 @@ def _parts(module: nn.Module) -> LayerParts | None:
         and attention.layer.clip is None
         and attention.attn_sub_norm is None
         and attention.layer.gate is None
+        and not attention.layer.same_values
+        and attention.layer.source is None
         and spec.chunk is None
         and spec.sinks is None
     )

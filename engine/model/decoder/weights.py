@@ -168,6 +168,11 @@ class WeightReader:
                 biases[index] = None if bias is None else bias[orders[name]]
         return self._floats(weights, biases, None)
 
+    def table(self, name: str, scale: float) -> nn.Module:
+        """A table of vectors, which are multiplied by `scale`."""
+        whole = f"{self.path}{name}.weight"
+        return self._table(whole, self.weights[whole], None, scale)
+
     def head_and_table(self, architecture: Architecture) -> tuple[nn.Module, nn.Module]:
         """The output matrix, whose products are float32, and the table of embeddings."""
         scale = architecture.embedding_scale
@@ -184,17 +189,17 @@ class WeightReader:
             else self._floats([head], [bias], torch.float32)
         )
         codes = replace(made.codes, bias=None) if is_shared and isinstance(made, GroupedLinear) else None
-        return made, self._table(table, codes, scale)
+        return made, self._table(TABLE, table, codes, scale)
 
-    def _table(self, table: Tensor | Codes, shared: GroupedCodes | None, scale: float | None) -> nn.Module:
-        """The table of embeddings; `shared` are the codes of a head that has the same weights."""
+    def _table(self, name: str, table: Tensor | Codes, shared: GroupedCodes | None, scale: float | None) -> nn.Module:
+        """A table of embeddings; `shared` are the codes of a head that has the same weights."""
         place = Embedding(torch.empty(table.shape, device="meta"), scale)
         if self._keeps(table) and hasattr(table, "embedding"):
             return cast("nn.Module", cast("Any", table).embedding(place, self.dtype))
         if self.rounded is None:
             return Embedding(self._plain(table), scale)
         weight = table if isinstance(table, Tensor) else self._plain(table)
-        codes = shared or self._rounded(TABLE, weight, bits_of(self.rounded, "", weight))
+        codes = shared or self._rounded(name, weight, bits_of(self.rounded, "", weight))
         return CodedEmbedding.of(codes, place, self.dtype)
 
     def _keeps(self, weight: Tensor | Codes) -> bool:

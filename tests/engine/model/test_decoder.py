@@ -91,6 +91,13 @@ _LFM3 = {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 9, "layer_typ
 _LFM3 |= {"layer_types": ["conv", "full_attention", "sliding_attention"], "conv_L_cache": 4}
 _ZAMBA = {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]}
 _ZAMBA |= {"hidden_size": 32, "mamba_d_state": 16, "num_key_value_heads": 4}
+_GEMMA = _WINDOWS | {
+    "num_hidden_layers": 4, "layer_types": _WINDOWS["layer_types"] * 2, "num_kv_shared_layers": 2, "head_dim": 16,
+    "global_head_dim": 32, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": zoo.VOCAB,
+}  # fmt: skip
+_BESIDE = _SIX | _WINDOWS | {
+    "head_dim": 16, "global_head_dim": 32, "num_experts": 6, "top_k_experts": 2, "enable_moe_block": True,
+}  # fmt: skip
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 80}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -166,6 +173,17 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "gemma": [{"head_dim": 16}],
     "gemma2": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
     "gemma3_text": [{"head_dim": 16, "query_pre_attn_scalar": 7} | _WINDOWS],
+    "gemma3n_text": [
+        _GEMMA
+        | {"laurel_rank": 16, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.3]}
+        | {"intermediate_size": [80, 64, 80, 48]},
+    ],
+    "gemma4_text": [
+        _BESIDE | {"hidden_size_per_layer_input": 0, "attention_bias": True, "final_logit_softcapping": 5.0},
+        _GEMMA | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_double_wide_mlp": True},
+        _BESIDE | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": zoo.VOCAB, "top_k_experts": 3},
+    ],
+    "gemma4_unified_text": [_GEMMA | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}],
     "glm": [{"head_dim": 16}, {"head_dim": 8, "attention_bias": False} | _PARTLY],
     "glm4": [{"head_dim": 16} | _PARTLY],
     "glm4_moe": [_GROUPS | {"head_dim": 16, "use_qk_norm": True}, _GROUPS | {"head_dim": 16, "attention_bias": True}],
@@ -350,6 +368,33 @@ def test_every_family_has_a_case() -> None:
     assert CASES.keys() == FAMILIES.keys() - {"mllama_text_model"}, "which is the model of `mllama`"
 
 
+def test_a_token_beyond_the_table_of_vectors_has_its_first_row() -> None:
+    """Releases of transformers before 5.24 raise an error there."""
+    model = _model("gemma3n_text", CASES["gemma3n_text"][0])
+    table = model.get_decoder().embed_tokens_per_layer
+    with torch.no_grad():
+        table.weight[90:] = table.weight[0]
+    want = _runner(zoo.as_served(model)).forward([feed(_FIRST, range(30), 0, 30)])
+    table.weight, model.config.vocab_size_per_layer_input = nn.Parameter(table.weight[:90]), 90
+    assert max(_FIRST) >= 90
+    assert torch.equal(_runner(zoo.as_served(model)).forward([feed(_FIRST, range(30), 0, 30)]), want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gemma3n_text", {"altup_active_idx": 1}),
+        ("gemma3n_text", {"altup_correct_scale": False}),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}),
+        ("gemma4_unified_text", {"hidden_activation": "sigmoid"}),
+    ],
+)
+def test_what_the_table_lacks_is_left_to_transformers(kind: str, more: dict[str, Any]) -> None:
+    known = CASES[kind][0]
+    assert architecture_for(zoo.config_of(kind, **known)) is not None
+    assert architecture_for(zoo.config_of(kind, **known | more)) is None
+
+
 _EACH = pytest.mark.parametrize(("kind", "more"), [(kind, more) for kind, several in CASES.items() for more in several])
 
 
@@ -360,10 +405,12 @@ def _model(kind: str, more: dict[str, Any], *, is_soft: bool = False) -> PreTrai
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * (0.1 if name.endswith("bias") else 0.3))
-            elif is_soft:
+            # The scores of these two have no scale.
+            is_sharp = kind.startswith(("gemma3n", "gemma4")) and name.endswith("q_norm.weight")
+            if is_soft and (parameter.ndim > 1 or is_sharp):
                 parameter.mul_(0.3)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     return model
 
@@ -444,8 +491,8 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_the_log_says_so_once(cap
 
 
 _IN_FOLDERS = """
-aria_text bailing_hybrid dbrx deepseek_v3 ernie4_5_moe gpt_oss granitemoeshared hy_v3 kimi_linear kolibri1 laguna
-lara_mini lfm3 llama4_text minimax_m2 mixtral mllama nemotron_h olmo_hybrid phimoe sarvam_moe zamba zamba2
+aria_text bailing_hybrid dbrx deepseek_v3 ernie4_5_moe gemma4_text gpt_oss granitemoeshared hy_v3 kimi_linear kolibri1
+laguna lara_mini lfm3 llama4_text minimax_m2 mixtral mllama nemotron_h olmo_hybrid phimoe sarvam_moe zamba zamba2
 """
 
 

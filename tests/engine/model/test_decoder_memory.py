@@ -20,9 +20,9 @@ from tests import zoo
 
 OF_TABLE = [family for family in zoo.EVERY_FAMILY if architecture_for(zoo.family_config(family)) is not None]
 # Which keep vectors that follow from their weights beside them, or have norms without weights.
-_MORE = {"falcon-h1", "granite-4", "llama-4", "mamba-2", "nemotron-h", "qwen-3-next", "qwen-3.5"}
+_MORE = {"falcon-h1", "gemma-3n", "gemma-4", "granite-4", "llama-4", "mamba-2", "nemotron-h", "qwen-3-next", "qwen-3.5"}
 _NO_WEIGHTS = re.compile(
-    r"\.arrived$|embed_tokens\.(embed_)?scale$|^rotations"
+    r"\.arrived$|embed_tokens(_per_layer)?\.(embed_)?scale$|^rotations"
 )  # of passes, single numbers, rotary tables
 
 
@@ -32,8 +32,8 @@ def test_floats_take_what_they_take_in_transformers_module(family: str, dtype: t
     config = zoo.family_config(family)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
-    numbers = sum(weight.numel() for weight in (*model.parameters(), *corrections))
+    loaded = [x for name, x in model.named_buffers() if name.endswith(("correction_bias", "layer_scalar"))]
+    numbers = sum(weight.numel() for weight in (*model.parameters(), *loaded))
     assert num_bytes(architecture_for(config), dtype, "native", {}) == numbers * dtype.itemsize
 
 

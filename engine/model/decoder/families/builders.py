@@ -8,18 +8,15 @@ from typing import Any
 
 from engine.attention.spec import AttentionSpec
 from engine.model.decoder.architecture import (
-    LEARNED,
     Architecture,
     AttentionLayer,
-    GatedFeed,
     HeadNorm,
     Layer,
     LayerPart,
     Mixer,
     NormForm,
-    PlainFeed,
 )
-from engine.model.decoder.feed_forward import ACTIVATIONS
+from engine.model.decoder.feed_forward import ACTIVATIONS, LEARNED, GatedFeed, PlainFeed
 from engine.model.decoder.rotary import RotaryTable
 
 FULL, SLIDING = "full_attention", "sliding_attention"

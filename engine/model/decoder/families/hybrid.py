@@ -12,7 +12,6 @@ from engine.model.decoder.architecture import (
     TWO_NORMS,
     Architecture,
     AttentionLayer,
-    GatedFeed,
     HeadGate,
     HeadNorm,
     Layer,
@@ -34,6 +33,7 @@ from engine.model.decoder.families.mixtures import (
     sparse_steps,
     with_experts,
 )
+from engine.model.decoder.feed_forward import GatedFeed
 from engine.model.decoder.hybrids import (
     BesideLayer,
     ConvLayer,

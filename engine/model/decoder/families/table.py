@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.model.decoder.architecture import (
-    FOUR_NORMS,
     NORMS_AFTER,
     Architecture,
     HeadNorm,
@@ -35,6 +34,7 @@ from engine.model.decoder.families.builders import (
     with_windows,
 )
 from engine.model.decoder.families.dense import DENSE
+from engine.model.decoder.families.gemma import GEMMA
 from engine.model.decoder.families.hybrid import HYBRIDS
 from engine.model.decoder.families.mixtures import MIXTURES
 from engine.model.decoder.families.sparse import SPARSE
@@ -201,35 +201,6 @@ def _stablelm(config: Any) -> Architecture | None:
     return decoder(config, mixer, gated(config, bias=False), layer, norm=norm)
 
 
-def _gemma(config: Any) -> Architecture | None:
-    if getattr(config, "use_bidirectional_attention", None):
-        return None
-    norm = NormForm(config.rms_norm_eps, plus_one=True)
-    scale = config.hidden_size**0.5
-    return decoder(config, grouped(config), gated(config, bias=False), norm=norm, embedding_scale=scale)
-
-
-def _gemma2(config: Any) -> Architecture | None:
-    made = _gemma(config)
-    if made is None:
-        return None
-    spec = AttentionSpec(config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping)
-    made = with_attention(made, [{"spec": spec} for _ in made.layers])
-    layers = tuple(replace(layer, norms=FOUR_NORMS) for layer in made.layers)
-    return with_windows(config, replace(made, layers=layers, softcap=config.final_logit_softcapping))
-
-
-def _vaultgemma(config: Any) -> Architecture | None:
-    made, norms = _gemma2(config), (FOUR_NORMS[0], None, FOUR_NORMS[2], None)
-    return made and replace(made, layers=tuple(replace(layer, norms=norms) for layer in made.layers))
-
-
-def _gemma3(config: Any) -> Architecture | None:
-    """Norms of heads, and rotary positions of their own in layers with a window."""
-    made = _gemma2(config)
-    return made and of_kinds(config, with_attention(made, [{"norm": HeadNorm(made.norm)} for _ in made.layers]))
-
-
 _EXAONE = (
     (r"^transformer\.wte\.", "model.embed_tokens."),
     (r"^transformer\.h\.", "model.layers."),
@@ -252,9 +223,6 @@ FAMILIES: dict[str, Callable[[Any], Architecture | None]] = (
         "ernie4_5": _ernie,
         "exaone": _exaone,
         "exaone4": _exaone4,
-        "gemma": _gemma,
-        "gemma2": _gemma2,
-        "gemma3_text": _gemma3,
         "glm": _glm,
         "glm4": _glm4,
         "granite": _granite,
@@ -277,9 +245,9 @@ FAMILIES: dict[str, Callable[[Any], Architecture | None]] = (
         "smollm3": _smollm3,
         "stablelm": _stablelm,
         "starcoder2": _starcoder2,
-        "vaultgemma": _vaultgemma,
     }
     | DENSE
+    | GEMMA
     | HYBRIDS
     | MIXTURES
     | SPARSE

@@ -46,7 +46,8 @@ ATTENDING = {
     "gpt-oss": ["q_proj", "v_proj"],  # sinks
     "deepseek-v3": ["q_a_proj", "o_proj"],  # keys and values stay latent
     "deepseek-v2": ["kv_b_proj"],  # they are expanded: the adapter changes what expands them
-    "gemma-4": ["q_proj", "o_proj"],  # the last layers read the keys and values of earlier ones
+    # The last layers read the keys and values of earlier ones; some keys are values.
+    "gemma-4": ["q_proj", "k_proj", "o_proj", "per_layer_projection"],
 }  # fmt: skip
 
 

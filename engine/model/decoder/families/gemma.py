@@ -1,0 +1,179 @@
+"""The Gemma families. As in `table.py`, what the table does not have gives None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.attention.spec import AttentionSpec
+from engine.model.decoder.architecture import (
+    FOUR_NORMS,
+    Architecture,
+    AttentionLayer,
+    HeadNorm,
+    Layer,
+    NormForm,
+)
+from engine.model.decoder.experts import Router
+from engine.model.decoder.families.builders import (
+    FULL,
+    SLIDING,
+    decoder,
+    gated,
+    grouped,
+    of_kinds,
+    with_attention,
+    with_windows,
+)
+from engine.model.decoder.feed_forward import GatedFeed
+from engine.model.decoder.gemma import LayerVectors, NormedExperts, ScaledSums, Streams
+from engine.model.decoder.rotary import RotaryTable
+from engine.native.experts import ExpertGate
+from engine.native.rows import GELU_TANH
+
+
+def _gemma(config: Any) -> Architecture | None:
+    if getattr(config, "use_bidirectional_attention", None):
+        return None
+    norm = NormForm(config.rms_norm_eps, plus_one=True)
+    scale = config.hidden_size**0.5
+    return decoder(config, grouped(config), gated(config, bias=False), norm=norm, embedding_scale=scale)
+
+
+def _gemma2(config: Any) -> Architecture | None:
+    made = _gemma(config)
+    if made is None:
+        return None
+    spec = AttentionSpec(config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping)
+    made = with_attention(made, [{"spec": spec} for _ in made.layers])
+    layers = tuple(replace(layer, norms=FOUR_NORMS) for layer in made.layers)
+    return with_windows(config, replace(made, layers=layers, softcap=config.final_logit_softcapping))
+
+
+def _vaultgemma(config: Any) -> Architecture | None:
+    made, norms = _gemma2(config), (FOUR_NORMS[0], None, FOUR_NORMS[2], None)
+    return made and replace(made, layers=tuple(replace(layer, norms=norms) for layer in made.layers))
+
+
+def _gemma3(config: Any) -> Architecture | None:
+    """Norms of heads, and rotary positions of their own in layers with a window."""
+    made = _gemma2(config)
+    return made and of_kinds(config, with_attention(made, [{"norm": HeadNorm(made.norm)} for _ in made.layers]))
+
+
+def _sources(config: Any) -> list[int | None]:
+    """Whose keys and values each layer reads: the last layers read those of the last one of their kind before them.
+
+    Kinds s f s f | s f with two that share: [None, None, None, None, 2, 3].
+    """
+    kinds, own = config.layer_types, config.num_hidden_layers - config.num_kv_shared_layers
+    latest = {kind: layer for layer, kind in enumerate(kinds[:own])}
+    return [None] * own + [latest[kind] for kind in kinds[own:]]
+
+
+def _attention(norm: NormForm) -> dict[str, Any]:
+    """Scores without a scale: queries, keys and values are all normed."""
+    return {"spec": AttentionSpec(1.0), "norm": HeadNorm(norm), "value_norm": replace(norm, has_weight=False)}
+
+
+def _of_model(config: Any, norm: NormForm) -> dict[str, Any]:
+    """What both families have beside layers."""
+    scale, cap = config.hidden_size**0.5, config.final_logit_softcapping
+    return {"norm": norm, "embedding_scale": scale, "softcap": cap, "names": _NAMES}
+
+
+def _vectors(config: Any, norm: NormForm, streams: int = 1) -> LayerVectors:
+    form = replace(norm, eps=norm.eps * config.hidden_size)  # of products that are not divided by its root
+    size, depth = config.hidden_size_per_layer_input, config.num_hidden_layers
+    return LayerVectors(config.vocab_size_per_layer_input, depth, size, form, streams)
+
+
+def _gemma3n(config: Any) -> Architecture | None:
+    """Streams of hidden states; some layers keep the largest gates alone."""
+    if config.altup_active_idx or not config.altup_correct_scale or not config.hidden_size_per_layer_input:
+        return None
+    norm, count = NormForm(config.rms_norm_eps), config.altup_num_inputs
+    around = Streams(count, config.laurel_rank, config.hidden_size_per_layer_input, config.hidden_activation, norm)
+    more = _of_model(config, norm) | {"per_layer": _vectors(config, norm, count)}
+    feed, layer = gated(config, bias=False), {"norms": FOUR_NORMS, "around": around}
+    made = decoder(config, grouped(config, **_attention(norm)), feed, layer, **more)
+    made = of_kinds(config, with_windows(config, made))
+    if made is None or feed is None:
+        return None
+    made = with_attention(made, [{"source": source} for source in _sources(config)])
+    layers = []
+    sizes = zip(config.intermediate_size, config.activation_sparsity_pattern, strict=True)
+    for each, (inner, share) in zip(made.layers, sizes, strict=True):
+        least = float(torch.special.ndtri(torch.tensor(share, dtype=torch.float64))) if share else None
+        layers.append(replace(each, feed=replace(feed, inner=inner, deviations=least)))
+    return replace(made, layers=tuple(layers))
+
+
+def _gemma4(config: Any) -> Architecture | None:
+    """Layers that see all have other heads, and may have their keys as values; experts beside the feed-forward."""
+    norm, sources = NormForm(config.rms_norm_eps), _sources(config)
+    is_unified = config.model_type == "gemma4_unified_text"  # which has neither of these
+    size, has_experts = (0, False) if is_unified else (config.hidden_size_per_layer_input, config.enable_moe_block)
+    around, layers = ScaledSums(size, config.hidden_activation, norm), []
+    for number, source in enumerate(sources):
+        mixer, feed = _attention_of_gemma4(config, number, source, norm), gated(config, bias=False)
+        if mixer is None or feed is None:
+            return None
+        if config.use_double_wide_mlp and source is not None:
+            feed = replace(feed, inner=2 * feed.inner)
+        layers.append(Layer(mixer, feed, FOUR_NORMS, around=around))
+    if config.use_bidirectional_attention == "all":
+        return None
+    more = _of_model(config, norm) | {"per_layer": _vectors(config, norm) if size else None}
+    tied = bool(config.tie_word_embeddings)
+    made = Architecture(tuple(layers), config.vocab_size, config.hidden_size, is_tied=tied, **more)
+    return _beside_experts(config, made) if has_experts else made
+
+
+def _attention_of_gemma4(config: Any, number: int, source: int | None, norm: NormForm) -> AttentionLayer | None:
+    kind, own = config.layer_types[number], config.per_layer_config[number]
+    rope = {"max_position_embeddings": config.max_position_embeddings} | dict(config.rope_parameters[kind])
+    fields = _attention(norm) | {"source": source, "rotary": RotaryTable.of(rope, own.head_dim)}
+    if kind == SLIDING:
+        fields["spec"] = AttentionSpec(1.0, window=config.sliding_window)
+    elif kind != FULL:
+        return None
+    return grouped(own, same_values=bool(config.attention_k_eq_v) and kind == FULL, **fields)
+
+
+def _beside_experts(config: Any, made: Architecture) -> Architecture | None:
+    """With experts in each layer, beside the feed-forward; they have the norms before it in their own hands."""
+    router = Router(config.num_experts, config.top_k_experts, name="router.proj")
+    if config.hidden_activation != "gelu_pytorch_tanh" or not 0 < router.each <= router.experts:
+        return None
+    gate, norms = ExpertGate(GELU_TANH.linear, GELU_TANH.cubic), (*FOUR_NORMS[:2], None, FOUR_NORMS[3])
+    fields: dict[str, Any] = {"shared_name": "dense", "norm": made.norm}
+    layers = []
+    for layer in made.layers:
+        assert isinstance(layer.feed, GatedFeed)
+        feed = NormedExperts(config.moe_intermediate_size, gate, router, shared=layer.feed, **fields)
+        layers.append(replace(layer, feed=feed, norms=norms))
+    return replace(made, layers=tuple(layers), names=_NAMES + _NAMES_BESIDE_EXPERTS)
+
+
+_NAMES = (
+    (r"^model\.(?=embed_tokens_per_layer|per_layer_|altup_)", "model.per_layer."),
+    (r"^(model\.layers\.\d+)\.(?:altup\.|laurel\.|(?=per_layer_|post_per_layer_|layer_scalar))", r"\1.around."),
+)
+_NAMES_BESIDE_EXPERTS = (
+    (r"^(model\.layers\.\d+\.mlp)\.(?=(?:gate|up|down)_proj\.)", r"\1.dense."),
+    (r"^(model\.layers\.\d+)\.(?=router\.|experts\.|\w+_feedforward_layernorm_[12]\.|pre_feed)", r"\1.mlp."),
+)
+# By model type.
+GEMMA: dict[str, Callable[[Any], Architecture | None]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gemma3n_text": _gemma3n,
+    "gemma4_text": _gemma4,
+    "gemma4_unified_text": _gemma4,
+    "vaultgemma": _vaultgemma,
+}
