@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
 from engine.kv.arena import LayerKV
-from engine.model.decoder.architecture import AttentionLayer, GatedFeed, NormForm, Shapes, StateMixer, matrix_shapes
+from engine.model.decoder.architecture import AttentionLayer, NormForm, Shapes, StateMixer, matrix_shapes
 from engine.model.decoder.attention import GroupedAttention, Joined
-from engine.model.decoder.feed_forward import GatedMLP
+from engine.model.decoder.feed_forward import GatedFeed, GatedMLP
 from engine.model.decoder.hybrids import Mamba1Layer, Mamba2Layer
 from engine.model.decoder.mixers import Mamba1, Mamba2
 from engine.model.decoder.norms import norm_of

@@ -11,7 +11,6 @@ from engine.model.decoder.architecture import (
     NORMS_AFTER,
     TWO_NORMS,
     Architecture,
-    GatedFeed,
     HeadGate,
     HeadNorm,
     Layer,
@@ -20,6 +19,7 @@ from engine.model.decoder.architecture import (
 from engine.model.decoder.families.builders import FULL, SLIDING, gated, grouped, rotary_of
 from engine.model.decoder.families.hybrid import FINAL, LFM2_NAMES, LINEAR, SILU, delta, layer, mixed
 from engine.model.decoder.families.mixtures import BLOCK, W123, after_dense, latent, of_deepseek, with_experts
+from engine.model.decoder.feed_forward import GatedFeed
 from engine.model.decoder.hybrids import ConvLayer, Convolution, DeltaLayer, Mamba1Layer, Mamba2Layer
 from engine.model.decoder.latent import LatentLayer
 from engine.model.decoder.rotary import RotaryTable
