@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from engine.choices import ADAPTER_NAME, HEADS, Device, DType, KVType, Loop, Weights
+from engine.choices import ADAPTER_NAME, Device, DType, KVType, Loop, Weights
 from engine.errors import shown
 from engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
 
@@ -88,7 +88,6 @@ class EngineConfig(Bounds):
     draft_weights: Weights | None = Field(
         None, description="Weights of the draft model, with the same choices; default: as for the target."
     )
-    fuse: bool = Field(True, description="Join and replace small operations of a model where that changes no result.")
     medusa: ModelName | None = Field(None, description="Medusa heads of the target: a local folder or a hub id.")
     medusa_revision: str | None = Field(None, description="Hub revision of the Medusa heads; a commit pins it.")
     eagle: ModelName | None = Field(
@@ -206,14 +205,11 @@ class EngineConfig(Bounds):
 
     def _problems_with_shards(self) -> Iterator[tuple[bool, str]]:
         """Options that are impossible with a target in shards: whether each one is set, and its message."""
-        yield self.weights != "native", f"weights is {self.weights}, and only native ones can be cut"
         yield self.loop == "rounds", "loop is rounds, and no other process hears of a round"
-        yield self.reproducible, "reproducible is on, and the order in which shares are summed is not ours"
         yield (
             self.self_layers is not None,
             f"self_layers is {self.self_layers}, and no process has a whole layer to draft with",
         )
         yield self.proposer == "self", "proposer is self, and no process has a whole layer to draft with"
         yield bool(self.adapter), f"adapter is {self.adapter}, and adapters are not cut"
-        for name, head in (*((name, getattr(self, name)) for name in HEADS), ("mtp", self.mtp or None)):
-            yield head is not None, f"{name} is {head!r}, and no process has the whole output matrix that heads use"
+        yield self.uno is not None, f"uno is {self.uno!r}, and adapters are not cut"

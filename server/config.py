@@ -149,7 +149,7 @@ class ServerConfig(BaseSettings, EngineConfig):
     def _embedded_pair(cls, values: Any) -> Any:
         if isinstance(values, dict) and not values.get("target"):
             shared = str(values.get("tensor_parallel_size", 1)) != "1"
-            parts = {"draft": _EMBEDDED["draft"]} if shared else _EMBEDDED  # the others need an unsharded target
+            parts = {**_EMBEDDED, "self_layers": None} if shared else _EMBEDDED  # they need an unsharded target
             return parts | values | {"target": str(embedded_target())}
         return values
 

@@ -8,7 +8,7 @@ set -eu
 
 case "$1" in
     cpu) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" extras="[kv-events]" ;;
-    cuda) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cu130}" extras="[tensor-parallel,kv-events]" ;;
+    cuda) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cu130}" extras="[kv-events]" ;;
     *)
         echo "install.sh: '$1' is neither cpu nor cuda" >&2
         exit 2

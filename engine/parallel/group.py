@@ -1,7 +1,7 @@
 """The group of processes that hold one target, and broadcasts of integers from rank 0 to the others. Knows no model.
 
-There are two separate kinds of traffic. The model's own sums and gathers are done by transformers on the device. The
-broadcasts of rank 0 are small, start on the host, and always go through gloo, whatever the device is.
+There are two separate kinds of traffic. What layers compute is summed where it lies, on the devices. The broadcasts of
+rank 0 are small, start on the host, and always go through gloo, whatever the device is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -44,7 +45,10 @@ class Ranks:
         Raises:
             ModelError: there is no such GPU, or the other processes did not join.
         """
-        _take_device(place, device)
+        if device.type == "cuda":
+            if place.local_rank >= torch.cuda.device_count():
+                raise ModelError(f"LOCAL_RANK is {place.local_rank}; torch sees {torch.cuda.device_count()} GPUs here")
+            torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             if not dist.is_initialized():
@@ -79,6 +83,21 @@ class Ranks:
                 message = torch.cat((message, rest))
         return message[1:stop].tolist()
 
+    def total(self, part: Tensor) -> Tensor:
+        """Return the sum of the tensors of this shape that all ranks pass, in the order of ranks, where they lie.
+
+        It is rounded once. Sums that libraries compute (all-reduce) have another order for each place in a tensor, so a
+        row's bits would depend on the rows before it.
+        """
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.place.size)]
+        with _losses_told(self.place):
+            dist.all_gather(parts, part)
+        found = parts[0].float()
+        for other in parts[1:]:
+            found += other
+        return found.to(part.dtype)
+
     def minimum(self, number: float) -> float:
         """Return the smallest of the numbers that all ranks pass. Raises RankLost."""
         brought = torch.tensor(number, dtype=torch.float64)
@@ -92,18 +111,6 @@ def _meeting_place(place: RankInfo) -> Store:
     store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=_MEET))
     store.set_timeout(_MEET)
     return PrefixStore(f"attempt {place.attempt}", store)
-
-
-def _take_device(place: RankInfo, device: torch.device) -> None:
-    if device.type == "cpu" and torch.accelerator.is_available():
-        raise ModelError(
-            "device is cpu, and transformers would spread the target over this machine's "
-            f"{torch.accelerator.current_accelerator()}: hide that (CUDA_VISIBLE_DEVICES= )"
-        )
-    if device.type == "cuda":
-        if place.local_rank >= torch.cuda.device_count():
-            raise ModelError(f"LOCAL_RANK is {place.local_rank}; torch sees {torch.cuda.device_count()} GPUs here")
-        torch.cuda.set_device(place.local_rank)
 
 
 @contextmanager

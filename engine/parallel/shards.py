@@ -1,7 +1,7 @@
 """A target in shards: each process of a group holds one, and all run every pass. Knows feeds; knows no request.
 
-transformers decides how each matrix is cut (`tp_plan`). A pass is the same call in each process, with the same batch:
-rank 0 builds the batch and first broadcasts it to the others. All ranks compute whole logits; only rank 0 uses them.
+A pass is the same call in each process, with the same batch: rank 0 builds the batch and first broadcasts it to the
+others. All ranks compute whole logits; only rank 0 uses them. How matrices are cut is in `model/decoder/share.py`.
 """
 
 from __future__ import annotations
@@ -9,59 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from engine.errors import ModelError, RankLost
-from engine.kv.arena import KVLayout
+from engine.errors import RankLost
 from engine.kv.batch import Feed
-from engine.model.checkpoint import shape_of
 from engine.model.runner import Runner
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from engine.parallel.group import Ranks
 
 log = logging.getLogger(__name__)
-
-# The names of the matrices that compute keys, in transformers' plans. Where their outputs are gathered, as in Phi-3,
-# every process computes attention for all heads.
-_KEYS = ("k_proj", "qkv_proj", "query_key_value")
-_CUT = "colwise"
-
-
-def check_shards(name: str, config: PreTrainedConfig, size: int) -> None:
-    """Refuse a model that cannot be cut into `size` shards.
-
-    Raises:
-        ModelError: the model cannot be cut; the message contains the field and its value.
-    """
-    if find_spec("accelerate") is None:
-        raise ModelError(
-            f"tensor_parallel_size is {size}: transformers needs accelerate for that (extra tensor-parallel)"
-        )
-    if not _plan(config):
-        raise ModelError(
-            f"tensor_parallel_size is {size}, and {name!r} is a {config.model_type} model, "
-            "for which transformers has no tp_plan"
-        )
-    if not _heads_are_cut(config):
-        return
-    for field, count in _heads(config):
-        if count % size:
-            raise ModelError(f"tensor_parallel_size is {size}, which does not divide {field} of {name!r} ({count})")
-
-
-def shard_layout(layout: KVLayout, config: PreTrainedConfig, size: int) -> KVLayout:
-    """The K/V layout of one process: 8 KV heads in 2 shards -> 4, unless every process computes all heads."""
-    if not _heads_are_cut(config):
-        return layout
-    cut = (None if layer is None else replace(layer, heads=layer.heads // size) for layer in layout.layers)
-    return replace(layout, layers=tuple(cut))
 
 
 class ShardedRunner:
@@ -126,20 +85,3 @@ def _read(message: Seq[int]) -> Iterator[Feed]:
         pages = at + 5 + num_tokens
         yield Feed(message[at + 5 : pages], start, message[pages : pages + num_pages], num_logits, table)
         at = pages + num_pages
-
-
-def _plan(config: PreTrainedConfig) -> dict[str, str]:
-    """How transformers cuts the layers of this kind of model: names with wildcards -> styles."""
-    return getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-
-
-def _heads_are_cut(config: PreTrainedConfig) -> bool:
-    styles = {style for name, style in _plan(config).items() if name.rsplit(".", 1)[-1] in _KEYS}
-    return _CUT in styles
-
-
-def _heads(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    yield "num_attention_heads", shape_of(config, "num_attention_heads")
-    kv_heads = getattr(config.get_text_config(), "num_key_value_heads", None)
-    if kv_heads is not None:
-        yield "num_key_value_heads", kv_heads

@@ -32,11 +32,12 @@ from engine.model.decoder.architecture import architecture_of
 from engine.model.decoder.decoder import DecoderModel, is_batch_invariant, runs_in_c
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
+from engine.model.decoder.share import Share
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.runner import ModelRunner, Runner, end_tokens, known_positions, layout_of_model
 from engine.model.tap import Tap
 from engine.parallel.group import Ranks
-from engine.parallel.shards import ShardedRunner, check_shards, shard_layout, worker_loop
+from engine.parallel.shards import ShardedRunner, worker_loop
 from engine.proposers import Proposer, Proposers
 from engine.proposers.heads.load import load_heads
 from engine.proposers.vocab import VocabMap
@@ -80,7 +81,8 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
         weights = config.draft_weights or config.weights
-        draft = load(config, config.draft, config.draft_revision, weights, device, progress=progress)
+        whole = config.model_copy(update={"tensor_parallel_size": 1})
+        draft = load(whole, config.draft, config.draft_revision, weights, device, progress=progress)
     vocab = None if draft is None else match_vocabularies(config, target, draft)
     progress("allocating K/V")
     return assemble(config, target, draft, vocab=vocab, ranks=ranks)
@@ -97,28 +99,30 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     target, ranks = _load_target(config, device, progress)
     assert ranks is not None, "a share of a whole target"
     # In the order of `assemble`: the passes of the self-test are of all ranks together.
-    ways = Ways.of(config, target, None, partial(_ragged, config, target, row_wise=is_batch_invariant(target)))
+    make_runner, ragged = _way(config, target)
+    ways = Ways.of(config, target, None, ragged)
     ranks.minimum(kv_gib(config, device, target.config))
     num_pages, page_size = ranks.receive()
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
     progress(f"rank {ranks.place.rank} follows")
-    return partial(worker_loop, ranks, _runner(config, target, make_arena, StatePlan.of(config, {}, 0), ways))
+    return partial(worker_loop, ranks, make_runner(config, target, make_arena, StatePlan.of(config, {}, 0), ways))
 
 
 def _load_target(
     config: EngineConfig, device: torch.device, progress: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Ranks | None]:
     """Load the target, or this process's shard of it, and join the group of ranks with the other shards."""
-    shares, ranks = config.tensor_parallel_size, None
+    shares, ranks, share = config.tensor_parallel_size, None, None
     place = RankInfo.here() if shares > 1 else RankInfo()
     use_threads(config.threads or max(1, cores() // place.local_size))
     if shares > 1:
         place.check(shares)
-        check_shards(config.target, read_config(config.target, config.revision, of_transformers=True), shares)
+        Implementation.of(config, read_config(config.target, config.revision), device)  # refuses most
         progress(f"meeting {shares - 1} other ranks")
         ranks = Ranks.join(place, device)
+        share = Share(place.rank, shares, ranks.total)
     progress(f"loading target {config.target}")
-    return load(config, config.target, config.revision, config.weights, device, shares, progress), ranks
+    return load(config, config.target, config.revision, config.weights, device, share, progress), ranks
 
 
 def load(
@@ -127,7 +131,7 @@ def load(
     revision: str | None,
     weights: Weights,
     device: torch.device,
-    shares: int = 1,
+    share: Share | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PreTrainedModel:
     """Load one model or a shard of it; `progress` receives how many bytes have been read.
@@ -138,17 +142,17 @@ def load(
         ModelError: the model cannot be loaded, or its rounded weights cannot run on this device.
     """
     with told(ReadProgress(f"loading {name}", partial(weights_size, name, revision), progress)):
-        return _load(config, name, revision, weights, device, shares)
+        return _load(config, name, revision, weights, device, share)
 
 
 def _load(
-    config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device, shares: int
+    config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device, share: Share | None
 ) -> PreTrainedModel:
     described = read_config(name, revision)
     held = held_as(config, name, revision, weights, device, described=described)
     log.info("%r is held in %s", name, held)
     log.info("%r: rounded are %s", name, held.rounding(device))
-    implementation = Implementation.of(config, described, device, shares)
+    implementation = Implementation.of(config, described, device)
     log.info("%r runs in: %s", name, implementation)
     if implementation.architecture is None:
         from engine.model.fallback import load_model
@@ -158,7 +162,7 @@ def _load(
     made = load_decoder(
         name, revision, described, implementation.architecture, held.dtype, held.weights, held.quantisation,
         keeps_codes=held.keeps_codes or held.quantisation is None, device=device,
-        packs=not in_rounds and held.weights != "fp8",
+        packs=not in_rounds and held.weights != "fp8", share=share,
     )  # fmt: skip
     if device.type == "cuda" or in_rounds:
         made.use(LayerOps.kernels() if device.type == "cuda" else LayerOps.of(reference))
@@ -195,9 +199,7 @@ def assemble(
     # Before the self-test, which shows that it works.
     places = {place for head in heads.values() for place in head.places}
     tap = Tap(cast("DecoderModel", target), places) if heads else tap  # `check_allowed` said so
-    # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
-    needs_tiles = config.reproducible and not is_batch_invariant(target)
-    ragged = partial(_ragged, config, target, needs_tiles=needs_tiles, row_wise=is_batch_invariant(target))
+    make_runner, ragged = _way(config, target, tap)
     ways = Ways.of(config, target, draft, ragged)
     drafters = Drafters.load(config, target, draft, vocab, ways, heads, tap)
     # After a draft of the target's own layers was copied: it has none.
@@ -207,7 +209,6 @@ def assemble(
     limit, page_size, num_pages, states = sizes.limit, sizes.page_size, sizes.num_pages, sizes.states
     spare = page_size if wants_rounds(config, target.device) else 0  # rows for what rounds write without a sequence
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
-    make_runner = partial(_tiled_runner, tap=tap) if needs_tiles else _runner
     if ranks is not None:
         ranks.broadcast([num_pages, page_size])
     runner: Runner = make_runner(config, target, make_arena, states, ways, adapters=adapters)
@@ -236,6 +237,17 @@ def assemble(
     if all(map(runs_in_c, (target, *drafters.models.values()))):
         leave_to_pool()
     return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype, adapters=adapters)
+
+
+def _way(
+    config: EngineConfig, target: PreTrainedModel, tap: Tap | None = None
+) -> tuple[Callable[..., Runner], Callable[[PreTrainedModel], attention.Attend]]:
+    """What makes the target's runner, and what chooses the attention of a model in ragged batches."""
+    # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
+    row_wise = is_batch_invariant(target)
+    needs_tiles = config.reproducible and not row_wise
+    make_runner = partial(_tiled_runner, tap=tap) if needs_tiles else _runner
+    return make_runner, partial(_ragged, config, target, needs_tiles=needs_tiles, row_wise=row_wise)
 
 
 def _adapters(config: EngineConfig, target: PreTrainedModel, ranks: Ranks | None) -> Adapters:
@@ -268,8 +280,6 @@ def _sizes(
     memory = memory if ranks is None else ranks.minimum(memory)
     ragged = {name: m for name, m in {TARGET: target, **drafters.models}.items() if m not in ways.alone}
     states = StatePlan.of(config, ragged, memory)
-    if ranks is not None and states.parts:
-        raise ModelError(f"tensor_parallel_size is {config.tensor_parallel_size}: layers that keep a state are not cut")
     layouts = [ways.alone.get(target) or layout_of(config, target), *drafters.layouts.values()]
     num_pages = pages_within(memory - states.gib, config.max_batch_size, layouts, page_size, limit)
     return _Sizes(limit, page_size, num_pages, states)
@@ -302,11 +312,9 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def layout_of(config: EngineConfig, target: PreTrainedModel) -> KVLayout:
-    """The K/V layout of a target, or of this process's shard of it."""
-    layout = layout_of_model(target).stored_as(config.kv_cache_dtype)
-    shares = config.tensor_parallel_size
-    return layout if shares == 1 else shard_layout(layout, target.config, shares)
+def layout_of(config: EngineConfig, model: PreTrainedModel) -> KVLayout:
+    """The K/V layout of a model, or of this process's shard of it."""
+    return layout_of_model(model).stored_as(config.kv_cache_dtype)
 
 
 def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
@@ -362,11 +370,8 @@ def _ragged(
 
     `needs_tiles`: passes of the target are tiles of one shape, for which there is one attention.
     """
-    if model is not target:  # every rank that drafts holds a whole draft
-        layout = layout_of_model(model).stored_as(config.kv_cache_dtype)
-        return _attention(config.attention, model, layout, row_wise=row_wise)
-    layout = layout_of(config, target)
-    return _attention("fixed" if needs_tiles else config.attention, target, layout, row_wise=row_wise)
+    name: AttentionName = "fixed" if model is target and needs_tiles else config.attention
+    return _attention(name, model, layout_of(config, model), row_wise=row_wise)
 
 
 def _attention(name: AttentionName, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:

@@ -34,7 +34,6 @@ from engine.model.published.files import read_headers
 from engine.model.published.methods import read_weights, without_quantisation
 from engine.model.text_part import names_in_whole
 from engine.native import instructions
-from engine.parallel.shards import check_shards, shard_layout
 from engine.params import SpeculationMode
 from engine.proposers.vocab import DraftVocabulary, VocabMap
 from engine.startup import warm
@@ -48,7 +47,6 @@ from engine.text.codec import Codec
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig
 
-    from engine.model.decoder.architecture import Architecture
     from engine.model.published.base import Codes
 
 _TOLD = (PilotfishError, ValueError, RuntimeError, OSError, MemoryError)  # whose texts are for people
@@ -99,10 +97,13 @@ class Weighed:
 
     @classmethod
     def decoder(
-        cls, name: str, revision: str | None, config: PreTrainedConfig, made_of: Architecture, held: HeldPrecision, *,
+        cls, name: str, revision: str | None, config: PreTrainedConfig, runs_in: Implementation, held: HeldPrecision, *,
         on_cuda: bool,
     ) -> Weighed:  # fmt: skip
         """The decoder that is built from a checkpoint; of codes the headers of its files are read."""
+        made_of, share = runs_in.architecture, runs_in.share
+        assert made_of is not None
+        assert share is not None
         codes: dict[str, Codes] = {}
         if held.quantisation is not None:
             names = (names_in_whole(config) or {}).items()
@@ -110,7 +111,7 @@ class Weighed:
             check_shapes(name, made_of, weights)
             codes = {key: found for key, found in weights.items() if not isinstance(found, torch.Tensor)}
             codes = {key: found for key, found in codes.items() if held.keeps_codes and found.num_bytes() is not None}
-        size = memory.num_bytes(made_of, held.dtype, held.weights, codes, on_cuda=on_cuda)
+        size = memory.num_bytes(share, held.dtype, held.weights, codes, on_cuda=on_cuda)
         return cls(made_of.vocab_size, size)
 
     @classmethod
@@ -143,22 +144,22 @@ class Facts:
     rounding: str  # what is rounded, in words
 
     @classmethod
-    def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig, shares: int = 1) -> Facts:
-        """Read configs and tokenizer of a checkpoint that is to run whole or in `shares`."""
+    def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig) -> Facts:
+        """Read configs and tokenizer of a checkpoint."""
         described, device = checkpoint.read_config(name, revision), pick_device(config.device)
+        runs_in = Implementation.of(config, described, device)
         held = held_as(config, name, revision, asked, device, described=described)
         checkpoint.check_weights(name)
         on_cuda = device.type == "cuda"
-        runs_in = Implementation.of(config, described, device, shares)
-        if runs_in.architecture is None:
+        if runs_in.share is None:
             described = checkpoint.read_config(name, revision, of_transformers=True)
             from engine.model.fallback import kv_layout
 
             weighed = Weighed.module(name, revision, described, held)
             layout = kv_layout(described, held.dtype)
         else:
-            layout = KVLayout(runs_in.architecture.kv, held.dtype)
-            weighed = Weighed.decoder(name, revision, described, runs_in.architecture, held, on_cuda=on_cuda)
+            layout = KVLayout(runs_in.share.kv, held.dtype)
+            weighed = Weighed.decoder(name, revision, described, runs_in, held, on_cuda=on_cuda)
         with checkpoint.told_as_model_error(name):
             generation = checkpoint.read_end_tokens(name, revision)
             ends = checkpoint.end_tokens_of(described, generation)
@@ -211,12 +212,12 @@ def check(config: EngineConfig, *, load: bool = True) -> DoctorReport:
     with problems_told(report):
         for name, value in environment(config):
             report.findings.append(Finding("environment", name, value))
-    shares = config.tensor_parallel_size
-    target = _read(report, "target", config.target, config.revision, config.weights, config, shares)
+    target = _read(report, "target", config.target, config.revision, config.weights, config)
     draft = None
     if config.draft is not None:
         weights = config.draft_weights or config.weights
-        draft = _read(report, "draft", config.draft, config.draft_revision, weights, config)
+        whole = config.model_copy(update={"tensor_parallel_size": 1})
+        draft = _read(report, "draft", config.draft, config.draft_revision, weights, whole)
     if target is not None and (draft is not None or config.draft is None):
         _check_pair(report, config, target, draft)
     if load and report.works:
@@ -273,12 +274,11 @@ def problems_told(report: DoctorReport) -> Iterator[None]:
 
 def _read(
     report: DoctorReport, section: str, name: str, revision: str | None, weights: Weights, config: EngineConfig,
-    shares: int = 1,
 ) -> Facts | None:  # fmt: skip
     report.findings.append(Finding(section, "name", name + (f" at {revision}" if revision else "")))
     facts: Facts | None = None
     with problems_told(report):
-        facts = Facts.read(name, revision, weights, config, shares)
+        facts = Facts.read(name, revision, weights, config)
         report.findings += [Finding(section, *line) for line in facts.lines()]
     return facts
 
@@ -327,8 +327,7 @@ def _proposer(config: EngineConfig) -> str:
 
 
 def _shares(config: EngineConfig, target: Facts) -> str:
-    share = _share(config, target)
-    heads = max(layer.heads for layer in share.layers if layer is not None)
+    heads = max(layer.heads for layer in target.layout.layers if layer is not None)
     return f"{config.tensor_parallel_size} of the target, one per process of torchrun, K/V heads {heads} each"
 
 
@@ -343,17 +342,9 @@ def _layers(layout: KVLayout) -> str:
     return f"{found}, with {kinds}" if len(shapes) == 1 else f"{found}: {kinds}"
 
 
-def _share(config: EngineConfig, target: Facts) -> KVLayout:
-    """The K/V layout of one shard. Raises ModelError where the model cannot be sharded."""
-    check_shards(config.target, target.config, config.tensor_parallel_size)
-    return shard_layout(target.layout, target.config, config.tensor_parallel_size)
-
-
 def _pages(config: EngineConfig, models: list[Facts]) -> str:
     limit = max_model_len(config, [model.config for model in models])
     size, layouts = min(config.page_size or limit, limit), [model.layout for model in models]
-    if config.tensor_parallel_size > 1:
-        layouts[0] = _share(config, models[0])
     memory = kv_gib(config, pick_device(config.device), models[0].config, partial(_memory_after, models))
     pages = pages_within(memory, config.max_batch_size, layouts, size, limit)
     taken = pages * size * sum(layout.bytes_per_token for layout in layouts)

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.errors import ModelError
 from engine.kernels import has_triton
 from engine.model.adapters.peft import read_adapter
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.latent import LatentLayer, expanded
+from engine.model.decoder.share import share_of
 from engine.proposers.heads.uno import adapter_folder
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
@@ -32,33 +34,34 @@ class Implementation:
         model_type: the family.
         architecture: what the decoder is built from; None where transformers' module runs the model.
         why_not: what keeps the decoder from running it; empty where it does.
+        share: what each of the processes that hold it computes; of a whole model, the same as `architecture`.
     """
 
     model_type: str
     architecture: Architecture | None = None
     why_not: str = ""
+    share: Architecture | None = None
 
     @classmethod
-    def of(
-        cls,
-        config: EngineConfig,
-        described: PreTrainedConfig,
-        device: torch.device,
-        shares: int = 1,
-    ) -> Implementation:
-        """The code for a checkpoint that `described` is the config of, whole or cut into `shares`."""
-        kind, architecture = described.model_type, architecture_for(described)
-        if architecture is not None and _changes_latents(config, architecture):
-            architecture = expanded(architecture)
+    def of(cls, config: EngineConfig, described: PreTrainedConfig, device: torch.device) -> Implementation:
+        """The code for a checkpoint that `described` is the config of, whole or cut into shares.
+
+        Raises:
+            ModelError: it cannot be cut.
+        """
+        kind, architecture, shares = described.model_type, architecture_for(described), config.tensor_parallel_size
+        why_not = ""
         if architecture is None:
-            return cls(kind, why_not=f"this {kind} is not in the table of architectures")
-        reasons = (
-            (device.type != "cpu" and not has_triton(), f"device is {device.type}, and Triton is not installed"),
-            (shares > 1, f"tensor_parallel_size is {shares}"),
-            (not config.fuse, "fuse is off"),
-        )
-        found = ", ".join(reason for stands, reason in reasons if stands)
-        return cls(kind, None if found else architecture, found)
+            why_not = f"this {kind} is not in the table of architectures"
+        elif device.type != "cpu" and not has_triton():
+            why_not = f"device is {device.type}, and Triton is not installed"
+        if shares > 1 and why_not:
+            raise ModelError(f"tensor_parallel_size is {shares}; a share of {kind} is not supported: {why_not}")
+        if architecture is None or why_not:
+            return cls(kind, why_not=why_not)
+        if _changes_latents(config, architecture):
+            architecture = expanded(architecture)
+        return cls(kind, architecture, share=share_of(architecture, shares))
 
     def __str__(self) -> str:
         return f"transformers' module: {self.why_not}" if self.architecture is None else f"decoder ({self.model_type})"

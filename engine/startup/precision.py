@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.kernels import has_triton
 from engine.model.checkpoint import named_type, read_config, stored_type
 from engine.model.decoder.families.table import architecture_for
+from engine.model.decoder.share import share_of
 from engine.model.published.methods import Quantisation, quantisation_of
 from engine.model.quantize import quantised_as
 from engine.native import multiplies
@@ -108,6 +109,9 @@ def held_as(
     on_kernels = quantisation is not None and quantisation.has_integers and device.type == "cpu" and is_ours
     keeps_codes = on_kernels and asked not in ("dequantised", "fp8")
     rounded = quantisation.method if quantisation and keeps_codes and weights == "native" else weights
+    if config.tensor_parallel_size > 1 and (keeps_codes or quantised_as(described)):
+        codes = f"{quantisation.method if quantisation else weights} weights, which cannot be cut"
+        raise ModelError(f"tensor_parallel_size is {config.tensor_parallel_size}; {name!r} has {codes}")
     dtype, why = _type(config, name, revision, described, device, rounded, multiplies)
     return HeldPrecision(weights, dtype, why, quantisation, keeps_codes)
 
@@ -176,14 +180,12 @@ def _against_bfloat16(config: EngineConfig, described: PreTrainedConfig, multipl
     changes which of two almost equal logits wins; in float32 it almost never does.
     """
     reasons = (
-        (not config.fuse, "fuse is off"),
         (config.loop == "rounds", "loop is rounds"),
-        (config.tensor_parallel_size > 1, "the target is in shares"),
         (config.attention not in _ROW_WISE, f"attention is {config.attention}"),
         (not multiplies(torch.bfloat16), "our C multiplies no bfloat16 here (`pilotfish check` says why)"),
     )
     found = next((reason for stands, reason in reasons if stands), None)
     architecture = architecture_for(described)
-    if found is None and (architecture is None or not architecture.is_aligned):
+    if found is None and (architecture is None or not share_of(architecture, config.tensor_parallel_size).is_aligned):
         found = "our C does not multiply all its matrices"
     return None if found is None else f"{found}, and torch rounds bfloat16 by the shape of a batch"

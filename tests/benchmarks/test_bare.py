@@ -23,7 +23,7 @@ BARE = """
     LACKING = {
         "pydantic", "pydantic_core", "pydantic_settings", "llguidance", "msgspec", "prometheus_client", "rich",
         "fastapi", "uvicorn", "uvloop", "starlette", "jsonschema", "google", "grpc", "grpc_status", "openai",
-        "pytest_asyncio", "pytest_timeout", "xdist", "execnet", "accelerate", "scipy", "psutil", "pandas", "sklearn",
+        "pytest_asyncio", "pytest_timeout", "xdist", "execnet", "scipy", "psutil", "pandas", "sklearn",
         "matplotlib", "opentelemetry", "playwright", "typer", "locust",
     }
     class Bare(PathFinder):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 # A GPU machine may have less than the program needs.
-pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 

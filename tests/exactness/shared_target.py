@@ -59,13 +59,6 @@ def watch(llm: LLM) -> Counter[str]:
     return counts
 
 
-def share(llm: LLM) -> dict[str, int]:
-    """What rank 0 holds of it."""
-    runner = llm.engine.runner._inner
-    held = (p.to_local() if hasattr(p, "to_local") else p for p in runner.model.parameters())
-    return {"kv_heads": runner.arena.layout.same.heads, "weights": sum(p.numel() for p in held)}
-
-
 def run(folder: Path, **options: Any) -> dict[str, Any]:
     """All requests at once, with one proposer after the other. Other ranks end here, by SystemExit."""
     llm = LLM(folder / "target", folder / "draft", tensor_parallel_size=2, max_model_len=LONGEST, **options)
@@ -78,7 +71,7 @@ def run(folder: Path, **options: Any) -> dict[str, Any]:
         came[f"{proposer}, K={k}"] = said(llm.generate(prompts, laws, speculation=asked))
         llm.engine.check_invariants()
     llm.engine.runner._ranks.broadcast([])  # so that the others come back, for the next family
-    return {"came": came, "counts": counts, "share": share(llm)}
+    return {"came": came, "counts": counts, "kv_heads": llm.engine.runner._inner.arena.layout.layers[0].heads}
 
 
 def main(folder: Path, families: dict[str, dict[str, Any]]) -> None:

@@ -25,11 +25,12 @@ def test_without_a_model_the_embedded_pair_is_served_and_a_model_has_no_draft_of
     assert (config.draft, config.medusa, config.eagle, config.self_layers) == (None,) * 4
 
 
-def test_in_shares_the_embedded_target_has_only_its_draft_model() -> None:
+def test_in_shares_the_embedded_target_drafts_with_none_of_its_own_layers() -> None:
     for asked in (["--tensor-parallel-size", "2"], ["--tensor-parallel-size=1"]):
         config = ServerConfig.load(asked)
         assert config.draft == str(embedded_draft())
-        assert (config.medusa is None) == (config.self_layers is None) == (config.tensor_parallel_size == 2)
+        assert config.medusa == str(embedded_medusa())
+        assert (config.self_layers is None) == (config.tensor_parallel_size == 2)
 
 
 @pytest.mark.parametrize(("processes", "shares"), [(1, 2), (2, 1), (4, 2)])

@@ -269,6 +269,7 @@ class Layer:
         normed_sums: the norms of results are of the sums of x and the results.
         names: of the mixer and of the feed-forward.
         around: what the layer is a part of, with the same rows (`gemma.py`).
+        summed: the results of both are summed over shares (`share.py`).
     """
 
     mixer: Mixer
@@ -279,6 +280,7 @@ class Layer:
     normed_sums: bool = False
     names: tuple[str, str] = ("self_attn", "mlp")
     around: LayerPart | None = None
+    summed: tuple[bool, bool] = (False, False)
 
     @property
     def is_plain(self) -> bool:

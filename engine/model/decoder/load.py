@@ -10,6 +10,7 @@ from engine.errors import ModelError
 from engine.model.checkpoint import end_tokens_of, read_end_tokens, told_as_model_error
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.share import Share, ShareOfWeights, share_of, sum_results
 from engine.model.decoder.weights import CPU, WeightReader, check, converted_by, prepared
 from engine.model.published.methods import read_weights
 from engine.model.text_part import names_in_whole
@@ -33,6 +34,7 @@ def load_decoder(
     keeps_codes: bool = True,
     device: torch.device = CPU,
     packs: bool = True,
+    share: Share | None = None,
 ) -> DecoderModel:
     """Load the checkpoint `name`, which `config` describes.
 
@@ -47,6 +49,7 @@ def load_decoder(
         keeps_codes: whether our kernels multiply its codes; else they are dequantised.
         device: where it is to run.
         packs: whether our C multiplies floats on a CPU.
+        share: of the model, where it is not whole.
 
     Raises:
         ModelError: weights cannot be read, are missing or of another shape, or are not for this type.
@@ -59,10 +62,14 @@ def load_decoder(
     with told_as_model_error(name):
         found = prepared(read_weights(name, revision, quantisation), architecture, names)
         check(name, architecture, found)
+        if share is not None:
+            found, architecture = ShareOfWeights(found, architecture, share), share_of(architecture, share.size)
         reader = WeightReader(
             found, dtype, rounded, keeps_codes=keeps_codes, device=device, packs=packs, converted=converted
         )
         made = DecoderModel(architecture, config, reader)
+    if share is not None:
+        sum_results(made, share)
     heap.give_back()  # what codes were on their way to panels
     ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None

@@ -131,7 +131,12 @@ def _parts(module: nn.Module) -> LayerParts | None:
     """The parts of a decoder layer, where our C runs it; else None."""
     here = cast("Any", module)
     layer, attention, gate = here.layer, here.mixer, here.feed
-    if not layer.is_plain or not isinstance(attention, GroupedAttention) or not isinstance(gate, GatedMLP):
+    if (
+        any(layer.summed)
+        or not layer.is_plain
+        or not isinstance(attention, GroupedAttention)
+        or not isinstance(gate, GatedMLP)
+    ):
         return None
     norms, heads, spec = here.norms, attention.joined_norms, attention.spec
     fits = (

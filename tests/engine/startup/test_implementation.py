@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import ModelError
 from engine.kernels import has_triton
 from engine.model.decoder.architecture import architecture_of
 from engine.startup.build import load
@@ -16,29 +17,23 @@ from tests import zoo
 CPU = torch.device("cpu")
 
 
-def chosen(family: str = "llama", device: torch.device = CPU, shares: int = 1, **config: object) -> str:
-    found = Implementation.of(EngineConfig(target="", **config), zoo.family_config(family), device, shares)
-    assert (found.architecture is None) == bool(found.why_not)
+def chosen(family: str = "llama", device: torch.device = CPU, shares: int = 1) -> str:
+    found = Implementation.of(EngineConfig(target="", tensor_parallel_size=shares), zoo.family_config(family), device)
+    assert (found.architecture is None) == bool(found.why_not) == (found.share is None)
     return str(found)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
-@pytest.mark.parametrize("asked", [{}, {"loop": "rounds"}, {"weights": "fp8"}])
-def test_a_family_of_the_table_runs_in_the_decoder(family: str, asked: dict[str, object]) -> None:
-    assert chosen(family, **asked) == f"decoder ({zoo.family_config(family).model_type})"
+def test_a_family_of_the_table_runs_in_the_decoder(family: str) -> None:
+    assert chosen(family) == chosen(family, shares=2) == f"decoder ({zoo.family_config(family).model_type})"
 
 
-@pytest.mark.parametrize(
-    ("asked", "why"),
-    [
-        ({"shares": 2}, "tensor_parallel_size is 2"),
-        ({"fuse": False}, "fuse is off"),
-        ({"family": "falcon"}, "this falcon is not in the table of architectures"),
-        ({"family": "falcon", "fuse": False}, "this falcon is not in the table of architectures"),
-    ],
-)
-def test_what_else_needs_transformers(asked: dict[str, object], why: str) -> None:
-    assert chosen(**asked) == f"transformers' module: {why}"
+def test_another_family_needs_transformers_and_is_not_cut() -> None:
+    assert chosen("falcon") == "transformers' module: this falcon is not in the table of architectures"
+    with pytest.raises(
+        ModelError, match="tensor_parallel_size is 2; a share of falcon is not supported: this falcon is"
+    ):
+        chosen("falcon", shares=2)
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
@@ -46,10 +41,8 @@ def test_so_does_it_on_a_gpu() -> None:
     assert chosen(device=torch.device("cuda")) == "decoder (llama)"
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_what_is_loaded_is_what_was_chosen(fuse: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_loaded_is_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "engine")
-    config = EngineConfig(target=str(embedded_target()), fuse=fuse)
-    made = load(config, config.target, None, "native", CPU)
-    assert (architecture_of(made) is not None) == fuse
-    assert f"runs in: {chosen(fuse=fuse)}" in caplog.text
+    config = EngineConfig(target=str(embedded_target()))
+    assert architecture_of(load(config, config.target, None, "native", CPU)) is not None
+    assert f"runs in: {chosen()}" in caplog.text

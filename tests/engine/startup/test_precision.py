@@ -101,10 +101,8 @@ def test_of_a_config_that_names_no_type_the_files_are_asked(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"fuse": False}, "fuse is off"),
         ({"loop": "rounds"}, "loop is rounds"),
         ({"attention": "sdpa"}, "attention is sdpa"),
-        ({"tensor_parallel_size": 2}, "in shares"),
     ],
 )
 def test_float32_where_torch_would_multiply_bfloat16_on_a_cpu(

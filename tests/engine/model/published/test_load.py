@@ -268,7 +268,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
         loaded(folder, weights)
 
 
-def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved(
+def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved_or_cut(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     zoo.reference("llama").save_pretrained(tmp_path / "floats")
@@ -278,6 +278,9 @@ def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved(
     folder = str(folder_of("gptq"))
     with pytest.raises(ModelError, match="has gptq weights already"):
         save_quantised(folder, None, tmp_path / "out")
+    for name, method in ((folder, "gptq"), (str(tmp_path / "ours"), "int8")):
+        with pytest.raises(ModelError, match=f"tensor_parallel_size is 2; .* {method} weights, which cannot be cut"):
+            held_as(EngineConfig(target=name, tensor_parallel_size=2), name, None, "native", CPU)
 
 
 # -- what is told before it is loaded ----------------------------------------------------------------------------------

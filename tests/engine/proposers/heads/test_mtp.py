@@ -50,22 +50,22 @@ def assert_drafts(engine: Engine, saved: SavedWithMTP) -> None:
 
 # ------------------------------------------------------------------------------------------------ what it drafts
 
-# Of each family how its checkpoint is written, and whether its matrices are fused.
-WAYS: dict[str, tuple[dict[str, bool], bool]] = {
-    "deepseek-v3": ({"own": True}, True),
-    "glm-4-moe": ({"copies": True}, True),
-    "glm-4-moe-lite": ({}, True),
-    "qwen-3-next": ({"sharded": True}, True),
-    "qwen-3.5": ({}, False),
-    "qwen-3.5-moe": ({}, True),
+# Of each family how its checkpoint is written.
+WAYS: dict[str, dict[str, bool]] = {
+    "deepseek-v3": {"own": True},
+    "glm-4-moe": {"copies": True},
+    "glm-4-moe-lite": {},
+    "qwen-3-next": {"sharded": True},
+    "qwen-3.5": {},
+    "qwen-3.5-moe": {},
 }
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, ["deepseek-v3", "glm-4-moe", "qwen-3-next", "qwen-3.5"]))
 def test_drafts_are_those_of_the_papers_equations(tmp_path: Path, family: str) -> None:
-    how, fused = WAYS[family]
+    how = WAYS[family]
     saved = checkpoints.save(family, tmp_path, **how)
-    engine = engine_of(saved.folder, dtype="float32", fuse=fused)
+    engine = engine_of(saved.folder, dtype="float32")
     assert_drafts(engine, saved)
     chain, target = engine.proposers.by_name["mtp"].head, engine.runner.model
     if "own" in how:

@@ -265,7 +265,7 @@ def test_targets_that_cannot_draft_for_themselves_are_refused(tmp_path: Path) ->
     folder = adapters.write(tmp_path, zoo.reference("falcon"), 2, 2.0, ["query_key_value"])
     with pytest.raises(ModelError, match=r"uno is not supported for .*: falcon is not in the table"):
         served(zoo.reference("falcon"), folder)
-    with pytest.raises(ValidationError, match=r"uno is .*, and no process has the whole output matrix"):
+    with pytest.raises(ValidationError, match=r"uno is .*, and adapters are not cut"):
         EngineConfig(target="t", uno=str(tmp_path), tensor_parallel_size=2)
 
 

@@ -1,0 +1,155 @@
+"""One of several equal shares of a decoder: what its layers compute, and its rows and columns of their matrices.
+
+Results of attention and of feed-forwards are summed over all shares. Tables, norms, routers and the output matrix are
+whole in each, and so are parts in which a norm is of numbers of all shares. Knows no processes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.machine.mapped import release_mapped
+from engine.model.decoder.architecture import (
+    Architecture,
+    AttentionLayer,
+    GatedFeed,
+    Layer,
+    LayerPart,
+    PlainFeed,
+    StateMixer,
+)
+from engine.model.decoder.experts import Experts
+from engine.model.decoder.latent import LatentLayer
+from engine.model.decoder.weights import stack_of
+from engine.native.experts import ExpertGate
+
+if TYPE_CHECKING:
+    from engine.model.decoder.decoder import DecoderModel
+    from engine.model.published.base import Codes
+
+_Part = TypeVar("_Part", bound=LayerPart)
+_STEM = re.compile(r"[._](weight|bias)$")
+_HEADS, _INNER = {"heads": "num_attention_heads"}, {"inner": "intermediate_size"}
+# By the type of a part: its numbers that are divided, with the names that most configs have for them.
+_CUT: dict[type, dict[str, str]] = {
+    AttentionLayer: _HEADS | {"kv_heads": "num_key_value_heads"},
+    LatentLayer: _HEADS,
+    GatedFeed: _INNER,
+    PlainFeed: _INNER,
+    Experts: {"inner": "moe_intermediate_size"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which share a process holds: number `number` of `size`; `total` sums `[1, T, width]` over all of them."""
+
+    number: int
+    size: int
+    total: Callable[[Tensor], Tensor]
+
+
+def share_of(architecture: Architecture, size: int) -> Architecture:
+    """What each of `size` processes computes.
+
+    Raises:
+        ModelError: a number is not divisible, or layers keep a state; the message contains the field and both numbers.
+    """
+    if size == 1:
+        return architecture
+    return replace(architecture, layers=tuple(_layer(layer, size) for layer in architecture.layers))
+
+
+def _layer(layer: Layer, size: int) -> Layer:
+    if isinstance(layer.mixer, StateMixer):
+        raise ModelError(f"tensor_parallel_size is {size}: layers that keep a state are not cut")
+    mixer, feed = _part(layer.mixer, size), None if layer.feed is None else _part(layer.feed, size)
+    return replace(layer, mixer=mixer, feed=feed, summed=(mixer != layer.mixer, feed != layer.feed))
+
+
+def _part(part: _Part, size: int) -> _Part:
+    """A share of a part; the part itself where it cannot be cut."""
+    changes: dict[str, Any] = {}
+    match part:
+        case AttentionLayer(norm=norm, out_norm=out_norm):
+            if out_norm is not None or (norm is not None and (norm.listed or norm.extent == "all")):
+                return part
+            if part.groups > 1:
+                changes["groups"] = _divided("the groups of qkv_proj", part.groups, size)
+        case GatedFeed(norm=norm) if norm is not None:
+            return part
+        case Experts(shared=shared) if shared is not None:
+            changes["shared"] = _part(shared, size)
+    for field, name in _CUT.get(type(part), {}).items():
+        changes[field] = _divided(name, getattr(part, field), size)
+    return replace(part, **changes) if changes else part  # type: ignore[type-var]
+
+
+def _divided(name: str, count: int, size: int) -> int:
+    if count % size:
+        raise ModelError(f"tensor_parallel_size is {size}, which does not divide {name} ({count})")
+    return count // size
+
+
+class ShareOfWeights(UserDict[str, "Tensor | Codes"]):
+    """The weights of one share, each cut from that of the whole model when it is asked for."""
+
+    def __init__(self, weights: Mapping[str, Tensor | Codes], whole: Architecture, share: Share) -> None:
+        """`weights` have the names and shapes of `whole`."""
+        super().__init__(weights)
+        self._share = share
+        own = share_of(whole, share.size).shapes()
+        # From the end, because a checkpoint may have the matrices of a stack one by one.
+        self._axes = {
+            key: next(axis - len(shape) for axis, count in enumerate(shape) if own[key][axis] != count)
+            for key, shape in whole.shapes().items()
+            if own[key] != shape
+        }
+        self._joined = {
+            f"model.layers.{number}.{name}.{matrix}": sizes
+            for number, layer in enumerate(whole.layers)
+            for name, part in layer.parts
+            for matrix, sizes in _joined(part).items()
+        }
+
+    def __getitem__(self, key: str) -> Tensor | Codes:
+        found, axis, stem = self.data[key], self._axes.get(stack_of(key)), _STEM.sub("", key)
+        if axis is None:
+            # What is added to a sum over all shares is added once.
+            is_of_sum = key.endswith("bias") and not self._axes.keys().isdisjoint((stem, f"{stem}.weight"))
+            return torch.zeros(found.shape) if is_of_sum and self._share.number else found
+        whole = found if isinstance(found, Tensor) else found.dequantised()
+        parts = whole.split(self._joined.get(stem, whole.shape[axis]), axis)
+        cut = torch.cat([part.chunk(self._share.size, axis)[self._share.number] for part in parts], axis)
+        release_mapped(whole)
+        return cut
+
+
+def _joined(part: LayerPart) -> dict[str, list[int]]:
+    """By the names of matrices: the outputs of each of those that the checkpoint has in one, one after the other."""
+    match part:
+        case AttentionLayer(joined=True, groups=1):
+            return {"qkv_proj": [*part.sizes]}
+        case GatedFeed(joined=True):
+            return {"gate_up_proj": [part.inner] * 2}
+        case Experts(gate=ExpertGate(interleaved=interleaved, alone=alone)):
+            found = {} if interleaved or alone else {"experts.gate_up_proj": [part.inner] * 2}
+            shared = {} if part.shared is None else _joined(part.shared)
+            return found | {f"{part.shared_name}.{matrix}": sizes for matrix, sizes in shared.items()}
+    return {}
+
+
+def sum_results(model: DecoderModel, share: Share) -> None:
+    """Let the layers of a share sum their results over all of them."""
+    for layer in model.model.layers:
+        for part, is_summed in zip((layer.mixer, layer.feed), layer.layer.summed, strict=True):
+            if is_summed:
+                part.register_forward_hook(lambda _module, _given, result: share.total(result))
