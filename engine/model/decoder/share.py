@@ -20,13 +20,12 @@ from engine.machine.mapped import release_mapped
 from engine.model.decoder.architecture import (
     Architecture,
     AttentionLayer,
-    GatedFeed,
     Layer,
     LayerPart,
-    PlainFeed,
     StateMixer,
 )
 from engine.model.decoder.experts import Experts
+from engine.model.decoder.feed_forward import GatedFeed, PlainFeed
 from engine.model.decoder.latent import LatentLayer
 from engine.model.decoder.weights import stack_of
 from engine.native.experts import ExpertGate
