@@ -13,7 +13,6 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.model.bounded import find_file
 from engine.model.checkpoint import shape_of
-from engine.model.decoder.architecture import architecture_of
 from engine.model.runner import ModelRunner, Runner, end_tokens, layout_of_model, vocab_size
 from engine.model.tap import Tap
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
@@ -139,15 +138,9 @@ class Drafters:
         """Make the proposers that read the target's hidden states, all through one tap."""
         made = dict[str, Proposer]()
         for name, head in self.heads.items():
-            if architecture_of(self.target) is None and head.places and not _is_read(tap, head):
-                raise ModelError(f"{type(self.target).__name__} runs past its layers: no features can be read off it")
             arena = make_arena(self.layouts[name]) if name in self.layouts else None
             made[name] = head.proposer(HeadContext(target, tap, arena, attend, prefill, adapters.get(name)))
         return made
-
-
-def _is_read(tap: Tap, head: Head) -> bool:
-    return tap.read(head.places) is not None
 
 
 def _check_vocabulary(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -270,6 +270,7 @@ class Layer:
         names: of the mixer and of the feed-forward.
         around: what the layer is a part of, with the same rows (`gemma.py`).
         summed: the results of both are summed over shares (`share.py`).
+        beside, keeps_normed: the norm of a second row, which the mixer reads first; it adds to its own row, normed.
     """
 
     mixer: Mixer
@@ -281,6 +282,8 @@ class Layer:
     names: tuple[str, str] = ("self_attn", "mlp")
     around: LayerPart | None = None
     summed: tuple[bool, bool] = (False, False)
+    beside: str | None = None
+    keeps_normed: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -397,7 +400,7 @@ class Architecture:
             found |= {f"model.per_layer.{key}": shape for key, shape in self.per_layer.shapes(self.width).items()}
         for number, layer in enumerate(self.layers):
             at = f"model.layers.{number}."
-            for name in filter(None, layer.norms):
+            for name in filter(None, (*layer.norms, layer.beside)):
                 found |= self.norm.shapes(f"{at}{name}.", self.width)
             for name, part in layer.parts:
                 shapes = part.shapes(self.width).items()  # those of what layers share have whole names

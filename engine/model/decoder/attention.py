@@ -125,7 +125,7 @@ class GroupedAttention(nn.Module):
             projected = torch.cat([projected, projected[:, layer.sizes[0] :]], -1)
         if layer.clip is not None:
             projected = projected.clamp(-layer.clip, layer.clip)
-        query = self._write(projected, rotary, ragged)
+        query = self.write(projected, rotary, ragged)
         if layer.growth is not None:
             grown = query * layer.growth.of(ragged.batch.positions)[:, None, None]
             query = grown.to(query.dtype)
@@ -154,8 +154,12 @@ class GroupedAttention(nn.Module):
         run = ELEMENTWISE[torch.sigmoid if gate.activation == "sigmoid" else F.softplus]
         return projected.contiguous(), run(gates)
 
-    def _write(self, projected: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
-        """Write keys and values to the arena; the rotated queries `[T, heads, head_dim]`."""
+    def write(self, projected: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+        """Write keys and values to the arena; the rotated queries `[T, heads, head_dim]`.
+
+        `projected` `[T, all heads * head_dim]` has queries, keys and values side by side; of rows that ask nothing it
+        may have no queries.
+        """
         (cos, sin), norms, layer, number = rotary, self.joined_norms, self.layer, self.layer_idx
         if norms is None and layer.norm is not None and not layer.norm.turned:
             projected, norms = self._normed(projected), (None, None)
@@ -173,7 +177,7 @@ class GroupedAttention(nn.Module):
         query, key, value = self._heads(projected)
         signed = ragged.batch.once(("sin", sin), partial(signed_halves, sin))
         turned = rotated(torch.cat([query, key], 1), cos, signed)
-        query, key = cast("tuple[Tensor, Tensor]", turned.tensor_split([layer.heads], 1))
+        query, key = cast("tuple[Tensor, Tensor]", turned.tensor_split([query.shape[1]], 1))
         if layer.norm is not None and layer.norm.turned:
             query, key = (norm(x) for norm, x in zip(self.norms, (query, key), strict=True))
         ragged.arena.write(number, ragged.batch.kv_rows, key, value)
@@ -199,7 +203,8 @@ class GroupedAttention(nn.Module):
         """`[T, heads, head_dim]` each."""
         layer = self.layer
         heads = projected.unflatten(-1, (-1, layer.head_dim))
-        parts: tuple[Tensor, ...] = heads.split([size // layer.head_dim for size in layer.sizes], 1)
+        keys = layer.sizes[1] // layer.head_dim
+        parts: tuple[Tensor, ...] = heads.split([heads.shape[1] - 2 * keys, keys, keys], 1)
         return parts
 
     def _native_for(self, projected: Tensor, cos: Tensor, ragged: Ragged) -> Rows | None:

@@ -43,7 +43,7 @@ from engine.model.decoder.latent import LatentAttention, LatentLayer
 from engine.model.decoder.mixers import Beside, GatedDelta, Mamba1, Mamba2, ShortConv
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.rotary import Rotation
+from engine.model.decoder.rotary import Rotations
 from engine.model.decoder.shared import Shared, SharedLayer
 from engine.model.decoder.stack import Stack
 from engine.model.decoder.weights import Embedding, WeightReader
@@ -75,12 +75,9 @@ class DecoderModel(nn.Module):
         self.lm_head, table = weights.head_and_table(architecture)
         self.model: Any = nn.Module()
         self.model.embed_tokens = table
-        self.model.layers = Stack(_layers(architecture, weights))
+        self.model.layers = Stack(read_layers(architecture, weights))
         self._read_ends(weights.below("model."))
-        tables = [layer.mixer.rotary for layer in architecture.layers]
-        distinct = [*dict.fromkeys(tables)]
-        self.rotations = nn.ModuleList(map(Rotation, distinct))
-        self._which = [*map(distinct.index, tables)]
+        self.rotations = Rotations([layer.mixer.rotary for layer in architecture.layers])
         self.to(weights.device)
         self._joins_sums = False
 
@@ -105,27 +102,9 @@ class DecoderModel(nn.Module):
 
     def use(self, ops: LayerOps) -> None:
         """Run these operations between matmuls, which a GPU has in place of our C."""
-        feeds = [layer.feed.inner for layer in self.architecture.layers if isinstance(layer.feed, GatedFeed)]
-        heads = [module.layer.head_dim for module in self.modules() if isinstance(module, GroupedAttention)]
-        sizes = self.architecture.width, max(feeds, default=16), max(heads, default=16)
-        rounded = [module for module in self.modules() if isinstance(module, Fp8Linear)]
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        fours = [module for module in self.modules() if isinstance(module, W4Linear)]
-        widest = max(fours, key=lambda matmul: matmul.in_features, default=None)
-        found = ops.checked(sizes, like, in_fp8=bool(rounded), in_w4=widest)
+        use_ops(self, self.architecture, ops, torch.empty(0, dtype=self.dtype, device=self.device))
         is_last = isinstance(self.model.norm, RMSNorm) and self.model.project_out is None
         self._joins_sums = is_last and all(layer.joins_sums for layer in self.model.layers)
-        for matmul in rounded:
-            matmul.round_rows = found.round_rows
-        for four in fours:
-            four.multiply = found.w4_matmul
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                module.use(found)
-            elif isinstance(module, GroupedAttention | GatedMLP):
-                module.ops = found
-            elif isinstance(module, StackedExperts):
-                module.mix = found.mix
 
     @property
     def state(self) -> tuple[StatePart, ...]:
@@ -166,8 +145,7 @@ class DecoderModel(nn.Module):
         hidden = self._embedded(input_ids, position_ids)
         hidden = hidden.float() if self.architecture.wide else hidden
         ragged = replace(ragged, embedded=hidden)
-        tables = [rotation(position_ids[0], self.dtype) for rotation in self.rotations]
-        turned = [tables[which] for which in self._which[: len(trunk.layers)]]
+        turned = self.rotations.of(position_ids[0], self.dtype, len(trunk.layers))
         beside = None
         if trunk.per_layer is not None:
             beside, hidden = trunk.per_layer(input_ids, hidden), trunk.per_layer.spread(hidden)
@@ -219,7 +197,7 @@ def _waves(waves: int, rows: int, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], 1)
 
 
-def _layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLayer]:
+def read_layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLayer]:
     """All layers, several at a time: each of the many steps from a file to panels leaves most threads idle.
 
     Floats that are rounded keep all threads busy by themselves, and two layers of them take more memory than one.
@@ -236,6 +214,28 @@ def _layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLa
         return list(threads.map(layer, numbers))
 
 
+def use_ops(model: nn.Module, architecture: Architecture, ops: LayerOps, like: Tensor) -> None:
+    """Let all parts of a model run these operations; `like` is of its type, and where it runs."""
+    feeds = [layer.feed.inner for layer in architecture.layers if isinstance(layer.feed, GatedFeed)]
+    heads = [module.layer.head_dim for module in model.modules() if isinstance(module, GroupedAttention)]
+    sizes = architecture.width, max(feeds, default=16), max(heads, default=16)
+    rounded = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    fours = [module for module in model.modules() if isinstance(module, W4Linear)]
+    widest = max(fours, key=lambda matmul: matmul.in_features, default=None)
+    found = ops.checked(sizes, like, in_fp8=bool(rounded), in_w4=widest)
+    for matmul in rounded:
+        matmul.round_rows = found.round_rows
+    for four in fours:
+        four.multiply = found.w4_matmul
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.use(found)
+        elif isinstance(module, GroupedAttention | GatedMLP):
+            module.ops = found
+        elif isinstance(module, StackedExperts):
+            module.mix = found.mix
+
+
 class DecoderLayer(nn.Module):
     """A mixer and a feed-forward with their norms (`architecture.Layer`)."""
 
@@ -247,7 +247,7 @@ class DecoderLayer(nn.Module):
         setattr(self, mixer, _MIXERS[type(layer.mixer)](layer.mixer, number, width, weights.below(f"{mixer}.")))
         if layer.feed is not None:
             setattr(self, feed, _FEEDS[type(layer.feed)](layer.feed, width, weights.below(f"{feed}.")))
-        for name in filter(None, layer.norms):
+        for name in filter(None, (*layer.norms, layer.beside)):
             setattr(self, name, norm_of(architecture.norm, weights, name, width))
         self.around: nn.Module | None = None
         if layer.around is not None:
@@ -274,7 +274,7 @@ class DecoderLayer(nn.Module):
         first, after_mixer, second, after_feed = self.norms
         has_norms = isinstance(first, RMSNorm) and isinstance(second, RMSNorm) and self.feed is not None
         others = all(norm is None or isinstance(norm, RMSNorm) for norm in (after_mixer, after_feed))
-        return has_norms and others and self.layer.is_plain
+        return has_norms and others and self.layer.is_plain and self.layer.beside is None
 
     @staticmethod
     def rounds(part: Any) -> bool:
@@ -284,15 +284,19 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged, beside: Tensor | None = None) -> Tensor:
         """`[1, T, width]` -> `[1, T, width]`; `beside`: see `Stack.run`."""
         if self.around is None:
-            return self.sums(x, rotary, ragged)
+            return self.sums(x, rotary, ragged, beside)
         return cast("Tensor", self.around(self, x, rotary, ragged, beside))
 
-    def sums(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+    def sums(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged, beside: Tensor | None = None) -> Tensor:
         """With what the mixer and the feed-forward make of it."""
         layer, feed = self.layer, self.feed
         first, after_mixer, second, after_feed = self.norms
         normed = _through(first, x.to(self.dtype))  # between layers it may be float32
-        total = self._sum(x, self.mixer(normed, rotary, ragged), after_mixer)
+        read = normed
+        if layer.beside is not None:
+            assert beside is not None, "this layer reads two rows"
+            read = torch.cat([_through(self._modules[layer.beside], beside), normed], -1)
+        total = self._sum(normed if layer.keeps_normed else x, self.mixer(read, rotary, ragged), after_mixer)
         if feed is None:
             return total
         read = total

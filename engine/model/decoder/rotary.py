@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,20 @@ class Rotation(nn.Module):
         cos = F.pad(angles.cos() * table.scaling, (0, table.still), value=1.0)
         sin = F.pad(angles.sin() * table.scaling, (0, table.still))
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((sin, sin), -1).to(dtype)
+
+
+class Rotations(nn.ModuleList):
+    """cos and sin of each layer's positions; layers with the same table share them."""
+
+    def __init__(self, tables: Seq[RotaryTable]) -> None:
+        distinct = [*dict.fromkeys(tables)]
+        super().__init__(map(Rotation, distinct))
+        self._which = [*map(distinct.index, tables)]
+
+    def of(self, positions: Tensor, dtype: torch.dtype, depth: int) -> list[tuple[Tensor, Tensor]]:
+        """Of the first `depth` layers, as `Rotation` makes them."""
+        made = [rotation(positions, dtype) for rotation in self]
+        return [made[which] for which in self._which[:depth]]
 
 
 def _plain(theta: float, dim: int) -> Tensor:

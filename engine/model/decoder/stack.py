@@ -44,11 +44,10 @@ class Stack(nn.ModuleList):
     ) -> Tensor:
         """Run all layers `[1, T, width]` -> `[1, T, width]`; `rotary` has cos and sin for each.
 
-        `beside`: what each layer reads beside its hidden state, in families that have it.
+        `beside`: what each layer reads beside its hidden state, where it reads more.
         """
-        if self.serves(hidden_states, rotary, ragged):
-            return self.at_once(hidden_states, rotary, ragged)
-        return self.one_by_one(hidden_states, rotary, ragged, beside)
+        run = self.at_once if self.serves(hidden_states, rotary, ragged) else self.one_by_one
+        return run(hidden_states, rotary, ragged, beside)
 
     def one_by_one(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
@@ -84,7 +83,9 @@ class Stack(nn.ModuleList):
             if place in tap.places:
                 tap.keep(place, rows)
 
-    def at_once(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
+    def at_once(
+        self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
+    ) -> Tensor:
         """Run all layers in C, with the same bits as `one_by_one`."""
         shape, first = ragged.arena.layout.same, cast("Any", self._modules["0"])
         assert shape is not None, "`serves` said no"
@@ -97,7 +98,8 @@ class Stack(nn.ModuleList):
         read = {place: torch.empty_like(hidden) for place in places}
         dense = {key: (cos[0].contiguous(), sin[0].contiguous()) for key, (cos, sin) in _distinct(rotary).items()}
         angles = [dense[id(each)] for each in rotary]
-        self._layers(ragged.arena).run(hidden, angles, ragged.batch.kv_rows, where, read=read)
+        second = None if beside is None else beside[0][0].contiguous()  # the same of each that C knows
+        self._layers(ragged.arena).run(hidden, angles, ragged.batch.kv_rows, where, second, read)
         for place, rows in read.items():
             self.keep(place, hidden if place == depth else rows)
         return hidden[None]
@@ -150,7 +152,7 @@ def _parts(module: nn.Module) -> LayerParts | None:
         and spec.chunk is None
         and spec.sinks is None
     )
-    if not fits or norms[0] is None or norms[2] is None or not all(isinstance(n, RMSNorm) for n in norms if n):
+    if not fits or norms[2] is None or not all(isinstance(n, RMSNorm) for n in norms if n):
         return None
     matmuls = attention.matmul, attention.out, gate.matmul, gate.down_proj
     matrices = [packed_of(matmul) for matmul in matmuls]
@@ -164,4 +166,6 @@ def _parts(module: nn.Module) -> LayerParts | None:
     )
     assert heads is not None
     parts |= {"norm_query": heads[0], "norm_key": heads[1], "activation": gate.activation}
+    if layer.beside is not None:
+        parts |= {"norm_beside": here.get_submodule(layer.beside).parts, "normed_residual": layer.keeps_normed}
     return LayerParts(scale=spec.scale, softcap=spec.softcap, window=spec.window, **parts)

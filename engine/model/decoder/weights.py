@@ -109,25 +109,34 @@ class WeightReader:
         return torch.stack([self.vector(name.format(number), size) for number in range(count)])
 
     def matrix(
-        self, outputs: Iterable[str], inputs: int, *, has_bias: bool, orders: Mapping[str, Tensor] | None = None
+        self,
+        outputs: Iterable[str],
+        inputs: int,
+        *,
+        has_bias: bool,
+        orders: Mapping[str, Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> nn.Module:
         """The matrices of these names, which read the same rows, as one matmul.
 
-        `orders`: by name, which output in the checkpoint each output is to be.
+        `orders`: by name, which output in the checkpoint each output is to be. `dtype`: of products of floats that our
+        C multiplies; default that of rows.
         """
         names = [*outputs]
         if not self.path.startswith(SHARED):
-            return self._matrix(names, has_bias=has_bias, orders=orders or {})
+            return self._matrix(names, has_bias=has_bias, orders=orders or {}, dtype=dtype)
         with self._lock:  # several threads read layers
             key = (self.path, *names)
             if key not in self.shared:
                 self.shared[key] = self._matrix(names, has_bias=has_bias, orders=orders or {})
             return self.shared[key]
 
-    def _matrix(self, names: Seq[str], *, has_bias: bool, orders: Mapping[str, Tensor]) -> nn.Module:
+    def _matrix(
+        self, names: Seq[str], *, has_bias: bool, orders: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> nn.Module:
         weights = [self.weights[f"{self.path}{name}.weight"] for name in names]
         biases = [self._bias(f"{self.path}{name}") if has_bias else None for name in names]
-        return self._joined(names, weights, biases, orders)
+        return self._joined(names, weights, biases, orders, dtype)
 
     def experts(
         self, stack: str, parts: Seq[str], count: int, inputs: int, *, has_bias: bool, transposed: bool
@@ -152,7 +161,12 @@ class WeightReader:
         return [self._joined([f"{i}.{stack}"], [matrices[i]], [biases[i]], {}) for i in range(count)]
 
     def _joined(
-        self, names: Seq[str], weights: list[Tensor | Codes], biases: list[Tensor | None], orders: Mapping[str, Tensor]
+        self,
+        names: Seq[str],
+        weights: list[Tensor | Codes],
+        biases: list[Tensor | None],
+        orders: Mapping[str, Tensor],
+        dtype: torch.dtype | None = None,
     ) -> nn.Module:
         if self.rounded is not None or all(map(self._keeps, weights)):
             made = [
@@ -166,7 +180,7 @@ class WeightReader:
                 weights[index] = self._plain(weights[index])[orders[name]]
                 bias = biases[index]
                 biases[index] = None if bias is None else bias[orders[name]]
-        return self._floats(weights, biases, None)
+        return self._floats(weights, biases, dtype)
 
     def table(self, name: str, scale: float) -> nn.Module:
         """A table of vectors, which are multiplied by `scale`."""
@@ -330,13 +344,15 @@ def _as_outputs(weight: Tensor | Codes) -> Tensor | Codes:
     return weight.t() if isinstance(weight, Tensor) and weight.ndim == 2 else weight
 
 
-def check(name: str, architecture: Architecture, weights: Mapping[str, Tensor | Codes]) -> None:
-    """Refuse weights that are missing, or of another shape than the config says.
+def check(
+    name: str, architecture: Architecture, weights: Mapping[str, Tensor | Codes], more: Shapes | None = None
+) -> None:
+    """Refuse weights that are missing, or of another shape than the config says; `more`: beside those of a decoder.
 
     Raises:
         ModelError: names the checkpoint and the first of them.
     """
-    wanted = architecture.shapes()
+    wanted = architecture.shapes() | (more or {})
     if architecture.is_tied and HEAD in weights:
         wanted[HEAD] = wanted[TABLE]
         if TABLE not in weights:

@@ -13,69 +13,86 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3DecoderLayer,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    rotate_half,
-)
 
 from engine.attention import Attend
 from engine.attention.registry import Ragged
 from engine.attention.spec import AttentionSpec
 from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
-from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.decoder.norms import RMSNorm
-from engine.model.fallback import kv_layout
-from engine.model.linear.packed import PackedLinear
+from engine.model.decoder.norms import norm_of
+from engine.model.decoder.weights import HEAD, WeightReader
 from engine.model.tap import Tap
-from engine.native import PackedMatrix, multiplies, rows_for
+from engine.native import multiplies
 from engine.proposers.base import Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
-from engine.proposers.heads.base import Head, HeadContext
+from engine.proposers.heads.base import Head
 from engine.proposers.heads.dflash_config import DFlashConfig, read_dflash_config
+from engine.proposers.heads.layers import FeatureHead, HeadRunner, reader_of
 from engine.proposers.heads.proposer import HeadProposer
-from engine.proposers.heads.weights import fill, load_checkpoint, target_ids, widened
+from engine.proposers.heads.weights import load_checkpoint, target_ids
 from engine.stats import Forward
 from engine.types import Sequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Of the speculators form: parts of the target, which training compares with, and the map that `d2t` is inverse to.
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
 
 
-class DFlashHead(nn.Module):
-    """Keys as published: `fc`, `hidden_norm`, `layers.i` as in Qwen3, `norm`; `embed_tokens`, `lm_head` perhaps."""
+class DFlashHead(FeatureHead):
+    """Keys as published: `fc`, `hidden_norm`, `layers.i` as in Qwen3, `norm`; `embed_tokens`, `lm_head` perhaps.
 
-    def __init__(self, settings: Qwen3Config, places: int, *, embeds: bool, outputs: int | None) -> None:
-        super().__init__()
-        hidden, eps = settings.hidden_size, settings.rms_norm_eps
-        self.fc = nn.Linear(places * hidden, hidden, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(hidden, eps)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(settings, i) for i in range(settings.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(hidden, eps)
-        if embeds:
-            self.embed_tokens = nn.Embedding(settings.vocab_size, hidden)
-        if outputs is not None:
-            self.lm_head = nn.Linear(hidden, outputs, bias=False)
+    The matrices of keys and values are held twice: context rows need no queries, whose matrix is the larger one.
+    """
 
-    def keys_and_values(self, layer: int, features: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Of fused features `[T, hidden]` in one layer, `[T, kv_heads, head_dim]` each; `rotary` `[T, head_dim]`."""
-        attention = cast("Qwen3DecoderLayer", self.layers[layer]).self_attn
-        heads = (len(features), -1, attention.head_dim)
-        key = attention.k_norm(attention.k_proj(features).view(heads))
-        cos, sin = (part[:, None] for part in rotary)
-        return key * cos + rotate_half(key) * sin, attention.v_proj(features).view(heads)
+    def __init__(
+        self, config: DFlashConfig, weights: WeightReader, target: PreTrainedModel, drafts: Tensor | None
+    ) -> None:
+        made = config.architecture
+        super().__init__(made, weights, target, drafts=drafts)
+        below, width = weights.below("model."), made.width
+        self.fc = below.matrix(["fc"], len(config.places) * width, has_bias=False)
+        self.hidden_norm = norm_of(made.norm, below, "hidden_norm", width)
+        mixers: list[Any] = [layer.mixer for layer in made.layers]
+        self.keys_and_values = nn.ModuleList(
+            below.below(f"layers.{i}.self_attn.").matrix(["k_proj", "v_proj"], width, has_bias=mixer.qkv_bias)
+            for i, mixer in enumerate(mixers)
+        )
+        self.config = config
+
+    def project(self, features: Tensor) -> Tensor:
+        """The target's features `[n, places * width]`, fused: `[n, width]`."""
+        return cast("Tensor", self.hidden_norm(self.fc(features.to(self.dtype))))
+
+    def keep(self, features: Tensor, ragged: Ragged) -> None:
+        """Write each layer's keys and values of fused features `[T, width]`."""
+        turned = self.rotations.of(ragged.batch.position_ids, self.dtype, len(self.layers))
+        for layer, matmul, rotary in zip(self.layers, self.keys_and_values, turned, strict=True):
+            cast("Any", layer).mixer.write(matmul(features), rotary, ragged)
+
+    def fill_in(self, causal: Ragged, mutual: Ragged) -> Tensor:
+        """The outputs `[R, width]` of a batch's last rows; layers that are not causal run over `mutual`."""
+        batch = causal.batch
+        x = self.ends[0](batch.input_ids).to(self.dtype)[None]
+        turned = self.rotations.of(batch.position_ids, self.dtype, len(self.layers))
+        for layer, rotary, is_causal in zip(self.layers, turned, self.config.is_causal, strict=True):
+            x = layer(x, rotary, causal if is_causal else mutual)
+        assert self.norm is not None
+        return cast("Tensor", self.norm(x[0][batch.logit_rows]))
 
 
 def load_dflash(name: str, revision: str | None, target: PreTrainedModel) -> Head:
-    """A draft of a local folder or a hub id, in the authors' form or that of `speculators`; its type is `_type_of`.
+    """A draft of a local folder or a hub id, in the authors' form or that of `speculators`.
+
+    On a CPU it computes in its own type where our C multiplies that, else in the target's. A target may be in a wider
+    type to keep its tokens what they are. No bit of a draft decides a token, and half the bytes are read in half the
+    time.
 
     Raises:
         ModelError: it is no DFlash draft, is of a kind that is not served, or does not fit this target.
@@ -83,122 +100,46 @@ def load_dflash(name: str, revision: str | None, target: PreTrainedModel) -> Hea
     written, tensors = load_checkpoint(name, revision)
     config = read_dflash_config(name, written, target, tensors)
     tensors = {key: tensor for key, tensor in tensors.items() if key not in _UNUSED}
-    offsets, own_output = tensors.pop("d2t", None), "lm_head.weight" in tensors
+    offsets, made = tensors.pop("d2t", None), config.architecture
     tokens = None if offsets is None else _tokens(name, offsets, config)
-    if config.draft_vocab != config.settings.vocab_size and (tokens is None or not own_output):
+    if config.draft_vocab != made.vocab_size and (tokens is None or HEAD not in tensors):
         raise ModelError(f"{name!r} drafts {config.draft_vocab} tokens; expected d2t and lm_head.weight to say which")
-    head = DFlashHead(
-        config.settings,
-        len(config.places),
-        embeds="embed_tokens.weight" in tensors,
-        outputs=config.draft_vocab if own_output else None,
-    )
-    fill(head, tensors, name)
-    dtype = _type_of(tensors["fc.weight"].dtype, target)
-    head.to(target.device, dtype).eval()
-    if target.device.type == "cpu":
-        _pack(head)
-
-    def proposer(context: HeadContext) -> DFlashProposer:
-        assert context.arena is not None, "it has a layout"
-        runner = DFlashRunner(head, config, tokens, target, dtype, context.arena, context.attend)
-        return DFlashProposer(runner, context.tap, config.places, context.prefill)
-
-    return Head(config.places, kv_layout(config.settings, dtype), proposer)
-
-
-def _type_of(stored: torch.dtype, target: PreTrainedModel) -> torch.dtype:
-    """The type that the draft computes in: the target's, or on a CPU its own where our C multiplies that.
-
-    A target may be in a wider type to keep its tokens what they are. No bit of a draft decides a token, and half the
-    bytes are read in half the time.
-    """
-    return stored if target.device.type == "cpu" and multiplies(stored) else target.dtype
-
-
-def _pack(head: DFlashHead) -> None:
-    """Let our C multiply the matrices whose type and size it is for, and do the norms."""
-    for name, part in list(head.named_modules()):
-        if isinstance(part, Qwen3RMSNorm):
-            head.set_submodule(name, RMSNorm(part.weight, part.variance_epsilon))
-        elif type(part) is nn.Linear and multiplies(part.weight.dtype):
-            weight, bias = part.weight.detach(), cast("Tensor | None", part.bias)
-            bias = None if bias is None else bias.detach().float()
-            if rows_for(weight.dtype, weight.shape[1]) is not None:
-                out = torch.float32 if name == "lm_head" else None  # rounded to bfloat16 many logits would be equal
-                head.set_submodule(name, PackedLinear(PackedMatrix.of(weight, bias), out))
+    width = made.width
+    own = {"fc.weight": (width, len(config.places) * width), "hidden_norm.weight": (width,)}
+    reader = reader_of(made, tensors, target, name, own | {HEAD: (config.draft_vocab, width)})
+    stored = tensors["fc.weight"].dtype
+    dtype = stored if target.device.type == "cpu" and multiplies(stored) else target.dtype
+    head = DFlashHead(config, replace(reader, dtype=dtype), target, tokens)
+    return head.over(config.places, DFlashRunner, DFlashProposer)
 
 
 def _tokens(name: str, offsets: Tensor, config: DFlashConfig) -> Tensor:
     """The target's token for each that the draft knows, `[draft vocab]`."""
-    tokens = target_ids(offsets, config.draft_vocab, config.settings.vocab_size)
+    tokens = target_ids(offsets, config.draft_vocab, config.architecture.vocab_size)
     if tokens is None:
         raise ModelError(f"{name!r}: d2t does not map {config.draft_vocab} draft tokens to as many of the target's")
     return tokens
 
 
-class DFlashRunner:
+class DFlashRunner(HeadRunner):
     """The draft over an arena of its own."""
 
-    def __init__(
-        self,
-        head: DFlashHead,
-        config: DFlashConfig,
-        tokens: Tensor | None,
-        target: PreTrainedModel,
-        dtype: torch.dtype,
-        arena: KVArena,
-        attend: Attend,
-    ) -> None:
-        self._dtype = dtype
-        self.arena, self.mask, self.block = arena, config.mask, config.block
-        self._head, self._config, self._attend, self._device = head, config, attend, target.device
-        own: nn.Module | None = getattr(head, "lm_head", None)
-        self._embed = getattr(head, "embed_tokens", None) or target.get_input_embeddings()
-        self._output, self._output_type = own or target.get_output_embeddings(), target.dtype if own is None else dtype
-        self._tokens = None if tokens is None else tokens.to(target.device)
-        self._rotary = Qwen3RotaryEmbedding(config.settings).to(target.device)  # no part of the head: stays in float32
-
-    def project(self, features: Tensor) -> Tensor:
-        """The target's features `[n, places * hidden]`, fused: `[n, hidden]`."""
-        return cast("Tensor", self._head.hidden_norm(self._head.fc(features.to(self._dtype))))
+    head: DFlashHead
 
     def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
-        """Keep keys and values of fused features `[T, hidden]` at the rows of `feeds`; returns those at the last rows.
+        """Keep keys and values of fused features `[T, width]` at the rows of `feeds`; returns those at the last rows.
 
         No row sees another one here: a context row is projected, and never asks.
         """
-        batch = RaggedBatch.of(feeds, self.arena.page_size, self._device)
-        rotary = self._rotary_of(batch, features)
-        for layer in range(len(self._head.layers)):
-            self.arena.write(layer, batch.kv_rows, *self._head.keys_and_values(layer, features, rotary))
+        batch = RaggedBatch.of(feeds, self.arena.page_size, features.device)
+        self.head.keep(features, Ragged(batch, self.arena, self.attend))
         return features[batch.logit_rows]
 
     def fill_in(self, feeds: Seq[Feed]) -> Tensor:
-        """Run blocks of the newest token and masks, each after its context; the outputs `[R, hidden]` of the masks."""
-        batch = RaggedBatch.of(feeds, self.arena.page_size, self._device)
-        causal = Ragged(batch, self.arena, self._attend)
-        mutual = Ragged(batch, self.arena, partial(attend_bidirectionally, self._attend))
-        x = self._embed(batch.input_ids).to(self._dtype)
-        cos, sin = self._rotary_of(batch, x)
-        x = x[None]
-        for layer, is_causal in zip(self._head.layers, self._config.is_causal, strict=True):
-            x = layer(x, position_embeddings=(cos[None], sin[None]), ragged=causal if is_causal else mutual)
-        return cast("Tensor", self._head.norm(x[0][batch.logit_rows]))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 `[R, target's vocab]`; -inf for tokens that the draft does not know."""
-        logits: Tensor = self._output(hidden.to(self._output_type)).float()
-        if self._config.softcap is not None:
-            logits = torch.tanh(logits / self._config.softcap) * self._config.softcap
-        if self._tokens is None:
-            return logits
-        return widened(logits, self._tokens, self._config.settings.vocab_size)
-
-    def _rotary_of(self, batch: RaggedBatch, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of the batch's positions, `[T, head_dim]` in the type of `like`."""
-        cos, sin = self._rotary(like, batch.positions[None])
-        return cos[0], sin[0]
+        """Run blocks of the newest token and masks, each after its context; the outputs `[R, width]` of the masks."""
+        batch = RaggedBatch.of(feeds, self.arena.page_size, self.arena.k[0].device)
+        mutual = partial(attend_bidirectionally, self.attend)
+        return self.head.fill_in(*(Ragged(batch, self.arena, attend) for attend in (self.attend, mutual)))
 
 
 def attend_bidirectionally(
@@ -244,7 +185,8 @@ class DFlashProposer(HeadProposer):
 
     def __init__(self, draft: DFlashRunner, tap: Tap, places: tuple[int, ...], prefill: PrefillBudget) -> None:
         super().__init__(draft, tap, places, prefill)
-        self._draft, self.most_drafts = draft, draft.block - 1
+        self._draft, self._config = draft, draft.head.config
+        self.most_drafts = self._config.block - 1
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
@@ -253,7 +195,7 @@ class DFlashProposer(HeadProposer):
         read: list[Forward] = []
         ready, _ = self._catch_up([chain for chain in chains if chain.k], read)
         # What one round leaves to read belongs to the pass of the block; a prompt is reading of its own.
-        forwards = [one for one in read if not ready or one.tokens > self._draft.block * one.sequences]
+        forwards = [one for one in read if not ready or one.tokens > self._config.block * one.sequences]
         if ready:
             self._draw_block(ready)
             forwards.append(Forward("draft", len(ready), sum(chain.k + 1 for chain in ready)))
@@ -263,7 +205,7 @@ class DFlashProposer(HeadProposer):
         """Draw all drafts of each chain, those of one depth together: processors see what was drawn before."""
         feeds = []
         for chain in chains:
-            cursor, block = chain.sequence.draft, [chain.sequence.tokens[-1], *[self._draft.mask] * chain.k]
+            cursor, block = chain.sequence.draft, [chain.sequence.tokens[-1], *[self._config.mask] * chain.k]
             feeds.append(Feed(block, cursor.kv_len, cursor.page_table, chain.k))
         logits = self._draft.logits(self._draft.fill_in(feeds))
         first = list(accumulate((chain.k for chain in chains), initial=0))

@@ -7,22 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config
 
-from engine.attention.registry import ATTENTION_NAME, register_hook
 from engine.errors import ModelError
 from engine.model.checkpoint import shape_of
+from engine.model.decoder.architecture import Architecture, HeadNorm, NormForm
+from engine.model.decoder.families.builders import FULL, SLIDING
 from engine.model.linear.rows import matmul_shape
+from engine.proposers.heads.layers import layer_config, layer_of
 from engine.proposers.heads.weights import number
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from engine.model.decoder.families.described import ModelConfig
 
 _ARCHITECTURES = frozenset({"DFlashDraftModel", "DFlashSpeculator"})
 _BACKBONES = ("qwen3", "llama")  # the layers are Qwen3's all the same
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_ROTARY = ("default", "linear", "llama3", "yarn")  # one table for all lengths
-_OLD_NAMES = frozenset({"torch_dtype", "rope_theta", "rope_scaling"})  # transformers reads them still
+_OLD_NAMES = frozenset({"torch_dtype", "rope_theta", "rope_scaling"})
+# Fields of Qwen3's configs, and those of any.
+_QWEN3 = frozenset(
+    {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+     "num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache",
+     "tie_word_embeddings", "rope_parameters", "attention_bias", "use_sliding_window", "sliding_window",
+     "max_window_layers", "layer_types", "attention_dropout", "model_type", "architectures", "dtype",
+     "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "id2label", "label2id",
+     "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "output_attentions", "output_hidden_states",
+     "problem_type"}
+)  # fmt: skip
 _BESIDE_QWEN3 = _OLD_NAMES | {
     "auto_map",
     "block_size",
@@ -43,13 +57,12 @@ _SPECULATORS = frozenset(
 class DFlashConfig:
     """What a draft is, for one target."""
 
-    settings: Qwen3Config  # of its layers, which attend through us
+    architecture: Architecture  # of its layers
     places: tuple[int, ...]  # of the target that it reads (`Tap`)
     block: int  # rows of a block: the newest token and a mask for each draft
     mask: int  # id of the mask token, which stands for a token to be drafted
     is_causal: tuple[bool, ...]  # by layer: whether a row of the block sees those before it alone
     draft_vocab: int  # tokens that it drafts
-    softcap: float | None  # logits become tanh(logit / softcap) * softcap
 
 
 def read_dflash_config(
@@ -75,10 +88,14 @@ def read_dflash_config(
         raise ModelError(f"{name!r}: mask_token_id is {asked.mask}; the target has {vocab} tokens")
     if asked.block < 2:
         raise ModelError(f"{name!r}: block_size is {asked.block}; expected a place for a draft behind the first")
-    is_causal = tuple(_is_causal(name, kind, asked.causal) for kind in settings.layer_types or ())
-    return DFlashConfig(
-        settings, asked.places, asked.block, asked.mask, is_causal, asked.draft_vocab or vocab, asked.softcap
+    is_causal = tuple(_is_causal(name, kind, asked.causal) for kind in settings.layer_types)
+    form = NormForm(settings.rms_norm_eps)
+    layers = tuple(
+        layer_of(settings, name, tensors, i, settings.sliding_window if kind == SLIDING else None, norm=HeadNorm(form))
+        for i, kind in enumerate(settings.layer_types)
     )
+    made = Architecture(layers, vocab, settings.hidden_size, form, softcap=asked.softcap)
+    return DFlashConfig(made, asked.places, asked.block, asked.mask, is_causal, asked.draft_vocab or vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +118,7 @@ def _authors_form(name: str, config: Mapping[str, Any]) -> _Asked:
     if not isinstance(own, dict):
         raise ModelError(f"{name!r}: config.json has neither dflash_config nor speculators_model_type: no DFlash draft")
     _check_architecture(name, config)
-    _refuse_unknown(name, config, _BESIDE_QWEN3 | Qwen3Config().to_dict().keys(), "")
+    _refuse_unknown(name, config, _BESIDE_QWEN3 | _QWEN3, "")
     _refuse_unknown(name, own, _DFLASH, "dflash_config.")
     ids = own.get("target_layer_ids")
     block = config if config.get("block_size") is not None else own
@@ -125,15 +142,14 @@ def _speculators_form(name: str, config: Mapping[str, Any]) -> _Asked:
     if not isinstance(layers, dict):
         raise ModelError(f"{name!r}: config.json has no transformer_layer_config")
     _check_architecture(name, config)
-    known = Qwen3Config().to_dict().keys()
-    _refuse_unknown(name, config, _SPECULATORS | known, "")
-    _refuse_unknown(name, layers, known | _OLD_NAMES, "transformer_layer_config.")
+    _refuse_unknown(name, config, _SPECULATORS | _QWEN3, "")
+    _refuse_unknown(name, layers, _QWEN3 | _OLD_NAMES, "transformer_layer_config.")
     if config.get("sample_from_anchor"):
         raise ModelError(f"{name!r}: sample_from_anchor is true: the row of the newest token drafts nothing here")
     width = config.get("target_hidden_size")
     if width not in (None, layers.get("hidden_size")):
         raise ModelError(f"{name!r}: target_hidden_size is {width} beside a hidden_size of {layers.get('hidden_size')}")
-    slides = _SLIDING in (layers.get("layer_types") or ())
+    slides = SLIDING in (layers.get("layer_types") or ())
     if slides and config.get("sliding_window_non_causal") is not False:
         said = config.get("sliding_window_non_causal")
         raise ModelError(f"{name!r}: sliding_window_non_causal is {said}: such a window is served where it is false")
@@ -149,7 +165,7 @@ def _speculators_form(name: str, config: Mapping[str, Any]) -> _Asked:
     )
 
 
-def _settings(name: str, layers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Qwen3Config:
+def _settings(name: str, layers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ModelConfig:
     """The config of the layers, as Qwen3's."""
     kind = layers.get("model_type", "qwen3")
     if kind not in _BACKBONES:
@@ -158,31 +174,21 @@ def _settings(name: str, layers: Mapping[str, Any], tensors: Mapping[str, Tensor
     if norm is None:
         raise ModelError(f"{name!r} does not fit the target: layers.0.self_attn.q_norm.weight is missing")
     # The default of head_dim differs from family to family; the tensors know.
-    asked = {key: value for key, value in layers.items() if key not in ("model_type", "torch_dtype", "dtype")}
-    try:
-        settings = Qwen3Config(**(asked | {"head_dim": len(norm)}))
-    except (TypeError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load {name!r}: its config is not like Qwen3's: {error!r}") from error
-    kinds = settings.layer_types or []
-    others = sorted(set(kinds) - {_FULL, _SLIDING})
+    settings = layer_config(layers, name, "qwen3", head_dim=len(norm))
+    kinds = settings.layer_types
+    others = sorted(set(kinds) - {FULL, SLIDING})
     if others or len(kinds) != settings.num_hidden_layers:
-        raise ModelError(f"{name!r}: layer_types is {kinds}; expected {_FULL} or {_SLIDING} for each layer")
-    if _SLIDING in kinds and settings.sliding_window is None:
-        raise ModelError(f"{name!r}: layers with {_SLIDING} need sliding_window, and use_sliding_window true")
-    rotary = (settings.rope_parameters or {}).get("rope_type")
-    if rotary not in _ROTARY:
-        raise ModelError(f"{name!r}: its rope_type is {rotary!r}; served are {', '.join(_ROTARY)}")
-    settings.pad_token_id = None
-    register_hook()
-    settings._attn_implementation = ATTENTION_NAME  # noqa: SLF001 - a config that is not loaded has no other way
+        raise ModelError(f"{name!r}: layer_types is {kinds}; expected {FULL} or {SLIDING} for each layer")
+    if SLIDING in kinds and settings.sliding_window is None:
+        raise ModelError(f"{name!r}: layers with {SLIDING} need sliding_window, and use_sliding_window true")
     return settings
 
 
 def _is_causal(name: str, kind: str, causal: bool | None) -> bool:
     """Of a layer: with a window it is causal, and else not, unless the config says so for all."""
-    if kind == _SLIDING and causal is False:
-        raise ModelError(f"{name!r}: causal is false beside {_SLIDING}: a window that is not causal is not served")
-    return kind == _SLIDING if causal is None else bool(causal)
+    if kind == SLIDING and causal is False:
+        raise ModelError(f"{name!r}: causal is false beside {SLIDING}: a window that is not causal is not served")
+    return kind == SLIDING if causal is None else bool(causal)
 
 
 def _check_architecture(name: str, config: Mapping[str, Any]) -> None:

@@ -13,32 +13,29 @@ projection (`fc_norm`) and the normed feature is fed back (`norm_output`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from engine.attention import Attend
-from engine.attention.registry import ATTENTION_NAME, Ragged, register_hook
 from engine.errors import ModelError
-from engine.kv.arena import KVArena
-from engine.kv.batch import Feed, RaggedBatch
 from engine.model.checkpoint import shape_of
-from engine.model.fallback import kv_layout
+from engine.model.decoder.architecture import Architecture, NormForm, Shapes, matrix_shapes
+from engine.model.decoder.norms import norm_of
+from engine.model.decoder.weights import HEAD, WeightReader
 from engine.model.linear.rows import matmul_shape
 from engine.model.tap import FINAL
-from engine.proposers.heads.base import Head, HeadContext
-from engine.proposers.heads.fused import FusedLayers, FusedProjection, logits_in_c, norm_in_c, type_of
-from engine.proposers.heads.proposer import HeadProposer
+from engine.proposers.heads.base import Head
+from engine.proposers.heads.layers import FeatureHead, layer_config, layer_of, reader_of
 from engine.proposers.heads.speculators import KIND, flattened
-from engine.proposers.heads.weights import fill, target_ids, widened
+from engine.proposers.heads.weights import target_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from engine.model.decoder.families.described import ModelConfig
 
 _MARK = "hidden_norm.weight"  # the norm that an EAGLE-1 head does not have
 _ARCHITECTURES = frozenset(
@@ -47,7 +44,8 @@ _ARCHITECTURES = frozenset(
 _LLAMA_LIKE = frozenset({"llama", "phi3", "eagle3", "eagle"})  # of configs whose tensors are those of Llama's layer
 _OF_LAYERS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+    "hidden_act", "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "rope_theta",
+    "rope_scaling", "rope_parameters",
 )  # fmt: skip
 # Fields, of the config or of its `eagle_config`, that would change what is computed, and the values that do not.
 _UNCHANGED: Mapping[str, tuple[object, ...]] = {
@@ -82,6 +80,14 @@ class Eagle3Options:
     def reads_output(self) -> bool:
         """Whether it reads the target's last hidden state as it is, and has no projection."""
         return self.places == (FINAL,)
+
+    def norms(self, width: int) -> dict[str, int]:
+        """The sizes of the norms before the projection, by name; `width` is that of the target."""
+        if self.reads_output:
+            return {}
+        if self.place_norms:
+            return {f"fc_norm.{i}": width for i in range(len(self.places))}
+        return {"input_norm": len(self.places) * width} if self.joint_norm else {}
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str, depth: int) -> Eagle3Options:
@@ -150,84 +156,42 @@ def _places(config: Mapping[str, Any], inner: Mapping[str, Any], name: str, dept
     return places
 
 
-class Eagle3Layer(nn.Module):
-    """A layer of the head with the published names; the first reads the token's embedding beside its feature."""
-
-    def __init__(self, config: LlamaConfig, index: int, window: int | None, keys: Seq[str]) -> None:
-        super().__init__()
-        hidden, mark = config.hidden_size, f"layers.{index}."
-        self.window, self.norm_before_residual = window, False
-        self.self_attn = LlamaAttention(config, index)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm, self.post_attention_layernorm = (LlamaRMSNorm(hidden, config.rms_norm_eps) for _ in "12")
-        if index == 0:
-            self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
-            for name in ("q_proj", "k_proj", "v_proj"):
-                out = getattr(self.self_attn, name).out_features
-                setattr(self.self_attn, name, nn.Linear(2 * hidden, out))
-        for name, matmul in self.named_modules():
-            if isinstance(matmul, nn.Linear):
-                own = nn.Parameter(torch.zeros(matmul.out_features)) if f"{mark}{name}.bias" in keys else None
-                matmul.register_parameter("bias", own)
-
-    def forward(
-        self, hidden: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged, *, is_first: bool
-    ) -> Tensor:
-        """Features and embeddings, `[T, hidden]` each, the latter for the first layer alone -> `[T, hidden]`."""
-        normed = self.hidden_norm(hidden) if is_first else self.input_layernorm(hidden)
-        residual = normed if is_first and self.norm_before_residual else hidden
-        x = torch.cat([self.input_layernorm(embedded), normed], -1) if is_first else normed
-        mixed = self.self_attn(x[None], position_embeddings=rotary, ragged=ragged, sliding_window=self.window)[0][0]
-        middle = residual + mixed
-        return cast("Tensor", middle + self.mlp(self.post_attention_layernorm(middle)))
-
-
-class Eagle3Head(nn.Module):
+class Eagle3Head(FeatureHead):
     """Keys as published, `midlayer` being `layers.0`; embedding and output matrix may be the target's."""
 
-    def __init__(self, config: LlamaConfig, options: Eagle3Options, keys: Seq[str], target: tuple[int, int]) -> None:
-        super().__init__()
-        hidden, eps, (width, vocab), places = config.hidden_size, config.rms_norm_eps, target, len(options.places)
-        self.config, self.options = config, options
-        self.layers = nn.ModuleList(Eagle3Layer(config, i, w, keys) for i, w in enumerate(options.windows))
-        cast("Eagle3Layer", self.layers[0]).norm_before_residual = options.norm_before_residual
-        self.norm = LlamaRMSNorm(hidden, eps)
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: WeightReader,
+        target: PreTrainedModel,
+        options: Eagle3Options,
+        drafts: Tensor | None,
+    ) -> None:
+        super().__init__(architecture, weights, target, drafts=drafts, feeds_normed=options.norm_output)
+        below, width = weights.below("model."), shape_of(target.config, "hidden_size")
+        norms = options.norms(width).items()
+        self.norms = nn.ModuleList(norm_of(architecture.norm, below, name, size) for name, size in norms)
+        self.fc: nn.Module | None = None
         if not options.reads_output:
-            self.fc = nn.Linear(places * width, hidden, bias="fc.bias" in keys)
-            if options.place_norms:
-                self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in options.places)
-            elif options.joint_norm:
-                self.input_norm = LlamaRMSNorm(places * width, eps)
-        if "embed_tokens.weight" in keys:
-            self.embed_tokens = nn.Embedding(vocab, hidden)
-        if "lm_head.weight" in keys:
-            self.lm_head = nn.Linear(hidden, getattr(config, "draft_vocab_size", None) or vocab, bias=False)
-        self.rotary = [LlamaRotaryEmbedding(config)]  # in a list: not a part of us
-
-    @property
-    def norms(self) -> list[LlamaRMSNorm]:
-        """Those before the projection: one for each place, or one for all, or none."""
-        return [*self.fc_norm] if self.options.place_norms else [self.input_norm] if self.options.joint_norm else []
+            has_bias = "model.fc.bias" in weights.weights
+            self.fc = below.matrix(["fc"], len(options.places) * width, has_bias=has_bias)
 
     def project(self, features: Tensor) -> Tensor:
-        """`[n, places * width]` of the target -> `[n, hidden]`."""
-        if self.options.reads_output:
-            return features
-        if self.norms:
+        """`[n, places * width of the target]` -> `[n, width]`."""
+        if self.fc is None:
+            return features.to(self.dtype)
+        if len(self.norms):
             chunks = features.chunk(len(self.norms), -1)
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.norms, chunks, strict=True)], -1)
-        return cast("Tensor", self.fc(features))
+        return cast("Tensor", self.fc(features.to(self.dtype)))
 
-    def forward(self, batch: RaggedBatch, hidden: Tensor, embedded: Tensor, ragged: Ragged) -> Tensor:
-        """Features `[T, hidden]` of t, embeddings of the tokens of t + 1 -> features of t + 1, not normed."""
-        rotary = self.rotary[0].to(hidden.device)(hidden, batch.positions[None])
-        for i, layer in enumerate(self.layers):
-            hidden = layer(hidden, embedded, rotary, ragged, is_first=i == 0)
-        return hidden
+    def inputs(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `FeatureHead`: the first layer reads the embedding beside the feature."""
+        return features, self.embedded(ids)
 
 
 def load_eagle3(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> Head:
-    """A head of a checkpoint that is read already, on the target's device in the type of `type_of`.
+    """A head of a checkpoint that is read already, on the target's device.
 
     Raises:
         ModelError: it is of a variant that is not served, or does not fit this target.
@@ -243,19 +207,37 @@ def load_eagle3(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tens
     if size is None:
         raise ModelError(f"{type(target).__name__}: its output is no matrix that says how many tokens there are")
     settings = _settings(flat, options, name, size, named)
-    head = Eagle3Head(settings, options, list(named), size)
-    fill(head, named, name)
-    tokens = _target_ids(offsets, named, name, size[1])
-    dtype = type_of(settings, target)
-    head.to(target.device, dtype).eval()
-    layout = kv_layout(settings, dtype)
+    made = _architecture(settings, options, named, name)
+    weights = reader_of(made, named, target, name, _beside_layers(settings, options, named, size))
+    drafts = _target_ids(offsets, named, name, size[1])
+    return Eagle3Head(made, weights, target, options, drafts).over(options.places)
 
-    def proposer(context: HeadContext) -> HeadProposer:
-        assert context.arena is not None, "it has a layout"
-        chain = Eagle3Runner(head, tokens, target, context.arena, context.attend)
-        return HeadProposer(chain, context.tap, options.places, context.prefill)
 
-    return Head(options.places, layout, proposer)
+def _architecture(
+    settings: ModelConfig, options: Eagle3Options, tensors: Mapping[str, Tensor], name: str
+) -> Architecture:
+    """The first layer reads a second row, and its own is normed by `hidden_norm`."""
+    layers = []
+    for number, window in enumerate(options.windows):
+        layer = layer_of(settings, name, tensors, number, window, reads=None if number else 2 * settings.hidden_size)
+        if not number:
+            norms, normed = ("hidden_norm", *layer.norms[1:]), options.norm_before_residual
+            layer = replace(layer, beside="input_layernorm", norms=norms, keeps_normed=normed)
+        layers.append(layer)
+    form = NormForm(settings.rms_norm_eps)
+    return Architecture(tuple(layers), settings.vocab_size, settings.hidden_size, form)
+
+
+def _beside_layers(
+    settings: ModelConfig, options: Eagle3Options, tensors: Mapping[str, Tensor], target: tuple[int, int]
+) -> Shapes:
+    """The shapes of what is not as in a decoder."""
+    (width, vocab), hidden = target, settings.hidden_size
+    found: Shapes = {HEAD: (settings.draft_vocab_size or vocab, hidden)}
+    if options.reads_output:
+        return found
+    found |= {f"{norm}.weight": (size,) for norm, size in options.norms(width).items()}
+    return found | matrix_shapes("fc", hidden, len(options.places) * width, has_bias="fc.bias" in tensors)
 
 
 def _key(key: str) -> str:
@@ -266,18 +248,15 @@ def _key(key: str) -> str:
 
 def _settings(
     config: Mapping[str, Any], options: Eagle3Options, name: str, target: tuple[int, int], tensors: Mapping[str, Tensor]
-) -> LlamaConfig:
-    """The config of the layers as a Llama's, which attends through us."""
+) -> ModelConfig:
+    """The config of the layers as a Llama's."""
     asked = {key: config[key] for key in _OF_LAYERS if config.get(key) is not None}
     for key in ("rope_scaling", "rope_parameters"):
         rope = asked.get(key) or {}
         if "mrope" in (rope.get("rope_type"), rope.get("type")):  # of text, all sections have the same position
             asked[key] = {k: v for k, v in rope.items() if k == "rope_theta"} | {"rope_type": "default"}
-    try:
-        settings = LlamaConfig(**asked, num_hidden_layers=options.layers, pad_token_id=None)
-        LlamaRotaryEmbedding(settings)  # knows its kind of positions
-    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ModelError(f"cannot load {name!r}: its config is not like a Llama's: {error!r}") from error
+    draft = config.get("draft_vocab_size")
+    settings = layer_config(asked, name, "llama", num_hidden_layers=options.layers, draft_vocab_size=draft)
     width, hidden = config.get("target_hidden_size") or settings.hidden_size, settings.hidden_size
     found, want = f"{width} features and {settings.vocab_size} tokens", f"{target[0]} and {target[1]}"
     shares = not {"embed_tokens.weight", "lm_head.weight"} <= tensors.keys() or options.reads_output
@@ -287,9 +266,6 @@ def _settings(
         raise ModelError(
             f"{name!r} is {hidden} wide, and embed_tokens or lm_head is missing: the target's are {target[0]} wide"
         )
-    settings.draft_vocab_size = config.get("draft_vocab_size") or settings.vocab_size
-    register_hook()
-    settings._attn_implementation = ATTENTION_NAME  # noqa: SLF001 - a config that is not loaded has no other way
     return settings
 
 
@@ -306,54 +282,3 @@ def _target_ids(offsets: Tensor | None, tensors: Mapping[str, Tensor], name: str
     if ids is None:
         raise ModelError(f"{name!r}: d2t is no map from the head's {size} tokens to the target's {vocab}")
     return None if torch.equal(ids, torch.arange(vocab)) else ids
-
-
-class Eagle3Runner:
-    """The head over an arena of its own; in C where that can run its layers."""
-
-    def __init__(
-        self, head: Eagle3Head, tokens: Tensor | None, target: PreTrainedModel, arena: KVArena, attend: Attend
-    ) -> None:
-        self.arena, self._head, self._attend = arena, head, attend
-        self._device, self._dtype = arena.k[0].device, head.norm.weight.dtype
-        self._tokens = None if tokens is None else tokens.to(self._device)
-        self._embedding: nn.Module = getattr(head, "embed_tokens", None) or target.get_input_embeddings()
-        self._fused = FusedLayers.of(list(head.layers), head.config, head.rotary[0], arena, attend)
-        own: nn.Linear | None = getattr(head, "lm_head", None)
-        self._norm: Callable[[Tensor], Tensor] = head.norm
-        self._output: Callable[[Tensor], Tensor] = own or target.get_output_embeddings()
-        self._output_dtype = target.dtype if own is None else self._dtype
-        self._fc: FusedProjection | None = None
-        if self._fused is not None:  # from here on packed copies are enough
-            self._norm, head.layers = norm_in_c(head.norm, self._dtype), nn.ModuleList()
-            self._fc = None if head.options.reads_output else FusedProjection.of(head.fc, head.norms)
-            if own is not None:
-                self._output = logits_in_c(own)
-                del head.lm_head
-
-    def project(self, features: Tensor) -> Tensor:
-        """The target's features `[n, places * width]` as one feature each, `[n, hidden]`."""
-        return self._head.project(features.to(self._dtype)) if self._fc is None else self._fc(features)
-
-    def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
-        """One pass, `features` `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows."""
-        batch = RaggedBatch.of(feeds, self.arena.page_size, self._device)
-        # Heads are trained with the table as it is stored, also where the target's own module scales what it finds.
-        table = self._embedding.weight if isinstance(self._embedding, nn.Embedding) else None
-        ids = batch.input_ids
-        embedded = (self._embedding(ids) if table is None else F.embedding(ids, table)).to(self._dtype)
-        if self._fused is None:
-            made = self._head(batch, features, embedded, Ragged(batch, self.arena, self._attend))
-        else:
-            made = self._fused.run(batch, features.clone(), embedded)
-        if len(batch.logit_rows) < len(made):
-            made = made[batch.logit_rows]
-        return self._norm(made) if self._head.options.norm_output else made
-
-    def logits(self, features: Tensor) -> Tensor:
-        """float32 `[R, target's vocab]` of features that `forward` made; -inf for tokens that it never drafts."""
-        normed = features if self._head.options.norm_output else self._norm(features)
-        logits = self._output(normed.to(self._output_dtype)).float()
-        if self._tokens is None:
-            return logits
-        return widened(logits, self._tokens, self._head.config.vocab_size)

@@ -1,36 +1,34 @@
 """The tensors of the multi-token prediction layers in a target's checkpoint: what they are called and where they lie.
 
-Families store the same parts under different names. Here each gets one name: that in a transformers model of the
-target's class with this layer alone, or, for parts that no such model has, that in `mtp.MTPParts`.
+Families store the same parts under different names. Here each gets one name: that in a decoder of this layer alone, or
+DeepSeek's for parts that no decoder has.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
-from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.utils.hub import cached_file
 
 from engine.errors import ModelError
 from engine.model.checkpoint import shape_of
-from engine.model.published.files import folder_of
+from engine.model.decoder.weights import HEAD, TABLE
 from engine.model.text_part import names_in_whole
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 T = TypeVar("T")
-EMBEDDING, OUTPUT = TABLES = "model.embed_tokens.weight", "lm_head.weight"  # the layer may share the target's
-BESIDE = ("enorm.weight", "hnorm.weight", "eh_proj.weight")  # parts of an MTP layer that no model has
 _ONE_LAYER = "model.layers.0."
-_INDEX, _WHOLE, _FILES = "model.safetensors.index.json", "model.safetensors", "*.safetensors"
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +55,16 @@ class MTPNames:
 # DeepSeek-V3 (section 2.2 of arXiv 2412.19437): layers after the target's last one, each with all of its parts.
 _AS_DEEPSEEK = MTPNames(
     r"model\.layers\.(?:{depth}|(?P<further>\d+))\.",
-    {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "model.norm",
+    {**{part: f"model.{part}" for part in ("enorm", "hnorm", "eh_proj")}, "shared_head.norm": "model.norm",
      "embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"},
 )  # fmt: skip
 # Qwen3-Next: a model of its own, whose layers share all parts.
 _AS_QWEN = MTPNames(
     r"mtp\.(?=(?:layers\.(?P<further>[1-9]\d*)\.)?)",
-    {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "model.norm"},
+    {"pre_fc_norm_embedding": "model.enorm", "pre_fc_norm_hidden": "model.hnorm", "fc": "model.eh_proj",
+     "norm": "model.norm"},
     within="layers.0.",
-)
+)  # fmt: skip
 _BY_TYPE: Mapping[str, MTPNames] = MappingProxyType(
     {
         "deepseek_v3": _AS_DEEPSEEK,
@@ -104,16 +103,11 @@ class MTPFinder:
 
     def of_target(self, tensors: Mapping[str, T]) -> dict[str, T]:
         """The target's embedding and output matrix."""
-        return {alone: tensor for name, tensor in tensors.items() if (alone := self._alone(name)) in TABLES}
+        return {alone: tensor for name, tensor in tensors.items() if (alone := self._alone(name)) in (TABLE, HEAD)}
 
     def has_layers(self, names: Iterable[str]) -> bool:
         """Whether some of `names` are of MTP layers."""
         return any(self._match(name) for name in names)
-
-    def wants(self, name: str) -> bool:
-        """Whether `name` is of an MTP layer, or of a matrix that one may share: codes of it or scales, too."""
-        module = self._alone(name).rpartition(".")[0]
-        return self._match(name) is not None or f"{module}.weight" in TABLES
 
     def _match(self, name: str) -> re.Match[str] | None:
         depth = shape_of(self.config, "num_hidden_layers")
@@ -127,24 +121,6 @@ class MTPFinder:
         for pattern, short in (names_in_whole(self.config) or {}).items():
             name = re.sub(pattern, short, name)
         return name
-
-
-def read_wanted(name: str, revision: str | None, finder: MTPFinder) -> dict[str, Tensor]:
-    """The tensors that `finder` wants, mapped from the files that have them, by their names in the checkpoint."""
-    found = dict[str, Tensor]()
-    for path in _paths(name, revision, finder):
-        with safe_open(path, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys() if finder.wants(key)}  # noqa: SIM118
-    return found
-
-
-def _paths(name: str, revision: str | None, finder: MTPFinder) -> Iterator[Path]:
-    index = cached_file(name, _INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
-    if index is None:
-        yield from sorted(folder_of(name, revision, _FILES).glob(_FILES))
-        return
-    for file in sorted({file for key, file in _map_of(Path(index)).items() if finder.wants(key)}):
-        yield Path(str(cached_file(name, file, revision=revision)))
 
 
 def names_here(name: str, revision: str | None) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.model.bounded import bounded
+from engine.model.decoder.architecture import Shapes
 
 _FILES = ("*.json", "*.safetensors")
 PICKLES = ("*.pt", "*.bin", "*.pth", "*.pkl")
@@ -60,7 +61,16 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
     Raises:
         ModelError: what is missing, left over or of another shape.
     """
-    wanted = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    check_fits({key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}, tensors, name)
+    module.load_state_dict(dict(tensors))
+
+
+def check_fits(wanted: Shapes, tensors: Mapping[str, Tensor], name: str) -> None:
+    """Refuse `tensors` that are not of all the shapes that are wanted, and of no others.
+
+    Raises:
+        ModelError: what is missing, left over or of another shape.
+    """
     found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     problems = [f"{key} is missing" for key in sorted(wanted.keys() - found.keys())]
     problems += [f"{key} is not known" for key in sorted(found.keys() - wanted.keys())]
@@ -72,7 +82,6 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
     if problems:
         rest = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ModelError(f"{name!r} does not fit the target: {'; '.join(problems[:4])}{rest}")
-    module.load_state_dict(dict(tensors))
 
 
 def number(config: Mapping[str, Any], key: str, name: str) -> int:

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from engine.model.checkpoint import read_config
 from engine.model.decoder.families.described import ModelConfig, described_by
 from engine.model.decoder.families.table import architecture_for
-from models import embedded_target
+from models import embedded_eagle, embedded_target
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 14, "num_attention_heads": 4,
@@ -80,13 +80,16 @@ def test_so_is_a_config_that_lacks_a_number(name: str) -> None:
     assert described_by(table) is None
 
 
-def test_a_model_of_the_table_is_served_without_transformers() -> None:
+@pytest.mark.parametrize("head", [False, True], ids=["alone", "EAGLE"])
+def test_a_model_of_the_table_is_served_without_transformers(head: bool) -> None:
     """Its import takes seconds."""
+    drafts = f", eagle={str(embedded_eagle())!r}, speculation='fixed'" if head else ""
     assert isinstance(read_config(str(embedded_target()), None), ModelConfig)
     program = (
         "import sys; from engine import LLM, SamplingParams; "
-        f"llm = LLM({str(embedded_target())!r}, device='cpu', kv_memory=0.01); "
-        "assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3; "
+        f"llm = LLM({str(embedded_target())!r}, device='cpu', kv_memory=0.01{drafts}); "
+        "[done] = llm.generate([[5, 6]], SamplingParams(max_tokens=9, ignore_eos=True)); "
+        f"assert len(done.token_ids) == 9 and done.stats.drafted >= {int(head)}; "
         "print(sorted(name for name in sys.modules if name.split('.')[0] == 'transformers'))"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -18,6 +18,7 @@ _SIZES = (
 )  # fmt: skip
 _THETA = 10_000.0
 _ORIGINAL = "original_max_position_embeddings"
+SCALINGS = ("default", "linear", "llama3", "longrope", "yarn")  # of rotary positions
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _COMMON: dict[str, Any] = {
     "head_dim": None, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
@@ -124,11 +125,9 @@ def _rope_by_kind(fields: dict[str, Any], scaled: Any, given: Any, theta: Any) -
 def _standard(rope: dict[str, Any], fields: Mapping[str, Any], theta: float) -> dict[str, Any] | None:
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", theta)
-    if rope["rope_type"] not in ("default", "linear", "llama3", "yarn") or not isinstance(
-        rope["rope_theta"], float | int
-    ):
+    if rope["rope_type"] not in SCALINGS or not isinstance(rope["rope_theta"], float | int):
         return None
-    if rope["rope_type"] in ("llama3", "yarn"):
+    if rope["rope_type"] in ("llama3", "longrope", "yarn"):
         rope.setdefault(_ORIGINAL, fields["max_position_embeddings"])
         if _ORIGINAL in fields:
             rope[_ORIGINAL] = fields[_ORIGINAL]

@@ -18,14 +18,17 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from engine.attention import native
 from engine.config import EngineConfig
+from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
-from engine.model.fallback import kv_layout
+from engine.model.decoder.decoder import DecoderModel
 from engine.model.tap import FINAL
 from engine.native import multiplies
-from engine.proposers.heads.eagle import EagleHead, EagleRunner, load_eagle
-from engine.proposers.heads.eagle3 import Eagle3Head, Eagle3Options, Eagle3Runner
+from engine.proposers.heads import layers
+from engine.proposers.heads.base import HeadContext
+from engine.proposers.heads.eagle import load_eagle
+from engine.proposers.heads.eagle3 import Eagle3Options
 from engine.startup.build import assemble
 from tests import fakes, heads, zoo
 
@@ -174,7 +177,7 @@ FORMS = {
 
 def check(folder: str, paper: Paper, **config: object) -> None:
     """Serve sequences of unequal lengths and K, and compare every draft."""
-    heads.decode("eagle", folder, zoo.ours(reference()), paper.drafts, **config)
+    heads.decode("eagle", folder, zoo.as_served(reference()), paper.drafts, **config)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -239,80 +242,68 @@ def test_eagle_1_of_speculators(tmp_path: Path) -> None:
     request, runs = fakes.request((5, 6, 7, 8), max_tokens=12), []
     for folder in (heads.save(tmp_path / "one", config, stored), heads.eagle(tmp_path, fc_bias=True)):
         settings = EngineConfig(target="llama", eagle=folder, proposer="eagle", speculation="fixed")
-        outputs = fakes.run(assemble(settings, zoo.ours(reference())), [request])
+        outputs = fakes.run(assemble(settings, zoo.as_served(reference())), [request])
         runs.append((outputs.tokens, outputs.finished["r"].stats.accepted_per_position))
     assert runs[0] == runs[1]
     (tmp_path / "one" / "config.json").write_text(json.dumps(config | {"layernorms": True}))
     with pytest.raises(ModelError, match="layernorms is true"):
-        load_eagle(str(tmp_path / "one"), None, zoo.ours(reference()))
+        load_eagle(str(tmp_path / "one"), None, zoo.as_served(reference()))
 
 
 # ------------------------------------------------------------------------------------------------------- in C
 
-Attend = Callable[..., Tensor]
 IN_C = pytest.mark.skipif(not multiplies(torch.float32), reason="our C does not run here")
 
 
-def off(runner_of: Callable[[Attend], Any], width: int, passes: list[list[Feed]]) -> float:
+def off(folder: str, target: DecoderModel, passes: list[list[Feed]]) -> float:
     """How far layers in C are from those in torch, in standard deviations: features of all passes, and logits."""
     made = []
     for attend in (native.attend, lambda *given, **named: native.attend(*given, **named)):
-        runner, generator, rows = runner_of(attend), torch.Generator().manual_seed(1), list[Tensor]()
-        assert (runner._fused is not None) == (attend is native.attend)
+        head, generator, rows = load_eagle(folder, None, target), torch.Generator().manual_seed(1), list[Tensor]()
+        arena = KVArena(head.layout, 4, 8, torch.device("cpu"))
+        runner: Any = head.proposer(HeadContext(target, None, arena, attend, PrefillBudget(1.0, 512))).head
+        assert runner.head.dtype == target.dtype
+        assert runner.head.layers._parts
         with torch.inference_mode():
             for feeds in passes:
-                seen = torch.randn(sum(len(f.tokens) for f in feeds), width, generator=generator)
-                rows.append(runner.forward(feeds, runner.project(seen)))
+                size = sum(len(f.tokens) for f in feeds), len(head.places) * target.config.hidden_size
+                rows.append(runner.forward(feeds, runner.project(torch.randn(size, generator=generator))))
             rows.append(runner.logits(rows[-1]))
-        made.append(torch.cat([x.float().flatten() for x in rows]))
+        made.append(torch.cat([x.float().flatten() for x in rows]).nan_to_num(neginf=0))
     return float((made[0] - made[1]).square().mean().sqrt() / made[1].std())
 
 
 PASSES = [[Feed(range(5), 0, [2, 0], 3), Feed([9], 0, [1])], [Feed([7, 8, 9, 4], 5, [2, 0], 4), Feed([3], 1, [1])]]
-LONGER = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 4}
+SCALED = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 FORMS_IN_C = {
-    "authors": Form(), "3.1": FORMS["3.1"], "nvidia": FORMS["nvidia"], "dynamic": Form(LONGER, {"bias": True})
+    "authors": Form(), "3.1": FORMS["3.1"], "nvidia": FORMS["nvidia"], "scaled": Form(SCALED, {"bias": True})
 }  # fmt: skip
 
 
 @IN_C
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS_IN_C)
-def test_layers_in_c_agree_with_torch(form: str, dtype: torch.dtype) -> None:
+def test_layers_in_c_agree_with_torch(
+    tmp_path: Path, form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
     config, kind = heads.EAGLE3_CONFIG | FORMS_IN_C[form].changes | sizes, FORMS_IN_C[form].kind
-    stored = heads.eagle3_tensors(config | config.get("eagle_config", {}), target=64, **kind)
-    named = {k.replace("midlayer.", "layers.0."): t for k, t in stored.items() if k not in ("d2t", "t2d")}
-    options = Eagle3Options.of(config, "a head", DEPTH)
-    own = ("model_type", "architectures", "layer_types", "sliding_window", "eagle_config")
-    settings = LlamaConfig(**{k: v for k, v in config.items() if k not in own})
-    settings._attn_implementation = "pilotfish_ragged"
-    target = zoo.with_large_weights(LlamaConfig(**zoo.COMMON | {"hidden_size": 64})).to(dtype)
-
-    def runner_of(attend: Attend) -> Eagle3Runner:
-        head = Eagle3Head(settings, options, list(named), (64, zoo.VOCAB))
-        head.load_state_dict(named)
-        arena = KVArena(kv_layout(settings, dtype), 4, 8, torch.device("cpu"))
-        return Eagle3Runner(head.to(dtype).eval(), None, target, arena, attend)
-
-    assert off(runner_of, 3 * 64, PASSES) < (1e-5 if dtype == torch.float32 else 0.03)
+    tensors = heads.eagle3_tensors(config | config.get("eagle_config", {}), target=64, **kind)
+    wide = LlamaConfig(**zoo.COMMON | {"hidden_size": 64, "num_hidden_layers": DEPTH})
+    target = zoo.as_served(zoo.with_large_weights(wide).to(dtype))
+    monkeypatch.setattr(layers, "multiplies", lambda asked: asked == dtype)  # else a head is always in bfloat16
+    assert off(heads.save(tmp_path, config, tensors), target, PASSES) < (1e-5 if dtype == torch.float32 else 0.03)
 
 
 @IN_C
 @pytest.mark.parametrize("has_norm", [False, True], ids=["paper", "normed"])
-def test_the_layer_of_eagle_1_in_c_agrees_with_torch(has_norm: bool) -> None:
-    sizes = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    settings = LlamaConfig(**zoo.COMMON | sizes)
-    settings._attn_implementation = "pilotfish_ragged"
+def test_the_layer_of_eagle_1_in_c_agrees_with_torch(
+    tmp_path: Path, has_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = heads.EAGLE_CONFIG | {"num_attention_heads": 1, "num_key_value_heads": 1}
     tensors = heads.eagle_tensors()
     tensors |= {f"layers.0.self_attn.{name}_proj.weight": torch.randn(32, 32) * 0.2 for name in "kv"}
     tensors |= {"layers.0.input_layernorm.weight": 1 + torch.randn(32) * 0.2} if has_norm else {}
-    target = zoo.with_large_weights(LlamaConfig(**zoo.COMMON))
-
-    def runner_of(attend: Attend) -> EagleRunner:
-        head = EagleHead(settings, list(tensors), target.get_input_embeddings())
-        head.load_state_dict(tensors)
-        return EagleRunner(head.eval(), target, KVArena(kv_layout(settings, torch.float32), 4, 8, torch.device("cpu")),
-                           attend)  # fmt: skip
-
-    assert off(runner_of, 32, PASSES[:1]) < 1e-5
+    target = zoo.as_served(zoo.with_large_weights(LlamaConfig(**zoo.COMMON)))
+    monkeypatch.setattr(layers, "multiplies", lambda _: False)
+    assert off(heads.save(tmp_path, config, tensors), target, PASSES[:1]) < 1e-5

@@ -51,11 +51,10 @@ def ring(size: int) -> tuple[PreTrainedModel, dict[str, object], dict[str, Tenso
 
 def eagle3(folder: Path, *, size: int) -> Engine:
     model, config, tensors = ring(size)
-    target = zoo.as_served(zoo.ours(model)) if size == 64 else zoo.ours(model)
     head = heads.save(folder, config, tensors)
-    engine = assemble(EngineConfig(target="llama", proposer="eagle", eagle=head, **FIXED), target)
-    fused = engine.proposers.by_name["eagle"].head._fused
-    assert (fused is not None) == (size == 64 and multiplies(torch.bfloat16))
+    engine = assemble(EngineConfig(target="llama", proposer="eagle", eagle=head, **FIXED), zoo.as_served(model))
+    in_c = size == 64 and multiplies(torch.bfloat16)
+    assert engine.proposers.by_name["eagle"].head.head.dtype == (torch.bfloat16 if in_c else torch.float32)
     return engine
 
 
@@ -64,7 +63,7 @@ def dflash(folder: Path) -> Engine:
     dtype = torch.bfloat16
     draft = dflash_checkpoints.planted(folder, dtype=dtype)
     config = EngineConfig(target="planted", dflash=draft, proposer="dflash", **FIXED)
-    engine = assemble(config, zoo.ours(dflash_checkpoints.planted_target()))
+    engine = assemble(config, zoo.as_served(dflash_checkpoints.planted_target()))
     head = engine.proposers.by_name["dflash"].head
     want = dtype if multiplies(dtype) else torch.float32
     assert head.arena.layout.dtype == head.project(torch.zeros(1, 2 * dflash_checkpoints.HIDDEN)).dtype == want

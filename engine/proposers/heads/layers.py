@@ -1,0 +1,215 @@
+"""What heads of decoder layers have in common: how their configs are read, how they run, and what they share.
+
+A head drafts one token per pass, and reading its weights takes longer than multiplying them. So on a CPU heads that are
+trained apart are in bfloat16, as most are stored, whatever the target is in: that may change a draft, but never an
+output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.attention import Attend
+from engine.attention.registry import Ragged
+from engine.attention.spec import AttentionSpec
+from engine.errors import ModelError
+from engine.kv.arena import KVArena, KVLayout
+from engine.kv.batch import Feed, RaggedBatch
+from engine.model.decoder.architecture import Architecture, Layer, Shapes
+from engine.model.decoder.decoder import read_layers, use_ops
+from engine.model.decoder.families.builders import gated, grouped
+from engine.model.decoder.families.described import SCALINGS, ModelConfig, described_by
+from engine.model.decoder.norms import norm_of
+from engine.model.decoder.ops import LayerOps
+from engine.model.decoder.rotary import Rotations
+from engine.model.decoder.stack import Stack
+from engine.model.decoder.weights import HEAD, TABLE, Embedding, WeightReader
+from engine.native import multiplies, rows_for
+from engine.proposers.heads.base import Head, HeadContext
+from engine.proposers.heads.proposer import HeadProposer
+from engine.proposers.heads.weights import check_fits, widened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# What a config may leave out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "qwen3": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096,
+    },
+}  # fmt: skip
+_OF_ALL = {"rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": None}
+
+
+def layer_config(config: Mapping[str, Any], name: str, family: str, **fixed: object) -> ModelConfig:
+    """The config of a head's layers, as that of a family's; `fixed` are fields with values of their own.
+
+    Raises:
+        ModelError: no such layers can be made of it.
+    """
+    asked = {key: value for key, value in config.items() if value is not None}
+    rope = asked.get("rope_scaling") or asked.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    if kind not in SCALINGS:
+        raise ModelError(f"{name!r}: its rope_type is {kind!r}; served are {', '.join(SCALINGS)}")
+    found = described_by(_OF_ALL | _DEFAULTS[family] | asked | fixed, family)
+    if found is None:
+        sizes = {key: asked[key] for key in ("rope_scaling", "rope_parameters", *_DEFAULTS[family]) if key in asked}
+        raise ModelError(f"cannot load {name!r}: its config is not like {family.capitalize()}'s: {sizes}")
+    return found
+
+
+def layer_of(
+    config: ModelConfig, name: str, keys: Collection[str], number: int, window: int | None = None, **mixer: Any
+) -> Layer:
+    """Layer `number` as of Llama, with the biases that a checkpoint has among its `keys`; `mixer`: its further fields.
+
+    Raises:
+        ModelError: the config asks for an activation or for heads that there are not.
+    """
+    query, out, gate = (
+        f"layers.{number}.{part}_proj.bias" in keys for part in ("self_attn.q", "self_attn.o", "mlp.gate")
+    )
+    spec = AttentionSpec(config.head_dim**-0.5, window=window)
+    try:
+        attention = grouped(config, qkv_bias=query, out_bias=out, spec=spec, **mixer)
+    except ModelError as error:
+        raise ModelError(f"cannot load {name!r}: {error}") from error
+    feed = gated(config, bias=gate)
+    if attention is None or feed is None:
+        asked = f"{config.num_attention_heads} heads, {config.num_key_value_heads} of keys, and {config.hidden_act}"
+        raise ModelError(f"cannot load {name!r}: its config is not like Llama's: it has {asked}")
+    return Layer(attention, feed)
+
+
+def reader_of(
+    architecture: Architecture, tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str, own: Shapes
+) -> WeightReader:
+    """Reads the tensors of a head, named as published below `model.`; `own`: the shapes of those beside its layers.
+
+    The embedding and the output matrix may be the target's. On a CPU it is in bfloat16 where our C multiplies all of
+    it, else in the target's type.
+
+    Raises:
+        ModelError: what is missing, left over or of another shape.
+    """
+    shared = {key for key in ("embed_tokens.weight", HEAD) if key not in tensors}
+    wanted = {key.removeprefix("model."): shape for key, shape in architecture.shapes().items()} | own
+    check_fits({key: shape for key, shape in wanted.items() if key not in shared}, tensors, name)
+    sizes = {architecture.width, architecture.attention.head_dim // 2}
+    sizes |= {size for layer in architecture.layers for _, part in layer.parts for size in part.row_sizes()}
+    in_c = target.device.type == "cpu" and multiplies(torch.bfloat16) and rows_for(torch.bfloat16, *sizes) is not None
+    named = {key if key == HEAD else f"model.{key}": tensor for key, tensor in tensors.items()}
+    return WeightReader(named, torch.bfloat16 if in_c else target.dtype, device=target.device)
+
+
+class FeatureHead(nn.Module):
+    """Decoder layers that make features of features and tokens, and what is drafted from those.
+
+    Embedding and output matrix are the target's where the weights have none. `drafts`: the target's ids of its tokens,
+    int64 `[n]`; None where it drafts all. `feeds_normed`: what is fed back is what the final norm made, if it has one.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: WeightReader,
+        target: PreTrainedModel,
+        *,
+        drafts: Tensor | None = None,
+        feeds_normed: bool = True,
+    ) -> None:
+        super().__init__()
+        self.architecture, self.feeds_normed = architecture, feeds_normed
+        self.dtype, self.device = weights.dtype, weights.device
+        width, below = architecture.width, weights.below("model.")
+        self.layers = Stack(read_layers(architecture, weights))
+        self.rotations = Rotations([layer.mixer.rotary for layer in architecture.layers]).to(weights.device)
+        self.norm = norm_of(architecture.norm, below, "norm", width) if architecture.has_final_norm else None
+        table: nn.Module = target.get_input_embeddings()
+        if TABLE in weights.weights:
+            table = Embedding(below.floats("embed_tokens.weight").to(weights.dtype), None)
+        output, self._output_dtype = target.get_output_embeddings(), target.dtype
+        if HEAD in weights.weights:
+            output = weights.matrix(["lm_head"], width, has_bias=False, dtype=torch.float32)
+            self._output_dtype = weights.dtype
+        self.ends = table, cast("nn.Module", output)  # in a tuple: they may be parts of the target
+        self._drafts = None if drafts is None else drafts.to(weights.device)
+
+    def over(
+        self,
+        places: tuple[int, ...],
+        runner_of: Callable[..., Any] | None = None,
+        proposer_of: Callable[..., HeadProposer] = HeadProposer,
+    ) -> Head:
+        """As it drafts from these places of the target, on a GPU with our kernels between its matmuls.
+
+        `runner_of` (default `HeadRunner`) runs it for what `proposer_of` makes.
+        """
+        if self.device.type == "cuda":
+            use_ops(self, self.architecture, LayerOps.kernels(), torch.empty(0, dtype=self.dtype, device=self.device))
+
+        def proposer(context: HeadContext) -> HeadProposer:
+            assert context.arena is not None, "it has a layout"
+            runner = (runner_of or HeadRunner)(self, context.arena, context.attend)
+            return proposer_of(runner, context.tap, places, context.prefill)
+
+        self.eval()
+        return Head(places, KVLayout(self.architecture.kv, self.dtype), proposer)
+
+    def project(self, features: Tensor) -> Tensor:
+        """The target's features `[n, width of its places]` as the head takes them, `[n, width]`: as they are."""
+        return features.to(self.dtype)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """`[T]` -> `[T, width]`, as the table stores them: so are heads trained, also where a target scales them."""
+        table = self.ends[0]
+        found: Tensor = F.embedding(ids, table.weight) if isinstance(table, nn.Embedding) else table(ids)
+        return found.to(self.dtype)
+
+    def inputs(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the layers read, and second rows of those that read two; `[T, width]` each."""
+        raise NotImplementedError
+
+    def forward(self, features: Tensor, ragged: Ragged) -> Tensor:
+        """Features `[T, width]` of t and the tokens of t + 1 -> features of t + 1 at the last rows, `[R, width]`."""
+        batch = ragged.batch
+        hidden, beside = self.inputs(batch.input_ids, features)
+        rotary = self.rotations.of(batch.position_ids, self.dtype, len(self.layers))
+        made = self.layers.run(hidden[None], rotary, ragged, None if beside is None else [beside[None]] * len(rotary))[
+            0
+        ]
+        made = made if len(batch.logit_rows) == len(made) else made[batch.logit_rows]
+        return made if self.norm is None or not self.feeds_normed else cast("Tensor", self.norm(made))
+
+    def logits(self, features: Tensor) -> Tensor:
+        """float32 `[R, target's vocab]` of features that `forward` made; -inf for tokens that it never drafts."""
+        normed = features if self.norm is None or self.feeds_normed else self.norm(features)
+        logits: Tensor = self.ends[1](normed.to(self._output_dtype)).float()
+        if (cap := self.architecture.softcap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits if self._drafts is None else widened(logits, self._drafts, self.architecture.vocab_size)
+
+
+class HeadRunner:
+    """A head over an arena of its own (`FeatureChain`)."""
+
+    def __init__(self, head: FeatureHead, arena: KVArena, attend: Attend) -> None:
+        self.head, self.arena, self.attend = head, arena, attend
+        self.project, self.logits = head.project, head.logits
+
+    def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
+        """One pass, features `[T, width]` beside the tokens of `feeds`; new ones `[R, width]` at the last rows."""
+        batch = RaggedBatch.of(feeds, self.arena.page_size, features.device)
+        return self.head(features, Ragged(batch, self.arena, self.attend))  # type: ignore[no-any-return]
