@@ -31,7 +31,12 @@ from engine.model.decoder.gemma import (
     StreamedLayer,
     Streams,
 )
-from engine.model.decoder.hybrids import (
+from engine.model.decoder.latent import LatentAttention, LatentLayer
+from engine.model.decoder.norms import RMSNorm, norm_of
+from engine.model.decoder.ops import LayerOps
+from engine.model.decoder.rotary import Rotations
+from engine.model.decoder.stack import Stack
+from engine.model.decoder.states.layers import (
     BesideLayer,
     ConvLayer,
     DeltaLayer,
@@ -39,13 +44,8 @@ from engine.model.decoder.hybrids import (
     Mamba1Layer,
     Mamba2Layer,
 )
-from engine.model.decoder.latent import LatentAttention, LatentLayer
-from engine.model.decoder.mixers import Beside, GatedDelta, Mamba1, Mamba2, ShortConv
-from engine.model.decoder.norms import RMSNorm, norm_of
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.rotary import Rotations
-from engine.model.decoder.shared import Shared, SharedLayer
-from engine.model.decoder.stack import Stack
+from engine.model.decoder.states.modules import Beside, GatedDelta, Mamba1, Mamba2, ShortConv
+from engine.model.decoder.states.shared import Shared, SharedLayer
 from engine.model.decoder.weights import Embedding, WeightReader
 from engine.model.linear.activations import ELEMENTWISE
 from engine.model.linear.experts import StackedExperts

@@ -34,7 +34,8 @@ from engine.model.decoder.families.mixtures import (
     with_experts,
 )
 from engine.model.decoder.feed_forward import GatedFeed
-from engine.model.decoder.hybrids import (
+from engine.model.decoder.rotary import RotaryTable
+from engine.model.decoder.states.layers import (
     BesideLayer,
     ConvLayer,
     Convolution,
@@ -43,7 +44,6 @@ from engine.model.decoder.hybrids import (
     Mamba1Layer,
     Mamba2Layer,
 )
-from engine.model.decoder.rotary import RotaryTable
 from engine.native.experts import ExpertGate
 
 LINEAR = "linear_attention"  # as configs call layers that keep a state

@@ -20,10 +20,10 @@ from engine.model.decoder.families.builders import FULL, SLIDING, gated, grouped
 from engine.model.decoder.families.hybrid import FINAL, LFM2_NAMES, LINEAR, SILU, delta, layer, mixed
 from engine.model.decoder.families.mixtures import BLOCK, W123, after_dense, latent, of_deepseek, with_experts
 from engine.model.decoder.feed_forward import GatedFeed
-from engine.model.decoder.hybrids import ConvLayer, Convolution, DeltaLayer, Mamba1Layer, Mamba2Layer
 from engine.model.decoder.latent import LatentLayer
 from engine.model.decoder.rotary import RotaryTable
-from engine.model.decoder.shared import SharedBlock, SharedLayer
+from engine.model.decoder.states.layers import ConvLayer, Convolution, DeltaLayer, Mamba1Layer, Mamba2Layer
+from engine.model.decoder.states.shared import SharedBlock, SharedLayer
 
 _HYBRID = "hybrid"  # as configs call layers with a shared block
 

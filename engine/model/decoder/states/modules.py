@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from engine.attention.registry import Ragged
 from engine.model.decoder.attention import GroupedAttention, join
-from engine.model.decoder.hybrids import (
+from engine.model.decoder.norms import RMSNorm, norm_of
+from engine.model.decoder.states.layers import (
     BesideLayer,
     ConvLayer,
     Convolution,
@@ -20,7 +21,6 @@ from engine.model.decoder.hybrids import (
     Mamba1Layer,
     Mamba2Layer,
 )
-from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
 from engine.recurrent import native as rules

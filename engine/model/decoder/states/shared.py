@@ -14,10 +14,10 @@ from engine.kv.arena import LayerKV
 from engine.model.decoder.architecture import AttentionLayer, NormForm, Shapes, StateMixer, matrix_shapes
 from engine.model.decoder.attention import GroupedAttention, Joined
 from engine.model.decoder.feed_forward import GatedFeed, GatedMLP
-from engine.model.decoder.hybrids import Mamba1Layer, Mamba2Layer
-from engine.model.decoder.mixers import Mamba1, Mamba2
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.rotary import RotaryTable
+from engine.model.decoder.states.layers import Mamba1Layer, Mamba2Layer
+from engine.model.decoder.states.modules import Mamba1, Mamba2
 from engine.model.decoder.weights import SHARED, WeightReader
 from engine.recurrent.states import StatePart
 
