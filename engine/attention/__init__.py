@@ -1,5 +1,5 @@
 """Attention over the KV arena: one contract, several implementations, one registry."""
 
-from engine.attention.registry import Attend, choose
+from engine.attention.registry import Attend, choose, fitting
 
-__all__ = ["Attend", "choose"]
+__all__ = ["Attend", "choose", "fitting"]

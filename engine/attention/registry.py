@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from engine.attention import fixed, native, paged, reference, rows, sdpa
 from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
-from engine.kernels import has_triton, is_interpreted
+from engine.kernels import faults, has_triton, is_interpreted
 from engine.kv.arena import KVArena
 from engine.kv.batch import RaggedBatch
 from engine.native import library
@@ -25,8 +26,7 @@ log = logging.getLogger(__name__)
 AttentionName = Literal["auto", "native", "triton", "rows", "sdpa", "reference", "fixed"]
 
 # Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
-_PREFIX = "pilotfish_"
-ATTENTION_NAME = f"{_PREFIX}ragged"
+ATTENTION_NAME = "pilotfish_ragged"
 # What layers pass besides, and what changes nothing of inference over our arena.
 _HARMLESS = frozenset(
     {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"}
@@ -39,7 +39,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, RaggedBatch, AttentionSpec], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """The one keyword that a forward pass carries down to the attention function."""
+    """What a forward pass carries down to its attention."""
 
     batch: RaggedBatch
     arena: KVArena
@@ -60,30 +60,17 @@ class Ragged:
         return self.attend(query, self.arena.k[layer], self.arena.v[layer], self.batch, spec)
 
 
-class CurrentPass:
-    """Where the attention modules of a model find the batch of its pass, if a layer drops the keyword on its way."""
+_PASS: ContextVar[Ragged | None] = ContextVar("pass", default=None)  # that a model of transformers runs
 
-    def __init__(self) -> None:
-        self.ragged: Ragged | None = None
 
-    @classmethod
-    def of(cls, model: nn.Module) -> CurrentPass:
-        """The one that the attention modules of `model` look at; installed at the first call."""
-        modules = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-        found = (getattr(module, "current_pass", None) for module in modules)
-        shared = next((one for one in found if isinstance(one, CurrentPass)), None) or cls()
-        for module in modules:
-            module.current_pass = shared  # type: ignore[assignment]  # no parameter, and no module
-        return shared
-
-    @contextmanager
-    def runs(self, ragged: Ragged) -> Iterator[None]:
-        """Within it the model runs a pass over this batch."""
-        self.ragged = ragged
-        try:
-            yield
-        finally:
-            self.ragged = None
+@contextmanager
+def running(ragged: Ragged) -> Iterator[None]:
+    """Within it transformers' models run a pass over this batch: not all of their layers pass keywords on."""
+    token = _PASS.set(ragged)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
 
 
 _BY_NAME: Mapping[str, Attend] = {
@@ -94,11 +81,6 @@ _BY_NAME: Mapping[str, Attend] = {
     "reference": reference.attend,
     "fixed": fixed.attend,
 }
-
-
-def is_ours(implementation: str) -> bool:
-    """Whether transformers' models call us under this name of an attention, and not its own code."""
-    return implementation.startswith(_PREFIX)
 
 
 def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False) -> Attend:
@@ -128,6 +110,26 @@ def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False)
     return partial(native.attend, otherwise=_BY_NAME[others]) if chosen == "native" else _BY_NAME[chosen]
 
 
+def fitting(
+    name: AttentionName, device: torch.device, try_out: Callable[[Attend], None], *, row_wise: bool = False
+) -> Attend:
+    """As `choose`; where `auto` takes our kernel and `try_out` shows that it does not compile or fit, torch's own.
+
+    Raises:
+        ModelError: it was asked for by name; or whatever else `try_out` raises.
+    """
+    chosen = choose(name, device, row_wise=row_wise)
+    try:
+        try_out(chosen)
+    except faults() as error:
+        if name != "auto":
+            raise ModelError(f"attention is {name}; its kernel cannot run on this device: {error}") from error
+        log.warning("attention on %s: our kernel cannot run here: %s", device.type, error)
+        chosen = choose("rows" if row_wise else "sdpa", device)
+        try_out(chosen)
+    return chosen
+
+
 def _hook(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, key_dim]
@@ -135,7 +137,6 @@ def _hook(
     value: Tensor,  # [1, kv_heads, T, value_dim]
     attention_mask: Tensor | None,
     *,
-    ragged: Ragged | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -143,7 +144,9 @@ def _hook(
     **others: object,
 ) -> tuple[Tensor, None]:
     """Called by every layer of a transformers model."""
-    ragged = ragged if ragged is not None else _current(module)
+    ragged = _PASS.get()
+    if ragged is None:
+        raise ModelError(f"{type(module).__name__} runs outside of a pass of a ragged batch")
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} builds its own mask, which knows nothing of ragged batches")
     unknown = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
@@ -155,13 +158,6 @@ def _hook(
     spec = AttentionSpec(scale, sliding_window, None, softcap, s_aux)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     return ragged.attend_layer(layer, q, k, v, spec)[None], None  # [1, T, heads, value_dim]
-
-
-def _current(module: nn.Module) -> Ragged:
-    current = getattr(module, "current_pass", None)
-    if not isinstance(current, CurrentPass) or current.ragged is None:
-        raise ModelError(f"{type(module).__name__} runs outside of a pass of a ragged batch")
-    return current.ragged
 
 
 def register_hook() -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention.paged import keys_of
-from engine.attention.registry import Attend, CurrentPass, Ragged
+from engine.attention.registry import Attend, Ragged
 from engine.device_loop import draws
 from engine.device_loop.layout import Layout, Pass
 from engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, DeviceSlots, Tables
@@ -24,6 +24,7 @@ from engine.kernels.args import Committed, Drawn, SamplerRows, Tracks
 from engine.kernels.paging import tile_of
 from engine.kv.arena import KVArena
 from engine.kv.batch import RaggedBatch
+from engine.model.runner import logits_of
 from engine.sampling import noise
 from engine.sampling.noise import Stream
 from engine.verify import NO_DRAFT, rejection
@@ -177,7 +178,7 @@ class _Model:
         self, state: DeviceSlots, tables: Tables, fed: DeviceModel, attend: Attend, size: int, passes: Seq[Pass],
         truncated: bool, apart: Stream | None,
     ) -> None:  # fmt: skip
-        self._fed, self._attend, self._current = fed, attend, CurrentPass.of(fed.model)
+        self._fed, self._attend = fed, attend
         self.layout = Layout(
             state, tables, size, passes, keys=keys_of(fed.group), tile_rows=tile_of(fed.group).rows,
             page_size=fed.arena.page_size, positions=fed.positions, truncated=truncated, apart=apart,
@@ -185,15 +186,4 @@ class _Model:
 
     def __call__(self, batch: RaggedBatch) -> Tensor:
         """Run a pass: logits `[B * draws, vocab]`."""
-        model: Any = self._fed.model
-        ragged = Ragged(batch, self._fed.arena, self._attend)
-        with self._current.runs(ragged):
-            output = model(
-                input_ids=batch.input_ids[None],
-                position_ids=batch.position_ids[None],
-                use_cache=False,
-                logits_to_keep=batch.logit_rows,
-                ragged=ragged,
-            )
-        logits: Tensor = output.logits[0]
-        return logits
+        return logits_of(self._fed.model, Ragged(batch, self._fed.arena, self._attend))

@@ -1,22 +1,19 @@
-"""Runs a transformers model on ragged batches. Knows token ids and logits, and no request."""
+"""Runs a model on ragged batches. Knows token ids and logits, and no request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from engine.attention.registry import Attend, CurrentPass, Ragged
+from engine.attention.registry import Attend, Ragged, running
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.checkpoint import (
-    end_tokens_of,
-    positions,
-)
+from engine.model.checkpoint import end_tokens_of, positions
 from engine.model.decoder.architecture import architecture_of
 from engine.model.linear.rows import matmul_shape
 from engine.recurrent.states import StateArena
@@ -47,7 +44,7 @@ class RowAdapters(Protocol):
 
 
 class ModelRunner:
-    """One transformers model with its arena; with states if its layers keep some, and adapters that rows may have."""
+    """One model with its arena; with states if its layers keep some, and adapters that rows may have."""
 
     def __init__(
         self,
@@ -59,26 +56,27 @@ class ModelRunner:
     ) -> None:
         self.model, self.arena, self.attend, self._adapters = model.eval(), arena, attend, adapters
         self.states = states
-        self._current = CurrentPass.of(model)
         self.vocab_size = vocab_size(model)
         self.device = model.device
 
     @torch.inference_mode()
     def forward(self, feeds: Seq[Feed]) -> Tensor:
-        """Run one pass of the model's own code over the ragged batch, with our attention."""
+        """Run one pass over the ragged batch."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
         states = None if self.states is None else self.states.during(batch)
         ragged = Ragged(batch, self.arena, self.attend, states)
-        with self._current.runs(ragged), nullcontext() if self._adapters is None else self._adapters.during(feeds):
-            output: Any = self.model(
-                input_ids=batch.input_ids[None],
-                position_ids=batch.position_ids[None],
-                use_cache=False,
-                logits_to_keep=batch.logit_rows,
-                ragged=ragged,
-            )
-        logits: Tensor = output.logits[0]
-        return logits.float()
+        with running(ragged), nullcontext() if self._adapters is None else self._adapters.during(feeds):
+            return logits_of(self.model, ragged).float()
+
+
+def logits_of(model: Any, ragged: Ragged) -> Tensor:
+    """Run a pass of a decoder, or within `running` of transformers' module: `[R, vocab]`."""
+    batch = ragged.batch
+    ids, positions = batch.input_ids[None], batch.position_ids[None]
+    if architecture_of(model) is not None:
+        return cast("Tensor", model(ids, positions, batch.logit_rows, ragged)[0])
+    made = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=batch.logit_rows)
+    return cast("Tensor", made.logits[0])
 
 
 def layout_of_model(model: PreTrainedModel) -> KVLayout:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from engine import attention
+from engine.attention import native
 from engine.attention.registry import AttentionName
+from engine.attention.spec import AttentionSpec
 from engine.choices import Weights
 from engine.control.adaptive import AdaptiveK
 from engine.control.prefill_budget import PrefillBudget
@@ -22,12 +24,13 @@ from engine.engine import Engine
 from engine.errors import ModelError
 from engine.kernels import has_triton, reference
 from engine.kv.arena import KVArena, KVLayout
+from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.pages import PagePool
 from engine.machine.mapped import ReadProgress, told
 from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
 from engine.model.adapters.store import Adapters
-from engine.model.checkpoint import longrope_border, read_config, weights_size
+from engine.model.checkpoint import longrope_border, read_config, shape_of, weights_size
 from engine.model.decoder.architecture import architecture_of
 from engine.model.decoder.decoder import DecoderModel, is_batch_invariant, runs_in_c
 from engine.model.decoder.load import load_decoder
@@ -375,13 +378,27 @@ def _ragged(
 
 
 def _attention(name: AttentionName, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
-    """Choose the attention of this name, or else the fastest; a model outside of the table is tested with it."""
-    chosen = attention.choose(name, model.device, row_wise=row_wise)
-    if architecture_of(model) is None:
-        from engine.startup.self_test import check_ragged_contract
+    """Choose the attention of this name, or else the fastest that fits; transformers' module is tested with it."""
 
-        check_ragged_contract(model, layout, chosen)
-    return chosen
+    def try_out(attend: attention.Attend) -> None:
+        if architecture_of(model) is None:
+            from engine.startup.self_test import check_ragged_contract
+
+            check_ragged_contract(model, layout, attend)
+        elif getattr(attend, "func", attend) is not native.attend:  # kernels are compiled when they first run
+            _run_once(attend, layout, shape_of(model.config, "num_attention_heads"), model.device)
+
+    return attention.fitting(name, model.device, try_out, row_wise=row_wise)
+
+
+def _run_once(attend: attention.Attend, layout: KVLayout, heads: int, device: torch.device) -> None:
+    """Attend from one row in each kind of layer."""
+    arena = KVArena(layout, num_pages=1, page_size=PAGE_SIZE, device=device)
+    batch = RaggedBatch.of([Feed.begun([0], 0, 1)], PAGE_SIZE, device)
+    for kind in dict.fromkeys(layer for layer in layout.layers if layer is not None):
+        k, v = (rows[layout.layers.index(kind)] for rows in (arena.k, arena.v))
+        query = torch.zeros(1, max(heads, kind.heads), kind.key_dim, dtype=layout.dtype, device=device)
+        attend(query, k, v, batch, AttentionSpec(1.0))
 
 
 def _tiled_runner(

@@ -66,6 +66,8 @@ class Ways:
             try:
                 attends[model] = _tried(model, ragged)
             except ModelError as error:
+                if architecture_of(model) is not None:
+                    raise
                 alone[model] = _layout_alone(model, error)
         return cls(attends, alone)
 

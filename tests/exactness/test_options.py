@@ -280,7 +280,7 @@ def one_pass(tokens: tuple[int, ...], pair: Pair) -> torch.Tensor:
     """What transformers says of each token but the first, from a pair whose weights are not packed."""
     target = pair.target
     model = AutoModelForCausalLM.from_config(target.config, attn_implementation="eager").eval()
-    model.load_state_dict(target.state_dict())
+    model.load_state_dict(target.plain.state_dict())
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -136,11 +135,8 @@ class DecoderModel(nn.Module):
         position_ids: Tensor,  # [1, T]
         logits_to_keep: Tensor,  # [R]
         ragged: Ragged,
-        *,
-        use_cache: bool = False,
-    ) -> SimpleNamespace:
-        """`logits` `[1, R, vocab]` of these rows, as transformers' models return them."""
-        del use_cache  # keys and values lie in the arena
+    ) -> Tensor:
+        """Logits `[1, R, vocab]` of these rows."""
         trunk = self.model
         hidden = self._embedded(input_ids, position_ids)
         hidden = hidden.float() if self.architecture.wide else hidden
@@ -162,7 +158,7 @@ class DecoderModel(nn.Module):
         scale, cap = self.architecture.logit_scale, self.architecture.softcap
         if scale is not None:
             logits = logits * scale
-        return SimpleNamespace(logits=logits if cap is None else ELEMENTWISE[torch.tanh](logits / cap) * cap)
+        return logits if cap is None else ELEMENTWISE[torch.tanh](logits / cap) * cap
 
     def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
         """What the first layer reads, `[1, T, width]`."""

@@ -209,7 +209,8 @@ class RowProducts(nn.Module):
         if has_bias:
             self.bias = nn.Parameter(weights.floats(f"{name}.bias").float(), requires_grad=False)
         self._packed: PackedMatrix | None = None
-        if weight.is_cpu and multiplies(torch.float32) and rows_for(torch.float32, inputs) is not None:
+        in_c = weights.packs and weight.is_cpu and multiplies(torch.float32)
+        if in_c and rows_for(torch.float32, inputs) is not None:
             self._packed = PackedMatrix.of(weight.detach().float(), self.bias)
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -178,10 +178,10 @@ def test_it_says_what_runs_each_model_and_imports_transformers_for_its_modules_a
     zoo.reference("falcon").save_pretrained(tmp_path)
     program = """if True:
         import json, sys
-        from server.commands.check import CheckCommand
+        from server.commands.check import run
         target, other, *options = sys.argv[1:]
         for draft in (target, other):
-            text, works = CheckCommand.of([target, "--draft", draft, "--json", *options]).run()
+            text, works = run([target, "--draft", draft, "--json", *options], print)
             report = json.loads(text)
             print(works, *(report[model]["runs in"] for model in ("target", "draft")), "transformers" in sys.modules)
     """

@@ -135,10 +135,10 @@ def test_what_is_foretold_of_packing_comes_true(family: str) -> None:
 
 
 def test_models_outside_of_the_table_are_in_float32_and_nothing_else(tmp_path: Path) -> None:
-    AutoConfig.for_model("xglm").save_pretrained(tmp_path)
+    AutoConfig.for_model("bloom").save_pretrained(tmp_path)
     name = str(tmp_path)
     assert (held(name).type_name, held(name, CUDA, dtype="bfloat16").type_name) == ("float32", "bfloat16")
-    with pytest.raises(ModelError, match=r"weights is int8; .* is a xglm model, which is not in the table"):
+    with pytest.raises(ModelError, match=r"weights is int8; .* is a bloom model, which is not in the table"):
         held(name, weights="int8")
 
 

@@ -97,5 +97,5 @@ def test_the_same_memory_has_more_pages(dtype: str, head_dim: int) -> None:
 
 def test_it_is_refused_where_transformers_attends() -> None:
     model = zoo.ours(zoo.reference("falcon"))
-    with pytest.raises(ModelError, match="one sequence at a time it could be served, but not with kv_cache_dtype"):
+    with pytest.raises(ModelError, match="kv_cache_dtype is not supported for 'falcon'"):
         assemble(EngineConfig(target="falcon", kv_cache_dtype="int8"), model)
