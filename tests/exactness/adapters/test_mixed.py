@@ -47,7 +47,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kind, extra = zoo._BY_KIND[request.param]
     model = zoo.with_large_weights(zoo.config_of(kind, **extra | {"vocab_size": VOCAB, "eos_token_id": 0}))
     model.save_pretrained(folder / "target")
-    zoo.near(model, 0.01).save_pretrained(folder / "draft")
+    zoo.disturbed(model, 0.01).save_pretrained(folder / "draft")
     loaded = {
         name: str(adapters.write(folder / name, model, rank, 4.0, targets))
         for name, rank, targets in (("a", 2, ["q_proj", "o_proj"]), ("b", 5, ["q_proj", "k_proj", "v_proj"]))
