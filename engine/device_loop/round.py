@@ -30,7 +30,7 @@ from engine.sampling.noise import Stream
 from engine.verify import NO_DRAFT, rejection
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from engine.model.decoder.decoder import DecoderModel
 
 
 class Choose(Protocol):
@@ -53,7 +53,7 @@ class RoundOps:
 class DeviceModel:
     """A model, its arena with one page more than are given away, and what its passes have in common."""
 
-    model: PreTrainedModel
+    model: DecoderModel
     arena: KVArena
     positions: int  # that the model knows
 

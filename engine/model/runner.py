@@ -19,7 +19,9 @@ from engine.model.linear.rows import matmul_shape
 from engine.recurrent.states import StateArena
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
+
+    from engine.model.decoder.decoder import Model
 
 
 class Runner(Protocol):
@@ -48,7 +50,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Model,
         arena: KVArena,
         attend: Attend,
         adapters: RowAdapters | None = None,
@@ -79,7 +81,7 @@ def logits_of(model: Any, ragged: Ragged) -> Tensor:
     return cast("Tensor", made.logits[0])
 
 
-def layout_of_model(model: PreTrainedModel) -> KVLayout:
+def layout_of_model(model: Model) -> KVLayout:
     """The shape of K/V of a loaded model."""
     architecture = architecture_of(model)
     if architecture is not None:
@@ -94,7 +96,7 @@ def known_positions(config: PreTrainedConfig) -> int:
     return positions(config).limit
 
 
-def vocab_size(model: PreTrainedModel) -> int:
+def vocab_size(model: Model) -> int:
     """Width of the logits. Every token id must be below it, even if the tokenizer knows larger ids."""
     head = model.get_output_embeddings()
     shape = matmul_shape(head)
@@ -105,6 +107,6 @@ def vocab_size(model: PreTrainedModel) -> int:
     return head.weight.shape[0]
 
 
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+def end_tokens(model: Model) -> frozenset[int]:
     """Tokens at which the model was trained to stop, from its generation config or its config."""
     return end_tokens_of(model.config, getattr(model.generation_config, "eos_token_id", None))

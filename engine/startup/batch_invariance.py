@@ -25,7 +25,7 @@ from engine.model.runner import ModelRunner
 from engine.recurrent.states import StateArena
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from engine.model.decoder.decoder import Model
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class RowByRow(nn.Module):
 
 
 @torch.inference_mode()
-def ensure_batch_invariance(model: PreTrainedModel, layout: KVLayout) -> None:
+def ensure_batch_invariance(model: Model, layout: KVLayout) -> None:
     """Ensure that a row's bits depend only on its own context; matmuls that need it are computed row by row.
 
     Raises:
@@ -62,7 +62,7 @@ def ensure_batch_invariance(model: PreTrainedModel, layout: KVLayout) -> None:
         _hold_bits(model, layout)
 
 
-def _hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
+def _hold_bits(model: Model, layout: KVLayout) -> None:
     _take_experts_row_by_row(model)
     sound: dict[str, bool] = {}
     for name, module in list(model.named_modules()):
@@ -78,7 +78,7 @@ def _hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
     _check_whole(model, layout)
 
 
-def _take_experts_row_by_row(model: PreTrainedModel) -> None:
+def _take_experts_row_by_row(model: Model) -> None:
     """Give each row of a mixture products of its own: no tile fixes how many rows meet an expert.
 
     Raises:
@@ -132,7 +132,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _check_whole(model: PreTrainedModel, layout: KVLayout) -> None:
+def _check_whole(model: Model, layout: KVLayout) -> None:
     """Test the whole model: the logits of one sequence must have the same bits wherever it is in its tiles.
 
     This covers norms, activations, attention, routers and heads.
@@ -153,7 +153,7 @@ def _check_whole(model: PreTrainedModel, layout: KVLayout) -> None:
     _check_equal(model, everywhere, want[:1].expand_as(everywhere), "its place in a tile")
 
 
-def _check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, on_what: str) -> None:
+def _check_equal(model: Model, got: Tensor, want: Tensor, on_what: str) -> None:
     if not torch.equal(got, want):
         raise ModelError(
             f"reproducible: in {type(model).__name__} ({model.dtype}, {torch.get_num_threads()} threads) a row's bits "

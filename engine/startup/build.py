@@ -31,7 +31,6 @@ from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
 from engine.model.adapters.store import Adapters
 from engine.model.checkpoint import longrope_border, read_config, shape_of, weights_size
-from engine.model.decoder.architecture import architecture_of
 from engine.model.decoder.decoder import DecoderModel, is_batch_invariant, runs_in_c
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
@@ -56,9 +55,10 @@ from engine.startup.states import TARGET, StatePlan
 from engine.types import AUTO
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from engine.config import EngineConfig
+    from engine.model.decoder.decoder import Model
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
 
 def _load_target(
     config: EngineConfig, device: torch.device, progress: Callable[[str], None]
-) -> tuple[PreTrainedModel, Ranks | None]:
+) -> tuple[Model, Ranks | None]:
     """Load the target, or this process's shard of it, and join the group of ranks with the other shards."""
     shares, ranks, share = config.tensor_parallel_size, None, None
     place = RankInfo.here() if shares > 1 else RankInfo()
@@ -136,7 +136,7 @@ def load(
     device: torch.device,
     share: Share | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> PreTrainedModel:
+) -> Model:
     """Load one model or a shard of it; `progress` receives how many bytes have been read.
 
     Weights that are already rounded in the checkpoint stay as they are; others are rounded as asked.
@@ -150,7 +150,7 @@ def load(
 
 def _load(
     config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device, share: Share | None
-) -> PreTrainedModel:
+) -> Model:
     described = read_config(name, revision)
     held = held_as(config, name, revision, weights, device, described=described)
     log.info("%r is held in %s", name, held)
@@ -169,13 +169,13 @@ def _load(
     )  # fmt: skip
     if device.type == "cuda" or in_rounds:
         made.use(LayerOps.kernels() if device.type == "cuda" else LayerOps.of(reference))
-    return cast("PreTrainedModel", made)
+    return made
 
 
 def assemble(
     config: EngineConfig,
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None = None,
+    target: Model,
+    draft: Model | None = None,
     extra_proposers: Mapping[str, Proposer] = MappingProxyType({}),
     vocab: VocabMap | None = None,
     wrappers: Mapping[str, Callable[[Proposer], Proposer]] = MappingProxyType({}),
@@ -198,10 +198,9 @@ def assemble(
     """
     _check_reproducible(config, target.device)
     check_allowed(config, target)
-    heads = load_heads(config, target)
+    heads = load_heads(config, cast("DecoderModel", target))  # `check_allowed` said so
     # Before the self-test, which shows that it works.
-    places = {place for head in heads.values() for place in head.places}
-    tap = Tap(cast("DecoderModel", target), places) if heads else tap  # `check_allowed` said so
+    tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else tap
     make_runner, ragged = _way(config, target, tap)
     ways = Ways.of(config, target, draft, ragged)
     drafters = Drafters.load(config, target, draft, vocab, ways, heads, tap)
@@ -243,8 +242,8 @@ def assemble(
 
 
 def _way(
-    config: EngineConfig, target: PreTrainedModel, tap: Tap | None = None
-) -> tuple[Callable[..., Runner], Callable[[PreTrainedModel], attention.Attend]]:
+    config: EngineConfig, target: Model, tap: Tap | None = None
+) -> tuple[Callable[..., Runner], Callable[[Model], attention.Attend]]:
     """What makes the target's runner, and what chooses the attention of a model in ragged batches."""
     # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
     row_wise = is_batch_invariant(target)
@@ -253,10 +252,9 @@ def _way(
     return make_runner, partial(_ragged, config, target, needs_tiles=needs_tiles, row_wise=row_wise)
 
 
-def _adapters(config: EngineConfig, target: PreTrainedModel, ranks: Ranks | None) -> Adapters:
+def _adapters(config: EngineConfig, target: Model, ranks: Ranks | None) -> Adapters:
     """Load the adapters that the config names, and prepare for more; only a whole decoder has some."""
-    is_ours = architecture_of(target) is not None and ranks is None
-    changed = cast("DecoderModel", target) if is_ours else None
+    changed = target if isinstance(target, DecoderModel) and ranks is None else None
     adapters = Adapters(changed, row_wise=target.device.type == "cpu" or config.reproducible)
     for name, folder in config.adapter.items():
         adapters.load(name, Path(folder))
@@ -273,9 +271,7 @@ class _Sizes:
     states: StatePlan
 
 
-def _sizes(
-    config: EngineConfig, target: PreTrainedModel, drafters: Drafters, ranks: Ranks | None, ways: Ways
-) -> _Sizes:
+def _sizes(config: EngineConfig, target: Model, drafters: Drafters, ranks: Ranks | None, ways: Ways) -> _Sizes:
     """Divide the memory for keys, values and states among the arenas of the target and of what drafts for it."""
     limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
@@ -315,7 +311,7 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def layout_of(config: EngineConfig, model: PreTrainedModel) -> KVLayout:
+def layout_of(config: EngineConfig, model: Model) -> KVLayout:
     """The K/V layout of a model, or of this process's shard of it."""
     return layout_of_model(model).stored_as(config.kv_cache_dtype)
 
@@ -349,7 +345,7 @@ def _check_reproducible(config: EngineConfig, device: torch.device) -> None:
 
 def _runner(
     config: EngineConfig,
-    model: PreTrainedModel,
+    model: Model,
     make_arena: Callable[..., KVArena],
     states: StatePlan,
     ways: Ways,
@@ -363,8 +359,8 @@ def _runner(
 
 def _ragged(
     config: EngineConfig,
-    target: PreTrainedModel,
-    model: PreTrainedModel,
+    target: Model,
+    model: Model,
     *,
     row_wise: bool,
     needs_tiles: bool = False,
@@ -377,11 +373,11 @@ def _ragged(
     return _attention(name, model, layout_of(config, model), row_wise=row_wise)
 
 
-def _attention(name: AttentionName, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
+def _attention(name: AttentionName, model: Model, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
     """Choose the attention of this name, or else the fastest that fits; transformers' module is tested with it."""
 
     def try_out(attend: attention.Attend) -> None:
-        if architecture_of(model) is None:
+        if not isinstance(model, DecoderModel):
             from engine.startup.self_test import check_ragged_contract
 
             check_ragged_contract(model, layout, attend)
@@ -403,7 +399,7 @@ def _run_once(attend: attention.Attend, layout: KVLayout, heads: int, device: to
 
 def _tiled_runner(
     config: EngineConfig,
-    model: PreTrainedModel,
+    model: Model,
     make_arena: Callable[..., KVArena],
     states: StatePlan,
     ways: Ways,

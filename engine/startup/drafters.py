@@ -25,10 +25,10 @@ from engine.text.codec import TOKENIZER_FILE, Codec
 from engine.types import Adapter
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from engine.config import EngineConfig
-    from engine.model.decoder.decoder import DecoderModel
+    from engine.model.decoder.decoder import DecoderModel, Model
     from engine.model.one_by_one import OneByOneRunner
 
 MakeArena = Callable[[KVLayout], KVArena]
@@ -38,8 +38,8 @@ MakeArena = Callable[[KVLayout], KVArena]
 class Drafters:
     """The draft models and heads of a target. Proposers without weights are not among them."""
 
-    target: PreTrainedModel
-    models: Mapping[str, PreTrainedModel]  # by proposer name: a draft model, or the target's own first layers
+    target: Model
+    models: Mapping[str, Model]  # by proposer name: a draft model, or the target's own first layers
     heads: Mapping[str, Head]  # by proposer name
     tap: Tap | None  # where the heads read the target's hidden states
     layouts: Mapping[str, KVLayout]  # by proposer name, for those that need an arena
@@ -49,8 +49,8 @@ class Drafters:
     def load(
         cls,
         config: EngineConfig,
-        target: PreTrainedModel,
-        draft: PreTrainedModel | None,
+        target: Model,
+        draft: Model | None,
         vocab: VocabMap | None = None,
         ways: Ways | None = None,
         heads: Mapping[str, Head] = MappingProxyType({}),
@@ -78,7 +78,7 @@ class Drafters:
     def runners(
         self,
         make_arena: MakeArena,
-        attention_of: Callable[[PreTrainedModel, KVLayout], Attend],
+        attention_of: Callable[[Model, KVLayout], Attend],
         states: StatePlan,
         ways: Ways,
     ) -> dict[str, ModelRunner | OneByOneRunner]:
@@ -143,7 +143,7 @@ class Drafters:
         return made
 
 
-def _check_vocabulary(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+def _check_vocabulary(config: EngineConfig, target: Model, draft: Model) -> None:
     if vocab_size(draft) != vocab_size(target):
         raise ModelError(
             f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
@@ -151,7 +151,7 @@ def _check_vocabulary(config: EngineConfig, target: PreTrainedModel, draft: PreT
         )
 
 
-def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:
+def match_vocabularies(config: EngineConfig, target: Model, draft: Model) -> VocabMap | None:
     """Map the draft's token ids to the target's; None where both vocabularies are the same.
 
     Raises:

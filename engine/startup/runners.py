@@ -22,12 +22,13 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
 from engine.model.checkpoint import shape_of
-from engine.model.decoder.architecture import architecture_of
+from engine.model.decoder.decoder import DecoderModel
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from transformers import PreTrainedModel
 
     from engine.config import EngineConfig
+    from engine.model.decoder.decoder import Model
     from engine.model.one_by_one import OneByOneRunner
 
 log = logging.getLogger(__name__)
@@ -45,16 +46,16 @@ _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexE
 class Ways:
     """How each model runs: its attention in ragged batches, or what its arena holds where it runs alone."""
 
-    attends: Mapping[PreTrainedModel, Attend] = field(default_factory=dict)
-    alone: Mapping[PreTrainedModel, KVLayout] = field(default_factory=dict)
+    attends: Mapping[Model, Attend] = field(default_factory=dict)
+    alone: Mapping[Model, KVLayout] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         config: EngineConfig,
-        target: PreTrainedModel,
-        draft: PreTrainedModel | None,
-        ragged: Callable[[PreTrainedModel], Attend],
+        target: Model,
+        draft: Model | None,
+        ragged: Callable[[Model], Attend],
     ) -> Ways:
         """Find the way of each model; `ragged` chooses the attention that passes the self-test of ragged batches.
 
@@ -63,18 +64,17 @@ class Ways:
         """
         attends, alone = dict[Any, Attend](), dict[Any, KVLayout]()
         for model in (target,) if draft is None else (target, draft):
+            if isinstance(model, DecoderModel):
+                attends[model] = ragged(model)
+                continue
             try:
                 attends[model] = _tried(model, ragged)
             except ModelError as error:
-                if architecture_of(model) is not None:
-                    raise
                 alone[model] = _layout_alone(model, error)
         return cls(attends, alone)
 
 
-def _tried(model: PreTrainedModel, ragged: Callable[[PreTrainedModel], Attend]) -> Attend:
-    if architecture_of(model) is not None:
-        return ragged(model)
+def _tried(model: PreTrainedModel, ragged: Callable[[Model], Attend]) -> Attend:
     if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
         raise ModelError(f"{_name(model)} attends in code of its own, which knows nothing of ragged batches")
     try:
@@ -83,13 +83,13 @@ def _tried(model: PreTrainedModel, ragged: Callable[[PreTrainedModel], Attend]) 
         raise ModelError(f"{_name(model)} cannot run a ragged batch: {error!r}") from error
 
 
-def check_allowed(config: EngineConfig, target: PreTrainedModel) -> None:
+def check_allowed(config: EngineConfig, target: Model) -> None:
     """Refuse what a target cannot have that transformers' module runs.
 
     Raises:
         ModelError: names the first of it that `config` asks for.
     """
-    if architecture_of(target) is not None:
+    if isinstance(target, DecoderModel):
         return
     asked = {
         "reproducible": config.reproducible,  # the order of its sums hangs on how many tokens a pass feeds
@@ -176,7 +176,7 @@ def _check_alone(model: PreTrainedModel, layout: KVLayout, plain: Tensor) -> Non
     check_equal(model, kept, plain, "its logits depend on how its text is cut into passes, or on later tokens")
 
 
-def alone(model: PreTrainedModel, arena: KVArena) -> OneByOneRunner:
+def alone(model: Any, arena: KVArena) -> OneByOneRunner:
     """The runner of a model whose sequences run one at a time."""
     from engine.model.one_by_one import OneByOneRunner  # imports transformers
 
@@ -188,5 +188,5 @@ def _tokens(model: PreTrainedModel) -> list[int]:
     return [(7 * i + 3) % vocab for i in range(2 * _LENGTH)]
 
 
-def _name(model: PreTrainedModel) -> str:
+def _name(model: Model) -> str:
     return type(model).__name__

@@ -18,9 +18,8 @@ from engine.recurrent.states import StateArena, StatePart, bytes_per_slot, parts
 from engine.startup.memory import GIB
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from transformers import PreTrainedModel
-
     from engine.config import EngineConfig
+    from engine.model.decoder.decoder import Model
 
 TARGET = "target"  # as a key beside the names of proposers
 _SHARE = 0.5  # of the memory for keys and values, at most
@@ -38,7 +37,7 @@ class StatePlan:
     snapshots: bool  # whether the prefix cache keeps states
 
     @classmethod
-    def of(cls, config: EngineConfig, models: Mapping[str, PreTrainedModel], memory: float) -> StatePlan:
+    def of(cls, config: EngineConfig, models: Mapping[str, Model], memory: float) -> StatePlan:
         """Plan for `models`, by `TARGET` and by proposer name, within `memory` GiB for states, keys and values.
 
         Raises:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ from engine.native import PackedMatrix
 from engine.recurrent.states import StatePart
 
 if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class DecoderModel(nn.Module):
@@ -173,6 +173,9 @@ class DecoderModel(nn.Module):
         if self.model.per_layer is not None:
             hidden = self.model.per_layer.merge(hidden)
         return _through(self.model.project_out, _through(self.model.norm, hidden))
+
+
+Model: TypeAlias = "DecoderModel | PreTrainedModel"  # a decoder, or transformers' module
 
 
 def is_batch_invariant(model: nn.Module) -> bool:

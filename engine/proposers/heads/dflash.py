@@ -39,7 +39,7 @@ from engine.stats import Forward
 from engine.types import Sequence
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from engine.model.decoder.decoder import DecoderModel
 
 # Of the speculators form: parts of the target, which training compares with, and the map that `d2t` is inverse to.
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
@@ -52,7 +52,7 @@ class DFlashHead(FeatureHead):
     """
 
     def __init__(
-        self, config: DFlashConfig, weights: WeightReader, target: PreTrainedModel, drafts: Tensor | None
+        self, config: DFlashConfig, weights: WeightReader, target: DecoderModel, drafts: Tensor | None
     ) -> None:
         made = config.architecture
         super().__init__(made, weights, target, drafts=drafts)
@@ -87,7 +87,7 @@ class DFlashHead(FeatureHead):
         return cast("Tensor", self.norm(x[0][batch.logit_rows]))
 
 
-def load_dflash(name: str, revision: str | None, target: PreTrainedModel) -> Head:
+def load_dflash(name: str, revision: str | None, target: DecoderModel) -> Head:
     """A draft of a local folder or a hub id, in the authors' form or that of `speculators`.
 
     On a CPU it computes in its own type where our C multiplies that, else in the target's. A target may be in a wider

@@ -20,8 +20,7 @@ from engine.proposers.heads.layers import layer_config, layer_of
 from engine.proposers.heads.weights import number
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+    from engine.model.decoder.decoder import DecoderModel
     from engine.model.decoder.families.described import ModelConfig
 
 _ARCHITECTURES = frozenset({"DFlashDraftModel", "DFlashSpeculator"})
@@ -66,7 +65,7 @@ class DFlashConfig:
 
 
 def read_dflash_config(
-    name: str, config: Mapping[str, Any], target: PreTrainedModel, tensors: Mapping[str, Tensor]
+    name: str, config: Mapping[str, Any], target: DecoderModel, tensors: Mapping[str, Tensor]
 ) -> DFlashConfig:
     """Read the config of the draft `name`, whose `tensors` tell the size of its heads.
 

@@ -23,7 +23,7 @@ from engine.proposers.heads.speculators import KIND, flattened
 from engine.proposers.heads.weights import load_checkpoint
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from engine.model.decoder.decoder import DecoderModel
 
 
 class JoiningHead(FeatureHead):
@@ -33,7 +33,7 @@ class JoiningHead(FeatureHead):
         self,
         architecture: Architecture,
         weights: WeightReader,
-        target: PreTrainedModel,
+        target: DecoderModel,
         matrix: str,
         norms: tuple[nn.Module | None, nn.Module | None] = (None, None),
     ) -> None:
@@ -52,7 +52,7 @@ class JoiningHead(FeatureHead):
         return self.joining(joined), None
 
 
-def load_eagle(name: str, revision: str | None, target: PreTrainedModel) -> Head:
+def load_eagle(name: str, revision: str | None, target: DecoderModel) -> Head:
     """A head of a local folder or a hub id (keys as published: `fc`, `layers.0`); of EAGLE-3, if it is one.
 
     Raises:

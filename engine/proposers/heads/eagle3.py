@@ -33,8 +33,7 @@ from engine.proposers.heads.speculators import KIND, flattened
 from engine.proposers.heads.weights import target_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+    from engine.model.decoder.decoder import DecoderModel
     from engine.model.decoder.families.described import ModelConfig
 
 _MARK = "hidden_norm.weight"  # the norm that an EAGLE-1 head does not have
@@ -163,7 +162,7 @@ class Eagle3Head(FeatureHead):
         self,
         architecture: Architecture,
         weights: WeightReader,
-        target: PreTrainedModel,
+        target: DecoderModel,
         options: Eagle3Options,
         drafts: Tensor | None,
     ) -> None:
@@ -190,7 +189,7 @@ class Eagle3Head(FeatureHead):
         return features, self.embedded(ids)
 
 
-def load_eagle3(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> Head:
+def load_eagle3(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: DecoderModel) -> Head:
     """A head of a checkpoint that is read already, on the target's device.
 
     Raises:

@@ -36,7 +36,7 @@ from engine.proposers.heads.proposer import HeadProposer
 from engine.proposers.heads.weights import check_fits, widened
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from engine.model.decoder.decoder import DecoderModel
 
 # What a config may leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -94,7 +94,7 @@ def layer_of(
 
 
 def reader_of(
-    architecture: Architecture, tensors: Mapping[str, Tensor], target: PreTrainedModel, name: str, own: Shapes
+    architecture: Architecture, tensors: Mapping[str, Tensor], target: DecoderModel, name: str, own: Shapes
 ) -> WeightReader:
     """Reads the tensors of a head, named as published below `model.`; `own`: the shapes of those beside its layers.
 
@@ -125,7 +125,7 @@ class FeatureHead(nn.Module):
         self,
         architecture: Architecture,
         weights: WeightReader,
-        target: PreTrainedModel,
+        target: DecoderModel,
         *,
         drafts: Tensor | None = None,
         feeds_normed: bool = True,
@@ -144,7 +144,7 @@ class FeatureHead(nn.Module):
         if HEAD in weights.weights:
             output = weights.matrix(["lm_head"], width, has_bias=False, dtype=torch.float32)
             self._output_dtype = weights.dtype
-        self.ends = table, cast("nn.Module", output)  # in a tuple: they may be parts of the target
+        self.ends = table, output  # in a tuple: they may be parts of the target
         self._drafts = None if drafts is None else drafts.to(weights.device)
 
     def over(

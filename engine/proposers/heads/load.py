@@ -11,19 +11,18 @@ from engine.model.decoder.families.described import ModelConfig
 from engine.proposers.heads.base import Head
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from transformers import PreTrainedModel
-
     from engine.config import EngineConfig
+    from engine.model.decoder.decoder import DecoderModel
 
 
-def _loader(option: str) -> Callable[[str, str | None, PreTrainedModel], Head]:
-    found: Callable[[str, str | None, PreTrainedModel], Head] = getattr(
+def _loader(option: str) -> Callable[[str, str | None, DecoderModel], Head]:
+    found: Callable[[str, str | None, DecoderModel], Head] = getattr(
         import_module(f"engine.proposers.heads.{option}"), f"load_{option}"
     )
     return found
 
 
-def load_heads(config: EngineConfig, target: PreTrainedModel) -> dict[str, Head]:
+def load_heads(config: EngineConfig, target: DecoderModel) -> dict[str, Head]:
     """Load the heads that `config` names, by proposer name.
 
     Raises:

@@ -26,7 +26,7 @@ from engine.stats import Forward
 from engine.types import Sequence
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from engine.model.decoder.decoder import DecoderModel
 
 
 class _Residual(nn.Module):
@@ -60,7 +60,7 @@ class MedusaHeads(nn.ModuleList):
         return cast("Tensor", (made if self.has_own_output else output(made)).float())
 
 
-def load_medusa(name: str, revision: str | None, target: PreTrainedModel) -> Head:
+def load_medusa(name: str, revision: str | None, target: DecoderModel) -> Head:
     """Heads of a local folder or a hub id, in the target's type and place.
 
     Raises:

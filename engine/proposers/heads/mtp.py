@@ -37,8 +37,9 @@ from engine.proposers.heads.eagle import JoiningHead
 from engine.proposers.heads.mtp_tensors import MTPFinder, names_here
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
+    from engine.model.decoder.decoder import DecoderModel
     from engine.model.published.base import Codes, Weights
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ _NUMBER = "num_nextn_predict_layers"  # of DeepSeek's and GLM's configs
 _NORMS, _MATRIX = ("enorm", "hnorm"), "eh_proj"
 
 
-def load_mtp(name: str, revision: str | None, target: PreTrainedModel) -> Head:
+def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
     """The first MTP layer of the checkpoint that `target` was loaded from, in its type and on its device.
 
     Raises:
@@ -72,7 +73,7 @@ def load_mtp(name: str, revision: str | None, target: PreTrainedModel) -> Head:
     return head.over((FINAL,))
 
 
-def tell_of_mtp(name: str, revision: str | None, target: PreTrainedModel) -> None:
+def tell_of_mtp(name: str, revision: str | None, target: DecoderModel) -> None:
     """Log that the checkpoint of `target` has MTP layers, if it has: they draft only with the option `mtp`."""
     finder = MTPFinder.of(target.config)
     if finder is not None and finder.has_layers(names_here(name, revision)):

@@ -38,13 +38,13 @@ from engine.stats import Forward
 from engine.types import Adapter, Sequence
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from engine.model.decoder.decoder import DecoderModel
 
 _INNER = "adapter"  # its folder in a checkpoint that holds the base model as well, such as s-sahoo/uno-qwen3-8B
 _LOWEST = 1  # token id of noise, in training and in the authors' engine
 
 
-def load_uno(name: str, revision: str | None, target: PreTrainedModel) -> Head:
+def load_uno(name: str, revision: str | None, target: DecoderModel) -> Head:
     """An adapter of a local folder or a hub id, in peft's format; the target drafts with it.
 
     Raises:
@@ -74,7 +74,7 @@ def adapter_folder(name: str, revision: str | None) -> Path:
     return inner if (inner / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder
 
 
-def _noise_ids(target: PreTrainedModel) -> range:
+def _noise_ids(target: DecoderModel) -> range:
     """The token ids that noise is drawn from: those below the config's mask token, or else all but the first.
 
     No published adapter names the range. The authors draw below the first id that the tokenizer does not use; where a
