@@ -20,17 +20,17 @@ from benchmarks.cuda.arenas import PAGE
 from benchmarks.cuda.card import Card, wait
 from benchmarks.cuda.shapes import SHAPES
 from benchmarks.harness.bare import options
-from engine.attention.registry import ATTENTION_NAME
 from engine.device_loop.loop import RoundLoop
 from engine.device_loop.repertoire import places_for
 from engine.device_loop.round import RoundOps
 from engine.engine import Engine
+from engine.kernels import reference
 from engine.kernels.args import Committed, Tracks
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader, prepared
-from engine.model.fallback import kv_layout, prepare
+from engine.model.fallback import kv_layout
 from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.sampling import noise
@@ -55,8 +55,8 @@ class RandomPair:
     draft: PreTrainedModel | None
 
     @classmethod
-    def of(cls, card: Card, target: str, draft: str | None, attention: str = ATTENTION_NAME) -> RandomPair:
-        """Create the models on the device by names of `SHAPES`; with our attention, fuse them for it."""
+    def of(cls, card: Card, target: str, draft: str | None, attention: str | None = None) -> RandomPair:
+        """Create the models on the device by names of `SHAPES`: our decoders, or transformers' with this attention."""
         made = [_random_model(LlamaConfig(**SHAPES[name]), card, attention) for name in (target, draft) if name]
         return cls(made[0], made[1] if draft else None)
 
@@ -72,21 +72,17 @@ def on_kernels(model: PreTrainedModel) -> PreTrainedModel:
     assert architecture is not None, "shapes are Llama's"
     read = WeightReader(prepared(model.state_dict(), architecture), model.dtype, device=model.device, packs=False)
     made = DecoderModel(architecture, model.config, read).eval()
-    made.use(LayerOps.kernels())
+    made.use(LayerOps.kernels() if model.device.type == "cuda" else LayerOps.of(reference))
     return cast("PreTrainedModel", made)
 
 
-def _random_model(config: LlamaConfig, card: Card, attention: str) -> PreTrainedModel:
+def _random_model(config: LlamaConfig, card: Card, attention: str | None) -> PreTrainedModel:
     """Return a model with random bf16 weights, created directly on the device."""
-    prepare(config)
     with card.device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.bfloat16
+            config, attn_implementation=attention or "eager", dtype=torch.bfloat16
         )
-    if card.is_cuda and attention == ATTENTION_NAME:
-        model = on_kernels(model)
-    model.eval()
-    return model
+    return on_kernels(model) if attention is None else model.eval()
 
 
 def pass_seconds(model: PreTrainedModel, card: Card, sequences: int, rows: int, context: int) -> float:

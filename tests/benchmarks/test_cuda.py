@@ -20,7 +20,6 @@ from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import Heads
 from engine.device_loop import repertoire
 from engine.device_loop.repertoire import Repertoire
-from engine.engine import Engine
 from tests.card import here
 
 CPU = Card(torch.device("cpu"), "", 1.0, 1.0, 2**14)
@@ -98,7 +97,7 @@ def test_a_part_plays_what_it_has_recorded(name, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_tokens_of_rounds_that_nobody_recorded_are_refused(monkeypatch, tmp_path):
     """Graphs of one place, which every engine tries out, would say little."""
-    monkeypatch.setattr(Engine, "record", lambda *_, **__: None)
+    monkeypatch.setattr(tokens, "record", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="not every round was a graph"):
         run_on_the_card("tokens", tmp_path, monkeypatch)
 

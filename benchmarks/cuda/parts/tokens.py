@@ -19,10 +19,8 @@ from benchmarks.cuda.engines import on_kernels, record
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.harness.bare import options
-from engine.attention.registry import ATTENTION_NAME
 from engine.device_loop.loop import RoundLoop
 from engine.engine import Engine
-from engine.model.fallback import prepare
 from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
@@ -48,7 +46,7 @@ TokensByRequest = Mapping[str, tuple[int, ...]]  # tokens by request
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The model of transformers, the same model with our attention, and a draft that is often right."""
+    """The model of transformers, the same in our decoder, and a draft that is often right."""
 
     reference: PreTrainedModel
     target: PreTrainedModel
@@ -63,11 +61,9 @@ class Models:
             for parameter in reference.parameters():
                 if parameter.ndim > 1:
                     parameter.copy_(torch.randn_like(parameter) * 1.4 * parameter.shape[-1] ** -0.5)
-        made = [reference, _ours(reference, 0.0), _ours(reference, 0.02)]
-        on_device: list[Any] = [model.to(device=device, dtype=dtype) for model in made]
-        if device == "cuda":
-            on_device[1:] = map(on_kernels, on_device[1:])
-        return cls(*on_device)
+        made: list[Any] = [reference, _disturbed(reference, 0.0), _disturbed(reference, 0.02)]
+        placed, *others = (model.to(device=device, dtype=dtype) for model in made)
+        return cls(placed, *map(on_kernels, others))
 
 
 def families() -> dict[str, PreTrainedConfig]:
@@ -201,13 +197,9 @@ def _greedy(model: PreTrainedModel, setting: Setting) -> TokensByRequest:
     return said
 
 
-def _ours(model: PreTrainedModel, amount: float) -> PreTrainedModel:
-    """Return the model with slightly perturbed weights and our attention."""
-    config = copy.deepcopy(model.config)
-    prepare(config)
-    twin: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
-    twin.load_state_dict(model.state_dict())
-    generator = torch.Generator().manual_seed(1)
+def _disturbed(model: PreTrainedModel, amount: float) -> PreTrainedModel:
+    """Return the model with slightly perturbed weights."""
+    twin, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in twin.parameters():
             noise = torch.randn(parameter.shape, generator=generator)

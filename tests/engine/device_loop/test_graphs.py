@@ -79,9 +79,9 @@ def freeze_the_temperature(patch: Patch) -> None:
     """It is a number of the host's, that of the newest sequence: as good as any for a round of one that is run."""
     place, samplers, newest = DeviceSlots.place, Layout._samplers, [0.0]
 
-    def noting(self, slot, state):
-        newest[0] = state.sampling.temperature
-        place(self, slot, state)
+    def noting(self, slot, tokens, max_length, ends, sampling, *others, **more):
+        newest[0] = sampling.temperature
+        place(self, slot, tokens, max_length, ends, sampling, *others, **more)
 
     def frozen(self, *args):
         found = samplers(self, *args)
