@@ -23,6 +23,8 @@ _HEAD = """# On CPU, on models of chosen acceptance
 Published models beside llama.cpp, and the quality of both, are on [a page of their own](quality.md#speed), which
 `python -m benchmarks.published` measures. The weights of this page are planted and say nothing about quality.
 
+Passes of 16 families, before and after each ran in our own decoder, are on [another](families.md).
+
 The embedded pair has its own pages, on [every K](embedded-cpu.md), [every proposer](proposers-cpu.md) and
 [`auto`](drafters-cpu.md).
 
