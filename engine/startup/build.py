@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
 log = logging.getLogger(__name__)
 
 PAGE_SIZE = 32  # tokens; the prefix cache keeps only whole pages
+_HEADS = "num_attention_heads"
 
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Engine:
@@ -382,18 +383,18 @@ def _attention(name: AttentionName, model: Model, layout: KVLayout, *, row_wise:
 
             check_ragged_contract(model, layout, attend)
         elif getattr(attend, "func", attend) is not native.attend:  # kernels are compiled when they first run
-            _run_once(attend, layout, shape_of(model.config, "num_attention_heads"), model.device)
+            _run_once(attend, layout, model)
 
     return attention.fitting(name, model.device, try_out, row_wise=row_wise)
 
 
-def _run_once(attend: attention.Attend, layout: KVLayout, heads: int, device: torch.device) -> None:
+def _run_once(attend: attention.Attend, layout: KVLayout, model: Model) -> None:
     """Attend from one row in each kind of layer."""
-    arena = KVArena(layout, num_pages=1, page_size=PAGE_SIZE, device=device)
-    batch = RaggedBatch.of([Feed.begun([0], 0, 1)], PAGE_SIZE, device)
+    arena = KVArena(layout, num_pages=1, page_size=PAGE_SIZE, device=model.device)
+    batch, heads = RaggedBatch.of([Feed.begun([0], 0, 1)], PAGE_SIZE, model.device), shape_of(model.config, _HEADS)
     for kind in dict.fromkeys(layer for layer in layout.layers if layer is not None):
         k, v = (rows[layout.layers.index(kind)] for rows in (arena.k, arena.v))
-        query = torch.zeros(1, max(heads, kind.heads), kind.key_dim, dtype=layout.dtype, device=device)
+        query = torch.zeros(1, max(heads, kind.heads), kind.key_dim, dtype=model.dtype, device=model.device)
         attend(query, k, v, batch, AttentionSpec(1.0))
 
 

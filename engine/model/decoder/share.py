@@ -60,7 +60,8 @@ def share_of(architecture: Architecture, size: int) -> Architecture:
     """What each of `size` processes computes.
 
     Raises:
-        ModelError: a number is not divisible, or layers keep a state; the message contains the field and both numbers.
+        ModelError: layers keep a state or lie in others, or a number is not divisible; the message has the field and
+            both numbers.
     """
     if size == 1:
         return architecture
@@ -70,6 +71,10 @@ def share_of(architecture: Architecture, size: int) -> Architecture:
 def _layer(layer: Layer, size: int) -> Layer:
     if isinstance(layer.mixer, StateMixer):
         raise ModelError(f"tensor_parallel_size is {size}: layers that keep a state are not cut")
+    if layer.around is not None:
+        raise ModelError(
+            f"tensor_parallel_size is {size}: layers that are parts of others (Gemma 3n and 4) are not cut"
+        )
     mixer, feed = _part(layer.mixer, size), None if layer.feed is None else _part(layer.feed, size)
     return replace(layer, mixer=mixer, feed=feed, summed=(mixer != layer.mixer, feed != layer.feed))
 

@@ -76,6 +76,8 @@ def _architecture(model: PreTrainedModel) -> Architecture:
 def _is_cut(kind: str, more: dict[str, Any]) -> bool:
     made = architecture_for(zoo.config_of(kind, **{"hidden_size": 64, "intermediate_size": 80} | more))
     assert made is not None
+    if any(layer.around is not None for layer in made.layers):
+        return False
     mixers = [layer.mixer for layer in made.layers]
     return not any(isinstance(mixer, StateMixer) or getattr(mixer, "kv_heads", 2) == 1 for mixer in mixers)
 
@@ -115,6 +117,11 @@ def test_kernels_give_the_same(kind: str) -> None:
     model = _model(kind, CASES[kind][0])
     together = InThreads(model, ops=LayerOps.of(reference))
     assert _off(together.forward([feed(FIRST, range(30), 0, 30)]), plain_logits(model, FIRST)) < 1e-4
+
+
+def test_layers_that_lie_in_others_are_refused() -> None:
+    with pytest.raises(ModelError, match="tensor_parallel_size is 2: layers that are parts of others"):
+        share_of(_architecture(_model("gemma3n_text", CASES["gemma3n_text"][0])), 2)
 
 
 @pytest.mark.parametrize("rounded", ["int8", "int4"])
