@@ -64,13 +64,12 @@ class Served:
         out = self.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
-            use_cache=False,
             logits_to_keep=torch.arange(sum(len(tokens) for _, tokens, _ in feeds)),
             ragged=Ragged(batch, self.arena, self.attend, self.states.during(batch)),
         )
         for who, tokens, _ in feeds:
             self.cursors[who].advance(self.cursors[who].kv_len + len(tokens))
-        return list(out.logits[0].split([len(tokens) for _, tokens, _ in feeds]))
+        return list(out[0].split([len(tokens) for _, tokens, _ in feeds]))
 
     def _feed(self, who: int, tokens: Seq[int], num_draft: int) -> Feed:
         cursor, start = self.cursors[who], self.cursors[who].kv_len
