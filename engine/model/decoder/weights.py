@@ -21,7 +21,7 @@ from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
 from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.fp8 import Fp8Linear
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide, are_finite
 from engine.model.linear.packed import PackedLinear
 from engine.model.linear.rounding import bits_of, round_weight
 from engine.model.linear.w4 import W4Linear
@@ -234,7 +234,7 @@ class WeightReader:
 
     def _rounded(self, key: str, floats: Tensor, bits: int, bias: Tensor | None = None) -> GroupedCodes:
         codes = round_weight(floats, bits, bias)
-        if not codes.scale.isfinite().all():
+        if not are_finite(codes.scale):
             raise ModelError(f"{key} has a number that is not finite")
         release_mapped(floats)
         if self.codes is not None:

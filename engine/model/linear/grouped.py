@@ -157,7 +157,7 @@ class GroupedCodes:
             shape = blocks if dtypes is _FLOATS else [len(self.codes), self.scales.groups]
             if list(x.shape) != shape or self.in_features % x.shape[1] or x.shape[1] % blocks[1]:
                 raise ValueError(f"{name}: {list(x.shape)} does not fit codes {list(self.codes.shape)}, scale {blocks}")
-            if x.is_floating_point() and not _are_finite(x):
+            if x.is_floating_point() and not are_finite(x):
                 raise ValueError(f"{name}: has a number that is not finite")
         whole = _ALIGNED[self.bits]
         if self.group % whole and self.scales.groups > 1:  # one group of any size is multiplied by torch
@@ -308,7 +308,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and torch.equal(a, b)
 
 
-def _are_finite(x: Tensor) -> bool:
+def are_finite(x: Tensor) -> bool:
     """Whether all numbers are finite, in a seventh of the time of `isfinite`: NaN is the lowest and highest of any."""
     return not x.numel() or all(bool(most.isfinite()) for most in x.aminmax())
 
