@@ -43,6 +43,13 @@ class _Dequantised:
         return self._codes.dequantised().to(self._dtype)
 
 
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config without weights, on the meta device."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return model
+
+
 def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load a causal language model, without running code of its own; codes of any checkpoint are dequantised.
 
@@ -54,8 +61,7 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
         config = read_config(name, revision, of_transformers=True)
         weights = read_weights(name, revision, quantisation_of(name, config))
         config = without_quantisation(config)
-        with torch.device("meta"):
-            bare = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        bare = on_meta(config)
         check_size(name, bare, sum(math.prod(weight.shape) for weight in weights.values()))
         given = {key: x if isinstance(x, Tensor) else _Dequantised(x, dtype) for key, x in weights.items()}
         read = partial(

@@ -67,17 +67,18 @@ class ModelRunner:
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
         states = None if self.states is None else self.states.during(batch)
         ragged = Ragged(batch, self.arena, self.attend, states)
-        with running(ragged), nullcontext() if self._adapters is None else self._adapters.during(feeds):
+        with nullcontext() if self._adapters is None else self._adapters.during(feeds):
             return logits_of(self.model, ragged).float()
 
 
 def logits_of(model: Any, ragged: Ragged) -> Tensor:
-    """Run a pass of a decoder, or within `running` of transformers' module: `[R, vocab]`."""
+    """Run a pass of a decoder or of transformers' module: `[R, vocab]`."""
     batch = ragged.batch
     ids, positions = batch.input_ids[None], batch.position_ids[None]
     if architecture_of(model) is not None:
         return cast("Tensor", model(ids, positions, batch.logit_rows, ragged)[0])
-    made = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=batch.logit_rows)
+    with running(ragged):
+        made = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=batch.logit_rows)
     return cast("Tensor", made.logits[0])
 
 

@@ -117,12 +117,12 @@ class Weighed:
     @classmethod
     def module(cls, name: str, revision: str | None, config: PreTrainedConfig, held: HeldPrecision) -> Weighed:
         """Transformers' module, built on the meta device, where weights take no memory."""
-        from transformers import AutoModelForCausalLM
+        from engine.model.fallback import on_meta
 
         if held.quantisation is not None:
             read_weights(name, revision, held.quantisation, read_headers)  # refuses what is not whole
-        with checkpoint.told_as_model_error(name), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(without_quantisation(config))
+        with checkpoint.told_as_model_error(name):
+            model = on_meta(without_quantisation(config))
         size = sum(weight.numel() for weight in model.parameters()) * held.dtype.itemsize
         return cls(model.get_output_embeddings().weight.shape[0], size, type(model).__name__)
 

@@ -7,14 +7,11 @@ with another function that may round differently. Here there is no remainder, an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-if TYPE_CHECKING:
-    pass
 
 _VECTOR = 64  # twice the numbers in the longest vector of the shortest type
 _SERIAL = 16384  # GELU uses several threads for more numbers than this; other activations for twice as many

@@ -1,7 +1,7 @@
 """Float matrices in the panels of our C, where a row's sums do not depend on the number of rows.
 
-torch's own float matmuls choose the order of their sums by the shape of
-the operands; here it is always the order of the inputs. So floats are batch-invariant, as int8 always is (`int8.py`).
+torch's own float matmuls choose the order of their sums by the shape of the operands; here it is always the order of
+the inputs. So floats are batch-invariant, as codes always are (`grouped.py`).
 """
 
 from __future__ import annotations
