@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +18,7 @@ from engine.errors import ModelError
 from engine.model.checkpoint import read_config, told_as_model_error
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.weights import HEAD, TABLE, WeightReader, check, prepared
+from engine.model.decoder.weights import HEAD, TABLE, WeightReader, check, prepared, renamed
 from engine.model.linear.grouped import GroupedCodes
 from engine.model.published.files import folder_of, read_tensors
 from engine.model.published.methods import quantisation_of
@@ -93,11 +93,10 @@ def _rounded(name: str, revision: str | None, config: PreTrainedConfig, weights:
     given, codes = prepared(tensors, architecture, renames), dict[str, GroupedCodes]()
     check(name, architecture, given)
     DecoderModel(architecture, config, WeightReader(given, torch.float32, weights, codes=codes))  # rounds all
-    paths = cast("Mapping[str, Any]", {path: path for path in tensors})
-    original = {key: str(path) for key, path in prepared(paths, architecture, renames).items()}
+    original = renamed({path: path for path in tensors}, architecture, renames)
     written = {_path_in({HEAD: HEAD} | original, key): found for key, found in codes.items()}
     stacks = {_STACKED.sub(r"\1.\3", key) for key in codes}
-    rounded = {path for key, path in original.items() if key in {TABLE, *codes, *stacks}}
+    rounded = {path for key, path in original.items() if key in {TABLE, *codes, *stacks} or _first(key) in codes}
     kept = {path: tensor for path, tensor in tensors.items() if path not in rounded}
     for path, found in written.items():
         fields = {f"weight_{field}": getattr(found, field) for field in SCALES}
@@ -107,9 +106,15 @@ def _rounded(name: str, revision: str | None, config: PreTrainedConfig, weights:
 
 
 def _path_in(original: Mapping[str, str], key: str) -> str:
-    """What has the matrix `key` in the checkpoint; one of a stack gets the name that a decoder has for it."""
-    path = original.get(key)
-    if path is None:
-        before, _, _ = original[_STACKED.sub(r"\1.\3", key)].partition("layers.")
-        path = before + key[key.index("layers.") :]
+    """What has the matrix `key` in the checkpoint; a part of a larger weight gets the decoder's name."""
+    path, stack = original.get(key, key), original.get(_STACKED.sub(r"\1.\3", key))
+    if key not in original and stack is not None:
+        path = stack.partition("layers.")[0] + key[key.index("layers.") :]
     return path.removesuffix(".weight")
+
+
+def _first(key: str) -> str:
+    """The first matrix of a weight that has several (`weights.prepared`): `x.q|k.weight` -> `x.q.weight`."""
+    if "*" in key:
+        return key.removesuffix(".t").replace("*", "0") + ".weight"
+    return re.sub(r"\|[^.]*", "", key)

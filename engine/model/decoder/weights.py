@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from engine.model.decoder.architecture import Architecture, Shapes
     from engine.model.published.base import Codes
 
+_Weight = TypeVar("_Weight")
 CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHARED = "model.shared."  # with what several layers share
@@ -289,6 +290,17 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
+def renamed(
+    weights: Mapping[str, _Weight], architecture: Architecture, names: Iterable[tuple[str, str]] = ()
+) -> dict[str, _Weight]:
+    """Weights by the names that a decoder has for what a checkpoint holds; `names` as in `prepared`."""
+    if TABLE.removeprefix("model.") in weights:  # the checkpoint of a model without an output matrix
+        weights = {key if key == HEAD else f"model.{key}": weight for key, weight in weights.items()}
+    for pattern, becomes in (*names, *architecture.names):
+        weights = {re.sub(pattern, becomes, key): weight for key, weight in weights.items()}
+    return dict(weights)
+
+
 def prepared(
     weights: Mapping[str, Tensor | Codes], architecture: Architecture, names: Iterable[tuple[str, str]] = ()
 ) -> Mapping[str, Tensor | Codes]:
@@ -296,11 +308,7 @@ def prepared(
 
     `names`: regular expressions for names in the checkpoint, with what they become before those of the architecture.
     """
-    if TABLE.removeprefix("model.") in weights:  # the checkpoint of a model without an output matrix
-        weights = {key if key == HEAD else f"model.{key}": weight for key, weight in weights.items()}
-    for pattern, becomes in (*names, *architecture.names):
-        weights = {re.sub(pattern, becomes, key): weight for key, weight in weights.items()}
-    weights = _with_whole_convolutions(_apart(weights, architecture))
+    weights = _with_whole_convolutions(_apart(renamed(weights, architecture, names), architecture))
     if not architecture.transposed:
         return weights
     return {key: _as_outputs(weight) if key.startswith("model.layers.") else weight for key, weight in weights.items()}

@@ -23,6 +23,7 @@ from engine.startup.build import load, pick_device
 from models import embedded_target
 from server import cli
 from tests import zoo
+from tests.engine.model.test_decoder import CASES, _model, _runner, feed
 from tests.zoo import logits
 
 CPU = torch.device("cpu")
@@ -63,6 +64,21 @@ def test_stacks_of_another_name_are_saved_too(tmp_path: Path) -> None:
     given = torch.randn(1, 5, 32)
     first, second = (model.get_submodule("model.layers.1.mlp")(given) for model in models)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"), [("dbrx", ".experts.5.down_proj"), ("sarvam_moe", ".k_proj"), ("lara_mini", ".k_proj")]
+)
+def test_matrices_that_a_checkpoint_has_in_one_are_saved_one_by_one(kind: str, part: str, tmp_path: Path) -> None:
+    _model(kind, CASES[kind][0]).save_pretrained(tmp_path / "model")
+    save_quantised(str(tmp_path / "model"), None, tmp_path / "saved")
+    at_load, saved = loaded(tmp_path / "model", "int8"), loaded(tmp_path / "saved")
+    text = [(7 * i + 3) % zoo.VOCAB for i in range(30)]
+    got, want = (_runner(model).forward([feed(text, range(30), 0, 30)]) for model in (saved, at_load))
+    assert torch.equal(got, want)
+    with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as file:
+        names = {key.rpartition(".")[0] for key in file.keys() if key.endswith("weight_codes")}  # noqa: SIM118
+    assert any(name.endswith(part) for name in names)
 
 
 def test_what_is_rounded_and_what_is_not() -> None:
