@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.attention.spec import AttentionSpec
+from engine.errors import ModelError
 from engine.model.decoder.architecture import (
     Architecture,
     AttentionLayer,
@@ -22,22 +23,29 @@ from engine.model.decoder.rotary import RotaryTable
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def grouped(
-    config: Any, *, bias: bool | None = None, kv_heads: int | None = None, **more: Any
-) -> AttentionLayer | None:
+def refuse(condition: object, what: str) -> None:
+    """Leave a model to transformers where the condition holds.
+
+    Raises:
+        ModelError: `what` is not in the table.
+    """
+    if condition:
+        raise ModelError(f"{what} is not in the table of architectures")
+
+
+def grouped(config: Any, *, bias: bool | None = None, kv_heads: int | None = None, **more: Any) -> AttentionLayer:
     """The attention of most families; `bias`: of all four matrices, default as the config says in Llama's words."""
     heads = config.num_attention_heads
     kv_heads = kv_heads or getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if heads % kv_heads or head_dim % 2:
-        return None
+    refuse(heads % kv_heads or head_dim % 2, f"attention of {heads} and {kv_heads} heads of {head_dim}")
     has_bias = bool(getattr(config, "attention_bias", False)) if bias is None else bias
     fields: dict[str, Any] = {"spec": AttentionSpec(head_dim**-0.5), "qkv_bias": has_bias, "out_bias": has_bias}
     fields["rotary"] = more.pop("rotary", None) or rotary_of(config, head_dim)
     return AttentionLayer(heads, kv_heads, head_dim, **fields | more)
 
 
-def after_rotation(config: Any) -> AttentionLayer | None:
+def after_rotation(config: Any) -> AttentionLayer:
     """Hunyuan's: norms of heads come after the rotation. An `alpha` changes the base, once for all lengths."""
     norm = HeadNorm(NormForm(config.rms_norm_eps), turned=True, names=("query_layernorm", "key_layernorm"))
     rope, dim = dict(config.rope_parameters), getattr(config, "head_dim", None)
@@ -55,27 +63,23 @@ def rotary_of(config: Any, head_dim: int) -> RotaryTable:
     return RotaryTable.of({"max_position_embeddings": config.max_position_embeddings} | dict(rope), head_dim)
 
 
-def gated(config: Any, **more: Any) -> GatedFeed | None:
+def gated(config: Any, **more: Any) -> GatedFeed:
     """The gated feed-forward of most families."""
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
-    if activation not in ACTIVATIONS or activation in LEARNED:
-        return None
+    refuse(activation not in ACTIVATIONS or activation in LEARNED, f"the activation {activation}")
     bias = bool(getattr(config, "mlp_bias", False))
-    inner = more.pop("inner", None) or getattr(config, "intermediate_size", None)
-    return None if inner is None else GatedFeed(inner, activation, **{"bias": bias} | more)
+    inner = more.pop("inner", None) or config.intermediate_size
+    return GatedFeed(inner, activation, **{"bias": bias} | more)
 
 
-def plain(inner: int, activation: str, **more: Any) -> PlainFeed | None:
+def plain(inner: int, activation: str, **more: Any) -> PlainFeed:
     """A feed-forward without a gate."""
-    return PlainFeed(inner, activation, **more) if activation in ACTIVATIONS else None
+    refuse(activation not in ACTIVATIONS, f"the activation {activation}")
+    return PlainFeed(inner, activation, **more)
 
 
-def decoder(
-    config: Any, mixer: Mixer | None, feed: LayerPart | None, layer: Any = None, **more: Any
-) -> Architecture | None:
+def decoder(config: Any, mixer: Mixer, feed: LayerPart, layer: Any = None, **more: Any) -> Architecture:
     """A model whose layers are all alike; `layer`: further fields of a layer."""
-    if mixer is None or feed is None:
-        return None
     norm = more.pop("norm", None) or NormForm(config.rms_norm_eps)
     layers = (Layer(mixer, feed, **(layer or {})),) * config.num_hidden_layers
     return Architecture(
@@ -101,25 +105,16 @@ def with_attention(made: Architecture, fields: Iterable[dict[str, Any]]) -> Arch
     return replace(made, layers=tuple(layers))
 
 
-def with_windows(config: Any, made: Architecture | None) -> Architecture | None:
+def with_windows(config: Any, made: Architecture) -> Architecture:
     """With the window in the layers that `layer_types` names; in all where the config has a window and no such list."""
-    kinds = None if made is None else kinds_of(config, len(made.layers))
-    if made is None or kinds is None:
-        return None
-    return with_attention(made, ({"window": config.sliding_window if kind == SLIDING else None} for kind in kinds))
-
-
-def kinds_of(config: Any, depth: int) -> list[str] | None:
-    """The kind of each layer; None where there are others than these two."""
     kinds = getattr(config, "layer_types", None)
-    kinds = kinds or [FULL if config.sliding_window is None else SLIDING] * depth
-    return kinds if len(kinds) == depth and set(kinds) <= {FULL, SLIDING} else None
+    kinds = kinds or [FULL if config.sliding_window is None else SLIDING] * len(made.layers)
+    refuse(not set(kinds) <= {FULL, SLIDING}, f"layer_types {sorted(set(kinds))}")
+    return with_attention(made, [{"window": config.sliding_window if kind == SLIDING else None} for kind in kinds])
 
 
-def of_kinds(config: Any, made: Architecture | None) -> Architecture | None:
+def of_kinds(config: Any, made: Architecture) -> Architecture:
     """With the rotary positions of each kind of layers, if it has any."""
-    if made is None:
-        return None
     dim, more = made.attention.head_dim, {"max_position_embeddings": config.max_position_embeddings}
     kinds = config.layer_types
     found = {kind: config.rope_parameters[kind] for kind in set(kinds)}
@@ -128,20 +123,16 @@ def of_kinds(config: Any, made: Architecture | None) -> Architecture | None:
     return with_attention(made, [{"rotary": tables[kind]} for kind in kinds])
 
 
-def rotary_in_windows(config: Any, made: Architecture | None) -> Architecture | None:
+def rotary_in_windows(config: Any, made: Architecture) -> Architecture:
     """With windows; layers that have none have no rotary positions either."""
     made = with_windows(config, made)
-    if made is None:
-        return None
     still = RotaryTable.none(made.attention.head_dim)
     return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
 
 
-def with_bases(config: Any, made: Architecture | None) -> Architecture | None:
+def with_bases(config: Any, made: Architecture) -> Architecture:
     """With windows, sinks, and a base of rotary positions for each layer; with 0 it has none."""
     made = with_windows(config, made)
-    if made is None:
-        return None
     dim, rope = made.attention.head_dim, {"max_position_embeddings": config.max_position_embeddings}
     rope |= dict(config.rope_parameters)
     tables = {base: RotaryTable.of(rope | {"rope_theta": base}, dim) for base in set(config.layer_rope_theta) - {0}}
@@ -149,7 +140,7 @@ def with_bases(config: Any, made: Architecture | None) -> Architecture | None:
     return with_attention(made, [{"rotary": tables[base], "has_sinks": True} for base in config.layer_rope_theta])
 
 
-def cohere(config: Any, inner: int | None = None) -> Architecture | None:
+def cohere(config: Any, inner: int | None = None) -> Architecture:
     """Attention and feed-forward read the same normed row; `inner`: of the feed-forward, default as the config says."""
     eps = getattr(config, "rms_norm_eps", None)
     form = NormForm(config.layer_norm_eps, centred=True) if eps is None else NormForm(eps)

@@ -25,6 +25,7 @@ from engine.model.decoder.families.builders import (
     gated,
     grouped,
     of_kinds,
+    refuse,
     with_attention,
     with_windows,
 )
@@ -35,33 +36,30 @@ from engine.native.experts import ExpertGate
 from engine.native.rows import GELU_TANH
 
 
-def _gemma(config: Any) -> Architecture | None:
-    if getattr(config, "use_bidirectional_attention", None):
-        return None
+def _gemma(config: Any) -> Architecture:
+    refuse(getattr(config, "use_bidirectional_attention", None), "use_bidirectional_attention")
     norm = NormForm(config.rms_norm_eps, plus_one=True)
     scale = config.hidden_size**0.5
     return decoder(config, grouped(config), gated(config, bias=False), norm=norm, embedding_scale=scale)
 
 
-def _gemma2(config: Any) -> Architecture | None:
+def _gemma2(config: Any) -> Architecture:
     made = _gemma(config)
-    if made is None:
-        return None
     spec = AttentionSpec(config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping)
     made = with_attention(made, [{"spec": spec} for _ in made.layers])
     layers = tuple(replace(layer, norms=FOUR_NORMS) for layer in made.layers)
     return with_windows(config, replace(made, layers=layers, softcap=config.final_logit_softcapping))
 
 
-def _vaultgemma(config: Any) -> Architecture | None:
+def _vaultgemma(config: Any) -> Architecture:
     made, norms = _gemma2(config), (FOUR_NORMS[0], None, FOUR_NORMS[2], None)
-    return made and replace(made, layers=tuple(replace(layer, norms=norms) for layer in made.layers))
+    return replace(made, layers=tuple(replace(layer, norms=norms) for layer in made.layers))
 
 
-def _gemma3(config: Any) -> Architecture | None:
+def _gemma3(config: Any) -> Architecture:
     """Norms of heads, and rotary positions of their own in layers with a window."""
     made = _gemma2(config)
-    return made and of_kinds(config, with_attention(made, [{"norm": HeadNorm(made.norm)} for _ in made.layers]))
+    return of_kinds(config, with_attention(made, [{"norm": HeadNorm(made.norm)} for _ in made.layers]))
 
 
 def _sources(config: Any) -> list[int | None]:
@@ -91,18 +89,16 @@ def _vectors(config: Any, norm: NormForm, streams: int = 1) -> LayerVectors:
     return LayerVectors(config.vocab_size_per_layer_input, depth, size, form, streams)
 
 
-def _gemma3n(config: Any) -> Architecture | None:
+def _gemma3n(config: Any) -> Architecture:
     """Streams of hidden states; some layers keep the largest gates alone."""
-    if config.altup_active_idx or not config.altup_correct_scale or not config.hidden_size_per_layer_input:
-        return None
+    fits = not config.altup_active_idx and config.altup_correct_scale and config.hidden_size_per_layer_input
+    refuse(not fits, "this altup_active_idx, altup_correct_scale or hidden_size_per_layer_input")
     norm, count = NormForm(config.rms_norm_eps), config.altup_num_inputs
     around = Streams(count, config.laurel_rank, config.hidden_size_per_layer_input, config.hidden_activation, norm)
     more = _of_model(config, norm) | {"per_layer": _vectors(config, norm, count)}
     feed, layer = gated(config, bias=False), {"norms": FOUR_NORMS, "around": around}
     made = decoder(config, grouped(config, **_attention(norm)), feed, layer, **more)
     made = of_kinds(config, with_windows(config, made))
-    if made is None or feed is None:
-        return None
     made = with_attention(made, [{"source": source} for source in _sources(config)])
     layers = []
     sizes = zip(config.intermediate_size, config.activation_sparsity_pattern, strict=True)
@@ -112,7 +108,7 @@ def _gemma3n(config: Any) -> Architecture | None:
     return replace(made, layers=tuple(layers))
 
 
-def _gemma4(config: Any) -> Architecture | None:
+def _gemma4(config: Any) -> Architecture:
     """Layers that see all have other heads, and may have their keys as values; experts beside the feed-forward."""
     norm, sources = NormForm(config.rms_norm_eps), _sources(config)
     is_unified = config.model_type == "gemma4_unified_text"  # which has neither of these
@@ -120,35 +116,30 @@ def _gemma4(config: Any) -> Architecture | None:
     around, layers = ScaledSums(size, config.hidden_activation, norm), []
     for number, source in enumerate(sources):
         mixer, feed = _attention_of_gemma4(config, number, source, norm), gated(config, bias=False)
-        if mixer is None or feed is None:
-            return None
         if config.use_double_wide_mlp and source is not None:
             feed = replace(feed, inner=2 * feed.inner)
         layers.append(Layer(mixer, feed, FOUR_NORMS, around=around))
-    if config.use_bidirectional_attention == "all":
-        return None
+    refuse(config.use_bidirectional_attention == "all", "use_bidirectional_attention")
     more = _of_model(config, norm) | {"per_layer": _vectors(config, norm) if size else None}
     tied = bool(config.tie_word_embeddings)
     made = Architecture(tuple(layers), config.vocab_size, config.hidden_size, is_tied=tied, **more)
     return _beside_experts(config, made) if has_experts else made
 
 
-def _attention_of_gemma4(config: Any, number: int, source: int | None, norm: NormForm) -> AttentionLayer | None:
+def _attention_of_gemma4(config: Any, number: int, source: int | None, norm: NormForm) -> AttentionLayer:
     kind, own = config.layer_types[number], config.per_layer_config[number]
     rope = {"max_position_embeddings": config.max_position_embeddings} | dict(config.rope_parameters[kind])
     fields = _attention(norm) | {"source": source, "rotary": RotaryTable.of(rope, own.head_dim)}
-    if kind == SLIDING:
-        fields["spec"] = AttentionSpec(1.0, window=config.sliding_window)
-    elif kind != FULL:
-        return None
+    refuse(kind not in (FULL, SLIDING), f"a layer of the type {kind}")
+    fields["spec"] = AttentionSpec(1.0, window=config.sliding_window if kind == SLIDING else None)
     return grouped(own, same_values=bool(config.attention_k_eq_v) and kind == FULL, **fields)
 
 
-def _beside_experts(config: Any, made: Architecture) -> Architecture | None:
+def _beside_experts(config: Any, made: Architecture) -> Architecture:
     """With experts in each layer, beside the feed-forward; they have the norms before it in their own hands."""
     router = Router(config.num_experts, config.top_k_experts, name="router.proj")
-    if config.hidden_activation != "gelu_pytorch_tanh" or not 0 < router.each <= router.experts:
-        return None
+    is_known = config.hidden_activation == "gelu_pytorch_tanh" and 0 < router.each <= router.experts
+    refuse(not is_known, f"{router.each} of {router.experts} experts with {config.hidden_activation}")
     gate, norms = ExpertGate(GELU_TANH.linear, GELU_TANH.cubic), (*FOUR_NORMS[:2], None, FOUR_NORMS[3])
     fields: dict[str, Any] = {"shared_name": "dense", "norm": made.norm}
     layers = []
@@ -168,7 +159,7 @@ _NAMES_BESIDE_EXPERTS = (
     (r"^(model\.layers\.\d+)\.(?=router\.|experts\.|\w+_feedforward_layernorm_[12]\.|pre_feed)", r"\1.mlp."),
 )
 # By model type.
-GEMMA: dict[str, Callable[[Any], Architecture | None]] = {
+GEMMA: dict[str, Callable[[Any], Architecture]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

@@ -9,19 +9,17 @@ from typing import Any
 
 from engine.attention.spec import AttentionSpec
 from engine.model.decoder.architecture import (
-    TWO_NORMS,
     Architecture,
     AttentionLayer,
     HeadGate,
     HeadNorm,
     Layer,
-    LayerPart,
     NormForm,
     Norms,
     StateMixer,
 )
 from engine.model.decoder.experts import Experts, Router
-from engine.model.decoder.families.builders import FULL, gated, granite_factors, grouped, plain
+from engine.model.decoder.families.builders import FULL, gated, granite_factors, grouped, plain, refuse
 from engine.model.decoder.families.mixtures import (
     GATES,
     GRANITE_NAMES,
@@ -47,26 +45,20 @@ from engine.model.decoder.states.layers import (
 from engine.native.experts import ExpertGate
 
 LINEAR = "linear_attention"  # as configs call layers that keep a state
-SILU = ("silu", "swish")
 
 
-def mixed(config: Any, kinds: Seq[str], layers: Mapping[str, Layer | None], **more: Any) -> Architecture | None:
-    """A model whose layers are of these kinds; None where one of them is not in the table."""
-    found = [layers.get(kind) for kind in kinds]
-    made = tuple(layer for layer in found if layer is not None)
-    if len(made) != len(found):
-        return None
+def mixed(config: Any, kinds: Seq[str], layers: Mapping[str, Layer], **more: Any) -> Architecture:
+    """A model whose layers are of these kinds."""
+    made = tuple(layers[kind] for kind in kinds)
     return Architecture(made, config.vocab_size, config.hidden_size, is_tied=bool(config.tie_word_embeddings), **more)
 
 
-def layer(
-    mixer: AttentionLayer | StateMixer | None, feed: LayerPart | None, norms: Norms, names: tuple[str, str]
-) -> Layer | None:
-    """A layer; None where one of its parts is not in the table."""
-    return None if mixer is None or feed is None else Layer(mixer, feed, norms, names=names)
+def silu(activation: str) -> None:
+    """Refuse any other activation (see `refuse`)."""
+    refuse(activation not in ("silu", "swish"), f"the activation {activation}")
 
 
-def _lfm2(config: Any) -> Architecture | None:
+def _lfm2(config: Any) -> Architecture:
     inner = config.intermediate_size
     if getattr(config, "block_auto_adjust_ff_dim", False):
         inner = int(2 * inner / 3)
@@ -78,13 +70,13 @@ def _lfm2(config: Any) -> Architecture | None:
     of_heads = HeadNorm(norm, names=("q_layernorm", "k_layernorm"))
     attention = grouped(config, bias=False, norm=of_heads, out_name="out_proj")
     made = {
-        "conv": layer(ConvLayer(config.hidden_size, conv), mlp, norms, ("conv", "feed_forward")),
-        FULL: layer(attention, mlp, norms, ("self_attn", "feed_forward")),
+        "conv": Layer(ConvLayer(config.hidden_size, conv), mlp, norms, names=("conv", "feed_forward")),
+        FULL: Layer(attention, mlp, norms, names=("self_attn", "feed_forward")),
     }
     return mixed(config, config.layer_types, made, norm=norm, names=LFM2_NAMES)
 
 
-def _lfm2_moe(config: Any) -> Architecture | None:
+def _lfm2_moe(config: Any) -> Architecture:
     """A row's weights are divided by their sum, which transformers adds 0.000001 to."""
     fields: dict[str, Any] = {"normalised": bool(config.norm_topk_prob), "scale": float(config.routed_scaling_factor)}
     correction = "expert_bias" if config.use_expert_bias else None
@@ -93,36 +85,37 @@ def _lfm2_moe(config: Any) -> Architecture | None:
     return with_experts(_lfm2(config), experts(config, router, gate=ExpertGate()), sparse)
 
 
-def delta(config: Any, **more: Any) -> DeltaLayer | None:
+def delta(config: Any, **more: Any) -> DeltaLayer:
     """The delta rule, by Qwen's names in configs."""
     heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
-    if heads % key_heads or config.hidden_act not in SILU:
-        return None
+    silu(config.hidden_act)
+    refuse(heads % key_heads, f"a delta rule of {heads} and {key_heads} heads")
     sizes = heads, key_heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
     return DeltaLayer(*sizes, **{"eps": config.rms_norm_eps} | more)
 
 
-def _qwen3_5(config: Any, feed: Experts | None = None, **more: Any) -> Architecture | None:
+def _qwen3_5(config: Any, feed: Experts | None = None, **more: Any) -> Architecture:
     norm, inner = NormForm(config.rms_norm_eps, plus_one=True), feed or gated(config, bias=False)
     attention = grouped(config, norm=HeadNorm(norm), gate=HeadGate())
     made = {
-        LINEAR: layer(delta(config, **more), inner, TWO_NORMS, ("linear_attn", "mlp")),
-        FULL: layer(attention, inner, TWO_NORMS, ("self_attn", "mlp")),
+        LINEAR: Layer(delta(config, **more), inner, names=("linear_attn", "mlp")),
+        FULL: Layer(attention, inner),
     }
     return mixed(config, config.layer_types, made, norm=norm)
 
 
-def _qwen3_5_moe(config: Any) -> Architecture | None:
+def _qwen3_5_moe(config: Any) -> Architecture:
     return _qwen3_5(config, qwen_experts(config))
 
 
-def _qwen3_next(config: Any) -> Architecture | None:
+def _qwen3_next(config: Any) -> Architecture:
     return with_experts(_qwen3_5(config, kind="by_key_head"), qwen_experts(config), sparse_steps(config))
 
 
-def _mamba2(config: Any) -> Architecture | None:
-    if config.hidden_act not in SILU or config.num_heads * config.head_dim != int(config.expand * config.hidden_size):
-        return None
+def _mamba2(config: Any) -> Architecture:
+    silu(config.hidden_act)
+    inner = config.num_heads * config.head_dim
+    refuse(inner != int(config.expand * config.hidden_size), f"{config.num_heads} heads of {config.head_dim}")
     return _alone(config, _mamba2_of_old(config, (config.num_heads, config.head_dim, config.state_size)))
 
 
@@ -137,10 +130,9 @@ def _mamba2_of_old(config: Any, sizes: tuple[int, int, int], **more: Any) -> Mam
     )  # fmt: skip
 
 
-def _mamba2_of(config: Any, **more: Any) -> Mamba2Layer | None:
+def _mamba2_of(config: Any, **more: Any) -> Mamba2Layer:
     """By the names that models have in which Mamba 2 is a part."""
-    if config.hidden_act not in SILU:
-        return None
+    silu(config.hidden_act)
     low, high = config.time_step_limit
     sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_n_groups, config.mamba_d_conv
     bias = bool(config.mamba_proj_bias)
@@ -149,9 +141,8 @@ def _mamba2_of(config: Any, **more: Any) -> Mamba2Layer | None:
     return Mamba2Layer(*sizes, **fields | more)
 
 
-def _mamba(config: Any, norm: NormForm | None = None) -> Architecture | None:
-    if config.hidden_act not in SILU:
-        return None
+def _mamba(config: Any, norm: NormForm | None = None) -> Architecture:
+    silu(config.hidden_act)
     mixer = Mamba1Layer(
         config.intermediate_size, config.state_size, config.time_step_rank, config.conv_kernel,
         bool(config.use_conv_bias), bool(config.use_bias), norm,
@@ -159,7 +150,7 @@ def _mamba(config: Any, norm: NormForm | None = None) -> Architecture | None:
     return _alone(config, mixer)
 
 
-def _falcon_mamba(config: Any) -> Architecture | None:
+def _falcon_mamba(config: Any) -> Architecture:
     """What step sizes, keys and queries are made of is normed."""
     return _mamba(config, NormForm(config.mixer_rms_eps, has_weight=False))
 
@@ -175,38 +166,34 @@ def _alone(config: Any, *mixers: AttentionLayer | StateMixer, wide: bool | None 
     )  # fmt: skip
 
 
-def _nemotron_h(config: Any) -> Architecture | None:
+def _nemotron_h(config: Any) -> Architecture:
     """Layers are a mixer or a feed-forward. `residual_in_fp32` has no meaning here."""
-    if config.mamba_hidden_act not in SILU:
-        return None
+    silu(config.mamba_hidden_act)
     attention = grouped(config, bias=False, rotary=RotaryTable.none(config.head_dim))
     feed = plain(config.intermediate_size, config.mlp_hidden_act, bias=bool(config.mlp_bias))
     sizes = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
     mamba = _mamba2_of_old(config, sizes, limits=(config.time_step_min, float("inf")))
-    of = {FULL: attention, LINEAR: mamba, "mlp": None if feed is None else FeedLayer(feed)}
+    of: dict[str, AttentionLayer | StateMixer] = {FULL: attention, LINEAR: mamba, "mlp": FeedLayer(feed)}
     if "moe" in config.layers_block_type:
         of["moe"] = _nemotron_experts(config)
-    found = [of.get(kind) for kind in config.layers_block_type]
-    mixers = [mixer for mixer in found if mixer is not None]
-    return None if len(mixers) < max(2, len(found)) else _alone(config, *mixers, wide=False)
+    return _alone(config, *(of[kind] for kind in config.layers_block_type), wide=False)
 
 
-def _nemotron_experts(config: Any) -> FeedLayer | None:
+def _nemotron_experts(config: Any) -> FeedLayer:
     """Experts without a gate, and a feed-forward for all rows; they may read fewer numbers than a row has."""
     bias, inner = bool(config.mlp_bias), config.moe_shared_expert_intermediate_size
-    gate, shared = GATES.get(config.mlp_hidden_act), plain(inner, config.mlp_hidden_act, bias=bias)
-    if gate is None or shared is None or (bias and config.moe_latent_size is not None):
-        return None
+    gate, shared = GATES[config.mlp_hidden_act], plain(inner, config.mlp_hidden_act, bias=bias)
+    refuse(bias and config.moe_latent_size is not None, "mlp_bias with moe_latent_size")
     router = router_of_deepseek(config, config.n_routed_experts)
     feed = experts(config, router, gate=replace(gate, alone=True), shared=shared, latent=config.moe_latent_size)
-    return None if feed is None else FeedLayer(feed)
+    return FeedLayer(feed)
 
 
-def _falcon_h1(config: Any) -> Architecture | None:
+def _falcon_h1(config: Any) -> Architecture:
     """Factors of keys, and of what attention reads, are factors of its scores and results here."""
     reads, has_norm = config.attention_in_multiplier, bool(config.mamba_rms_norm)
-    if (config.attention_bias and reads != 1) or (config.mamba_proj_bias and config.ssm_in_multiplier != 1):
-        return None
+    is_added = (config.attention_bias and reads != 1) or (config.mamba_proj_bias and config.ssm_in_multiplier != 1)
+    refuse(is_added, "a bias beside a multiplier")
     attention, norm = grouped(config), NormForm(config.rms_norm_eps)
     mamba = _mamba2_of(
         config, eps=config.rms_norm_eps if has_norm else None, norm_first=bool(config.mamba_norm_before_gate),
@@ -214,33 +201,27 @@ def _falcon_h1(config: Any) -> Architecture | None:
         factors=tuple(factor * config.ssm_in_multiplier for factor in config.ssm_multipliers),
     )  # fmt: skip
     feed = gated(config, scales=tuple(config.mlp_multipliers))
-    if (
-        attention is None
-        or mamba is None
-        or mamba.inner != (config.mamba_d_ssm or config.mamba_expand * config.hidden_size)
-    ):
-        return None
+    refuse(mamba.inner != (config.mamba_d_ssm or config.mamba_expand * config.hidden_size), "this mamba_d_ssm")
     spec = replace(attention.spec, scale=attention.spec.scale * config.key_multiplier * reads**2)
     scales = config.ssm_out_multiplier, config.attention_out_multiplier * reads
     mixer = BesideLayer(mamba, replace(attention, spec=spec), scales)
-    made = {"hybrid": layer(mixer, feed, PRE_FF, ("beside", "feed_forward"))}
+    made = {"hybrid": Layer(mixer, feed, PRE_FF, names=("beside", "feed_forward"))}
     factors = {"embedding_scale": config.embedding_multiplier, "logit_scale": config.lm_head_multiplier}
     return mixed(config, ["hybrid"] * config.num_hidden_layers, made, norm=norm, names=_FALCON_H1, **factors)
 
 
-def _bamba(config: Any) -> Architecture | None:
+def _bamba(config: Any) -> Architecture:
     feed, norm = gated(config), NormForm(config.rms_norm_eps)
     made = {
-        LINEAR: layer(_mamba2_of(config), feed, PRE_FF, ("mamba", "feed_forward")),
-        FULL: layer(grouped(config), feed, PRE_FF, ("self_attn", "feed_forward")),
+        LINEAR: Layer(_mamba2_of(config), feed, PRE_FF, names=("mamba", "feed_forward")),
+        FULL: Layer(grouped(config), feed, PRE_FF, names=("self_attn", "feed_forward")),
     }
     return mixed(config, config.layers_block_type, made, norm=norm, names=FINAL)
 
 
-def _jamba(config: Any) -> Architecture | None:
+def _jamba(config: Any) -> Architecture:
     """Attention has no rotary positions."""
-    if config.hidden_act not in SILU:
-        return None
+    silu(config.hidden_act)
     norm, feed = NormForm(config.rms_norm_eps), gated(config)
     mamba = Mamba1Layer(
         config.mamba_expand * config.hidden_size, config.mamba_d_state, config.mamba_dt_rank, config.mamba_d_conv,
@@ -249,8 +230,8 @@ def _jamba(config: Any) -> Architecture | None:
     head_dim = config.hidden_size // config.num_attention_heads
     attention = grouped(config, bias=False, rotary=RotaryTable.none(head_dim))
     made = {
-        LINEAR: layer(mamba, feed, PRE_FF, ("mamba", "feed_forward")),
-        FULL: layer(attention, feed, PRE_FF, ("self_attn", "feed_forward")),
+        LINEAR: Layer(mamba, feed, PRE_FF, names=("mamba", "feed_forward")),
+        FULL: Layer(attention, feed, PRE_FF, names=("self_attn", "feed_forward")),
     }
     model = mixed(config, config.layer_types, made, norm=norm, names=FINAL)
     sparse = [count > 1 for count in config.layers_num_experts]
@@ -260,7 +241,7 @@ def _jamba(config: Any) -> Architecture | None:
     return with_experts(model, experts(config, router, config.intermediate_size), sparse)
 
 
-def _granite_hybrid(config: Any) -> Architecture | None:
+def _granite_hybrid(config: Any) -> Architecture:
     norm, head_dim = NormForm(config.rms_norm_eps), config.hidden_size // config.num_attention_heads
     rotary = None if config.position_embedding_type == "rope" else RotaryTable.none(head_dim)
     attention = grouped(config, rotary=rotary, spec=AttentionSpec(config.attention_multiplier))
@@ -268,10 +249,10 @@ def _granite_hybrid(config: Any) -> Architecture | None:
     feed, name = (granite_experts(config), "mlp") if config.num_local_experts else (shared, "shared_mlp")
     of_layer, factors = granite_factors(config)
     found = {
-        LINEAR: layer(_mamba2_of(config), feed, TWO_NORMS, ("mamba", name)),
-        FULL: layer(attention, feed, TWO_NORMS, ("self_attn", name)),
+        LINEAR: Layer(_mamba2_of(config), feed, names=("mamba", name)),
+        FULL: Layer(attention, feed, names=("self_attn", name)),
     }
-    made = {kind: each and replace(each, **of_layer) for kind, each in found.items()}
+    made = {kind: replace(each, **of_layer) for kind, each in found.items()}
     names = GRANITE_NAMES if config.num_local_experts else _GRANITE
     return mixed(config, config.layers_block_type, made, norm=norm, names=names, **factors)
 
@@ -297,7 +278,7 @@ _GRANITE = (
     (r"\.shared_mlp\.output_linear\.", ".shared_mlp.down_proj."),
 )
 # By model type.
-HYBRIDS: dict[str, Callable[[Any], Architecture | None]] = {
+HYBRIDS: dict[str, Callable[[Any], Architecture]] = {
     "bamba": _bamba,
     "falcon_h1": _falcon_h1,
     "falcon_mamba": _falcon_mamba,

@@ -17,6 +17,7 @@ from engine.model.decoder.families.builders import (
     gated,
     granite_factors,
     grouped,
+    refuse,
     rotary_in_windows,
     with_attention,
     with_windows,
@@ -38,26 +39,27 @@ W123 = (
 BLOCK = (r"\.block_sparse_moe\.", ".mlp.")
 
 
-def experts(config: Any, router: Router, inner: int | None = None, **more: Any) -> Experts | None:
+def experts(config: Any, router: Router, inner: int | None = None, **more: Any) -> Experts:
     """The experts of most families."""
-    gate = more.pop("gate", None) or GATES.get(config.hidden_act)
+    gate = more.pop("gate", None) or GATES[config.hidden_act]
     inner = config.moe_intermediate_size if inner is None else inner
     fits = 0 < router.each <= router.experts
     if router.groups is not None:
         count, kept = router.groups
         size, rest = divmod(router.experts, count)
         fits = fits and not rest and size >= router.best and kept <= count and router.each <= kept * size
-    return Experts(inner, gate, router, **more) if fits and gate is not None else None
+    refuse(not fits, f"{router.each} of {router.experts} experts in the groups {router.groups}")
+    return Experts(inner, gate, router, **more)
 
 
 def mixture(
     config: Any,
-    mixer: Mixer | None,
-    feed: Experts | None,
+    mixer: Mixer,
+    feed: Experts,
     is_sparse: Iterable[bool] | None = None,
     layer: Any = None,
     **more: Any,
-) -> Architecture | None:
+) -> Architecture:
     """A model of experts in the layers that `is_sparse` says, default all; others have the usual feed-forward."""
     bias = more.pop("bias", False)
     if is_sparse is None:
@@ -65,19 +67,17 @@ def mixture(
     return with_experts(decoder(config, mixer, gated(config, bias=bias), layer, **more), feed, is_sparse)
 
 
-def with_experts(made: Architecture | None, feed: Experts | None, is_sparse: Iterable[bool]) -> Architecture | None:
+def with_experts(made: Architecture, feed: Experts, is_sparse: Iterable[bool]) -> Architecture:
     """With experts in the layers that `is_sparse` says."""
-    if made is None or feed is None:
-        return None
     pairs = zip(made.layers, is_sparse, strict=True)
     return replace(made, layers=tuple(replace(each, feed=feed) if has else each for each, has in pairs))
 
 
-def _mixtral(config: Any) -> Architecture | None:
+def _mixtral(config: Any) -> Architecture:
     router = Router(config.num_local_experts, config.num_experts_per_tok)
     feed = experts(config, router, config.intermediate_size)
     made = mixture(config, grouped(config, bias=False), feed, names=(BLOCK, *W123))
-    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+    return with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
 def of_qwen(config: Any) -> Router:
@@ -86,7 +86,7 @@ def of_qwen(config: Any) -> Router:
     return Router(config.num_experts, config.num_experts_per_tok, normalised=normalised)
 
 
-def qwen_experts(config: Any) -> Experts | None:
+def qwen_experts(config: Any) -> Experts:
     """Beside the experts there is a feed-forward for all rows, which has a weight of its own."""
     shared = gated(config, bias=False, inner=config.shared_expert_intermediate_size)
     fields: dict[str, Any] = {"shared_name": "shared_expert", "shared_gate": "shared_expert_gate"}
@@ -99,31 +99,31 @@ def sparse_steps(config: Any) -> list[bool]:
     return [i not in dense and not (i + 1) % step for i in range(config.num_hidden_layers)]
 
 
-def _qwen2_moe(config: Any) -> Architecture | None:
+def _qwen2_moe(config: Any) -> Architecture:
     mixer = grouped(config, qkv_bias=bool(config.qkv_bias), out_bias=False)
     return with_windows(config, mixture(config, mixer, qwen_experts(config), sparse_steps(config)))
 
 
-def _qwen3_moe(config: Any) -> Architecture | None:
+def _qwen3_moe(config: Any) -> Architecture:
     mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps)))
     made = mixture(config, mixer, experts(config, of_qwen(config)), sparse_steps(config))
-    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+    return with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
-def _olmoe(config: Any) -> Architecture | None:
-    if config.clip_qkv is not None or getattr(config, "sliding_window", None) is not None:
-        return None
+def _olmoe(config: Any) -> Architecture:
+    refuse(config.clip_qkv is not None, "clip_qkv")
+    refuse(getattr(config, "sliding_window", None) is not None, "sliding_window")
     mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps), extent="all"))
     return mixture(config, mixer, experts(config, of_qwen(config), config.intermediate_size))
 
 
-def _flex_olmo(config: Any) -> Architecture | None:
+def _flex_olmo(config: Any) -> Architecture:
     mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps), extent="all"))
     feed = experts(config, of_qwen(config), config.intermediate_size)
     return mixture(config, mixer, feed, layer={"norms": NORMS_AFTER})
 
 
-def _gpt_oss(config: Any) -> Architecture | None:
+def _gpt_oss(config: Any) -> Architecture:
     gate = ExpertGate(
         getattr(config, "swiglu_alpha", 1.702), limit=getattr(config, "swiglu_limit", 7.0), plus=1.0, interleaved=True
     )
@@ -132,7 +132,7 @@ def _gpt_oss(config: Any) -> Architecture | None:
     return with_windows(config, mixture(config, grouped(config, has_sinks=True), feed))
 
 
-def granite_experts(config: Any) -> Experts | None:
+def granite_experts(config: Any) -> Experts:
     """Some families have a feed-forward for all rows, which a checkpoint holds beside the experts."""
     router = Router(config.num_local_experts, config.num_experts_per_tok, name="router")
     inner = getattr(config, "shared_intermediate_size", 0)
@@ -140,17 +140,16 @@ def granite_experts(config: Any) -> Experts | None:
     return experts(config, router, config.intermediate_size, shared=shared, shared_name="shared_mlp")
 
 
-def granitemoe(config: Any) -> Architecture | None:
+def granitemoe(config: Any) -> Architecture:
     """Granite with experts."""
     layer, more = granite_factors(config)
     mixer = grouped(config, spec=AttentionSpec(config.attention_multiplier))
     return mixture(config, mixer, granite_experts(config), layer=layer, names=GRANITE_NAMES, **more)
 
 
-def _ernie4_5_moe(config: Any) -> Architecture | None:
-    bias, shared = bool(config.use_bias), gated(config, bias=bool(config.use_bias))
-    count = config.moe_num_shared_experts
-    shared = replace(shared, inner=config.moe_intermediate_size * count) if shared is not None and count else None
+def _ernie4_5_moe(config: Any) -> Architecture:
+    bias, count = bool(config.use_bias), config.moe_num_shared_experts
+    shared = gated(config, bias=bias, inner=config.moe_intermediate_size * count) if count else None
     correction = "gate.moe_statics.e_score_correction_bias"
     router = Router(config.moe_num_experts, config.moe_k, least=config.moe_norm_min, correction=correction, is_row=True)
     first, last, step = config.moe_layer_start_index, config.moe_layer_end_index, config.moe_layer_interval
@@ -173,11 +172,12 @@ def router_of_deepseek(config: Any, count: int, **more: Any) -> Router:
     return Router(count, config.num_experts_per_tok, **fields | more)
 
 
-def of_deepseek(config: Any, count: int, num_shared: int | None, **more: Any) -> Experts | None:
+def of_deepseek(config: Any, count: int, num_shared: int | None, **more: Any) -> Experts:
     """Beside the experts there is a feed-forward for all rows, of the size of several of them."""
     router = router_of_deepseek(config, count, **more)
     shared = gated(config, bias=False, inner=config.moe_intermediate_size * (num_shared or 0))
-    return experts(config, router, shared=shared) if shared is not None and num_shared else None
+    refuse(not num_shared, "a mixture without shared experts")
+    return experts(config, router, shared=shared)
 
 
 def after_dense(config: Any) -> list[bool]:
@@ -188,20 +188,20 @@ def after_dense(config: Any) -> list[bool]:
     return [i >= config.first_k_dense_replace for i in range(config.num_hidden_layers)]
 
 
-def glm4_moe(config: Any) -> Architecture | None:
+def glm4_moe(config: Any) -> Architecture:
     """GLM 4.5."""
     norm = HeadNorm(NormForm(config.rms_norm_eps)) if config.use_qk_norm else None
     feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
     return mixture(config, grouped(config, out_bias=False, norm=norm), feed, after_dense(config))
 
 
-def _dots1(config: Any) -> Architecture | None:
+def _dots1(config: Any) -> Architecture:
     mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps)))
     feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
     return with_windows(config, mixture(config, mixer, feed, after_dense(config)))
 
 
-def _exaone_moe(config: Any) -> Architecture | None:
+def _exaone_moe(config: Any) -> Architecture:
     """Layers without a window have no rotary positions, in models that have windows."""
     mixer = grouped(config, bias=False, norm=HeadNorm(NormForm(config.rms_norm_eps)))
     feed = of_deepseek(config, config.num_experts, config.num_shared_experts)
@@ -210,7 +210,7 @@ def _exaone_moe(config: Any) -> Architecture | None:
     return (with_windows if config.sliding_window is None else rotary_in_windows)(config, made)
 
 
-def _minimax_m2(config: Any) -> Architecture | None:
+def _minimax_m2(config: Any) -> Architecture:
     mixer = grouped(config, bias=False, norm=HeadNorm(NormForm(config.rms_norm_eps), extent="all"))
     router = Router(
         config.num_local_experts,
@@ -221,10 +221,9 @@ def _minimax_m2(config: Any) -> Architecture | None:
     return mixture(config, mixer, experts(config, router, config.intermediate_size), names=(BLOCK, *W123))
 
 
-def _hunyuan_v1_moe(config: Any) -> Architecture | None:
+def _hunyuan_v1_moe(config: Any) -> Architecture:
     count, each = config.num_experts, config.moe_topk
-    if not isinstance(count, int) or not isinstance(each, int):
-        return None
+    refuse(not isinstance(count, int) or not isinstance(each, int), "a number of experts for each layer")
     feed = experts(
         config,
         Router(count, each, name="gate.wg"),
@@ -235,7 +234,7 @@ def _hunyuan_v1_moe(config: Any) -> Architecture | None:
     return mixture(config, after_rotation(config), feed)
 
 
-def _llama4(config: Any) -> Architecture | None:
+def _llama4(config: Any) -> Architecture:
     """Layers without rotary positions see all, and their queries grow with positions; others see their own chunk."""
     chunked, depth = "chunked_attention", config.num_hidden_layers
     form = NormForm(config.rms_norm_eps, has_weight=False)
@@ -246,12 +245,9 @@ def _llama4(config: Any) -> Architecture | None:
     feed = experts(config, router, config.intermediate_size, transposed=True, on_inputs=True, shared=shared,
                    shared_name="shared_expert")  # fmt: skip
     mixer, kinds = grouped(config, interleaved=True), config.layer_types
-    if dense is None or mixer is None or not set(kinds) <= {FULL, chunked}:
-        return None
+    refuse(not set(kinds) <= {FULL, chunked}, f"layer_types {sorted(set(kinds))}")
     layer = {"names": ("self_attn", "feed_forward")}
     made = mixture(config, mixer, feed, [i in config.moe_layers for i in range(depth)], layer)
-    if made is None:
-        return None
     wide = replace(dense, inner=config.intermediate_size_mlp)
     layers = tuple(layer if layer.feed is feed else replace(layer, feed=wide) for layer in made.layers)
     growth = QueryGrowth(config.attn_scale, config.floor_scale, 1) if config.attn_temperature_tuning else None
@@ -265,12 +261,11 @@ def _llama4(config: Any) -> Architecture | None:
     return with_attention(replace(made, layers=layers), fields)
 
 
-def latent(config: Any, *, interleaved: bool, turns: bool = True, **more: Any) -> LatentLayer | None:
+def latent(config: Any, *, interleaved: bool, turns: bool = True, **more: Any) -> LatentLayer:
     """Latent attention; `turns`: with rotary positions."""
     rope = dict(config.rope_parameters) if turns else {}
     size, bias = config.qk_rope_head_dim, bool(config.attention_bias)
-    if bias and config.q_lora_rank is None:  # the query's product has none
-        return None
+    refuse(bias and config.q_lora_rank is None, "attention_bias without q_lora_rank")  # the query's product has none
     table = RotaryTable.none(size)
     if turns:
         table = RotaryTable.of({"max_position_embeddings": config.max_position_embeddings} | rope, size)
@@ -292,38 +287,35 @@ def latent(config: Any, *, interleaved: bool, turns: bool = True, **more: Any) -
     )
 
 
-def _deepseek_v2(config: Any) -> Architecture | None:
+def _deepseek_v2(config: Any) -> Architecture:
     kinds: dict[str, Any] = {"scores": "softmax", "correction": None, "normalised": False, "best": 1}
-    if config.topk_method not in ("greedy", "group_limited_greedy"):
-        return None
+    refuse(config.topk_method not in ("greedy", "group_limited_greedy"), f"topk_method {config.topk_method}")
     feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts, **kinds)
-    if feed is not None and config.topk_method == "greedy":
+    if config.topk_method == "greedy":
         feed = replace(feed, router=replace(feed.router, groups=None))
     return mixture(config, latent(config, interleaved=True), feed, after_dense(config), bias=bool(config.mlp_bias))
 
 
-def deepseek_v3(config: Any) -> Architecture | None:
+def deepseek_v3(config: Any) -> Architecture:
     """DeepSeek V3: experts and latents."""
     feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
     mixer = latent(config, interleaved=bool(config.rope_interleave))
     return mixture(config, mixer, feed, after_dense(config))
 
 
-def _axk1(config: Any) -> Architecture | None:
+def _axk1(config: Any) -> Architecture:
     """What experts give is normed."""
     made = deepseek_v3(config)
-    if made is None:
-        return None
     norms = ("input_layernorm", None, "post_attention_layernorm", "post_mlp_layernorm")
     layers = tuple(replace(x, norms=norms) if isinstance(x.feed, Experts) else x for x in made.layers)
     return replace(made, layers=layers, names=((r"\.mlp\.post_mlp_layernorm\.", ".post_mlp_layernorm."),))
 
 
-def _youtu(config: Any) -> Architecture | None:
+def _youtu(config: Any) -> Architecture:
     return decoder(config, latent(config, interleaved=bool(config.rope_interleave)), gated(config))
 
 
-def _minicpm3(config: Any) -> Architecture | None:
+def _minicpm3(config: Any) -> Architecture:
     layer = {"scale": config.scale_depth / math.sqrt(config.num_hidden_layers)}
     factors = {"embedding_scale": float(config.scale_emb), "logit_scale": 1 / config.logits_scaling}
     return decoder(config, latent(config, interleaved=False), gated(config, bias=False), layer, **factors)
@@ -338,7 +330,7 @@ GRANITE_NAMES = (
     (r"(?<!\.mlp)\.shared_mlp\.output_linear\.", ".mlp.shared_mlp.down_proj."),
 )
 # By model type.
-MIXTURES: dict[str, Callable[[Any], Architecture | None]] = {
+MIXTURES: dict[str, Callable[[Any], Architecture]] = {
     "axk1": _axk1,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": deepseek_v3,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from engine.model.decoder.architecture import TWO_NORMS, Architecture, HeadGate, HeadNorm, NormForm
+from engine.model.decoder.architecture import Architecture, HeadGate, HeadNorm, Layer, NormForm
 from engine.model.decoder.experts import Experts, Router
 from engine.model.decoder.families.builders import (
     FULL,
@@ -16,12 +16,13 @@ from engine.model.decoder.families.builders import (
     gated,
     grouped,
     of_kinds,
+    refuse,
     rotary_in_windows,
     with_attention,
     with_bases,
     with_windows,
 )
-from engine.model.decoder.families.hybrid import LINEAR, delta, layer, mixed
+from engine.model.decoder.families.hybrid import LINEAR, delta, mixed
 from engine.model.decoder.families.mixtures import (
     BLOCK,
     CORRECTION,
@@ -46,13 +47,12 @@ def _normed_heads(config: Any) -> HeadNorm:
     return HeadNorm(NormForm(config.rms_norm_eps))
 
 
-def _with_shared(config: Any, router: Router, inner: int, **more: Any) -> Experts | None:
+def _with_shared(config: Any, router: Router, inner: int, **more: Any) -> Experts:
     """Experts beside a feed-forward of this size for all rows."""
-    shared = gated(config, bias=False, inner=inner)
-    return None if shared is None else experts(config, router, shared=shared, **more)
+    return experts(config, router, shared=gated(config, bias=False, inner=inner), **more)
 
 
-def _afmoe(config: Any) -> Architecture | None:
+def _afmoe(config: Any) -> Architecture:
     """Arcee's Trinity: what heads give has gates."""
     router = Router(
         config.num_experts, config.num_experts_per_tok, "sigmoid", scale=config.route_scale, correction="expert_bias",
@@ -64,17 +64,18 @@ def _afmoe(config: Any) -> Architecture | None:
     norms = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
     scale = config.hidden_size**0.5 if config.mup_enabled else None
     made = mixture(config, mixer, feed, sparse, {"norms": norms}, embedding_scale=scale)
-    return None if config.attention_bias else rotary_in_windows(config, made)
+    refuse(config.attention_bias, "attention_bias")  # the gates' product has none
+    return rotary_in_windows(config, made)
 
 
-def _aria(config: Any) -> Architecture | None:
+def _aria(config: Any) -> Architecture:
     router, inner = Router(config.moe_num_experts, config.moe_topk, name="router"), config.intermediate_size
     shared = gated(config, inner=inner * config.moe_num_shared_experts)
     feed = experts(config, router, inner, gate=ExpertGate(), transposed=True, shared=shared)
     return mixture(config, grouped(config), feed, names=_ARIA)
 
 
-def _cohere2_moe(config: Any) -> Architecture | None:
+def _cohere2_moe(config: Any) -> Architecture:
     """Cohere 2 with experts. Layers without a window have rotary positions where they are the first, dense ones."""
     scores, count, inner = config.expert_selection_fn, config.num_shared_experts, config.intermediate_size
     is_mean = count and config.shared_expert_combination_strategy == "average"
@@ -85,8 +86,6 @@ def _cohere2_moe(config: Any) -> Architecture | None:
     sparse = after_dense(config)
     feed = experts(config, router, inner, shared=shared)
     made = with_windows(config, with_experts(cohere(config, config.prefix_dense_intermediate_size), feed, sparse))
-    if made is None:
-        return None
     still, forced = RotaryTable.none(made.attention.head_dim), config.prefix_dense_sliding_window_pattern == 1
     each = zip(config.layer_types, sparse, strict=True)
     return with_attention(
@@ -94,10 +93,9 @@ def _cohere2_moe(config: Any) -> Architecture | None:
     )
 
 
-def _dbrx(config: Any) -> Architecture | None:
+def _dbrx(config: Any) -> Architecture:
     of_heads, of_experts = config.attn_config, config.ffn_config
-    if of_experts.moe_normalize_expert_weights not in (None, 1.0):
-        return None
+    refuse(of_experts.moe_normalize_expert_weights not in (None, 1.0), "this moe_normalize_expert_weights")
     fields: dict[str, Any] = {"joined": True, "clip": of_heads.clip_qkv, "out_name": "out_proj"}
     mixer = grouped(config, bias=False, kv_heads=of_heads.kv_n_heads, **fields)
     normalised = of_experts.moe_normalize_expert_weights is not None
@@ -106,7 +104,7 @@ def _dbrx(config: Any) -> Architecture | None:
     return decoder(config, mixer, feed, norm=NormForm(1e-5, centred=True), names=_DBRX)
 
 
-def _flint(config: Any) -> Architecture | None:
+def _flint(config: Any) -> Architecture:
     mixer = grouped(config, norm=_normed_heads(config), has_sinks=True)
     router = replace(of_qwen(config), scores="sigmoid")
     feed = _with_shared(config, router, config.shared_expert_intermediate_size, shared_name="shared_expert")
@@ -114,11 +112,11 @@ def _flint(config: Any) -> Architecture | None:
     return rotary_in_windows(config, mixture(config, mixer, feed, sparse_steps(config), names=names))
 
 
-def _granitemoe_swa(config: Any) -> Architecture | None:
+def _granitemoe_swa(config: Any) -> Architecture:
     return with_bases(config, granitemoe(config))
 
 
-def _hy_v3(config: Any) -> Architecture | None:
+def _hy_v3(config: Any) -> Architecture:
     router = Router(
         config.num_experts, config.num_experts_per_tok, "sigmoid", scale=config.router_scaling_factor,
         correction="e_score_correction_bias",
@@ -129,17 +127,18 @@ def _hy_v3(config: Any) -> Architecture | None:
     return mixture(config, mixer, feed, after_dense(config), bias=bias, names=_HY)
 
 
-def _kolibri1(config: Any) -> Architecture | None:
+def _kolibri1(config: Any) -> Architecture:
     """Experts are chosen by corrected logits."""
     router = replace(of_qwen(config), scores="sigmoid", correction=CORRECTION, corrects_logits=True)
     norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
     mixer = grouped(config, bias=False, norm=_normed_heads(config))
     feed = _with_shared(config, router, config.shared_expert_intermediate_size)
     made = mixture(config, mixer, feed, layer={"norms": norms}, names=_KOLIBRI)
-    return None if config.sliding_window is None else rotary_in_windows(config, made)
+    refuse(config.sliding_window is None, "a sliding_window of None")
+    return rotary_in_windows(config, made)
 
 
-def _laguna(config: Any) -> Architecture | None:
+def _laguna(config: Any) -> Architecture:
     """Layers differ in their heads, which have gates, and in their rotary positions."""
     router = Router(
         config.num_experts, config.num_experts_per_tok, "sigmoid", cap=config.moe_router_logit_softcapping or None,
@@ -147,55 +146,51 @@ def _laguna(config: Any) -> Architecture | None:
     )  # fmt: skip
     gate = HeadGate("g_proj", "softplus", by_head=config.gating in (True, "per-head"))
     mixer, heads = grouped(config, norm=_normed_heads(config), gate=gate), config.num_attention_heads_per_layer
-    if config.attention_bias or any(count % config.num_key_value_heads for count in heads):
-        return None
+    refuse(config.attention_bias or any(count % config.num_key_value_heads for count in heads), f"{heads} heads")
     feed = _with_shared(config, router, config.shared_expert_intermediate_size)
     made = mixture(config, mixer, feed, after_dense(config), names=_LAGUNA)
     made = of_kinds(config, with_windows(config, made))
-    return made and with_attention(made, [{"heads": count} for count in heads])
+    return with_attention(made, [{"heads": count} for count in heads])
 
 
-def _lara_mini(config: Any) -> Architecture | None:
+def _lara_mini(config: Any) -> Architecture:
     """Three kinds of layers; of those that attend, the ones without a window have no rotary positions."""
     norm, attention = NormForm(config.rms_norm_eps), grouped(config, norm=_normed_heads(config))
     feed = _with_shared(config, of_qwen(config), config.shared_expert_intermediate_size, shared_name="shared_expert")
-    if attention is None:
-        return None
     spec, still = replace(attention.spec, window=config.sliding_window), RotaryTable.none(attention.head_dim)
     made = {
-        LINEAR: layer(delta(config), feed, TWO_NORMS, ("linear_attn", "mlp")),
-        SLIDING: layer(replace(attention, spec=spec), feed, TWO_NORMS, ("self_attn", "mlp")),
-        FULL: layer(replace(attention, rotary=still), feed, TWO_NORMS, ("self_attn", "mlp")),
+        LINEAR: Layer(delta(config), feed, names=("linear_attn", "mlp")),
+        SLIDING: Layer(replace(attention, spec=spec), feed),
+        FULL: Layer(replace(attention, rotary=still), feed),
     }
     return mixed(config, config.layer_types, made, norm=norm, names=_LARA)
 
 
-def _mellum(config: Any) -> Architecture | None:
+def _mellum(config: Any) -> Architecture:
     mixer, feed = grouped(config, norm=_normed_heads(config)), experts(config, of_qwen(config))
     return of_kinds(config, with_windows(config, mixture(config, mixer, feed, after_dense(config))))
 
 
-def _phimoe(config: Any) -> Architecture | None:
+def _phimoe(config: Any) -> Architecture:
     """Two experts, one after the other. The factor of cos and sin has names of its own, and is one for all lengths."""
     rope = {"max_position_embeddings": config.max_position_embeddings} | dict(config.rope_parameters)
     if rope["rope_type"] != "default":
-        if rope["short_mscale"] != rope["long_mscale"]:
-            return None
+        refuse(rope["short_mscale"] != rope["long_mscale"], "short_mscale beside another long_mscale")
         rope["attention_factor"] = rope["short_mscale"]
     mixer = grouped(config, rotary=RotaryTable.of(rope, config.hidden_size // config.num_attention_heads))
     router = Router(config.num_local_experts, 2, tolerance=2 * config.router_jitter_noise, name="router")
     norm = NormForm(config.rms_norm_eps, centred=True, has_bias=True)
     feed = experts(config, router, config.intermediate_size)
     made = mixture(config, mixer, feed, norm=norm, head_bias=bool(config.lm_head_bias), names=_PHI)
-    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+    return with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
-def _sarvam_moe(config: Any) -> Architecture | None:
+def _sarvam_moe(config: Any) -> Architecture:
     made = glm4_moe(config)
-    return made and replace(made, names=_SARVAM)
+    return replace(made, names=_SARVAM)
 
 
-def _solar_open(config: Any) -> Architecture | None:
+def _solar_open(config: Any) -> Architecture:
     feed = of_deepseek(config, config.n_routed_experts, config.n_shared_experts)
     return mixture(config, grouped(config, out_bias=False), feed)
 
@@ -245,7 +240,7 @@ _SARVAM = (
     (r"\.mlp\.gate\.expert_bias$", f".mlp.{CORRECTION}"),
 )
 # By model type.
-SPARSE: dict[str, Callable[[Any], Architecture | None]] = {
+SPARSE: dict[str, Callable[[Any], Architecture]] = {
     "afmoe": _afmoe,
     "aria_text": _aria,
     "cohere2_moe": _cohere2_moe,

@@ -58,140 +58,134 @@ def architecture_for(config: PreTrainedConfig) -> Architecture | None:
         return None
 
 
-def _llama(config: Any) -> Architecture | None:
+def _llama(config: Any) -> Architecture:
     return decoder(config, grouped(config), gated(config))
 
 
-def _windowed(config: Any) -> Architecture | None:
+def _windowed(config: Any) -> Architecture:
     """Mistral. A list of kinds of layers has no meaning here: those models are `ministral`."""
     made = decoder(config, grouped(config, bias=False), gated(config, bias=False))
-    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+    return with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
-def _ministral(config: Any) -> Architecture | None:
+def _ministral(config: Any) -> Architecture:
     return with_windows(config, decoder(config, grouped(config, bias=False), gated(config, bias=False)))
 
 
-def _ministral3(config: Any) -> Architecture | None:
+def _ministral3(config: Any) -> Architecture:
     """Queries grow with their positions."""
     made, rope = _windowed(config), config.rope_parameters
-    beta, span = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    if made is None or beta is None or span is None:
-        return None
-    return with_attention(made, [{"growth": QueryGrowth(beta, span)} for _ in made.layers])
+    growth = QueryGrowth(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+    return with_attention(made, [{"growth": growth} for _ in made.layers])
 
 
-def _cwm(config: Any) -> Architecture | None:
+def _cwm(config: Any) -> Architecture:
     return with_windows(config, decoder(config, grouped(config, bias=False), gated(config)))
 
 
-def _qwen2(config: Any) -> Architecture | None:
+def _qwen2(config: Any) -> Architecture:
     mixer = grouped(config, qkv_bias=True, out_bias=False)
     return with_windows(config, decoder(config, mixer, gated(config, bias=False)))
 
 
-def _qwen3(config: Any) -> Architecture | None:
+def _qwen3(config: Any) -> Architecture:
     mixer = grouped(config, norm=HeadNorm(NormForm(config.rms_norm_eps)))
     return with_windows(config, decoder(config, mixer, gated(config, bias=False)))
 
 
-def _seed_oss(config: Any) -> Architecture | None:
+def _seed_oss(config: Any) -> Architecture:
     return decoder(config, grouped(config, out_bias=config.attention_out_bias), gated(config))
 
 
-def _smollm3(config: Any) -> Architecture | None:
+def _smollm3(config: Any) -> Architecture:
     """Some layers have no rotary positions."""
     made = decoder(config, grouped(config), gated(config))
-    if made is None:
-        return None
     still = RotaryTable.none(made.attention.head_dim)
     made = with_attention(made, [{} if turns else {"rotary": still} for turns in config.no_rope_layers])
     return with_windows(config, made) if config.use_sliding_window else made
 
 
-def _phi3(config: Any) -> Architecture | None:
+def _phi3(config: Any) -> Architecture:
     mixer, feed = grouped(config, bias=False, joined=True), gated(config, bias=False, joined=True)
     made = decoder(config, mixer, feed)
-    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+    return with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
-def _granite(config: Any) -> Architecture | None:
+def _granite(config: Any) -> Architecture:
     mixer, (layer, more) = grouped(config, spec=AttentionSpec(config.attention_multiplier)), granite_factors(config)
     return decoder(config, mixer, gated(config), layer, **more)
 
 
-def _granite_swa(config: Any) -> Architecture | None:
+def _granite_swa(config: Any) -> Architecture:
     return with_bases(config, _granite(config))
 
 
-def _hyperclovax(config: Any) -> Architecture | None:
+def _hyperclovax(config: Any) -> Architecture:
     """Granite that multiplies its logits, with norms of results."""
     made, norms = _granite(config), ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
-    if made is None:
-        return None
     layers = made.layers if not config.use_post_norm else tuple(replace(layer, norms=norms) for layer in made.layers)
     return replace(made, layers=layers, logit_scale=float(config.logits_scaling))
 
 
-def _olmo2(config: Any) -> Architecture | None:
+def _olmo2(config: Any) -> Architecture:
     norm = HeadNorm(NormForm(config.rms_norm_eps), extent="all")
     return decoder(config, grouped(config, norm=norm), gated(config, bias=False), {"norms": NORMS_AFTER})
 
 
-def _olmo3(config: Any) -> Architecture | None:
+def _olmo3(config: Any) -> Architecture:
     return of_kinds(config, with_windows(config, _olmo2(config)))
 
 
-def _exaone4(config: Any) -> Architecture | None:
+def _exaone4(config: Any) -> Architecture:
     """Layers without a window have no rotary positions, in models that have windows."""
     mixer = grouped(config, bias=False, norm=HeadNorm(NormForm(config.rms_norm_eps)))
     made = decoder(config, mixer, gated(config, bias=False), {"norms": NORMS_AFTER})
     return (with_windows if config.sliding_window is None else rotary_in_windows)(config, made)
 
 
-def _exaone(config: Any) -> Architecture | None:
+def _exaone(config: Any) -> Architecture:
     made = decoder(config, grouped(config), gated(config))
-    return made and replace(made, names=_EXAONE)
+    return replace(made, names=_EXAONE)
 
 
-def _glm(config: Any) -> Architecture | None:
+def _glm(config: Any) -> Architecture:
     mixer = grouped(config, out_bias=False, interleaved=True)
     return decoder(config, mixer, gated(config, bias=False, joined=True))
 
 
-def _glm4(config: Any) -> Architecture | None:
+def _glm4(config: Any) -> Architecture:
     made = _glm(config)
     names = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-    return made and replace(made, layers=tuple(replace(layer, norms=names) for layer in made.layers))
+    return replace(made, layers=tuple(replace(layer, norms=names) for layer in made.layers))
 
 
-def _ernie(config: Any) -> Architecture | None:
+def _ernie(config: Any) -> Architecture:
     bias = bool(config.use_bias)
     return decoder(config, grouped(config, bias=bias, interleaved=True), gated(config, bias=bias))
 
 
-def _hunyuan(config: Any) -> Architecture | None:
+def _hunyuan(config: Any) -> Architecture:
     return decoder(config, after_rotation(config), gated(config, bias=False))
 
 
-def _cohere2(config: Any) -> Architecture | None:
+def _cohere2(config: Any) -> Architecture:
     return rotary_in_windows(config, cohere(config))
 
 
-def _cohere_compass(config: Any) -> Architecture | None:
+def _cohere_compass(config: Any) -> Architecture:
     """Cohere 2 that rotates halves; its kinds of layers say which have rotary positions."""
     made = of_kinds(config, with_windows(config, cohere(config)))
-    return made and with_attention(made, [{"interleaved": False} for _ in made.layers])
+    return with_attention(made, [{"interleaved": False} for _ in made.layers])
 
 
-def _starcoder2(config: Any) -> Architecture | None:
+def _starcoder2(config: Any) -> Architecture:
     bias, norm = bool(config.use_bias), NormForm(config.norm_epsilon, centred=True, has_bias=True)
     feed = plain(config.intermediate_size, config.hidden_act, bias=bias, names=("c_fc", "c_proj"))
     made = decoder(config, grouped(config, bias=bias), feed, norm=norm)
-    return made and with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
+    return with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
 
-def _stablelm(config: Any) -> Architecture | None:
+def _stablelm(config: Any) -> Architecture:
     norm = NormForm(config.layer_norm_eps, centred=True, has_bias=True)
     of_heads = HeadNorm(replace(norm, has_bias=False), "heads", listed=True, names=("q_layernorm", "k_layernorm"))
     mixer = grouped(
@@ -214,7 +208,7 @@ _EXAONE = (
     (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
 )
 # By model type.
-FAMILIES: dict[str, Callable[[Any], Architecture | None]] = (
+FAMILIES: dict[str, Callable[[Any], Architecture]] = (
     {
         "cohere": cohere,
         "cohere2": _cohere2,
