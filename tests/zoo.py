@@ -18,8 +18,9 @@ from engine.kv.batch import Feed
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.latent import expanded
+from engine.model.decoder.load import prepared
 from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.weights import WeightReader, converted_by, prepared
+from engine.model.decoder.weights import WeightReader, converted_by
 from engine.model.fallback import prepare
 from engine.model.runner import ModelRunner, layout_of_model
 

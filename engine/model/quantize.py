@@ -18,7 +18,8 @@ from engine.errors import ModelError
 from engine.model.checkpoint import read_config, told_as_model_error
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.weights import HEAD, TABLE, WeightReader, check, prepared, renamed
+from engine.model.decoder.load import check, prepared, renamed
+from engine.model.decoder.weights import HEAD, TABLE, WeightReader
 from engine.model.linear.grouped import GroupedCodes
 from engine.model.published.files import folder_of, read_tensors
 from engine.model.published.methods import quantisation_of

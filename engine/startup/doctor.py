@@ -26,9 +26,9 @@ from engine.errors import PilotfishError, one_line
 from engine.kv.arena import KVLayout
 from engine.machine.threads import cores, quota
 from engine.model import checkpoint
-from engine.model.decoder import memory
-from engine.model.decoder.weights import check as check_shapes
-from engine.model.decoder.weights import prepared
+from engine.model.decoder import shapes
+from engine.model.decoder.load import check as check_shapes
+from engine.model.decoder.load import prepared
 from engine.model.linear.grouped import kernel_name
 from engine.model.published.files import read_headers
 from engine.model.published.methods import read_weights, without_quantisation
@@ -111,7 +111,7 @@ class Weighed:
             check_shapes(name, made_of, weights)
             codes = {key: found for key, found in weights.items() if not isinstance(found, torch.Tensor)}
             codes = {key: found for key, found in codes.items() if held.keeps_codes and found.num_bytes() is not None}
-        size = memory.num_bytes(share, held.dtype, held.weights, codes, on_cuda=on_cuda)
+        size = shapes.num_bytes(share, held.dtype, held.weights, codes, on_cuda=on_cuda)
         return cls(made_of.vocab_size, size)
 
     @classmethod

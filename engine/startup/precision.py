@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.kernels import has_triton
 from engine.model.checkpoint import named_type, read_config, stored_type
 from engine.model.decoder.families.table import architecture_for
+from engine.model.decoder.shapes import is_aligned
 from engine.model.decoder.share import share_of
 from engine.model.published.methods import Quantisation, quantisation_of
 from engine.model.quantize import quantised_as
@@ -186,6 +187,6 @@ def _against_bfloat16(config: EngineConfig, described: PreTrainedConfig, multipl
     )
     found = next((reason for stands, reason in reasons if stands), None)
     architecture = architecture_for(described)
-    if found is None and (architecture is None or not share_of(architecture, config.tensor_parallel_size).is_aligned):
+    if found is None and (architecture is None or not is_aligned(share_of(architecture, config.tensor_parallel_size))):
         found = "our C does not multiply all its matrices"
     return None if found is None else f"{found}, and torch rounds bfloat16 by the shape of a batch"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +16,11 @@ from torch import Tensor, nn
 from engine.attention.spec import AttentionSpec
 from engine.kv.arena import LayerKV
 from engine.model.decoder.rotary import QueryGrowth, RotaryTable
-from engine.native import ALIGNED
 from engine.recurrent.states import StatePart
 
-Shapes = dict[str, tuple[int, ...]]
 
-
-class LayerPart(Protocol):
-    """A mixer or a feed-forward of a layer."""
-
-    def shapes(self, width: int) -> Shapes:
-        """The shape of every weight, for rows of `width` numbers."""
-        ...
-
-    def row_sizes(self) -> set[int]:
-        """Inputs of its matrices, beside the width of the model."""
-        ...
-
-
-class Mixer(LayerPart, Protocol):
-    """A mixer of a layer."""
+class Mixer(Protocol):
+    """What looks at other positions: the description of a module that reads the weights of a layer's mixer."""
 
     @property
     def kv(self) -> LayerKV | None:
@@ -48,7 +33,7 @@ class Mixer(LayerPart, Protocol):
         ...
 
 
-class StateMixer(LayerPart, ABC):
+class StateMixer(ABC):
     """A mixer that keeps a state of each sequence, beside keys and values or in their place."""
 
     @property
@@ -84,11 +69,6 @@ class NormForm:
     has_weight: bool = True
     has_bias: bool = False
 
-    def shapes(self, name: str, *size: int) -> Shapes:
-        """The shapes of its weights; `name` ends in a dot."""
-        kinds = ("weight", "bias"), (self.has_weight, self.has_bias)
-        return {f"{name}{kind}": size for kind, has in zip(*kinds, strict=True) if has}
-
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
@@ -111,13 +91,6 @@ class HeadNorm:
     def size(self, heads: int, head_dim: int) -> tuple[int, ...]:
         """The shape of a weight."""
         return {"head": (head_dim,), "heads": (heads, head_dim), "all": (heads * head_dim,)}[self.extent]
-
-    def shapes(self, name: str, heads: int, head_dim: int) -> Shapes:
-        """The shapes of the weights of the norm of this name."""
-        if not self.listed:
-            return self.form.shapes(f"{name}.", *self.size(heads, head_dim))
-        each = [self.form.shapes(f"{name}.norms.{head}.", head_dim) for head in range(heads)]
-        return {key: size for shapes in each for key, size in shapes.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,23 +190,6 @@ class AttentionLayer:
         """Gates of a row."""
         return 0 if self.gate is None else self.heads * (1 if self.gate.by_head else self.head_dim)
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        found: Shapes = {}
-        for name, size in self.firsts.items():
-            found |= matrix_shapes(name, size, self.reads or width, has_bias=self.qkv_bias)
-        found |= matrix_shapes(self.out_name, width, self.sizes[0], has_bias=self.out_bias)
-        if self.norm is not None:
-            for name, heads in self.normed.items():
-                found |= self.norm.shapes(name, heads, self.head_dim)
-        if self.out_norm is not None:
-            found |= self.out_norm.shapes("attn_sub_norm.", self.sizes[0])
-        return found | ({"sinks": (self.heads,)} if self.has_sinks else {})
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.heads * self.head_dim, self.reads or 0}
-
     def order(self) -> Tensor | None:
         """Which number of a head in the checkpoint each number here is; None where they are the same.
 
@@ -274,13 +230,13 @@ class Layer:
     """
 
     mixer: Mixer
-    feed: LayerPart | None
+    feed: Any
     norms: Norms = TWO_NORMS
     parallel: bool = False
     scale: float = 1.0
     normed_sums: bool = False
     names: tuple[str, str] = ("self_attn", "mlp")
-    around: LayerPart | None = None
+    around: Any = None
     summed: tuple[bool, bool] = (False, False)
     beside: str | None = None
     keeps_normed: bool = False
@@ -291,7 +247,7 @@ class Layer:
         return self.scale == 1 and not self.parallel and not self.normed_sums and self.around is None
 
     @property
-    def parts(self) -> tuple[tuple[str, LayerPart], ...]:
+    def parts(self) -> tuple[tuple[str, Any], ...]:
         """Mixer, feed-forward and what is around them, by name."""
         mixer, feed = self.names
         others = (feed, self.feed), ("around", self.around)
@@ -353,14 +309,7 @@ class Architecture:
     names: tuple[tuple[str, str], ...] = ()
     transposed: bool = False
     wide: bool = False
-    per_layer: LayerPart | None = None
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether our C multiplies all matrices: rows are whole vectors."""
-        parts = (part for layer in self.layers for _, part in layer.parts)
-        rows = {self.width, self.embedding_width or self.width}.union(*(part.row_sizes() for part in parts))
-        return not any(size % ALIGNED for size in rows)
+    per_layer: Any = None
 
     @property
     def transposes_experts(self) -> bool:
@@ -382,38 +331,8 @@ class Architecture:
         """What each layer keeps of a position."""
         return tuple(layer.mixer.kv for layer in self.layers)
 
-    def shapes(self) -> Shapes:
-        """The shape of every weight, by its name in a checkpoint; a tied head is the table."""
-        size = self.embedding_width or self.width
-        found: Shapes = {"model.embed_tokens.weight": (self.vocab_size + self.spare_rows, size)}
-        if self.embedding_width is not None:
-            found |= {"model.project_in.weight": (self.width, size), "model.project_out.weight": (size, self.width)}
-        if self.positions is not None and self.positions.waves is None:
-            found["model.embed_positions.weight"] = self.positions.rows, self.width
-        for name, is_there in (("norm", self.has_final_norm), ("embed_norm", self.normed_embeddings)):
-            found |= self.norm.shapes(f"model.{name}.", self.width) if is_there else {}
-        if not self.is_tied:
-            found["lm_head.weight"] = self.vocab_size, size
-        if self.head_bias:
-            found["lm_head.bias"] = (self.vocab_size,)
-        if self.per_layer is not None:
-            found |= {f"model.per_layer.{key}": shape for key, shape in self.per_layer.shapes(self.width).items()}
-        for number, layer in enumerate(self.layers):
-            at = f"model.layers.{number}."
-            for name in filter(None, (*layer.norms, layer.beside)):
-                found |= self.norm.shapes(f"{at}{name}.", self.width)
-            for name, part in layer.parts:
-                shapes = part.shapes(self.width).items()  # those of what layers share have whole names
-                found |= {key if key.startswith("model.") else f"{at}{name}.{key}": shape for key, shape in shapes}
-        return found
-
 
 def architecture_of(model: nn.Module) -> Architecture | None:
     """The architecture of a decoder, whose table CI has tested; None for a module of transformers."""
     found = getattr(model, "architecture", None)
     return found if isinstance(found, Architecture) else None
-
-
-def matrix_shapes(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Shapes:
-    """The shapes of a matrix and its bias."""
-    return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if has_bias else {})

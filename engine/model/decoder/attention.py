@@ -69,7 +69,7 @@ class GroupedAttention(nn.Module):
         self.ops: LayerOps | None = None  # of a GPU
         orders, inputs = _orders(layer), layer.reads or width
         if layer.joined:
-            matmul: Any = weights.matrix({"qkv_proj"}, inputs, has_bias=layer.qkv_bias, orders=orders)
+            matmul: Any = weights.matrix(layer.firsts, inputs, has_bias=layer.qkv_bias, orders=orders)
             matmul.outputs_order = orders.get("qkv_proj")  # adapters ask for it
             self.qkv_proj = matmul
         else:

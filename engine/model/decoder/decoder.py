@@ -86,8 +86,8 @@ class DecoderModel(nn.Module):
         width, size = made.width, made.embedding_width
         for name, is_there in (("norm", made.has_final_norm), ("embed_norm", made.normed_embeddings)):
             setattr(trunk, name, norm_of(made.norm, weights, name, width) if is_there else None)
-        for name, inputs in (("project_in", size), ("project_out", size and width)):
-            setattr(trunk, name, None if inputs is None else weights.matrix([name], inputs, has_bias=False))
+        trunk.project_in = None if size is None else weights.matrix({"project_in": width}, size, has_bias=False)
+        trunk.project_out = None if size is None else weights.matrix({"project_out": size}, width, has_bias=False)
         trunk.per_layer = None
         if made.per_layer is not None:
             trunk.per_layer = PerLayerEmbeddings(cast("Any", made.per_layer), width, weights.below("per_layer."))

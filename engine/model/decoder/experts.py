@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.kernels import reference
-from engine.model.decoder.architecture import Shapes
 from engine.model.decoder.feed_forward import GatedFeed, GatedMLP, PlainFeed, PlainMLP
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
@@ -57,15 +56,6 @@ class Router:
     corrects_logits: bool = False
     is_row: bool = False
     name: str = "gate"
-
-    def shapes(self, width: int) -> Shapes:
-        """The shapes of its weights, by their names below the feed-forward."""
-        found: Shapes = {f"{self.name}.weight": (self.experts, width)}
-        if self.bias:
-            found[f"{self.name}.bias"] = (self.experts,)
-        if self.correction is not None:
-            found[self.correction] = (1, self.experts) if self.is_row else (self.experts,)
-        return found
 
     def choose(self, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         """float32 `[T, experts]` -> experts `[T, each]` and their weights, float32 `[T, each]`."""
@@ -132,46 +122,30 @@ class Experts:
     shared_name: str = "shared_experts"
     shared_gate: str | None = None
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`; of stacks."""
-        found, count, size = self.router.shapes(width), self.router.experts, self.latent or width
-        both = self.inner if self.gate.alone else 2 * self.inner
-        if self.latent is not None:
-            found |= {"fc1_latent_proj.weight": (size, width), "fc2_latent_proj.weight": (width, size)}
-        for name, sizes in {"gate_up_proj": (both, size), "down_proj": (size, self.inner)}.items():
-            found[f"experts.{name}"] = (count, *(sizes[::-1] if self.transposed else sizes))
-            if self.bias:
-                found[f"experts.{name}_bias"] = count, sizes[0]
-        if self.shared is not None:
-            found |= {f"{self.shared_name}.{key}": shape for key, shape in self.shared.shapes(width).items()}
-        return found | ({f"{self.shared_gate}.weight": (1, width)} if self.shared_gate else {})
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.inner, self.latent or self.inner} | (self.shared.row_sizes() if self.shared is not None else set())
-
 
 class MixtureMLP(nn.Module):
     """The experts of a row, each times its weight, and what all rows share."""
 
     def __init__(self, feed: Experts, width: int, weights: WeightReader) -> None:
         super().__init__()
-        self.feed, router, count, size = feed, feed.router, feed.router.experts, feed.latent or width
+        self.feed, router, count, read = feed, feed.router, feed.router.experts, feed.latent or width
         self.router = RowProducts(weights, router.name, count, width, has_bias=router.bias)
         self.correction: Tensor | None
-        correction = None if router.correction is None else weights.floats(router.correction).float().view(-1)
-        self.register_buffer("correction", correction, persistent=False)
+        self.register_buffer("correction", None, persistent=False)
+        if router.correction is not None:
+            size = (1, count) if router.is_row else (count,)
+            self.correction = weights.floats(router.correction, *size).float().view(-1)
         each = replace(weights.below("experts."), converted=None)
         form = {"has_bias": feed.bias, "transposed": feed.transposed}
         parts = ("up_proj",) if feed.gate.alone else ("gate_proj", "up_proj")
-        ups = each.experts("gate_up_proj", parts, count, size, **form)
-        downs = each.experts("down_proj", ("down_proj",), count, feed.inner, **form)
+        ups = each.experts("gate_up_proj", parts, count, len(parts) * feed.inner, read, **form)
+        downs = each.experts("down_proj", ("down_proj",), count, read, feed.inner, **form)
         both = cast("list[nn.Linear]", ups), cast("list[nn.Linear]", downs)
         in_c = weights.packs and weights.device.type == "cpu"
         self.experts = RoutedExperts(*both, feed.gate) if in_c else _stacked(*both, feed.gate)
         if feed.latent is not None:
-            self.fc1_latent_proj = weights.matrix(["fc1_latent_proj"], width, has_bias=False)
-            self.fc2_latent_proj = weights.matrix(["fc2_latent_proj"], size, has_bias=False)
+            self.fc1_latent_proj = weights.matrix({"fc1_latent_proj": read}, width, has_bias=False)
+            self.fc2_latent_proj = weights.matrix({"fc2_latent_proj": width}, read, has_bias=False)
         if feed.shared is not None:
             below = weights.below(f"{feed.shared_name}.")
             shared = PlainMLP(feed.shared, width, below) if isinstance(feed.shared, PlainFeed) else None
@@ -204,10 +178,10 @@ class RowProducts(nn.Module):
 
     def __init__(self, weights: WeightReader, name: str, outputs: int, inputs: int, *, has_bias: bool) -> None:
         super().__init__()
-        weight = weights.floats(f"{name}.weight").view(outputs, inputs)
+        weight = weights.floats(f"{name}.weight", outputs, inputs)
         self.weight, self.bias = nn.Parameter(weight, requires_grad=False), cast("Tensor | None", None)
         if has_bias:
-            self.bias = nn.Parameter(weights.floats(f"{name}.bias").float(), requires_grad=False)
+            self.bias = nn.Parameter(weights.floats(f"{name}.bias", outputs).float(), requires_grad=False)
         self._packed: PackedMatrix | None = None
         in_c = weights.packs and weight.is_cpu and multiplies(torch.float32)
         if in_c and rows_for(torch.float32, inputs) is not None:

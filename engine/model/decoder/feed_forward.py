@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.kernels.args import Fp8Rows
-from engine.model.decoder.architecture import NormForm, Shapes, matrix_shapes
+from engine.model.decoder.architecture import NormForm
 from engine.model.decoder.attention import join
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.ops import LayerOps
@@ -41,18 +41,6 @@ class GatedFeed:
     norm: NormForm | None = None
     deviations: float | None = None
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        names = {"gate_up_proj": 2 * self.inner} if self.joined else dict.fromkeys(("gate_proj", "up_proj"), self.inner)
-        found = matrix_shapes("down_proj", width, self.inner, has_bias=self.bias)
-        for name, size in names.items():
-            found |= matrix_shapes(name, size, width, has_bias=self.bias)
-        return found | (self.norm.shapes("ffn_sub_norm.", self.inner) if self.norm is not None else {})
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.inner}
-
 
 @dataclass(frozen=True, slots=True)
 class PlainFeed:
@@ -63,19 +51,9 @@ class PlainFeed:
     bias: bool = False
     names: tuple[str, str] = ("up_proj", "down_proj")
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        up, down = self.names
-        found = matrix_shapes(up, self.inner, width, has_bias=self.bias) | LEARNED.get(self.activation, {})
-        return found | matrix_shapes(down, width, self.inner, has_bias=self.bias)
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.inner}
-
 
 # By the names of activations that have weights: their shapes.
-LEARNED: dict[str, Shapes] = {
+LEARNED: dict[str, dict[str, tuple[int, ...]]] = {
     "xielu": {"act_fn.alpha_p": (1,), "act_fn.alpha_n": (1,), "act_fn.beta": (), "act_fn.eps": ()}
 }
 

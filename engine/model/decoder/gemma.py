@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
-from engine.model.decoder.architecture import NormForm, Shapes, matrix_shapes
+from engine.model.decoder.architecture import NormForm
 from engine.model.decoder.experts import Experts, MixtureMLP, RowProducts
 from engine.model.decoder.feed_forward import ACTIVATIONS
 from engine.model.decoder.norms import RMSNorm, norm_of
@@ -45,19 +45,6 @@ class LayerVectors:
     norm: NormForm
     streams: int = 1
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        size = self.layers * self.size
-        found: Shapes = {"embed_tokens_per_layer.weight": (self.rows, size)}
-        found |= {"per_layer_model_projection.weight": (size, width)}
-        for name in ("altup_projections", "altup_unembed_projections"):
-            found |= {f"{name}.{stream}.weight": (width, width) for stream in range(self.streams - 1)}
-        return found | self.norm.shapes("per_layer_projection_norm.", self.size)
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return set()
-
 
 class PerLayerEmbeddings(nn.Module):
     """A vector of each token for each layer, and the streams' beginning and end."""
@@ -65,13 +52,15 @@ class PerLayerEmbeddings(nn.Module):
     def __init__(self, vectors: LayerVectors, width: int, weights: WeightReader) -> None:
         super().__init__()
         self.vectors, others = vectors, range(vectors.streams - 1)
-        self.embed_tokens_per_layer = weights.table("embed_tokens_per_layer", vectors.size**0.5)
-        name = "per_layer_model_projection"
-        self.per_layer_model_projection = weights.matrix([name], width, has_bias=False)
+        self.embed_tokens_per_layer = weights.table(
+            "embed_tokens_per_layer", vectors.rows, vectors.layers * vectors.size, vectors.size**0.5
+        )
+        sizes = {"per_layer_model_projection": vectors.layers * vectors.size}
+        self.per_layer_model_projection = weights.matrix(sizes, width, has_bias=False)
         self.per_layer_projection_norm = norm_of(vectors.norm, weights, "per_layer_projection_norm", vectors.size)
 
         def matrices(name: str) -> nn.ModuleList:
-            return nn.ModuleList(weights.matrix([f"{name}.{each}"], width, has_bias=False) for each in others)
+            return nn.ModuleList(weights.matrix({f"{name}.{each}": width}, width, has_bias=False) for each in others)
 
         self.altup_projections, self.altup_unembed_projections = map(
             matrices, ("altup_projections", "altup_unembed_projections")
@@ -112,14 +101,6 @@ class ScaledSums:
     activation: str
     norm: NormForm
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        return {"layer_scalar": (1,)} | (_gated_shapes(self, width) if self.size else {})
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.size} - {0}
-
 
 @dataclass(frozen=True, slots=True)
 class Streams:
@@ -142,25 +123,6 @@ class Streams:
     activation: str
     norm: NormForm
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        found: Shapes = {"correct_output_scale": (width,), "modality_router.weight": (self.count, width)}
-        found |= {"correction_coefs.weight": (self.count, self.count)}
-        found |= {"prediction_coefs.weight": (self.count**2, self.count)}
-        found |= {"linear_left.weight": (self.rank, width), "linear_right.weight": (width, self.rank)}
-        found |= self.norm.shapes("router_norm.", width) | self.norm.shapes("post_laurel_norm.", width)
-        return found | _gated_shapes(self, width)
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.rank, self.size}
-
-
-def _gated_shapes(part: ScaledSums | Streams, width: int) -> Shapes:
-    found = matrix_shapes("per_layer_input_gate", part.size, width, has_bias=False)
-    found |= matrix_shapes("per_layer_projection", width, part.size, has_bias=False)
-    return found | part.norm.shapes("post_per_layer_input_norm.", width)
-
 
 class _Gated(nn.Module):
     """norm(projection(activation(gate(x)) * the token's vector of this layer))."""
@@ -169,8 +131,8 @@ class _Gated(nn.Module):
         super().__init__()
         self.part = part
         if part.size:
-            self.per_layer_input_gate = weights.matrix(["per_layer_input_gate"], width, has_bias=False)
-            self.per_layer_projection = weights.matrix(["per_layer_projection"], part.size, has_bias=False)
+            self.per_layer_input_gate = weights.matrix({"per_layer_input_gate": part.size}, width, has_bias=False)
+            self.per_layer_projection = weights.matrix({"per_layer_projection": width}, part.size, has_bias=False)
             self.post_per_layer_input_norm = norm_of(part.norm, weights, "post_per_layer_input_norm", width)
             self.act_fn = RowWise(ACTIVATIONS[part.activation]())
 
@@ -210,12 +172,13 @@ class StreamedLayer(_Gated):
         super().__init__(part, width, weights)
         scale = weights.vector("correct_output_scale", width)
         self.register_buffer("correct_output_scale", scale, persistent=False)
-        for name in ("prediction_coefs", "correction_coefs"):
-            self.register_buffer(name, weights.floats(f"{name}.weight").float(), persistent=False)
+        for name, outputs in (("prediction_coefs", part.count**2), ("correction_coefs", part.count)):
+            found = weights.floats(f"{name}.weight", outputs, part.count)
+            self.register_buffer(name, found.float(), persistent=False)
         self.modality_router = RowProducts(weights, "modality_router", part.count, width, has_bias=False)
         self.router_norm = norm_of(part.norm, weights, "router_norm", width)
-        self.linear_left = weights.matrix(["linear_left"], width, has_bias=False)
-        self.linear_right = weights.matrix(["linear_right"], part.rank, has_bias=False)
+        self.linear_left = weights.matrix({"linear_left": part.rank}, width, has_bias=False)
+        self.linear_right = weights.matrix({"linear_right": width}, part.rank, has_bias=False)
         self.post_laurel_norm = norm_of(part.norm, weights, "post_laurel_norm", width)
 
     def forward(self, layer: Any, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged, given: Tensor) -> Tensor:
@@ -266,13 +229,6 @@ class NormedExperts(Experts):
 
     norm: NormForm = _NORM
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        found = Experts.shapes(self, width)  # without arguments, `super` does not find a class that has slots
-        for name in _FEED_NORMS:
-            found |= self.norm.shapes(f"{name}.", width)
-        return found | {"router.scale": (width,), "router.per_expert_scale": (self.router.experts,)}
-
 
 class NormedMixture(MixtureMLP):
     """The experts of a row, each times its weight and its scale, and the feed-forward."""
@@ -284,9 +240,10 @@ class NormedMixture(MixtureMLP):
         super().__init__(feed, width, weights)
         for name in _FEED_NORMS:
             setattr(self, name, norm_of(feed.norm, weights, name, width))
-        scale = weights.floats("router.scale").float() * width**-0.5
+        scale = weights.floats("router.scale", width).float() * width**-0.5
         self.router_norm = RMSNorm(scale, feed.norm.eps)
-        self.register_buffer("expert_scale", weights.floats("router.per_expert_scale").float(), persistent=False)
+        scales = weights.floats("router.per_expert_scale", feed.router.experts)
+        self.register_buffer("expert_scale", scales.float(), persistent=False)
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
         """See `MixtureMLP`."""

@@ -13,7 +13,7 @@ from engine.attention.registry import Ragged
 from engine.attention.spec import AttentionSpec
 from engine.kv.arena import LayerKV
 from engine.kv.latent import LatentHeads
-from engine.model.decoder.architecture import Architecture, NormForm, Shapes, matrix_shapes
+from engine.model.decoder.architecture import Architecture, NormForm
 from engine.model.decoder.attention import join, rotated, signed_halves
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.rotary import RotaryTable
@@ -76,21 +76,6 @@ class LatentLayer:
         query = {_QUERY: self.queries} if self.query_rank is None else {"q_a_proj": self.query_rank}
         return query | {_LATENT: self.rank + self.rope} | ({"g_proj": self.heads} if self.gated else {})
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        found: Shapes = {"kv_b_proj.weight": (self.heads * (self.nope + self.value), self.rank)}
-        for name, size in self.firsts.items():
-            found |= matrix_shapes(name, size, width, has_bias=self.bias)
-        found |= matrix_shapes("o_proj", width, self.heads * self.value, has_bias=self.bias)
-        if self.query_rank is not None:
-            found |= {"q_b_proj.weight": (self.queries, self.query_rank)}
-            found |= self.norm.shapes("q_a_layernorm.", self.query_rank)
-        return found | self.norm.shapes("kv_a_layernorm.", self.rank)
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.heads * self.value, self.query_rank or 0}
-
     def order(self, still: int, count: int = 1) -> Tensor | None:
         """Which number in the checkpoint each of `count` heads' `still + rope` is; None where they are the same.
 
@@ -116,15 +101,16 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = norm_of(layer.norm, weights, "kv_a_layernorm", layer.rank)
         if layer.query_rank is not None:
             self.q_a_layernorm = norm_of(layer.norm, weights, "q_a_layernorm", layer.query_rank)
-            orders, name = {} if queries is None else {"q_b_proj": queries}, "q_b_proj"
-            matmul: Any = weights.matrix([name], layer.query_rank, has_bias=False, orders=orders)
+            orders, sizes = {} if queries is None else {"q_b_proj": queries}, {"q_b_proj": layer.queries}
+            matmul: Any = weights.matrix(sizes, layer.query_rank, has_bias=False, orders=orders)
             matmul.outputs_order = queries  # adapters ask for it
             self.q_b_proj = matmul
         self.latent: LatentHeads | None = None
+        expanded = layer.heads * (layer.nope + layer.value)
         if layer.expands:
-            self.kv_b_proj = weights.matrix(["kv_b_proj"], layer.rank, has_bias=False)
+            self.kv_b_proj = weights.matrix({"kv_b_proj": expanded}, layer.rank, has_bias=False)
         else:
-            expanding = weights.floats("kv_b_proj.weight").to(weights.dtype)
+            expanding = weights.floats("kv_b_proj.weight", expanded, layer.rank).to(weights.dtype)
             keys, values = expanding.unflatten(0, (layer.heads, -1)).split([layer.nope, layer.value], 1)
             self.latent = LatentHeads(keys, values, row_wise=weights.device.type == "cpu", packs=weights.packs)
         self.o_proj = weights.matrix({"o_proj": width}, layer.heads * layer.value, has_bias=layer.bias)

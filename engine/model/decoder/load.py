@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast, get_args
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar, cast, get_args
+
+from torch import Tensor
 
 from engine import heap
 from engine.choices import Rounded, Weights
@@ -10,8 +14,9 @@ from engine.errors import ModelError
 from engine.model.checkpoint import end_tokens_of, read_end_tokens, told_as_model_error
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.shapes import Shapes, shapes_of
 from engine.model.decoder.share import Share, ShareOfWeights, share_of, sum_results
-from engine.model.decoder.weights import CPU, WeightReader, check, converted_by, prepared
+from engine.model.decoder.weights import CPU, HEAD, SINGLE, TABLE, WeightReader, converted_by
 from engine.model.published.methods import read_weights
 from engine.model.text_part import names_in_whole
 
@@ -19,7 +24,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
+    from engine.model.published.base import Codes
     from engine.model.published.methods import Quantisation
+
+_Weight = TypeVar("_Weight")
 
 
 def load_decoder(
@@ -74,3 +82,109 @@ def load_decoder(
     ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None
     return made.eval()
+
+
+def renamed(
+    weights: Mapping[str, _Weight], architecture: Architecture, names: Iterable[tuple[str, str]] = ()
+) -> dict[str, _Weight]:
+    """Weights by the names that a decoder has for what a checkpoint holds; `names` as in `prepared`."""
+    if TABLE.removeprefix("model.") in weights:  # the checkpoint of a model without an output matrix
+        weights = {key if key == HEAD else f"model.{key}": weight for key, weight in weights.items()}
+    for pattern, becomes in (*names, *architecture.names):
+        weights = {re.sub(pattern, becomes, key): weight for key, weight in weights.items()}
+    return dict(weights)
+
+
+def prepared(
+    weights: Mapping[str, Tensor | Codes], architecture: Architecture, names: Iterable[tuple[str, str]] = ()
+) -> Mapping[str, Tensor | Codes]:
+    """Weights by the names of a decoder, matrices as `[outputs, inputs]`.
+
+    `names`: regular expressions for names in the checkpoint, with what they become before those of the architecture.
+    """
+    weights = _with_whole_convolutions(_apart(renamed(weights, architecture, names), architecture))
+    if not architecture.transposed:
+        return weights
+    return {key: _as_outputs(weight) if key.startswith("model.layers.") else weight for key, weight in weights.items()}
+
+
+def _apart(weights: Mapping[str, Tensor | Codes], architecture: Architecture) -> Mapping[str, Tensor | Codes]:
+    """With each part of a weight that is named `a|b` by its own name: the rows of b are below those of a.
+
+    `experts.*.a` has those of all experts; in `experts.*.a.t` each is `[inputs, outputs]`.
+    """
+    joined = [key for key in weights if "|" in key or "*" in key]
+    shapes, parts = shapes_of(architecture) if joined else {}, dict[str, Tensor]()
+    for key in joined:
+        weight, (path, _, kind) = weights[key], key.rpartition(".")
+        floats = weight if isinstance(weight, Tensor) else weight.dequantised()
+        if "*" in key:
+            place, _, name = key.removesuffix(".t").partition(".*.")
+            each = floats.chunk(shapes[f"{place}.down_proj"][0])
+            turned = (part.t() if kind == "t" else part for part in each)
+            parts |= {f"{place}.{number}.{name}.weight": part for number, part in enumerate(turned)}
+        else:
+            path, _, several = path.rpartition(".")
+            names = [f"{path}.{name}.{kind}" for name in several.split("|")]
+            parts |= zip(names, floats.split([shapes[name][0] for name in names]), strict=True)
+    return {**weights, **parts} if joined else weights
+
+
+def _with_whole_convolutions(weights: Mapping[str, Tensor | Codes]) -> Mapping[str, Tensor | Codes]:
+    """With one convolution of queries, keys and values beside one of each."""
+    made, apart = dict(weights), "{}_conv1d.weight"
+    for key, weight in weights.items():
+        if key.endswith(apart.format("q")) and isinstance(weight, Tensor):
+            path = key.removesuffix(apart.format("q"))
+            parts = [cast("Tensor", weights[path + apart.format(kind)]) for kind in "qkv"]
+            made[f"{path}conv1d.weight"] = torch.cat(parts)
+    return made
+
+
+def _as_outputs(weight: Tensor | Codes) -> Tensor | Codes:
+    """A matrix `[inputs, outputs]` as `[outputs, inputs]`; that of codes is so already."""
+    return weight.t() if isinstance(weight, Tensor) and weight.ndim == 2 else weight
+
+
+def check(
+    name: str, architecture: Architecture, weights: Mapping[str, Tensor | Codes], more: Shapes | None = None
+) -> None:
+    """Refuse weights that are missing, or of another shape than the config says; `more`: beside those of a decoder.
+
+    Raises:
+        ModelError: names the checkpoint and the first of them.
+    """
+    wanted = shapes_of(architecture) | (more or {})
+    if architecture.is_tied and HEAD in weights:
+        wanted[HEAD] = wanted[TABLE]
+        if TABLE not in weights:
+            del wanted[TABLE]
+    held = {key: tuple(weight.shape) for key, weight in weights.items()}
+    for key, (count, *sizes) in _stacks_of(held).items():
+        held[key] = count, *(reversed(sizes) if architecture.transposes_experts else sizes)
+    missing = sorted(wanted.keys() - held.keys())
+    if missing:
+        raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {missing[0]} among them")
+    for key, shape in wanted.items():
+        if held[key] != shape:
+            has = list(held[key])
+            raise ModelError(f"model {name!r}: {key} is of shape {has}; its config says {list(shape)}")
+
+
+def _stacks_of(shapes: Shapes) -> Shapes:
+    """The shapes of stacks that matrices of experts would have, which a checkpoint has one by one."""
+    several: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
+    for key, shape in shapes.items():
+        found = SINGLE.fullmatch(key)
+        if found is not None:
+            several.setdefault((found[1], found[3]), {})[int(found[2])] = shape
+    stacks: Shapes = {}
+    for (path, part), each in several.items():
+        if len(set(each.values())) == 1 and each.keys() == set(range(len(each))):
+            stacks[f"{path}.{part}"] = len(each), *each[0]
+    for up in [key for key in stacks if key.endswith(".up_proj")]:
+        gate, (count, outputs, inputs) = stacks.get(up.replace(".up_proj", ".gate_proj")), stacks[up]
+        if gate in (None, stacks[up]):
+            both = outputs if gate is None else 2 * outputs
+            stacks[up.replace(".up_proj", ".gate_up_proj")] = count, both, inputs
+    return stacks

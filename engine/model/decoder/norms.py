@@ -111,7 +111,7 @@ def norm_of_heads(
 
     def read(kind: str) -> Tensor:
         if norm.listed:
-            found = weights.vectors(f"{name}.norms.{{}}.{kind}", heads, head_dim)
+            found = torch.stack([weights.vector(f"{name}.norms.{head}.{kind}", head_dim) for head in range(heads)])
         else:
             found = weights.vector(f"{name}.{kind}", *size)
         return found if order is None else found.unflatten(-1, (-1, head_dim))[..., order].view(size)

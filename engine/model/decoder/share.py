@@ -21,12 +21,12 @@ from engine.model.decoder.architecture import (
     Architecture,
     AttentionLayer,
     Layer,
-    LayerPart,
     StateMixer,
 )
 from engine.model.decoder.experts import Experts
 from engine.model.decoder.feed_forward import GatedFeed, PlainFeed
 from engine.model.decoder.latent import LatentLayer
+from engine.model.decoder.shapes import shapes_of
 from engine.model.decoder.weights import stack_of
 from engine.native.experts import ExpertGate
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
     from engine.model.published.base import Codes
 
-_Part = TypeVar("_Part", bound=LayerPart)
+_Part = TypeVar("_Part")
 _STEM = re.compile(r"[._](weight|bias)$")
 _HEADS, _INNER = {"heads": "num_attention_heads"}, {"inner": "intermediate_size"}
 # By the type of a part: its numbers that are divided, with the names that most configs have for them.
@@ -110,11 +110,11 @@ class ShareOfWeights(UserDict[str, "Tensor | Codes"]):
         """`weights` have the names and shapes of `whole`."""
         super().__init__(weights)
         self._share = share
-        own = share_of(whole, share.size).shapes()
+        own = shapes_of(share_of(whole, share.size))
         # From the end, because a checkpoint may have the matrices of a stack one by one.
         self._axes = {
             key: next(axis - len(shape) for axis, count in enumerate(shape) if own[key][axis] != count)
-            for key, shape in whole.shapes().items()
+            for key, shape in shapes_of(whole).items()
             if own[key] != shape
         }
         self._joined = {
@@ -137,7 +137,7 @@ class ShareOfWeights(UserDict[str, "Tensor | Codes"]):
         return cut
 
 
-def _joined(part: LayerPart) -> dict[str, list[int]]:
+def _joined(part: object) -> dict[str, list[int]]:
     """By the names of matrices: the outputs of each of those that the checkpoint has in one, one after the other."""
     match part:
         case AttentionLayer(joined=True, groups=1):

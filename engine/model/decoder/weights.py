@@ -7,11 +7,11 @@ them twice.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,13 @@ from engine.model.published.stacked import StackedCodes
 from engine.native import PackedMatrix, multiplies, rows_for
 
 if TYPE_CHECKING:
-    from engine.model.decoder.architecture import Architecture, Shapes
+    from engine.model.decoder.architecture import Architecture
     from engine.model.published.base import Codes
 
-_Weight = TypeVar("_Weight")
 CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHARED = "model.shared."  # with what several layers share
-_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
+SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
 
 
 class Embedding(nn.Embedding):
@@ -100,28 +99,24 @@ class WeightReader:
         vector = found if isinstance(found, Tensor) else found.dequantised()
         return vector.view(size).to(self.device, self.dtype)
 
-    def floats(self, name: str) -> Tensor:
-        """A weight as it is stored, dequantised where it is codes."""
+    def floats(self, name: str, *size: int) -> Tensor:
+        """A weight of this shape as it is stored, dequantised where it is codes."""
         found = self.weights[self.path + name]
-        return (found if isinstance(found, Tensor) else found.dequantised()).to(self.device)
-
-    def vectors(self, name: str, count: int, size: int) -> Tensor:
-        """Vectors that are stored one by one; `name` has their number: `[count, size]`."""
-        return torch.stack([self.vector(name.format(number), size) for number in range(count)])
+        return (found if isinstance(found, Tensor) else found.dequantised()).view(size).to(self.device)
 
     def matrix(
         self,
-        outputs: Iterable[str],
+        outputs: Mapping[str, int],
         inputs: int,
         *,
         has_bias: bool,
         orders: Mapping[str, Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Module:
-        """The matrices of these names, which read the same rows, as one matmul.
+        """The matrices of these names, which read the same rows of `inputs` numbers, as one matmul.
 
-        `orders`: by name, which output in the checkpoint each output is to be. `dtype`: of products of floats that our
-        C multiplies; default that of rows.
+        `outputs`: of each. `orders`: by name, which output in the checkpoint each output is to be. `dtype`: of products
+        of floats that our C multiplies; default that of rows.
         """
         names = [*outputs]
         if not self.path.startswith(SHARED):
@@ -140,17 +135,21 @@ class WeightReader:
         return self._joined(names, weights, biases, orders, dtype)
 
     def experts(
-        self, stack: str, parts: Seq[str], count: int, inputs: int, *, has_bias: bool, transposed: bool
+        self, stack: str, parts: Seq[str], count: int, outputs: int, inputs: int, *, has_bias: bool, transposed: bool
     ) -> list[nn.Module]:
         """A matmul for each of `count` experts: of the matrices of a stack, or of each expert's own `parts`.
 
+        `outputs`: of an expert, of all parts together.
         `transposed`: matrices of a stack of floats are `[inputs, outputs]`.
         """
         found = self.weights.get(self.path + stack)
         saved = [self.weights.get(f"{self.path}{expert}.{stack}.weight") for expert in range(count)]
         if found is None and None in saved:
-            return [self.below(f"{expert}.").matrix(parts, inputs, has_bias=has_bias) for expert in range(count)]
-        biases: Seq[Tensor | None] = [None] * count if not has_bias else self.floats(f"{stack}_bias").unbind()
+            each = dict.fromkeys(parts, outputs // len(parts))
+            return [self.below(f"{expert}.").matrix(each, inputs, has_bias=has_bias) for expert in range(count)]
+        biases: Seq[Tensor | None] = [None] * count
+        if has_bias:
+            biases = self.floats(f"{stack}_bias", count, outputs).unbind()
         matrices: Seq[Tensor | Codes]
         if found is None:
             matrices = cast("Seq[Codes]", saved)
@@ -183,8 +182,8 @@ class WeightReader:
                 biases[index] = None if bias is None else bias[orders[name]]
         return self._floats(weights, biases, dtype)
 
-    def table(self, name: str, scale: float) -> nn.Module:
-        """A table of vectors, which are multiplied by `scale`."""
+    def table(self, name: str, rows: int, size: int, scale: float) -> nn.Module:
+        """A table `[rows, size]`, whose rows are multiplied by `scale`."""
         whole = f"{self.path}{name}.weight"
         return self._table(whole, self.weights[whole], None, scale)
 
@@ -255,7 +254,7 @@ class WeightReader:
         ):
             made = PackedLinear(PackedMatrix.of(parts, None if bias is None else bias.float()), dtype)
         else:
-            made = _linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+            made = linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
             becomes = self.converted if dtype is None else None
             if becomes is not None and becomes.fits(made.in_features, made.out_features):
                 made = becomes(made)
@@ -277,7 +276,7 @@ def converted_by(weights: Weights, *, on_cuda: bool) -> type[Fp8Linear | W4Linea
     return Fp8Linear if weights == "fp8" else W4Linear if weights == "int4" and on_cuda else None
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """A matmul of torch's, over a matrix that our C does not multiply."""
     made = nn.Linear(1, 1, bias=False, device="meta")  # on the CPU it would draw a weight
     made.out_features, made.in_features = weight.shape
@@ -290,113 +289,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
-def renamed(
-    weights: Mapping[str, _Weight], architecture: Architecture, names: Iterable[tuple[str, str]] = ()
-) -> dict[str, _Weight]:
-    """Weights by the names that a decoder has for what a checkpoint holds; `names` as in `prepared`."""
-    if TABLE.removeprefix("model.") in weights:  # the checkpoint of a model without an output matrix
-        weights = {key if key == HEAD else f"model.{key}": weight for key, weight in weights.items()}
-    for pattern, becomes in (*names, *architecture.names):
-        weights = {re.sub(pattern, becomes, key): weight for key, weight in weights.items()}
-    return dict(weights)
-
-
-def prepared(
-    weights: Mapping[str, Tensor | Codes], architecture: Architecture, names: Iterable[tuple[str, str]] = ()
-) -> Mapping[str, Tensor | Codes]:
-    """Weights by the names of a decoder, matrices as `[outputs, inputs]`.
-
-    `names`: regular expressions for names in the checkpoint, with what they become before those of the architecture.
-    """
-    weights = _with_whole_convolutions(_apart(renamed(weights, architecture, names), architecture))
-    if not architecture.transposed:
-        return weights
-    return {key: _as_outputs(weight) if key.startswith("model.layers.") else weight for key, weight in weights.items()}
-
-
-def _apart(weights: Mapping[str, Tensor | Codes], architecture: Architecture) -> Mapping[str, Tensor | Codes]:
-    """With each part of a weight that is named `a|b` by its own name: the rows of b are below those of a.
-
-    `experts.*.a` has those of all experts; in `experts.*.a.t` each is `[inputs, outputs]`.
-    """
-    joined = [key for key in weights if "|" in key or "*" in key]
-    shapes, parts = architecture.shapes() if joined else {}, dict[str, Tensor]()
-    for key in joined:
-        weight, (path, _, kind) = weights[key], key.rpartition(".")
-        floats = weight if isinstance(weight, Tensor) else weight.dequantised()
-        if "*" in key:
-            place, _, name = key.removesuffix(".t").partition(".*.")
-            each = floats.chunk(shapes[f"{place}.down_proj"][0])
-            turned = (part.t() if kind == "t" else part for part in each)
-            parts |= {f"{place}.{number}.{name}.weight": part for number, part in enumerate(turned)}
-        else:
-            path, _, several = path.rpartition(".")
-            names = [f"{path}.{name}.{kind}" for name in several.split("|")]
-            parts |= zip(names, floats.split([shapes[name][0] for name in names]), strict=True)
-    return {**weights, **parts} if joined else weights
-
-
-def _with_whole_convolutions(weights: Mapping[str, Tensor | Codes]) -> Mapping[str, Tensor | Codes]:
-    """With one convolution of queries, keys and values beside one of each."""
-    made, apart = dict(weights), "{}_conv1d.weight"
-    for key, weight in weights.items():
-        if key.endswith(apart.format("q")) and isinstance(weight, Tensor):
-            path = key.removesuffix(apart.format("q"))
-            parts = [cast("Tensor", weights[path + apart.format(kind)]) for kind in "qkv"]
-            made[f"{path}conv1d.weight"] = torch.cat(parts)
-    return made
-
-
-def _as_outputs(weight: Tensor | Codes) -> Tensor | Codes:
-    """A matrix `[inputs, outputs]` as `[outputs, inputs]`; that of codes is so already."""
-    return weight.t() if isinstance(weight, Tensor) and weight.ndim == 2 else weight
-
-
-def check(
-    name: str, architecture: Architecture, weights: Mapping[str, Tensor | Codes], more: Shapes | None = None
-) -> None:
-    """Refuse weights that are missing, or of another shape than the config says; `more`: beside those of a decoder.
-
-    Raises:
-        ModelError: names the checkpoint and the first of them.
-    """
-    wanted = architecture.shapes() | (more or {})
-    if architecture.is_tied and HEAD in weights:
-        wanted[HEAD] = wanted[TABLE]
-        if TABLE not in weights:
-            del wanted[TABLE]
-    held = {key: tuple(weight.shape) for key, weight in weights.items()}
-    for key, (count, *sizes) in _stacks_of(held).items():
-        held[key] = count, *(reversed(sizes) if architecture.transposes_experts else sizes)
-    missing = sorted(wanted.keys() - held.keys())
-    if missing:
-        raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {missing[0]} among them")
-    for key, shape in wanted.items():
-        if held[key] != shape:
-            has = list(held[key])
-            raise ModelError(f"model {name!r}: {key} is of shape {has}; its config says {list(shape)}")
-
-
 def stack_of(key: str) -> str:
     """The name of the stack that has the matrix of an expert; any other weight's own name."""
-    found = _SINGLE.fullmatch(key)
+    found = SINGLE.fullmatch(key)
     return key if found is None else f"{found[1]}.{'down_proj' if found[3] == 'down_proj' else 'gate_up_proj'}"
-
-
-def _stacks_of(shapes: Shapes) -> Shapes:
-    """The shapes of stacks that matrices of experts would have, which a checkpoint has one by one."""
-    several: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
-    for key, shape in shapes.items():
-        found = _SINGLE.fullmatch(key)
-        if found is not None:
-            several.setdefault((found[1], found[3]), {})[int(found[2])] = shape
-    stacks: Shapes = {}
-    for (path, part), each in several.items():
-        if len(set(each.values())) == 1 and each.keys() == set(range(len(each))):
-            stacks[f"{path}.{part}"] = len(each), *each[0]
-    for up in [key for key in stacks if key.endswith(".up_proj")]:
-        gate, (count, outputs, inputs) = stacks.get(up.replace(".up_proj", ".gate_proj")), stacks[up]
-        if gate in (None, stacks[up]):
-            both = outputs if gate is None else 2 * outputs
-            stacks[up.replace(".up_proj", ".gate_up_proj")] = count, both, inputs
-    return stacks

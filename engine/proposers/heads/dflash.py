@@ -57,11 +57,13 @@ class DFlashHead(FeatureHead):
         made = config.architecture
         super().__init__(made, weights, target, drafts=drafts)
         below, width = weights.below("model."), made.width
-        self.fc = below.matrix(["fc"], len(config.places) * width, has_bias=False)
+        self.fc = below.matrix({"fc": width}, len(config.places) * width, has_bias=False)
         self.hidden_norm = norm_of(made.norm, below, "hidden_norm", width)
         mixers: list[Any] = [layer.mixer for layer in made.layers]
         self.keys_and_values = nn.ModuleList(
-            below.below(f"layers.{i}.self_attn.").matrix(["k_proj", "v_proj"], width, has_bias=mixer.qkv_bias)
+            below.below(f"layers.{i}.self_attn.").matrix(
+                dict.fromkeys(("k_proj", "v_proj"), mixer.sizes[1]), width, has_bias=mixer.qkv_bias
+            )
             for i, mixer in enumerate(mixers)
         )
         self.config = config

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.model.decoder.architecture import Architecture, NormForm, matrix_shapes
+from engine.model.decoder.architecture import Architecture, NormForm
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.rows import matmul_shape
 from engine.model.tap import FINAL
@@ -20,7 +20,7 @@ from engine.proposers.heads.base import Head
 from engine.proposers.heads.eagle3 import is_eagle3, load_eagle3
 from engine.proposers.heads.layers import FeatureHead, layer_config, layer_of, reader_of
 from engine.proposers.heads.speculators import KIND, flattened
-from engine.proposers.heads.weights import load_checkpoint
+from engine.proposers.heads.weights import load_checkpoint, matrix_shapes
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
@@ -41,7 +41,7 @@ class JoiningHead(FeatureHead):
         super().__init__(architecture, weights, target)
         below = weights.below("model.")
         self.joining = below.matrix(
-            [matrix], 2 * architecture.width, has_bias=f"model.{matrix}.bias" in weights.weights
+            {matrix: architecture.width}, 2 * architecture.width, has_bias=f"model.{matrix}.bias" in weights.weights
         )
         self.norm_embedded, self.norm_feature = norms
 

@@ -22,15 +22,16 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.model.checkpoint import shape_of
-from engine.model.decoder.architecture import Architecture, NormForm, Shapes, matrix_shapes
+from engine.model.decoder.architecture import Architecture, NormForm
 from engine.model.decoder.norms import norm_of
+from engine.model.decoder.shapes import Shapes
 from engine.model.decoder.weights import HEAD, WeightReader
 from engine.model.linear.rows import matmul_shape
 from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.layers import FeatureHead, layer_config, layer_of, reader_of
 from engine.proposers.heads.speculators import KIND, flattened
-from engine.proposers.heads.weights import target_ids
+from engine.proposers.heads.weights import matrix_shapes, target_ids
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
@@ -173,7 +174,7 @@ class Eagle3Head(FeatureHead):
         self.fc: nn.Module | None = None
         if not options.reads_output:
             has_bias = "model.fc.bias" in weights.weights
-            self.fc = below.matrix(["fc"], len(options.places) * width, has_bias=has_bias)
+            self.fc = below.matrix({"fc": width}, len(options.places) * width, has_bias=has_bias)
 
     def project(self, features: Tensor) -> Tensor:
         """`[n, places * width of the target]` -> `[n, width]`."""

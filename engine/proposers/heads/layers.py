@@ -21,13 +21,14 @@ from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.decoder.architecture import Architecture, Layer, Shapes
+from engine.model.decoder.architecture import Architecture, Layer
 from engine.model.decoder.decoder import read_layers, use_ops
 from engine.model.decoder.families.builders import gated, grouped
 from engine.model.decoder.families.described import SCALINGS, ModelConfig, described_by
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.rotary import Rotations
+from engine.model.decoder.shapes import Shapes, shapes_of, wanted_by
 from engine.model.decoder.stack import Stack
 from engine.model.decoder.weights import HEAD, TABLE, Embedding, WeightReader
 from engine.native import multiplies, rows_for
@@ -100,10 +101,10 @@ def reader_of(
         ModelError: what is missing, left over or of another shape.
     """
     shared = {key for key in ("embed_tokens.weight", HEAD) if key not in tensors}
-    wanted = {key.removeprefix("model."): shape for key, shape in architecture.shapes().items()} | own
+    wanted = {key.removeprefix("model."): shape for key, shape in shapes_of(architecture).items()} | own
     check_fits({key: shape for key, shape in wanted.items() if key not in shared}, tensors, name)
     sizes = {architecture.width, architecture.attention.head_dim // 2}
-    sizes |= {size for layer in architecture.layers for _, part in layer.parts for size in part.row_sizes()}
+    sizes |= {each.matrix[1] for each in wanted_by(architecture).values() if each.matrix is not None}
     in_c = target.device.type == "cpu" and multiplies(torch.bfloat16) and rows_for(torch.bfloat16, *sizes) is not None
     named = {key if key == HEAD else f"model.{key}": tensor for key, tensor in tensors.items()}
     return WeightReader(named, torch.bfloat16 if in_c else target.dtype, device=target.device)
@@ -137,7 +138,9 @@ class FeatureHead(nn.Module):
             table = Embedding(below.floats("embed_tokens.weight").to(weights.dtype), None)
         output, self._output_dtype = target.get_output_embeddings(), target.dtype
         if HEAD in weights.weights:
-            output = weights.matrix(["lm_head"], width, has_bias=False, dtype=torch.float32)
+            output = weights.matrix(
+                {"lm_head": weights.weights[HEAD].shape[0]}, width, has_bias=False, dtype=torch.float32
+            )
             self._output_dtype = weights.dtype
         self.ends = table, output  # in a tuple: they may be parts of the target
         self._drafts = None if drafts is None else drafts.to(weights.device)

@@ -25,10 +25,12 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.checkpoint import read_config, told_as_model_error
-from engine.model.decoder.architecture import Architecture, matrix_shapes
+from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.families.table import architecture_for
+from engine.model.decoder.load import check, prepared
 from engine.model.decoder.norms import norm_of
-from engine.model.decoder.weights import HEAD, TABLE, WeightReader, check, prepared, stack_of
+from engine.model.decoder.shapes import Shapes, shapes_of
+from engine.model.decoder.weights import HEAD, TABLE, WeightReader, stack_of
 from engine.model.gguf.files import gguf_file
 from engine.model.published.methods import quantisation_of, read_weights
 from engine.model.tap import FINAL
@@ -117,12 +119,10 @@ def _of_one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
 def _check(name: str, architecture: Architecture, weights: Mapping[str, Tensor | Codes]) -> None:
     """Refuse weights that are missing, left over or of another shape; the target's tables need not be there."""
     width, table = architecture.width, torch.empty(architecture.vocab_size, architecture.width, device="meta")
-    own = matrix_shapes(_MATRIX, width, 2 * width, has_bias=False)
-    for norm in _NORMS:
-        own |= architecture.norm.shapes(f"{norm}.", width)
-    own = {f"model.{key}": shape for key, shape in own.items()}
+    own: Shapes = {f"model.{norm}.weight": (width,) for norm in _NORMS}
+    own[f"model.{_MATRIX}.weight"] = width, 2 * width
     check(f"{name} (MTP layer)", architecture, {TABLE: table, HEAD: table, **weights}, own)
-    known = architecture.shapes().keys() | own.keys()
+    known = shapes_of(architecture).keys() | own.keys()
     others = sorted(key for key in weights if not {key, stack_of(key)} & known)
     if others:
         raise ModelError(f"mtp: {name!r} has {others[0]} in its MTP layer, which is not known")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.model.bounded import bounded
-from engine.model.decoder.architecture import Shapes
+from engine.model.decoder.shapes import Shapes
 
 _FILES = ("*.json", "*.safetensors")
 PICKLES = ("*.pt", "*.bin", "*.pth", "*.pkl")
@@ -106,3 +106,8 @@ def widened(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
     """Logits `[R, size]` of a head's tokens as those of the target's, `[R, vocab]`; -inf where there is none."""
     wide = logits.new_full((len(logits), vocab), float("-inf"))
     return wide.index_copy_(1, ids, logits)
+
+
+def matrix_shapes(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Shapes:
+    """The shapes of a matrix and its bias."""
+    return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if has_bias else {})

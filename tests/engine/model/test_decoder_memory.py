@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.choices import Weights
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.memory import num_bytes
-from engine.model.decoder.weights import TABLE, WeightReader, converted_by, prepared
+from engine.model.decoder.load import prepared
+from engine.model.decoder.shapes import num_bytes
+from engine.model.decoder.weights import TABLE, WeightReader, converted_by
 from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedCodes
 from engine.model.published.saved import SavedCodes

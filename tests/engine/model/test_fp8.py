@@ -19,8 +19,8 @@ from engine.kernels import faults, has_triton, reference
 from engine.kernels.args import GROUP, LARGEST
 from engine.kernels.reference import round_rows
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.memory import num_bytes
 from engine.model.decoder.ops import LayerOps
+from engine.model.decoder.shapes import num_bytes
 from engine.model.linear.fp8 import Fp8Linear
 from engine.model.linear.w4 import W4Linear, round_weight
 from engine.startup.build import load

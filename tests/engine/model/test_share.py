@@ -21,9 +21,11 @@ from engine.kv.batch import Feed
 from engine.model.decoder.architecture import Architecture, StateMixer
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
+from engine.model.decoder.load import prepared
 from engine.model.decoder.ops import LayerOps
+from engine.model.decoder.shapes import is_aligned, shapes_of
 from engine.model.decoder.share import Share, ShareOfWeights, share_of, sum_results
-from engine.model.decoder.weights import WeightReader, prepared
+from engine.model.decoder.weights import WeightReader
 from engine.model.one_by_one import plain_logits
 from engine.startup.implementation import Implementation
 from tests import zoo
@@ -107,7 +109,7 @@ def test_logits_are_those_of_transformers(kind: str, more: dict[str, Any]) -> No
     together.forward([feed(FIRST, range(13), 1, 1), feed(SECOND, range(9), 0, 1)])
     parts = together.forward([feed(SECOND, range(9, 17), 0, 2), feed(FIRST, range(13, 30), 1, 17)])
     assert _off(parts[2:], alone[13:]) < 1e-4
-    if together.models[0].architecture.is_aligned:
+    if is_aligned(together.models[0].architecture):
         assert torch.equal(parts[2:], alone[13:]), "a row's bits depend on its batch"
 
 
@@ -139,9 +141,9 @@ def test_each_has_half_of_the_matrices_and_of_the_keys() -> None:
     share = share_of(_architecture(model), 2)
     assert share.kv == (LayerKV(1, 16, 16),) * 2
     assert [layer.summed for layer in share.layers] == [(True, True)] * 2
-    for key, shape in _architecture(model).shapes().items():
+    for key, shape in shapes_of(_architecture(model)).items():
         is_whole = "norm" in key or not key.startswith("model.layers")
-        assert torch.Size(share.shapes()[key]).numel() * (1 if is_whole else 2) == torch.Size(shape).numel()
+        assert torch.Size(shapes_of(share)[key]).numel() * (1 if is_whole else 2) == torch.Size(shape).numel()
 
 
 @pytest.mark.parametrize(("kind", "summed"), [("olmo2", (False, True)), ("bitnet", (False, False))])

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model.checkpoint import stored_type
 from engine.model.decoder.decoder import is_batch_invariant
+from engine.model.decoder.shapes import is_aligned
 from engine.model.fallback import load_model
 from engine.model.quantize import save_quantised
 from engine.native import multiplies
@@ -132,7 +133,7 @@ def test_float32_for_matrices_that_our_c_is_not_for(
 @pytest.mark.parametrize("family", zoo.FAMILIES[::3])
 def test_what_is_foretold_of_packing_comes_true(family: str) -> None:
     made = zoo.decoder(copy.deepcopy(zoo.reference(family)).to(torch.bfloat16))
-    assert is_batch_invariant(made) == made.architecture.is_aligned
+    assert is_batch_invariant(made) == is_aligned(made.architecture)
 
 
 def test_models_outside_of_the_table_are_in_float32_and_nothing_else(tmp_path: Path) -> None:

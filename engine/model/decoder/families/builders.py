@@ -13,7 +13,6 @@ from engine.model.decoder.architecture import (
     AttentionLayer,
     HeadNorm,
     Layer,
-    LayerPart,
     Mixer,
     NormForm,
 )
@@ -78,7 +77,7 @@ def plain(inner: int, activation: str, **more: Any) -> PlainFeed:
     return PlainFeed(inner, activation, **more)
 
 
-def decoder(config: Any, mixer: Mixer, feed: LayerPart, layer: Any = None, **more: Any) -> Architecture:
+def decoder(config: Any, mixer: Mixer, feed: Any, layer: Any = None, **more: Any) -> Architecture:
     """A model whose layers are all alike; `layer`: further fields of a layer."""
     norm = more.pop("norm", None) or NormForm(config.rms_norm_eps)
     layers = (Layer(mixer, feed, **(layer or {})),) * config.num_hidden_layers

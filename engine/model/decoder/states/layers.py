@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from engine.kv.arena import LayerKV
 from engine.model.decoder.architecture import (
     AttentionLayer,
-    LayerPart,
     NormForm,
-    Shapes,
     StateMixer,
-    matrix_shapes,
 )
 from engine.model.decoder.rotary import RotaryTable
 from engine.recurrent.states import StatePart
@@ -28,11 +25,6 @@ class Convolution:
     kernel: int
     bias: bool = False
     name: str = "conv1d"
-
-    def shapes(self) -> Shapes:
-        """The shapes of its weights."""
-        found: Shapes = {f"{self.name}.weight": (self.channels, 1, self.kernel)}
-        return found | ({f"{self.name}.bias": (self.channels,)} if self.bias else {})
 
     def state(self, dtype: torch.dtype) -> StatePart:
         """The inputs that a later row reads."""
@@ -49,15 +41,6 @@ class ConvLayer(StateMixer):
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
         """See `StateMixer`."""
         return (self.conv.state(dtype),)
-
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        found = matrix_shapes("in_proj", 3 * width, width, has_bias=self.conv.bias)
-        return found | matrix_shapes("out_proj", width, width, has_bias=self.conv.bias) | self.conv.shapes()
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +128,6 @@ class DeltaLayer(StateMixer):
         """See `StateMixer`."""
         return self.conv.state(dtype), self.rule
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        (first, second), (norm, out) = self.matrices, self.ends
-        found: Shapes = {f"{name}.weight": (size, width) for name, size in (first | second).items()}
-        found |= {f"{name}.weight": (size, self.rank or 0) for name, size in self.seconds.items()}
-        found |= {"A_log": (self.heads,) if self.rank is None else (1, 1, self.heads, 1), "dt_bias": (self.decays,)}
-        found |= {f"{norm}.weight": (self.value_dim,), f"{out}.weight": (width, self.sizes[1])}
-        return found | self.conv.shapes()
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.sizes[1], self.rank or 0}
-
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Layer(StateMixer):
@@ -217,17 +187,6 @@ class Mamba2Layer(StateMixer):
         """See `StateMixer`."""
         return self.conv.state(dtype), self.rule
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        found = matrix_shapes("in_proj", sum(self.sizes), width, has_bias=self.bias)
-        found |= matrix_shapes("out_proj", width, self.inner, has_bias=self.out_bias)
-        found |= dict.fromkeys(("A_log", "D", "dt_bias"), (self.heads,))
-        return found | self.conv.shapes() | ({} if self.eps is None else {"norm.weight": (self.inner,)})
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.inner}
-
 
 @dataclass(frozen=True, slots=True)
 class Mamba1Layer(StateMixer):
@@ -279,25 +238,6 @@ class Mamba1Layer(StateMixer):
         """See `StateMixer`."""
         return self.conv.state(dtype), *[self.rule] * (self.heads or 1)
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        found = matrix_shapes("in_proj", 2 * self.inner, width, has_bias=self.bias)
-        found |= matrix_shapes("out_proj", width, self.inner, has_bias=self.bias) | self.conv.shapes()
-        if self.heads is not None:
-            made, each = self.rank + 2 * self.size, (self.heads, self.each)
-            found |= {"x_proj_weight": (self.heads, made, self.each), "dt_proj_weight": (*each, self.rank)}
-            return found | {"dt_proj_weight_bias": each, "A_log": (*each, self.size), "D": each}
-        found |= matrix_shapes("x_proj", self.rank + 2 * self.size, self.inner, has_bias=False)
-        found |= matrix_shapes("dt_proj", self.inner, self.rank, has_bias=True)
-        for name, size in self.norms.items():
-            assert self.norm is not None
-            found |= self.norm.shapes(f"{name}.", size)
-        return found | {"A_log": (self.inner, self.size), "D": (self.inner,)}
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return {self.inner, self.each, self.rank}
-
 
 @dataclass(frozen=True, slots=True)
 class BesideLayer(StateMixer):
@@ -321,30 +261,13 @@ class BesideLayer(StateMixer):
         """See `StateMixer`."""
         return self.mamba.state(dtype)
 
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        found = {f"mamba.{name}": shape for name, shape in self.mamba.shapes(width).items()}
-        return found | {f"self_attn.{name}": shape for name, shape in self.attention.shapes(width).items()}
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return self.mamba.row_sizes() | self.attention.row_sizes()
-
 
 @dataclass(frozen=True, slots=True)
 class FeedLayer(StateMixer):
     """A feed-forward in a mixer's place, which keeps nothing."""
 
-    feed: LayerPart
+    feed: Any
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
         """See `StateMixer`."""
         return ()
-
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        return self.feed.shapes(width)
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        return self.feed.row_sizes()

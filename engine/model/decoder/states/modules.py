@@ -39,7 +39,7 @@ class CausalConv(nn.Module):
         self.bias: Tensor | None
         below = weights.below(f"{conv.name}.")
         self.part, self.activation = conv.state(weights.dtype), "silu" if bends else None
-        _keep(self, weight=below.vector("weight", conv.channels, conv.kernel).float())
+        _keep(self, weight=below.vector("weight", conv.channels, 1, conv.kernel).squeeze(1).float())
         bias = below.vector("bias", conv.channels).float() if conv.bias else None
         self.register_buffer("bias", bias, persistent=False)
 
@@ -102,7 +102,8 @@ class GatedDelta(nn.Module):
         gate = torch.sigmoid if layer.by_sigmoid else F.silu
         weight = weights.vector(f"{norm}.weight", layer.value_dim)
         setattr(self, norm, GatedNorm(weight, layer.eps, norm_first=True, gate=gate))
-        decay = _decay(weights, layer.heads).repeat_interleave(layer.decays // layer.heads)
+        stored = (layer.heads,) if layer.rank is None else (1, 1, layer.heads, 1)
+        decay = _decay(weights, *stored).flatten().repeat_interleave(layer.decays // layer.heads)
         _keep(self, decay=decay, dt_bias=weights.vector("dt_bias", layer.decays).float())
 
     def forward(self, x: Tensor, _: Rotary, ragged: Ragged) -> Tensor:
@@ -150,8 +151,8 @@ class Mamba2(nn.Module):
         self.conv1d = CausalConv(layer.conv, weights)
         self.norm: GatedNorm | None = None
         if layer.eps is not None:
-            weight = weights.vector("norm.weight", layer.norm_groups, layer.inner // layer.norm_groups)
-            self.norm = GatedNorm(weight, layer.eps, norm_first=layer.norm_first)
+            weight = weights.vector("norm.weight", layer.inner)
+            self.norm = GatedNorm(weight.view(layer.norm_groups, -1), layer.eps, norm_first=layer.norm_first)
         _keep(self, decay=_decay(weights, layer.heads), skip=weights.vector("D", layer.heads).float())
         _keep(self, dt_bias=weights.vector("dt_bias", layer.heads).float())
         if layer.factors is not None:
@@ -194,14 +195,16 @@ class Mamba1(nn.Module):
             self.x_proj = weights.matrix({"x_proj": layer.rank + 2 * layer.size}, layer.inner, has_bias=False)
             self.dt_proj = weights.matrix({"dt_proj": layer.inner}, layer.rank, has_bias=True)
         else:
-            for name, inputs, has_bias in (("x_proj", layer.each, False), ("dt_proj", layer.rank, True)):
-                form = {"has_bias": has_bias, "transposed": False}
-                floats = replace(weights, rounded=None, converted=None)
-                stack = floats.experts(f"{name}_weight", (), layer.heads, inputs, **form)
+            floats, made = replace(weights, rounded=None, converted=None), layer.rank + 2 * layer.size
+            for name, outputs, inputs in (("x_proj", made, layer.each), ("dt_proj", layer.each, layer.rank)):
+                form = {"has_bias": name == "dt_proj", "transposed": False}
+                stack = floats.experts(f"{name}_weight", (), layer.heads, outputs, inputs, **form)
                 setattr(self, name, nn.ModuleList(stack))
         self.out_proj = weights.matrix({"out_proj": width}, layer.inner, has_bias=layer.bias)
         self.conv1d = CausalConv(layer.conv, weights)
-        _keep(self, decay=_decay(weights, layer.inner, layer.size), skip=weights.vector("D", layer.inner).float())
+        parts = (layer.inner,) if layer.heads is None else (layer.heads, layer.each)
+        _keep(self, decay=_decay(weights, *parts, layer.size).view(-1, layer.size))
+        _keep(self, skip=weights.vector("D", *parts).flatten().float())
         for name, size in layer.norms.items():
             assert layer.norm is not None
             setattr(self, name, norm_of(layer.norm, weights, name, size))

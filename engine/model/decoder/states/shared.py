@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
 from engine.kv.arena import LayerKV
-from engine.model.decoder.architecture import AttentionLayer, NormForm, Shapes, StateMixer, matrix_shapes
+from engine.model.decoder.architecture import AttentionLayer, NormForm, StateMixer
 from engine.model.decoder.attention import GroupedAttention, Joined
 from engine.model.decoder.feed_forward import GatedFeed, GatedMLP
 from engine.model.decoder.norms import norm_of
@@ -48,14 +48,6 @@ class SharedBlock:
         """Of its weights."""
         return f"{SHARED}{self.number}."
 
-    def shapes(self, width: int) -> Shapes:
-        """The shapes of what layers share, by whole names."""
-        found = {f"self_attn.{name}": shape for name, shape in self.attention.shapes(width).items()}
-        found |= {f"feed_forward.{name}": shape for name, shape in self.feed.shapes(width).items()}
-        for name, size in zip(_NORMS, (2 * width, width), strict=True):
-            found |= self.norm.shapes(f"{name}.", size)
-        return {self.path + name: shape for name, shape in found.items()}
-
     def added(self, layer: int) -> tuple[dict[str, int], dict[str, int]]:
         """What a layer adds to attention and to the feed-forward: names of pairs of matrices, with their outputs."""
         parts = {f"linear_{part}_adapter_list": size for part, size in zip("qkv", self.attention.sizes, strict=True)}
@@ -85,25 +77,6 @@ class SharedLayer(StateMixer):
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
         """See `StateMixer`."""
         return self.mamba.state(dtype)
-
-    def shapes(self, width: int) -> Shapes:
-        """See `LayerPart`."""
-        block, own = self.block, "mamba_decoder."
-        found = block.shapes(width) | matrix_shapes("linear", width, width, has_bias=False)
-        found |= {f"{own}mamba.{name}": shape for name, shape in self.mamba.shapes(width).items()}
-        places = zip(
-            ("self_attn", "feed_forward"), (2 * width, width), block.ranks, block.added(self.number), strict=True
-        )
-        for place, inputs, rank, added in places:
-            for name, outputs in added.items() if rank else ():
-                found |= matrix_shapes(f"{block.path}{place}.{name}.0", rank, inputs, has_bias=False)
-                found |= matrix_shapes(f"{block.path}{place}.{name}.1", outputs, rank, has_bias=False)
-        return found | block.norm.shapes(f"{own}input_layernorm.", width)
-
-    def row_sizes(self) -> set[int]:
-        """See `LayerPart`."""
-        block = self.block
-        return self.mamba.row_sizes() | block.attention.row_sizes() | block.feed.row_sizes() | {*block.ranks}
 
 
 class Shared(nn.Module):

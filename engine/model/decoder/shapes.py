@@ -1,0 +1,168 @@
+"""Which weights a decoder reads, with shapes and bytes: it is built on the meta device, and what it asks for kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.choices import Rounded, Weights
+from engine.model.decoder.architecture import Architecture
+from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.weights import HEAD, TABLE, WeightReader, converted_by, linear, stack_of
+from engine.model.linear.rounding import bits_of, rounded_bytes
+from engine.native import ALIGNED
+
+if TYPE_CHECKING:
+    from engine.model.linear.fp8 import Fp8Linear
+    from engine.model.linear.w4 import W4Linear
+    from engine.model.published.base import Codes
+
+_META = torch.device("meta")
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A weight that a decoder reads.
+
+    Attributes:
+        shape: in a checkpoint; matrices of experts are one stack.
+        matrix: outputs (of all experts) and inputs, where it is a matrix or a table that may be rounded.
+        multiplies: whether rows are multiplied by it, and not looked up in it alone.
+        rounded: how it is rounded where it is floats, if it is.
+        converted: what its matmul becomes, if its sizes allow that.
+    """
+
+    shape: tuple[int, ...]
+    matrix: tuple[int, int] | None = None
+    multiplies: bool = True
+    rounded: Rounded | None = None
+    converted: type[Fp8Linear | W4Linear] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeReader(WeightReader):
+    """Keeps what it is asked for in `wanted`, and gives weights on the meta device."""
+
+    wanted: dict[str, Wanted] = field(default_factory=dict)
+
+    def vector(self, name: str, *size: int) -> Tensor:
+        """See `WeightReader`."""
+        self.wanted[self.path + name] = Wanted(size)
+        return torch.empty(size, dtype=self.dtype, device=_META)
+
+    floats = vector
+
+    def matrix(
+        self, outputs: Mapping[str, int], inputs: int, *, has_bias: bool, orders: object = None, dtype: object = None
+    ) -> nn.Module:
+        """See `WeightReader`."""
+        for name, size in outputs.items():
+            both = size, inputs
+            self.wanted[f"{self.path}{name}.weight"] = Wanted(both, both, True, self.rounded, self.converted)
+            if has_bias:
+                self.vector(f"{name}.bias", size)
+        return linear(torch.empty(sum(outputs.values()), inputs, device=_META), None)
+
+    def experts(
+        self, stack: str, parts: object, count: int, outputs: int, inputs: int, *, has_bias: bool, transposed: bool
+    ) -> list[nn.Module]:
+        """See `WeightReader`."""
+        sizes = (inputs, outputs) if transposed else (outputs, inputs)
+        self.wanted[self.path + stack] = Wanted((count, *sizes), (count * outputs, inputs), True, self.rounded)
+        if has_bias:
+            self.vector(f"{stack}_bias", count, outputs)
+        return [linear(torch.empty(outputs, inputs, device=_META), None)] * count
+
+    def table(self, name: str, rows: int, size: int, scale: float) -> nn.Module:
+        """See `WeightReader`."""
+        self.wanted[f"{self.path}{name}.weight"] = Wanted((rows, size), (rows, size), False, self.rounded)
+        return nn.Identity()
+
+    def head_and_table(self, architecture: Architecture) -> tuple[nn.Module, nn.Module]:
+        """See `WeightReader`; a tied head is the table."""
+        rows, size = architecture.vocab_size, architecture.embedding_width or architecture.width
+        shapes = {TABLE: (rows + architecture.spare_rows, size)} | (
+            {} if architecture.is_tied else {HEAD: (rows, size)}
+        )
+        self.wanted.update({name: Wanted(both, both, True, self.rounded) for name, both in shapes.items()})
+        if architecture.head_bias:
+            self.vector("lm_head.bias", rows)
+        return nn.Identity(), nn.Identity()
+
+
+def wanted_by(
+    architecture: Architecture, rounded: Rounded | None = None, converted: type[Fp8Linear | W4Linear] | None = None
+) -> dict[str, Wanted]:
+    """The weights of a decoder, by their names in a checkpoint."""
+    reader = ShapeReader({}, torch.bfloat16, rounded, device=_META, packs=False, converted=converted)
+    DecoderModel(architecture, cast("Any", None), reader)
+    return reader.wanted
+
+
+@lru_cache(16)
+def _shapes_of(architecture: Architecture) -> Shapes:
+    return {name: wanted.shape for name, wanted in wanted_by(architecture).items()}
+
+
+def shapes_of(architecture: Architecture) -> Shapes:
+    """The shape of every weight of a decoder, by its name in a checkpoint."""
+    return {**_shapes_of(architecture)}
+
+
+def is_aligned(architecture: Architecture) -> bool:
+    """Whether our C multiplies all matrices: rows are whole vectors."""
+    matrices = (each.matrix for each in wanted_by(architecture).values() if each.multiplies)
+    return not any(matrix[1] % ALIGNED for matrix in matrices if matrix is not None)
+
+
+def num_bytes(
+    architecture: Architecture,
+    dtype: torch.dtype,
+    weights: Weights,
+    codes: Mapping[str, Codes],
+    *,
+    on_cuda: bool = False,
+) -> int:
+    """Bytes of all weights.
+
+    Args:
+        architecture: of the decoder.
+        dtype: of what is neither rounded nor codes.
+        weights: how matrices of floats are held.
+        codes: the weights that keep the codes of the checkpoint, by their names in a float checkpoint.
+        on_cuda: where they are held; else on a CPU.
+    """
+    rounded = None if on_cuda or weights in ("native", "fp8") else cast("Rounded", weights)
+    wanted, is_tied = wanted_by(architecture, rounded, converted_by(weights, on_cuda=on_cuda)), architecture.is_tied
+    if architecture.positions is not None:  # those that are computed are held too
+        wanted["model.embed_positions.weight"] = Wanted((architecture.positions.rows, architecture.width))
+    if is_tied and rounded is not None and not codes.keys() & {TABLE, HEAD}:
+        wanted[HEAD] = wanted[TABLE]  # its panels; the table keeps the codes
+    kept = dict[str, int]()
+    for key, each in codes.items():
+        kept[stack_of(key)] = kept.get(stack_of(key), 0) + (each.num_bytes() or 0)
+
+    def size(name: str, weight: Wanted) -> int:
+        found = kept.get(name, kept.get(HEAD) if is_tied and name == TABLE else None)
+        if found is not None:
+            return found
+        matrix, becomes = weight.matrix, weight.converted
+        if matrix is not None and becomes is not None and becomes.fits(*matrix[::-1]):
+            return becomes.num_bytes(*matrix[::-1])
+        if matrix is None or weight.rounded is None:
+            return math.prod(weight.shape) * dtype.itemsize
+        place, is_head = (
+            "" if name == TABLE else name.removesuffix(".weight"),
+            name == HEAD or (is_tied and name == TABLE),
+        )
+        floats = torch.empty(matrix, device=_META)
+        return rounded_bytes(floats, bits_of(weight.rounded, place, floats, is_head=is_head))
+
+    return sum(size(name, weight) for name, weight in wanted.items())
