@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar, cast, get_args
 
+import torch
 from torch import Tensor
 
 from engine import heap
@@ -21,7 +22,6 @@ from engine.model.published.methods import read_weights
 from engine.model.text_part import names_in_whole
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
     from engine.model.published.base import Codes

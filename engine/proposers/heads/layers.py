@@ -135,7 +135,7 @@ class FeatureHead(nn.Module):
         self.norm = norm_of(architecture.norm, below, "norm", width) if architecture.has_final_norm else None
         table: nn.Module = target.get_input_embeddings()
         if TABLE in weights.weights:
-            table = Embedding(below.floats("embed_tokens.weight").to(weights.dtype), None)
+            table = Embedding(below.vector("embed_tokens.weight", *weights.weights[TABLE].shape), None)
         output, self._output_dtype = target.get_output_embeddings(), target.dtype
         if HEAD in weights.weights:
             output = weights.matrix(

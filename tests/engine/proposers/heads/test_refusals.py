@@ -94,7 +94,7 @@ CASES: list[tuple[Kind, dict[str, object], dict[str, object], str]] = [
     (EAGLE3, {"rope_scaling": {"rope_type": "spiral"}}, {}, "its rope_type is 'spiral'; served are default, linear"),
     (EAGLE3, {"rope_scaling": {"rope_type": "linear"}}, {}, "rope_parameters of rope_type 'linear' lack factor"),
     (EAGLE3, {"num_attention_heads": "4"}, {}, "its config is not like Llama's: {"),
-    (EAGLE3, {"hidden_act": "swoosh"}, {}, "it has 4 heads, 2 of keys, and swoosh"),
+    (EAGLE3, {"hidden_act": "swoosh"}, {}, "the activation swoosh is not in the table"),
     (OTHER, {"norm_before_residual": GONE}, {}, "does not say norm_before_residual"),
     (OTHER, {"speculators_model_type": "peagle"}, {}, "'peagle'; expected 'eagle3'"),
     (OTHER, {"transformer_layer_config": {}}, {}, "transformer_layer_config names no model_type"),
