@@ -69,9 +69,7 @@ class GroupedAttention(nn.Module):
         self.ops: LayerOps | None = None  # of a GPU
         orders, inputs = _orders(layer), layer.reads or width
         if layer.joined:
-            matmul: Any = weights.matrix(layer.firsts, inputs, has_bias=layer.qkv_bias, orders=orders)
-            matmul.outputs_order = orders.get("qkv_proj")  # adapters ask for it
-            self.qkv_proj = matmul
+            self.qkv_proj = weights.matrix(layer.firsts, inputs, has_bias=layer.qkv_bias, orders=orders)
         else:
             if layer.gate is not None and layer.gate.name is None:
                 orders["q_proj"] = _gates_last(orders.get("q_proj"), layer.heads, layer.head_dim)

@@ -115,11 +115,6 @@ class DecoderModel(nn.Module):
         """Where it runs."""
         return next(self.parameters()).device
 
-    def get_decoder(self) -> nn.Module:
-        """Everything but the output matrix."""
-        trunk: nn.Module = self.model
-        return trunk
-
     def get_input_embeddings(self) -> nn.Module:
         """Token ids to hidden states."""
         table: nn.Module = self.model.embed_tokens

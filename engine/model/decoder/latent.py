@@ -102,9 +102,7 @@ class LatentAttention(nn.Module):
         if layer.query_rank is not None:
             self.q_a_layernorm = norm_of(layer.norm, weights, "q_a_layernorm", layer.query_rank)
             orders, sizes = {} if queries is None else {"q_b_proj": queries}, {"q_b_proj": layer.queries}
-            matmul: Any = weights.matrix(sizes, layer.query_rank, has_bias=False, orders=orders)
-            matmul.outputs_order = queries  # adapters ask for it
-            self.q_b_proj = matmul
+            self.q_b_proj = weights.matrix(sizes, layer.query_rank, has_bias=False, orders=orders)
         self.latent: LatentHeads | None = None
         expanded = layer.heads * (layer.nope + layer.value)
         if layer.expands:

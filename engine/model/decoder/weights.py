@@ -132,7 +132,10 @@ class WeightReader:
     ) -> nn.Module:
         weights = [self.weights[f"{self.path}{name}.weight"] for name in names]
         biases = [self._bias(f"{self.path}{name}") if has_bias else None for name in names]
-        return self._joined(names, weights, biases, orders, dtype)
+        made = self._joined(names, weights, biases, orders, dtype)
+        if len(names) == 1 and names[0] in orders:
+            made.outputs_order = orders[names[0]]  # adapters ask for it
+        return made
 
     def experts(
         self, stack: str, parts: Seq[str], count: int, outputs: int, inputs: int, *, has_bias: bool, transposed: bool

@@ -71,7 +71,7 @@ def test_several_taps_read_one_model() -> None:
         assert torch.allclose(tap.read((place,)), want[place], atol=1e-4), place
     assert second.read((FINAL,)) is None
     if library() is not None:
-        assert isinstance(model.get_decoder().layers, Stack), "C runs these layers"
+        assert isinstance(model.model.layers, Stack), "C runs these layers"
 
 
 @pytest.mark.parametrize("places", [[-2], [0, 99]])

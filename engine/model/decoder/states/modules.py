@@ -186,11 +186,8 @@ class Mamba1(nn.Module):
     def __init__(self, layer: Mamba1Layer, number: int, width: int, weights: WeightReader) -> None:
         super().__init__()
         self.layer, self.layer_idx = layer, number
-        order = None if layer.heads is None else torch.arange(2 * layer.inner).view(-1, 2).t().flatten()
-        orders = {} if order is None else {"in_proj": order}
-        matmul: Any = weights.matrix({"in_proj": 2 * layer.inner}, width, has_bias=layer.bias, orders=orders)
-        matmul.outputs_order = order  # adapters ask for it
-        self.in_proj = matmul
+        orders = {} if layer.heads is None else {"in_proj": torch.arange(2 * layer.inner).view(-1, 2).t().flatten()}
+        self.in_proj = weights.matrix({"in_proj": 2 * layer.inner}, width, has_bias=layer.bias, orders=orders)
         if layer.heads is None:
             self.x_proj = weights.matrix({"x_proj": layer.rank + 2 * layer.size}, layer.inner, has_bias=False)
             self.dt_proj = weights.matrix({"dt_proj": layer.inner}, layer.rank, has_bias=True)
