@@ -28,7 +28,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadWeight:
     """A weight that a decoder reads.
 
     Attributes:
@@ -50,11 +50,11 @@ class Wanted:
 class ShapeReader(WeightReader):
     """Keeps what it is asked for in `wanted`, and gives weights on the meta device."""
 
-    wanted: dict[str, Wanted] = field(default_factory=dict)
+    wanted: dict[str, ReadWeight] = field(default_factory=dict)
 
     def vector(self, name: str, *size: int) -> Tensor:
         """See `WeightReader`."""
-        self.wanted[self.path + name] = Wanted(size)
+        self.wanted[self.path + name] = ReadWeight(size)
         return torch.empty(size, dtype=self.dtype, device=_META)
 
     floats = vector
@@ -65,7 +65,7 @@ class ShapeReader(WeightReader):
         """See `WeightReader`."""
         for name, size in outputs.items():
             both = size, inputs
-            self.wanted[f"{self.path}{name}.weight"] = Wanted(both, both, True, self.rounded, self.converted)
+            self.wanted[f"{self.path}{name}.weight"] = ReadWeight(both, both, True, self.rounded, self.converted)
             if has_bias:
                 self.vector(f"{name}.bias", size)
         return linear(torch.empty(sum(outputs.values()), inputs, device=_META), None)
@@ -75,14 +75,14 @@ class ShapeReader(WeightReader):
     ) -> list[nn.Module]:
         """See `WeightReader`."""
         sizes = (inputs, outputs) if transposed else (outputs, inputs)
-        self.wanted[self.path + stack] = Wanted((count, *sizes), (count * outputs, inputs), True, self.rounded)
+        self.wanted[self.path + stack] = ReadWeight((count, *sizes), (count * outputs, inputs), True, self.rounded)
         if has_bias:
             self.vector(f"{stack}_bias", count, outputs)
         return [linear(torch.empty(outputs, inputs, device=_META), None)] * count
 
     def table(self, name: str, rows: int, size: int, scale: float) -> nn.Module:
         """See `WeightReader`."""
-        self.wanted[f"{self.path}{name}.weight"] = Wanted((rows, size), (rows, size), False, self.rounded)
+        self.wanted[f"{self.path}{name}.weight"] = ReadWeight((rows, size), (rows, size), False, self.rounded)
         return nn.Identity()
 
     def head_and_table(self, architecture: Architecture) -> tuple[nn.Module, nn.Module]:
@@ -91,7 +91,7 @@ class ShapeReader(WeightReader):
         shapes = {TABLE: (rows + architecture.spare_rows, size)} | (
             {} if architecture.is_tied else {HEAD: (rows, size)}
         )
-        self.wanted.update({name: Wanted(both, both, True, self.rounded) for name, both in shapes.items()})
+        self.wanted.update({name: ReadWeight(both, both, True, self.rounded) for name, both in shapes.items()})
         if architecture.head_bias:
             self.vector("lm_head.bias", rows)
         return nn.Identity(), nn.Identity()
@@ -99,7 +99,7 @@ class ShapeReader(WeightReader):
 
 def wanted_by(
     architecture: Architecture, rounded: Rounded | None = None, converted: type[Fp8Linear | W4Linear] | None = None
-) -> dict[str, Wanted]:
+) -> dict[str, ReadWeight]:
     """The weights of a decoder, by their names in a checkpoint."""
     reader = ShapeReader({}, torch.bfloat16, rounded, device=_META, packs=False, converted=converted)
     DecoderModel(architecture, cast("Any", None), reader)
@@ -142,14 +142,14 @@ def num_bytes(
     rounded = None if on_cuda or weights in ("native", "fp8") else cast("Rounded", weights)
     wanted, is_tied = wanted_by(architecture, rounded, converted_by(weights, on_cuda=on_cuda)), architecture.is_tied
     if architecture.positions is not None:  # those that are computed are held too
-        wanted["model.embed_positions.weight"] = Wanted((architecture.positions.rows, architecture.width))
+        wanted["model.embed_positions.weight"] = ReadWeight((architecture.positions.rows, architecture.width))
     if is_tied and rounded is not None and not codes.keys() & {TABLE, HEAD}:
         wanted[HEAD] = wanted[TABLE]  # its panels; the table keeps the codes
     kept = dict[str, int]()
     for key, each in codes.items():
         kept[stack_of(key)] = kept.get(stack_of(key), 0) + (each.num_bytes() or 0)
 
-    def size(name: str, weight: Wanted) -> int:
+    def size(name: str, weight: ReadWeight) -> int:
         found = kept.get(name, kept.get(HEAD) if is_tied and name == TABLE else None)
         if found is not None:
             return found
