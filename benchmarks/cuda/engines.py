@@ -28,8 +28,8 @@ from engine.kernels import reference
 from engine.kernels.args import Committed, Tracks
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.load import prepared
+from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader
 from engine.model.fallback import kv_layout
 from engine.model.runner import layout_of_model
