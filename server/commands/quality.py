@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_settings import SettingsConfigDict
 
 from engine.errors import ModelError
+from server.commands.arguments import at_least
 from server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -38,15 +39,12 @@ def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, boo
 
     own: dict[str, dict[str, Any]] = {
         "text": {"type": Path, "action": "append", "default": []},
-        "tokens": {"type": int, "default": 2048},
-        "length": {"type": int, "default": 512},
+        "tokens": {"type": at_least(2), "default": 2048},
+        "length": {"type": at_least(2), "default": 512},
         "reference": {},
         "json": {"action": "store_true"},
     }
     asked, options = QualityConfig.load_with(own, arguments)
-    for name in ("tokens", "length"):
-        if getattr(asked, name) < 2:
-            raise ValueError(f"--{name} is {getattr(asked, name)}; expected at least 2")
     config = options.engine()
     codec = Codec.load(config.target, config.revision)
     if codec is None:

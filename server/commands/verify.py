@@ -18,27 +18,24 @@ from pathlib import Path
 from random import Random
 from secrets import token_hex
 
-from client import Client, GenerateOptions, ModelInfo, Output, RequestFailedError, Tls, errors
-from client.connection import Connection
+from client import Client, ModelInfo, Output, RequestFailedError, Retry, Tls, errors
 from client.terminal import VARIABLE
+from server.commands.arguments import Tokens, at_least, read_prompts
 from server.commands.verify_answers import (
     PLAIN,
     WAYS,
     FirstDifference,
-    Tokens,
     VerifyCase,
-    VerifyClient,
     VerifySetting,
     Way,
+    ask,
     cases,
     default_prompts,
     first_difference,
     largest_gap,
-    read_prompts,
     settings,
 )
 
-_MOST_COMPANY = 32
 _LISTED = 50  # differences in the text; the JSON has all
 _GONE = (
     errors.UnavailableError,
@@ -59,31 +56,11 @@ ERRORS = (RequestFailedError, OSError, ValueError)  # the server cannot be reach
 class VerifyRow:
     """The figures of one setting: answers compared and equal by way, and what drafting did."""
 
-    proposer: str
-    drafts: str
     compared: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(WAYS, 0))
     equal: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(WAYS, 0))
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyDifference:
-    """One answer that is not the expected one: to which request, and where it parts from it."""
-
-    proposer: str
-    drafts: str
-    way: Way
-    case: str
-    first: FirstDifference
-
-    def __str__(self) -> str:
-        what, first = self.first.what, self.first
-        where = f"output {first.output}" + ("" if first.position is None else f", token {first.position}")
-        tie = " (a near-tie)" if first.is_near_tie else ""
-        both = f"{what} expected {first.expected}, found {first.found}{tie}"
-        return f"{self.proposer} {self.drafts}, {self.way}: {self.case}, {where}: {both}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +82,7 @@ class VerifyReport:
     is_reproducible: bool
     left_out: list[str] = field(default_factory=list)
     rows: dict[VerifySetting, VerifyRow] = field(default_factory=dict)
-    differences: list[VerifyDifference] = field(default_factory=list)
+    differences: list[tuple[VerifyJob, FirstDifference]] = field(default_factory=list)
     largest_gap: float = 0.0
 
     @property
@@ -116,8 +93,7 @@ class VerifyReport:
         return 1e-4 if self.info.dtype == "float32" else 0.1
 
     def add(self, job: VerifyJob, expected: tuple[Output, ...], found: tuple[Output, ...] | RequestFailedError) -> None:
-        setting = job.setting
-        row = self.rows.setdefault(setting, VerifyRow(setting.proposer, setting.drafts))
+        row = self.rows.setdefault(job.setting, VerifyRow())
         row.compared[job.way] += 1
         if isinstance(found, RequestFailedError):
             first: FirstDifference | None = FirstDifference("answer", 0, None, "tokens", str(found))
@@ -130,7 +106,7 @@ class VerifyReport:
         if first is None:
             row.equal[job.way] += 1
         else:
-            self.differences.append(VerifyDifference(setting.proposer, setting.drafts, job.way, job.case.name, first))
+            self.differences.append((job, first))
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -141,44 +117,51 @@ class VerifyReport:
             "tolerance": self.tolerance,
             "largest_logprob_difference": self.largest_gap,
             "left_out": self.left_out,
-            "rows": [asdict(row) for row in self.rows.values()],
-            "differences": [asdict(difference) for difference in self.differences],
+            "rows": [{**_name(setting), **asdict(row)} for setting, row in self.rows.items()],
+            "differences": [
+                {**_name(job.setting), "way": job.way, "case": job.case.name, "first": asdict(first)}
+                for job, first in self.differences
+            ],
             "equal": not self.differences,
         }
 
 
+def _name(setting: VerifySetting) -> dict[str, str]:
+    return {"proposer": setting.proposer, "drafts": setting.drafts}
+
+
 def run(arguments: Sequence[str], tell: Tell) -> tuple[str, bool]:
     """Verify, and return the report as text and whether all answers are equal; `tell` gets the progress."""
-    parser = _parser()
-    asked = parser.parse_args(arguments)
-    for name in ("tokens", "company", "rounds"):
-        if getattr(asked, name) < 1:
-            parser.error(f"--{name} is {getattr(asked, name)}; expected at least 1")
+    asked = _parser().parse_args(arguments)
     tls = Tls(authority=asked.tls_ca) if asked.tls or asked.tls_ca else None
-    with VerifyClient(Connection(address=asked.address, token=os.environ.get(VARIABLE), tls=tls)) as asker:
-        report = _verify(asked, asker, tell)
+    retry = Retry(resume_attempts=3)  # a refusal to resume a stream is to be reported, not waited for
+    with Client(asked.address, token=os.environ.get(VARIABLE), tls=tls, retry=retry) as client:
+        report = _verify(asked, client, tell)
     return json.dumps(report.as_dict(), indent=1) if asked.json else as_text(report), not report.differences
 
 
-def _verify(asked: Namespace, asker: VerifyClient, tell: Tell) -> VerifyReport:
-    info = asker.client.model_info()
-    prompts = _prompts(asked, asker.client, info)
+def _verify(asked: Namespace, client: Client, tell: Tell) -> VerifyReport:
+    info = client.model_info()
+    tokenize = client.tokenize if info.has_tokenizer else None
+    given = asked.prompts
+    prompts = default_prompts(info, asked.tokens, tokenize) if given is None else read_prompts(given, tokenize)
     run = token_hex(8)  # names the caches of this run, which are empty at first
-    is_reproducible = _refuses_rejection(asker.client, prompts[0])
+    is_reproducible = _refuses_rejection(client, prompts[0])
     report = VerifyReport(info, is_reproducible)
-    wanted, expected = _expected(asked, asker, prompts, run, report)
+    wanted, expected = _expected(asked, client, prompts, run, report)
     draw, every = Random(asked.seed), settings(info, with_rejection=not is_reproducible)  # noqa: S311
     for setting in every:
         tell(f"alone: {setting.proposer}, {setting.drafts}")
-        for job in _alone(setting, wanted, run):
-            report.add(job, expected[job.case.name], _answer(asker, job))
+        for case in _fitting(setting, wanted):  # over a cache that they share
+            job = VerifyJob(setting, case, "alone", run)
+            report.add(job, expected[case.name], _answer(client, job))
     others = [job for number in range(asked.rounds) for job in company(every, wanted, run, number, draw)]
     draw.shuffle(others)
     together = min(asked.company, info.max_batch_size)
     tell(f"in company: {len(others)} requests, {together} at a time")
     with ThreadPoolExecutor(together) as pool:
         try:
-            answers = pool.map(lambda job: _answer(asker, job), others)
+            answers = pool.map(lambda job: _answer(client, job), others)
             for job, found in zip(others, answers, strict=True):
                 report.add(job, expected[job.case.name], found)
         finally:
@@ -186,30 +169,22 @@ def _verify(asked: Namespace, asker: VerifyClient, tell: Tell) -> VerifyReport:
     return report
 
 
-def _prompts(asked: Namespace, client: Client, info: ModelInfo) -> list[Tokens]:
-    tokenize = client.tokenize if info.has_tokenizer else None
-    if asked.prompts is None:
-        return default_prompts(info, asked.tokens, tokenize)
-    return read_prompts(asked.prompts, tokenize)
-
-
 def _expected(
-    asked: Namespace, asker: VerifyClient, prompts: Sequence[Tokens], run: str, report: VerifyReport
+    asked: Namespace, client: Client, prompts: Sequence[Tokens], run: str, report: VerifyReport
 ) -> tuple[list[VerifyCase], Answers]:
     """Return the cases that the server serves, and the answers of plain decoding, alone and over empty caches."""
-    probe = asker.client.generate(
+    probe = client.generate(
         prompts[0], temperature=0.0, max_tokens=asked.tokens, ignore_eos=True, cache_salt=run, speculation="off"
     )
     wanted: list[VerifyCase] = []
     expected: Answers = {}
     for number, case in enumerate(cases(prompts, asked.tokens, probe.outputs[0])):
         try:
-            options: GenerateOptions = {**PLAIN.of(case), "cache_salt": f"{run}-{number}"}
-            expected[case.name] = asker.ask(case, options, "alone", 0)
+            expected[case.name] = ask(client, case, {**PLAIN.of(case), "cache_salt": f"{run}-{number}"}, "alone", 0)
         except (errors.UnsupportedError, errors.InvalidRequestError) as error:
             report.left_out.append(f"{case.name}: {error}")
-            continue
-        wanted.append(case)
+        else:
+            wanted.append(case)
     if not wanted:
         raise ValueError(f"the server refuses every request; {report.left_out[0]}")
     return wanted, expected
@@ -232,11 +207,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="your own prompts, one per line; a .jsonl file has objects with `prompt` or `token_ids`",
     )
-    parser.add_argument("--tokens", type=int, default=16, help="most tokens of an answer (default: %(default)s)")
-    parser.add_argument(
-        "--company", type=int, default=_MOST_COMPANY, help="most requests at a time (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=1, help="how often all is sent in company (default: %(default)s)")
+    for name, default, what in (
+        ("tokens", 16, "most tokens of an answer"),
+        ("company", 32, "most requests at a time"),
+        ("rounds", 1, "how often all is sent in company"),
+    ):
+        parser.add_argument(f"--{name}", type=at_least(1), default=default, help=f"{what} (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the order in company (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -256,12 +232,6 @@ def _fitting(setting: VerifySetting, wanted: Sequence[VerifyCase]) -> list[Verif
     return [case for case in wanted if setting.rule == "coupled" or case.is_greedy]
 
 
-def _alone(setting: VerifySetting, wanted: Sequence[VerifyCase], run: str) -> Iterator[VerifyJob]:
-    """Every case under one setting, over a cache that they share."""
-    for case in _fitting(setting, wanted):
-        yield VerifyJob(setting, case, "alone", run)
-
-
 def company(
     every: Sequence[VerifySetting], wanted: Sequence[VerifyCase], run: str, number: int, draw: Random
 ) -> Iterator[VerifyJob]:
@@ -276,10 +246,10 @@ def company(
             yield VerifyJob(setting, case, way, salt, draw.randint(1, max(1, (case.options["max_tokens"] or 1) - 1)))
 
 
-def _answer(asker: VerifyClient, job: VerifyJob) -> tuple[Output, ...] | RequestFailedError:
+def _answer(client: Client, job: VerifyJob) -> tuple[Output, ...] | RequestFailedError:
     """Ask; an answer that the server failed to give is a difference, too."""
     try:
-        return asker.ask(job.case, {**job.setting.of(job.case), "cache_salt": job.salt}, job.way, job.cut)
+        return ask(client, job.case, {**job.setting.of(job.case), "cache_salt": job.salt}, job.way, job.cut)
     except _GONE:
         raise
     except RequestFailedError as error:
@@ -288,35 +258,30 @@ def _answer(asker: VerifyClient, job: VerifyJob) -> tuple[Output, ...] | Request
 
 def as_text(report: VerifyReport) -> str:
     """Format the report: what is promised, a row per setting, every difference, and the verdict."""
-    info, rows = report.info, list(report.rows.values())
-    title = f"{info.model} on {info.device} in {info.dtype}{', reproducible' * report.is_reproducible}"
-    head = ["proposer", "drafts", *WAYS, "tokens", "drafted", "accepted"]
-    table = [head, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-    lines = [title, _promise(report), ""]
+    info = report.info
+    lines = [f"{info.model} on {info.device} in {info.dtype}{', reproducible' * report.is_reproducible}"]
+    if report.is_reproducible:
+        lines += ["promised: equal tokens, and log-probabilities of the same bits", ""]
+    else:
+        within = f"log-probabilities within {report.tolerance:g}"
+        lines += [f"promised: equal tokens except for near-ties, and {within}", ""]
+    table = [["proposer", "drafts", *WAYS, "tokens", "drafted", "accepted"]]
+    for setting, row in report.rows.items():
+        ways = [f"{row.equal[way]}/{row.compared[way]}" for way in WAYS]
+        table.append([*_name(setting).values(), *ways, *map(str, (row.tokens, row.drafted, row.accepted))])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
-    lines.append("")
-    lines += [f"left out: {text}" for text in report.left_out]
-    for row in rows:
-        if row.proposer != PLAIN.proposer and not row.drafted:
-            lines.append(f"{row.proposer} {row.drafts} drafted nothing: its row says nothing about drafts")
+    lines += ["", *(f"left out: {text}" for text in report.left_out)]
+    for setting, row in report.rows.items():
+        if setting.proposer != PLAIN.proposer and not row.drafted:
+            lines.append(f"{setting.proposer} {setting.drafts} drafted nothing: its row says nothing about drafts")
     if any(setting.rule == "rejection" for setting in report.rows):
         lines.append("under rejection only greedy answers are compared: sampled ones depend on the drafts")
-    lines += [f"different: {difference}" for difference in report.differences[:_LISTED]]
+    for job, first in report.differences[:_LISTED]:
+        lines.append(f"different: {job.setting.proposer} {job.setting.drafts}, {job.way}: {job.case.name}, {first}")
     if more := len(report.differences[_LISTED:]):
         lines.append(f"different: {more} more, which --json lists")
     return "\n".join([*lines, _verdict(report)])
-
-
-def _cells(row: VerifyRow) -> list[str]:
-    ways = [f"{row.equal[way]}/{row.compared[way]}" for way in WAYS]
-    return [row.proposer, row.drafts, *ways, str(row.tokens), str(row.drafted), str(row.accepted)]
-
-
-def _promise(report: VerifyReport) -> str:
-    if report.is_reproducible:
-        return "promised: equal tokens, and log-probabilities of the same bits"
-    return f"promised: equal tokens except for near-ties, and log-probabilities within {report.tolerance:g}"
 
 
 def _verdict(report: VerifyReport) -> str:
@@ -324,5 +289,5 @@ def _verdict(report: VerifyReport) -> str:
     gap = f"log-probabilities differ by {report.largest_gap:.2g} at most"
     if not report.differences:
         return f"All {total} answers are equal; {gap}."
-    ties = sum(difference.first.is_near_tie for difference in report.differences)
+    ties = sum(first.is_near_tie for _, first in report.differences)
     return f"{len(report.differences)} of {total} answers differ, {ties} of them by near-ties; {gap}."

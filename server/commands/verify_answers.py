@@ -6,25 +6,18 @@ and their first difference.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from contextlib import closing
+import math
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
-import grpc
+from grpc import StatusCode
 
 from client import Client, Delta, Event, Finished, GenerateOptions, ModelInfo, Output, errors
-from client.connection import Connection
-from client.options import SpeculationMode, Verification, build_request
-from client.resume import Patience, ResumableStream
-from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
-
-Tokens = tuple[int, ...]
-Tokenize = Callable[[str], Tokens]
+from client.options import SpeculationMode, Verification
+from server.commands.arguments import Tokenize, Tokens
 
 _TEXTS = (
     "def mean(values):\n    total = 0\n    for value in values:\n",
@@ -99,49 +92,18 @@ def settings(info: ModelInfo, *, with_rejection: bool) -> list[VerifySetting]:
     return found
 
 
-def read_prompts(path: Path, tokenize: Tokenize | None) -> list[Tokens]:
-    """Return the prompts of a file: one text per line; of a .jsonl file, objects with `prompt` or `token_ids`.
-
-    Raises ValueError if a line is no prompt, or is text where the server has no tokenizer.
-    """
-    lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"{path} has no prompts; expected one per line")
-    is_json = path.suffix == ".jsonl"
-    return [_prompt(f"{path}, prompt {i + 1}", line, is_json, tokenize) for i, line in enumerate(lines)]
-
-
-def _prompt(where: str, line: str, is_json: bool, tokenize: Tokenize | None) -> Tokens:
-    entry = json.loads(line) if is_json else {"prompt": line}
-    text, ids = (entry.get("prompt"), entry.get("token_ids")) if isinstance(entry, dict) else (None, None)
-    if isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids):
-        return tuple(ids)
-    if not isinstance(text, str):
-        raise ValueError(  # noqa: TRY004  # the file is wrong, not our code
-            f"{where} is {line[:80]!r}; expected an object with a text `prompt` or a list `token_ids`"
-        )
-    if tokenize is None:
-        raise ValueError(f"{where} is text, and the server has no tokenizer; expected JSON lines with `token_ids`")
-    if not (tokens := tokenize(text)):
-        raise ValueError(f"{where} is empty; expected at least one token")
-    return tokens
-
-
 def default_prompts(info: ModelInfo, tokens: int, tokenize: Tokenize | None) -> list[Tokens]:
     """Return prompts of unequal length. If the context has room, the last is longer than a step, so it is split."""
     room = max(1, info.max_model_len - 4 * tokens)
     longest = min(info.max_batch_tokens + _BEYOND, room)
     if tokenize is None:
         draw = Random(0)  # noqa: S311  # to be repeated, not to be secret
-        return [_arbitrary(draw, min(length, room), info.vocab_size) for length in (*_LENGTHS, longest)]
+        lengths = (min(length, room) for length in (*_LENGTHS, longest))
+        return [tuple(draw.randrange(info.vocab_size) for _ in range(length)) for length in lengths]
     lines = (
         f"def step_{i}(values):\n    return [value + {i} for value in values]\n\n" for i in range(longest // 8 + 1)
     )
     return [tokenize(text)[:room] for text in _TEXTS] + [tokenize("".join(lines))[:longest]]
-
-
-def _arbitrary(draw: Random, length: int, vocab_size: int) -> Tokens:
-    return tuple(draw.randrange(vocab_size) for _ in range(length))
 
 
 def cases(prompts: Sequence[Tokens], tokens: int, answer: Output) -> list[VerifyCase]:
@@ -200,59 +162,20 @@ WAYS: tuple[Way, ...] = ("alone", "in company", "streamed", "resumed")
 _DEADLINE = 300.0  # seconds for one answer
 
 
-class VerifyClient:
-    """Asks one server. Threads may share it."""
-
-    def __init__(self, connection: Connection) -> None:
-        address, token, tls = connection.address, connection.token, connection.tls
-        self.client = Client(address, token=token, tls=tls, retry=connection.retry)
-        self._channel, self._metadata = connection.channel(), connection.metadata
-        self._inference = InferenceServiceStub(self._channel)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.client.close()
-        self._channel.close()
-
-    def ask(self, case: VerifyCase, options: GenerateOptions, way: Way, cut: int) -> tuple[Output, ...]:
-        """Return all outputs of a case, received in this way; a resumed stream is cut after `cut` tokens."""
-        if way == "streamed":
-            with closing(self.client.stream(case.prompt, deadline=_DEADLINE, **options)) as events:
-                return outputs_of(list(events))
-        if way == "resumed":
-            return outputs_of(self._resumed(case, options, cut))
-        return self.client.generate(case.prompt, deadline=_DEADLINE, **options).outputs
-
-    def _resumed(self, case: VerifyCase, options: GenerateOptions, cut: int) -> list[Event]:
-        """Receive a stream until there are `cut` tokens, cancel the call, and continue it with another one."""
-        stream = ResumableStream(build_request(case.prompt, options), Patience(None, _DEADLINE))
-        events: list[Event] = []
-        try:
-            self._receive(stream, events, cut)
-            if not stream.is_complete:
-                self._receive(stream, events, None)
-        except grpc.RpcError as failure:
-            raise errors.from_grpc(failure) from None
-        return events
-
-    def _receive(self, stream: ResumableStream, events: list[Event], cut: int | None) -> None:
-        call = self._inference.GenerateStream(stream.next_request(), timeout=stream.timeout, metadata=self._metadata)
-        num_tokens = 0
-        try:
-            for message in call:
-                event = stream.take(message)
-                events.append(event)
-                num_tokens += len(event.token_ids) if isinstance(event, Delta) else 0
-                if cut is not None and num_tokens >= cut:
-                    return
-        finally:
-            call.cancel()  # has no effect on a call that has ended
-
-
-def outputs_of(events: list[Event]) -> tuple[Output, ...]:
-    """Return the outputs that the events of a stream make up, by index."""
+def ask(client: Client, case: VerifyCase, options: GenerateOptions, way: Way, cut: int) -> tuple[Output, ...]:
+    """Return all outputs of a case, received in this way; a resumed stream loses its call after `cut` tokens."""
+    if way in ("alone", "in company"):
+        return client.generate(case.prompt, deadline=_DEADLINE, **options).outputs
+    events: list[Event] = []
+    left = cut if way == "resumed" else math.inf  # tokens before the loss
+    with closing(client.stream(case.prompt, deadline=_DEADLINE, **options)) as stream:
+        for event in stream:
+            events.append(event)
+            left -= len(event.token_ids) if isinstance(event, Delta) else 0
+            if left <= 0:
+                left = math.inf
+                with suppress(StopIteration):  # everything had arrived
+                    events.append(stream.throw(errors.UnavailableError(StatusCode.UNAVAILABLE, "cut by `verify`")))
     ends = {event.index: event for event in events if isinstance(event, Finished)}
     return tuple(_output([e for e in events if isinstance(e, Delta) and e.index == i], ends[i]) for i in sorted(ends))
 
@@ -278,6 +201,10 @@ class FirstDifference:
     expected: str
     found: str
     is_near_tie: bool = False
+
+    def __str__(self) -> str:
+        where = f"output {self.output}" + ("" if self.position is None else f", token {self.position}")
+        return f"{where}: {self.what} expected {self.expected}, found {self.found}{' (a near-tie)' * self.is_near_tie}"
 
 
 def first_difference(

@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.errors import ModelError
 from engine.text.codec import Codec
+from engine.training.run import TrainingJob
 from models import embedded_target
 from server import cli
 from server.commands import train_draft
-from server.commands.train_draft import TrainDraft
 from tests import zoo
 
 SMALL = ["--texts", "4", "--tokens", "100", "--steps", "3", "--batch-tokens", "320", "--threads", "1"]
@@ -34,8 +33,8 @@ def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.training.run._FEWEST", 1)
 
 
-def command(*arguments: str | Path) -> TrainDraft:
-    return TrainDraft.of([str(argument) for argument in arguments])
+def job_of(*arguments: str | Path) -> TrainingJob:
+    return train_draft.job_of([str(argument) for argument in arguments])
 
 
 @pytest.mark.slow
@@ -66,24 +65,22 @@ def test_a_stopped_run_goes_on(
 
 
 def test_options_are_those_of_serve_and_some_more(tmp_path: Path) -> None:
-    asked = command(
-        tmp_path, "--out", tmp_path / "head", "--weights", "int8", "--vocab", "50", "--steps", "7", "--seed", "4"
-    )
-    assert (asked.config.weights, asked.shape.vocab, asked.schedule.steps) == ("int8", 50, 7)
-    assert (asked.schedule.seed, asked.text.seed) == (4, 4)
+    job = job_of("--out", tmp_path / "head", "--weights", "int8", "--vocab", "50", "--steps", "7", "--seed", "4")
+    assert (job.engine.weights, job.shape.vocab, job.schedule.steps) == ("int8", 50, 7)
+    assert (job.schedule.seed, job.text.seed) == (4, 4)
     with pytest.raises(SystemExit):
-        command(tmp_path, "--out", tmp_path / "head", "--steps", "0")
+        job_of("--out", tmp_path / "head", "--steps", "0")
 
 
 def test_other_drafts_stay_out(tmp_path: Path) -> None:
-    job = command("--out", tmp_path / "head", "--draft", "other", "--eagle", "another", "--mtp").job()
+    job = job_of("--out", tmp_path / "head", "--draft", "other", "--eagle", "another", "--mtp")
     assert (job.engine.draft, job.engine.eagle, job.engine.mtp) == (None, None, False)
     assert job.engine.target == str(embedded_target()), "as `serve` has it"
 
 
 def test_a_chat_model_writes_its_own_conversations(tmp_path: Path) -> None:
     """From the beginning of a user's turn; what it says there is then asked, and the answer is learned from."""
-    job = command("--out", tmp_path / "head").job()
+    job = job_of("--out", tmp_path / "head")
     codec = Codec.load(embedded_target())
     assert codec is not None
     assert job.prompts == []
@@ -105,7 +102,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     lines.write_text("def f(x):\n\nimport os\n", "utf-8")
     turn = {"messages": [{"role": "user", "content": "say hello"}]}
     records.write_text("\n".join(map(json.dumps, ["a\nb", {"prompt": "c"}, turn])), "utf-8")
-    job = command("--out", tmp_path / "head", "--prompts", lines, "--held-out", records).job()
+    job = job_of("--out", tmp_path / "head", "--prompts", lines, "--held-out", records)
     assert [codec.decode(prompt) for prompt in job.prompts] == ["def f(x):", "import os"]
     assert [codec.decode(prompt) for prompt in job.held_out[:2]] == ["a\nb", "c"]
     assert "say hello" in codec.decode(job.held_out[2])
@@ -115,24 +112,21 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "has no prompts"),
-        ("{", "line 1: Expecting"),
-        ("3", 'line 1: expected a string, {"prompt": text}'),
-        ('{"messages": [{"role": "user"}]}', "line 1: messages[0] needs a role and a content"),
-        ('{"messages": [{"role": "user", "content": "a"}, 3]}', "line 1: messages[1] needs a role and a content"),
-        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "line 1: messages[0] needs a role"),
+        ('{"messages": [{"role": "user"}]}', "prompt 1: messages[0] needs a role and a content"),
+        ('{"messages": [{"role": "user", "content": "a"}, 3]}', "prompt 1: messages[1] needs a role and a content"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "prompt 1: messages[0] needs a role"),
     ],
 )
-def test_prompts_that_are_none_are_said(text: str, told: str, tmp_path: Path) -> None:
+def test_messages_that_are_none_are_said(text: str, told: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(text, "utf-8")
-    with pytest.raises(ModelError) as refused:
-        command("--out", tmp_path / "head", "--prompts", file).job()
+    with pytest.raises(ValueError, match="prompts") as refused:
+        job_of("--out", tmp_path / "head", "--prompts", file)
     assert told in str(refused.value)
 
 
 def test_prompts_need_a_tokenizer(target: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("hello\n", "utf-8")
-    with pytest.raises(ModelError, match="no tokenizer"):
-        command(target, "--out", tmp_path / "head", "--prompts", file).job()
+    with pytest.raises(ValueError, match="no tokenizer"):
+        job_of(target, "--out", tmp_path / "head", "--prompts", file)

@@ -17,6 +17,7 @@ from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from server import cli
 from server.admission import answers, convert
+from server.commands.arguments import read_prompts
 from server.commands.verify import VerifyJob, VerifyReport, as_text, company
 from server.commands.verify_answers import (
     WAYS,
@@ -26,7 +27,6 @@ from server.commands.verify_answers import (
     default_prompts,
     first_difference,
     largest_gap,
-    read_prompts,
     settings,
 )
 from tests.server.fake_engine import FakeEngine
@@ -243,7 +243,7 @@ def test_numbers_below_one_are_refused(option, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["verify", option, "0"])
     assert end.value.code == 2
-    assert f"{option} is 0; expected at least 1" in capsys.readouterr().err
+    assert f"{option}: is 0; expected at least 1" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------- the report
@@ -298,19 +298,20 @@ def test_prompts_of_a_file(tmp_path):
     lines, objects = tmp_path / "lines.txt", tmp_path / "objects.jsonl"
     lines.write_text("ab\n\n{c\n")
     assert read_prompts(lines, encode) == [encode("ab"), encode("{c")]
-    objects.write_text('{"prompt": "a\\nb"}\n{"token_ids": [5, 6]}\n')
-    assert read_prompts(objects, encode) == [encode("a\nb"), (5, 6)]
-    with pytest.raises(ValueError, match=r"lines\.txt, prompt 1 is text, and the server has no tokenizer"):
+    objects.write_text('{"prompt": "a\\nb"}\n{"token_ids": [5, 6]}\n"c"\n')
+    assert read_prompts(objects, encode) == [encode("a\nb"), (5, 6), encode("c")]
+    with pytest.raises(ValueError, match=r"lines\.txt, prompt 1 is text, and there is no tokenizer"):
         read_prompts(lines, None)
 
 
 @pytest.mark.parametrize(
-    "line", ["[1]", "7", '{"token_ids": []}', '{"token_ids": [-1]}', '{"text": "a"}', '{"prompt": ""}', "{"]
+    "line",
+    ["[1]", "7", '{"token_ids": []}', '{"token_ids": [-1]}', '{"text": "a"}', '{"prompt": ""}', "{", '{"messages": []}'],
 )
 def test_a_line_that_is_no_prompt(tmp_path, line):
     path = tmp_path / "odd.jsonl"
     path.write_text(line)
-    with pytest.raises(ValueError, match=r"prompt|Expecting"):
+    with pytest.raises(ValueError, match=r"odd\.jsonl, prompt 1"):
         read_prompts(path, encode)
 
 
