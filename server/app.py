@@ -12,7 +12,6 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -73,7 +72,6 @@ class App:
         self.driver: Driver | None = None
         self.grpc_port = self.http_port = 0
         self._on_ready = on_ready
-        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self.kv_events = ZmqKvEvents.configured(config, model_name(config.target))
         self.host = self._make_host(load, program or EngineProgram(), forks)
         self._grammars, self._slow = GrammarPool(), SlowWork()
@@ -88,14 +86,13 @@ class App:
         self._crashes = Crashes(most, config.crash_window_seconds)
 
     def _make_host(self, load: Load | None, program: EngineProgram, forks: ForkServer | None) -> Host:
-        config = self.config
+        config, watches = self.config, self.kv_events is not None
         if load is None and config.engine_process:
             return RemoteEngine(
                 config.engine(), program, config.hang_seconds, config.log_format, forks, standby=config.standby,
-                watches_cache=self.kv_events is not None,
+                watches_cache=watches,
             )  # fmt: skip
-        load, watches = load or ServedModel.load, self.kv_events is not None
-        return LocalHost(load, config.engine(), self._compute, config.hang_seconds, watches_cache=watches)
+        return LocalHost(load or ServedModel.load, config.engine(), config.hang_seconds, watches_cache=watches)
 
     async def run(self) -> int:
         """Serve until `stop` is called; return the exit code."""
@@ -132,8 +129,7 @@ class App:
 
     def _make_driver(self, model: ServedModel) -> Driver:
         config = self.config
-        restart = lambda: self.host.restart()  # noqa: E731, PLW0108
-        supervisor = Supervisor(restart, self.lifecycle, self.metrics, self._crashes)
+        supervisor = Supervisor(self.host, self.lifecycle, self.metrics, self._crashes)
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
         self.metrics.requests.watch_queue(lambda: queue.usage)
         return Driver(
@@ -260,7 +256,6 @@ class App:
         await self.host.close()
         if self.kv_events is not None:
             self.kv_events.close()
-        self._compute.shutdown(wait=False, cancel_futures=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)
 

@@ -76,10 +76,10 @@ class Driver:
     ) -> None:
         self.model, self.queue, self.host = model, queue, host
         self.estimates, self._ageing_seconds = Estimates(clock), ageing_seconds
-        self._engine, self._metrics, self._lifecycle = host.engine, metrics, lifecycle
+        self._engine, self._metrics, self._lifecycle = model.engine, metrics, lifecycle
         self._supervisor, self._clock = supervisor, clock
         self._live: dict[str, OutputStream] = {}
-        self._turns = CallerTurns(queue, host.engine, self._live)
+        self._turns = CallerTurns(queue, model.engine, self._live)
         self._endings: dict[str, _Ending] = {}
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()

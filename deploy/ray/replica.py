@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
 
@@ -53,9 +52,8 @@ class Replica:
 
     async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         self._config, self._lifecycle, self._slow = configured(options), Lifecycle(), SlowWork()
-        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         # Ray's replica already has its own process, which Ray restarts. So the engine runs in it, on a thread.
-        self._host = LocalHost(ServedModel.load, self._config.engine(), self._compute, self._config.hang_seconds)
+        self._host = LocalHost(ServedModel.load, self._config.engine(), self._config.hang_seconds)
         model = await self._host.start(logger.info)
         self._driver = self._started(model, Metrics(CollectorRegistry()))
         self._clock = asyncio.create_task(self._driver.run())
@@ -65,7 +63,7 @@ class Replica:
         config, callers = self._config, Callers()
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
         crashes = Crashes(config.max_engine_crashes, config.crash_window_seconds)
-        supervisor = Supervisor(self._host.restart, self._lifecycle, metrics, crashes)
+        supervisor = Supervisor(self._host, self._lifecycle, metrics, crashes)
         driver = Driver(
             model, self._host, queue, metrics, self._lifecycle, supervisor, ageing_seconds=config.ageing_seconds
         )

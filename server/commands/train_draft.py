@@ -55,10 +55,9 @@ class TrainDraftConfig(ServerConfig):
 
     Besides: --out DIR is where the head is written, and where a stopped run of the same settings goes on.
     --prompts FILE has what the target continues: a prompt per line, or as .jsonl a string, {"prompt": text},
-    {"token_ids": [...]} or {"messages": [...]} per line; without it the target writes its own prompts. --held-out FILE has prompts that
-    measure acceptance. --texts and --tokens: how many texts of how many new tokens. --steps and --batch-tokens: how
-    long it learns. --vocab: how many tokens the head can draft. --seed: of texts
-    and training.
+    {"token_ids": [...]} or {"messages": [...]} per line; without it the target writes its own prompts. --held-out FILE
+    has prompts that measure acceptance. --texts and --tokens: how many texts of how many new tokens. --steps and
+    --batch-tokens: how long it learns. --vocab: how many tokens the head can draft. --seed: of texts and training.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="pilotfish train-draft")

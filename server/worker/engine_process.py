@@ -200,10 +200,10 @@ class EngineServer:
                 return
             case wire.Add():
                 self._take(message.request)
+            case wire.Finish(is_dropped=True):
+                self._end(message.request_id, message.reason)
             case wire.Finish():
                 self._finish(message)
-            case wire.Drop():
-                self._end(message.request_id, message.reason)
             case wire.LoadAdapter():
                 self._load_adapter(message)
             case wire.UnloadAdapter():

@@ -7,11 +7,11 @@ returns their results.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Executor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, cast
 
 from engine.config import EngineConfig
 from engine.kv.pages import CacheChange
@@ -22,6 +22,10 @@ from server.model import Load, Progress, ServedModel
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +41,13 @@ class LocalHost:
     """An engine that steps on one worker thread. All other changes of the engine happen between two steps."""
 
     def __init__(
-        self, load: Load, config: EngineConfig, compute: Executor, hang_seconds: float | None = None,
-        *, watches_cache: bool = False,
-    ) -> None:  # fmt: skip
+        self, load: Load, config: EngineConfig, hang_seconds: float | None = None, *, watches_cache: bool = False
+    ) -> None:
         self.is_hung, self._watches_cache = False, watches_cache  # whether a step does not end
-        self._load, self._config = load, config
-        self._compute, self._hang_seconds = compute, hang_seconds
+        self._load, self._config, self._hang_seconds = load, config, hang_seconds
+        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._ended: list[TokenEvent] = []  # events of ordered ends, not yet returned by a turn
-        self._loaded: Engine | None = None
-
-    @property
-    def engine(self) -> Engine:
-        assert self._loaded is not None, "not started"
-        return self._loaded
+        self.engine: Engine  # once it is loaded
 
     @property
     def has_work(self) -> bool:
@@ -58,9 +56,8 @@ class LocalHost:
 
     async def start(self, progress: Progress) -> ServedModel:
         """Load the models. Raises ModelError if they cannot be served; may be cancelled."""
-        loading = partial(self._load, self._config, progress)
-        model = await asyncio.get_running_loop().run_in_executor(self._compute, loading)
-        self._loaded = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
+        model = await self._computed(self._load, self._config, progress)
+        self.engine = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
         self._watch()
         return model
 
@@ -79,8 +76,7 @@ class LocalHost:
 
     async def load_adapter(self, name: str, folder: str) -> str:
         """Load an adapter between two steps; return its fingerprint. Raises ModelError, or Unavailable."""
-        loading = partial(self.engine.adapters.load, name, Path(folder))
-        return (await asyncio.get_running_loop().run_in_executor(self._compute, loading)).fingerprint
+        return (await self._computed(self.engine.adapters.load, name, Path(folder))).fingerprint
 
     def unload_adapter(self, name: str) -> None:
         self.engine.adapters.unload(name)
@@ -100,13 +96,11 @@ class LocalHost:
         return await self._step()
 
     async def _step(self) -> TurnOutput:
-        step = asyncio.get_running_loop().run_in_executor(self._compute, self.engine.step)
+        step = self._computed(self.engine.step)
         await asyncio.wait((step,), timeout=self._hang_seconds)
         if not step.done():
             self.is_hung = True
-            step.add_done_callback(
-                lambda late: late.cancelled() or late.exception()
-            )  # retrieve the outcome, which is not needed any more
+            step.add_done_callback(lambda late: late.cancelled() or late.exception())  # which nobody needs any more
             raise EngineHung(f"a step has taken more than {self._hang_seconds:g} seconds")
         output = step.result()
         changes = self.engine.pages.take_changes() if self._watches_cache else ()
@@ -123,10 +117,13 @@ class LocalHost:
         if self.is_hung:
             raise EngineGone("a step that does not end has the compute thread")
         try:
-            await asyncio.get_running_loop().run_in_executor(self._compute, self.engine.recover)
+            await self._computed(self.engine.recover)
         except Exception as error:
             raise EngineGone("it does not work any more, with nothing to do but a trial") from error
         self._watch()
 
     async def close(self) -> None:
-        """Do nothing: the caller owns the compute thread."""
+        self._compute.shutdown(wait=False, cancel_futures=True)
+
+    def _computed(self, work: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._compute, work, *args)

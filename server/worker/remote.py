@@ -26,11 +26,11 @@ from server.model import EngineView, ModelText, Progress, ServedModel
 from server.worker import wire
 from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
 from server.worker.host import LocalHost, TurnOutput
-from server.worker.supervisor import Loaded, Standby
-from server.worker.worker import Worker, beat_seconds
+from server.worker.worker import Standby, Worker
 
 logger = logging.getLogger(__name__)
 
+_BEAT_SECONDS, _BEATS_PER_HANG = 1.0, 4  # most seconds between an engine's messages; several before it is given up
 _LOADS = 4  # how much longer than the first engine another one may take to load: others may run beside it
 _FULL = EngineLoad(num_running=0, num_waiting=0, free_pages=0, spare_pages=0)
 
@@ -97,9 +97,10 @@ class RemoteEngine:
         started = time.monotonic()
         reading = asyncio.ensure_future(asyncio.to_thread(self._program.read, self.config))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed load is told first
-        worker, facts = await self._loaded(progress, is_successor=False)
+        worker = await self._loaded(progress, is_successor=False)
+        facts = worker.facts
         self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in facts.adapters.items()}
-        self._use(worker, facts)
+        self._use(worker)
         self._load_seconds = _LOADS * (time.monotonic() - started)
         text = await reading
         tokens = await asyncio.to_thread(text.calibration_tokens)
@@ -114,7 +115,7 @@ class RemoteEngine:
             await self._worker.close()
             self._worker = None
         standby = None if self._standby is None else await self._standby.take()
-        self._use(*(standby or await self._loaded(_log, is_successor=True)))
+        self._use(standby or await self._loaded(_log, is_successor=True))
         logger.info("another engine is ready after %.2f s", time.monotonic() - started)
 
     async def close(self) -> None:
@@ -126,19 +127,14 @@ class RemoteEngine:
             await asyncio.to_thread(self._forks.close)
         self._worker = self._standby = self._forks = None
 
-    def _use(self, worker: Worker, facts: wire.Ready) -> None:
+    def _use(self, worker: Worker) -> None:
         """Let requests go to this worker from now on; it has none."""
         self._live, self._names = {}, {}
-        self._worker, self._facts = worker, facts
-        limits = facts.limits
+        self._worker, facts, limits = worker, worker.facts, worker.facts.limits
         self.vocab_size, self.max_model_len = limits.vocab_size, limits.max_model_len
         self.eos_token_ids, self.proposer_names = limits.eos_token_ids, facts.proposer_names
-        self.page_size, self.total_pages, self.loop, self.dtype = (
-            facts.page_size,
-            facts.total_pages,
-            facts.loop,
-            facts.dtype,
-        )
+        self.page_size, self.total_pages = facts.page_size, facts.total_pages
+        self.loop, self.dtype = facts.loop, facts.dtype
         self._intake = Intake(self.config, limits, facts.proposer_names, self.adapters)
         self.default_proposer = self._intake.default_proposer
         self._bring_adapters(worker, facts.adapters)
@@ -164,15 +160,13 @@ class RemoteEngine:
             if self.adapters.get(adapter.name) is adapter:
                 del self.adapters[adapter.name], self._folders[adapter.name]
 
-    async def _loaded(self, progress: Progress, *, is_successor: bool) -> Loaded:
+    async def _loaded(self, progress: Progress, *, is_successor: bool) -> Worker:
         worker = Worker(await self._forked(), self._limit, progress)
         try:
-            beat = beat_seconds(self._hang_seconds)
-            config, watches = self.config.model_dump_json(), self._watches_cache
-            start = wire.Start(config, self._log_format, beat, is_successor, watches)
-            await worker.connect(start)
-            limit = self._hang_seconds + self._load_seconds if is_successor else None
-            return worker, await worker.ready(self._hang_seconds, limit)
+            config, beat = self.config.model_dump_json(), min(_BEAT_SECONDS, self._hang_seconds / _BEATS_PER_HANG)
+            await worker.connect(wire.Start(config, self._log_format, beat, is_successor, self._watches_cache))
+            await worker.ready(self._hang_seconds, self._hang_seconds + self._load_seconds if is_successor else None)
+            return worker
         except BaseException as error:
             await asyncio.shield(worker.close())
             if isinstance(error, EngineCrashed):
@@ -252,7 +246,7 @@ class RemoteEngine:
     def drop(self, request_id: str, reason: FinishReason) -> None:
         name = self._names.get(request_id)
         if name is not None:
-            self._current.send(wire.Drop(self._next_order(), name, reason))
+            self._current.send(wire.Finish(self._next_order(), name, reason, is_dropped=True))
             self._forget(request_id)
 
     async def load_adapter(self, name: str, folder: str) -> str:
@@ -284,16 +278,6 @@ class RemoteEngine:
     def pid(self) -> int | None:
         """Number of the engine's process; None between two engines, and after the end."""
         return None if self._worker is None else self._worker.process.pid
-
-    @property
-    def standby_pid(self) -> int | None:
-        """Number of the process that can take over at once; None if there is none."""
-        return None if self._standby is None or self._standby.worker is None else self._standby.worker.process.pid
-
-    @property
-    def engine(self) -> EngineView:
-        """This object, which has the last known state of the engine."""
-        return self
 
     @property
     def load(self) -> EngineLoad:

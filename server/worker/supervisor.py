@@ -1,4 +1,4 @@
-"""Restarts of an engine that failed: first at once, then after longer and longer pauses; and the standby engine.
+"""Restarts of an engine that failed: first at once, then after longer and longer pauses.
 
 After too many failures the server ends with an exit code, so that Kubernetes or systemd can restart it.
 """
@@ -9,19 +9,16 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
-from engine.errors import ModelError
 from engine.stats import Clock
 from server.errors import EngineGone
 from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Metrics
-from server.worker import wire
-from server.worker.worker import Worker
+from server.worker.remote import Host
+from server.worker.worker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
 
 logger = logging.getLogger(__name__)
-
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 
 class Crashes:
@@ -58,10 +55,8 @@ class Crashes:
 class Supervisor:
     """Restarts the engine of a host and reports each change of state."""
 
-    def __init__(
-        self, restart: Callable[[], Awaitable[None]], lifecycle: Lifecycle, metrics: Metrics, crashes: Crashes
-    ) -> None:
-        self._restart, self._lifecycle, self._metrics, self.crashes = restart, lifecycle, metrics, crashes
+    def __init__(self, host: Host, lifecycle: Lifecycle, metrics: Metrics, crashes: Crashes) -> None:
+        self._host, self._lifecycle, self._metrics, self.crashes = host, lifecycle, metrics, crashes
 
     async def lost(self) -> None:
         """Count a failure of the engine, and accept no requests."""
@@ -92,7 +87,7 @@ class Supervisor:
 
     async def _restarted(self, stopping: asyncio.Event) -> bool:
         """Try once; raises nothing."""
-        restart = asyncio.ensure_future(self._restart())
+        restart = asyncio.ensure_future(self._host.restart())
         await first_of(restart, stopping.wait())
         if restart.cancelled() or not restart.done():
             return False
@@ -112,100 +107,3 @@ async def first_of(*waits: Awaitable[object], timeout: float | None = None) -> N
     finally:
         for task in tasks:
             task.cancel()
-
-
-Loaded = tuple[Worker, wire.Ready]
-
-
-class Standby:
-    """Loads an engine, and after longer and longer pauses another one when it is lost, until it is taken or closed.
-
-    An engine that is refused is not loaded again.
-    """
-
-    def __init__(
-        self, load: Callable[[], Awaitable[Loaded]], pause: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ) -> None:
-        self._load, self._pause = load, pause
-        self._loading: asyncio.Future[Loaded] | None = None  # loads, or has loaded, the engine that can be taken
-        self._keeper = asyncio.ensure_future(self._keep())
-
-    @property
-    def worker(self) -> Worker | None:
-        """The engine that can be taken at once, if there is one."""
-        loading = self._loading
-        if loading is None or not loading.done() or loading.cancelled() or loading.exception() is not None:
-            return None
-        worker, _ = loading.result()
-        return worker if worker.loss is None else None
-
-    async def take(self) -> Loaded | None:
-        """Return the engine as soon as it is loaded, and keep none from now on; None if there is none."""
-        await self._end_keeper()
-        if self._loading is None:
-            return None
-        try:
-            worker, facts = await asyncio.shield(self._loading)
-        except Exception:
-            logger.exception("the standby could not be loaded")
-            self._loading = None
-            return None
-        self._loading = None
-        worker.wake = lambda: None
-        if worker.loss is None:
-            return worker, facts
-        await worker.close()
-        return None
-
-    async def close(self) -> None:
-        """Kill the process of the engine, if there is one, and wait until it is gone."""
-        await self._end_keeper()
-        loading, self._loading = self._loading, None
-        if loading is None:
-            return
-        loading.cancel()
-        await asyncio.wait([loading])
-        if not loading.cancelled() and loading.exception() is None:
-            await loading.result()[0].close()
-
-    async def _keep(self) -> None:
-        seconds = FIRST_PAUSE_SECONDS
-        while True:
-            self._loading = asyncio.ensure_future(self._load())
-            try:
-                worker, _ = await asyncio.shield(self._loading)
-            except ModelError as error:  # it would be refused again, and on a GPU its weights take what passes need
-                logger.error("no standby is kept: %s", error)  # noqa: TRY400  # a traceback is of no use
-                self._loading = None
-                return
-            except Exception:
-                logger.exception("the standby could not be loaded")
-                self._loading = None
-            else:
-                await _lost(worker)
-                logger.warning("the standby was lost: %s", worker.loss)
-                self._loading = None
-                await _to_its_end(worker.close())
-            await self._pause(seconds)
-            seconds = min(2 * seconds, LONGEST_PAUSE_SECONDS)
-
-    async def _end_keeper(self) -> None:
-        self._keeper.cancel()
-        await asyncio.wait([self._keeper])
-
-
-async def _lost(worker: Worker) -> None:
-    lost = asyncio.Event()
-    worker.wake = lost.set
-    if worker.loss is None:
-        await lost.wait()
-
-
-async def _to_its_end(work: Awaitable[None]) -> None:
-    """Await `work` to its end, also if this task is cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise

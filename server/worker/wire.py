@@ -63,21 +63,17 @@ class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """End a request, or one of its outputs, before the next step; see `Engine.finish`. An event reports the end."""
+    """End a request, or one of its outputs, before the next step; see `Engine.finish`. An event reports the end.
+
+    Not where the request `is_dropped`: its reader is gone, and its events are not needed.
+    """
 
     order: int
     request_id: str
     reason: FinishReason
     index: int | None = None
     keep: int | None = None
-
-
-class Drop(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """End a request whose reader is gone; its events are not needed."""
-
-    order: int
-    request_id: str
-    reason: FinishReason
+    is_dropped: bool = False
 
 
 class LoadAdapter(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -160,7 +156,7 @@ class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The engine's process is alive and has nothing to report."""
 
 
-Order: TypeAlias = Add | Finish | Drop | LoadAdapter | UnloadAdapter
+Order: TypeAlias = Add | Finish | LoadAdapter | UnloadAdapter
 ToEngine: TypeAlias = Start | Order | CalibrationText | Taken
 ToFrontEnd: TypeAlias = Progress | Refused | Ready | StepReport | AdapterAnswer | Beat
 

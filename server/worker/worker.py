@@ -1,4 +1,7 @@
-"""One engine's process and the connection to it, from its fork to its end. Knows no request."""
+"""One engine's process and the connection to it, from its fork to its end; and one that is kept beside another.
+
+Knows no request.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import logging
 import signal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engine.errors import ModelError
@@ -17,13 +20,7 @@ from server.worker.fork_server import Forked, said
 
 logger = logging.getLogger(__name__)
 
-MOST_BEAT_SECONDS = 1.0  # the engine sends a message at least this often
-_BEATS_PER_HANG = 4
-
-
-def beat_seconds(hang_seconds: float) -> float:
-    """Return the longest time between two messages of an engine that is given up after `hang_seconds` of silence."""
-    return min(MOST_BEAT_SECONDS, hang_seconds / _BEATS_PER_HANG)
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0  # between failures of engines
 
 
 class Worker(asyncio.Protocol):
@@ -33,6 +30,7 @@ class Worker(asyncio.Protocol):
         self.process, self._limit, self._progress = process, limit, progress
         self.outputs: deque[wire.StepReport] = deque()  # unread
         self.loss: Exception | None = None
+        self.lost = asyncio.Event()
         self.wake: Callable[[], None] = lambda: None  # called when an output or the loss has arrived
         self._frames = wire.Frames(limit)
         self._transport: Any = None  # before `connect`
@@ -100,19 +98,18 @@ class Worker(asyncio.Protocol):
 
     # --------------------------------------------------------------------------------------------------- the process
 
-    async def ready(self, hang_seconds: float, load_seconds: float | None = None) -> wire.Ready:
-        """Wait until the engine is loaded, for at most `load_seconds`, and watch it from then on.
+    async def ready(self, hang_seconds: float, load_seconds: float | None = None) -> None:
+        """Wait for the engine's `facts` until it is loaded, for at most `load_seconds`, and watch it from then on.
 
         Raises EngineHung, if it was not loaded in time, or ModelError, EngineCrashed or WireError.
         """
         try:
             async with asyncio.timeout(load_seconds):
-                facts = await self._ready
+                self.facts = await self._ready
         except TimeoutError:
             raise EngineHung(f"the engine was not loaded within {load_seconds:.3g} s") from None
-        self.order, self.load = 0, facts.load  # of the newest report
+        self.order, self.load = 0, self.facts.load  # of the newest report
         self._watch(hang_seconds)
-        return facts
 
     def load_adapter(self, order: wire.LoadAdapter) -> asyncio.Future[str]:
         """Send the order. The result is the adapter's fingerprint; ModelError if it is refused, or the loss."""
@@ -150,16 +147,12 @@ class Worker(asyncio.Protocol):
             case wire.Refused():
                 self._lose(ModelError(message.problem))
             case wire.AdapterAnswer():
-                self._end_loading(message)
-
-    def _end_loading(self, answer: wire.AdapterAnswer) -> None:
-        loading = self._loading.pop(answer.name, None)
-        if loading is None or loading.done():
-            return  # who waited is gone
-        if answer.problem is None:
-            loading.set_result(answer.fingerprint)
-        else:
-            loading.set_exception(ModelError(answer.problem))
+                answer = self._loading.pop(message.name, None)
+                if answer is not None and not answer.done():  # else who waited is gone
+                    if message.problem is None:
+                        answer.set_result(message.fingerprint)
+                    else:
+                        answer.set_exception(ModelError(message.problem))
 
     def _lose(self, error: Exception) -> None:
         """Record that the engine is lost, and kill its process."""
@@ -170,4 +163,82 @@ class Worker(asyncio.Protocol):
                 if not answer.done():
                     answer.set_exception(error)
             self.process.kill()
+            self.lost.set()
             self.wake()
+
+
+class Standby:
+    """Loads an engine, and after longer and longer pauses another one when it is lost, until it is taken or closed.
+
+    An engine that is refused is not loaded again.
+    """
+
+    def __init__(
+        self, load: Callable[[], Awaitable[Worker]], pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
+        self._load, self._pause = load, pause
+        self._loading: asyncio.Future[Worker] | None = None  # loads, or has loaded, the engine that can be taken
+        self._keeper = asyncio.ensure_future(self._keep())
+
+    async def take(self) -> Worker | None:
+        """Return the engine as soon as it is loaded, and keep none from now on; None if there is none."""
+        await self._end_keeper()
+        if self._loading is None:
+            return None
+        try:
+            worker = await asyncio.shield(self._loading)
+        except Exception:
+            logger.exception("the standby could not be loaded")
+            self._loading = None
+            return None
+        self._loading = None
+        if worker.loss is None:
+            return worker
+        await worker.close()
+        return None
+
+    async def close(self) -> None:
+        """Kill the process of the engine, if there is one, and wait until it is gone."""
+        await self._end_keeper()
+        loading, self._loading = self._loading, None
+        if loading is None:
+            return
+        loading.cancel()
+        await asyncio.wait([loading])
+        if not loading.cancelled() and loading.exception() is None:
+            await loading.result().close()
+
+    async def _keep(self) -> None:
+        seconds = FIRST_PAUSE_SECONDS
+        while True:
+            self._loading = asyncio.ensure_future(self._load())
+            try:
+                worker = await asyncio.shield(self._loading)
+            except ModelError as error:  # it would be refused again, and on a GPU its weights take what passes need
+                logger.error("no standby is kept: %s", error)  # noqa: TRY400  # a traceback is of no use
+                self._loading = None
+                return
+            except Exception:
+                logger.exception("the standby could not be loaded")
+                self._loading = None
+            else:
+                await worker.lost.wait()
+                logger.warning("the standby was lost: %s", worker.loss)
+                self._loading = None
+                await _to_its_end(worker.close())
+            await self._pause(seconds)
+            seconds = min(2 * seconds, LONGEST_PAUSE_SECONDS)
+
+    async def _end_keeper(self) -> None:
+        self._keeper.cancel()
+        await asyncio.wait([self._keeper])
+
+
+async def _to_its_end(work: Awaitable[None]) -> None:
+    """Await `work` to its end, also if this task is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise

@@ -70,7 +70,7 @@ class HostAhead:
 async def test_an_end_that_was_asked_for_during_a_trial_outlives_the_trial(reason):
     """Outputs that were made before the engine heard of the end clear the request; then it is not fed again."""
     host, lifecycle, metrics = HostAhead(), Lifecycle(), Metrics(CollectorRegistry())
-    supervisor = Supervisor(host.restart, lifecycle, metrics, Crashes(50, 300.0))
+    supervisor = Supervisor(host, lifecycle, metrics, Crashes(50, 300.0))
     driver = Driver(served(host.engine), host, AdmissionQueue(100, 10**6), metrics, lifecycle, supervisor)
     await lifecycle.move(State.READY)
     sampling = SamplingParams(max_tokens=2000, seed=1)

@@ -306,7 +306,16 @@ def test_prompts_of_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ["[1]", "7", '{"token_ids": []}', '{"token_ids": [-1]}', '{"text": "a"}', '{"prompt": ""}', "{", '{"messages": []}'],
+    [
+        "[1]",
+        "7",
+        '{"token_ids": []}',
+        '{"token_ids": [-1]}',
+        '{"text": "a"}',
+        '{"prompt": ""}',
+        "{",
+        '{"messages": []}',
+    ],
 )
 def test_a_line_that_is_no_prompt(tmp_path, line):
     path = tmp_path / "odd.jsonl"

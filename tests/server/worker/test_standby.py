@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import ModelError
 from server.errors import EngineCrashed
-from server.worker.supervisor import Standby
+from server.worker.worker import Standby
 from tests.serving import until
 
 
@@ -16,11 +16,11 @@ class FakeWorker:
     """What a standby needs of a worker."""
 
     def __init__(self):
-        self.loss, self.wake, self.closed = None, lambda: None, 0
+        self.loss, self.lost, self.closed = None, asyncio.Event(), 0
 
     def lose(self):
         self.loss = EngineCrashed("lost")
-        self.wake()
+        self.lost.set()
 
     async def close(self):
         await asyncio.sleep(0)
@@ -43,7 +43,7 @@ class Loads:
             self.fails -= 1
             raise self.error("no memory")
         self.workers.append(FakeWorker())
-        return self.workers[-1], "facts"
+        return self.workers[-1]
 
 
 class Pauses(list):
@@ -62,7 +62,7 @@ async def test_it_is_taken_once_and_as_soon_as_it_is_loaded_and_is_none_if_it_ca
     await until(lambda: loads.begun == 1)
     assert not taking.done()
     loads.gate.set()
-    assert await taking == (None if fails else (loads.workers[0], "facts"))
+    assert await taking == (None if fails else loads.workers[0])
     assert await standby.take() is None
     await standby.close()
     assert ([worker.closed for worker in loads.workers], loads.begun) == ([0] * (1 - fails), 1)
@@ -87,7 +87,7 @@ async def test_one_that_cannot_be_loaded_is_tried_again():
     standby = Standby(loads, pauses)
     await until(lambda: loads.workers)
     assert pauses == [0.5, 1.0]
-    assert await standby.take() == (loads.workers[0], "facts")
+    assert await standby.take() is loads.workers[0]
     await standby.close()
 
 
@@ -96,7 +96,7 @@ async def test_one_that_is_refused_is_not_loaded_again():
     loads, pauses = Loads(fails=1, error=ModelError), Pauses()
     standby = Standby(loads, pauses)
     await asyncio.wait([standby._keeper], timeout=60)
-    assert (await standby.take(), standby.worker) == (None, None)
+    assert await standby.take() is None
     await standby.close()
     assert (loads.begun, pauses) == (1, [])
 

@@ -83,7 +83,7 @@ class FakeHost:
 async def supervised(host, most=5):
     lifecycle, metrics = Lifecycle(), Metrics(CollectorRegistry())
     await lifecycle.move(State.READY)
-    supervisor = Supervisor(host.restart, lifecycle, metrics, Crashes(most, 60.0))
+    supervisor = Supervisor(host, lifecycle, metrics, Crashes(most, 60.0))
     await supervisor.lost()
     return supervisor, lifecycle, metrics
 

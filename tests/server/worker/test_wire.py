@@ -70,7 +70,7 @@ TO_ENGINE = [
     wire.Start("{}", "json", 0.5),
     wire.Add(1, REQUEST),
     wire.Finish(2, "alice/r", FinishReason.STOP, 1, 20),
-    wire.Drop(3, "alice/r", FinishReason.CANCELLED),
+    wire.Finish(3, "alice/r", FinishReason.CANCELLED, is_dropped=True),
     wire.Taken(),
     wire.Start("{}", "json", 0.5, is_successor=True),
     wire.CalibrationText((1, 2)),
@@ -198,12 +198,12 @@ def test_an_end_frees_pages_before_the_next_step_and_comes_at_once(front_ends):
 def test_what_is_dropped_is_not_told_and_its_name_is_free(front_ends):
     front_ends.say(wire.Add(1, asked("a")))
     front_ends.turn()
-    front_ends.say(wire.Drop(2, "a", FinishReason.CANCELLED), wire.Add(3, asked("a", max_tokens=1)))
+    front_ends.say(wire.Finish(2, "a", FinishReason.CANCELLED, is_dropped=True), wire.Add(3, asked("a", max_tokens=1)))
     (output,) = front_ends.turn()
     assert [(event.request_id, event.finished.reason) for event in output.events] == [("a", FinishReason.LENGTH)]
     assert output.order == 3
     front_ends.say(
-        wire.Finish(4, "a", FinishReason.CANCELLED), wire.Drop(5, "z", FinishReason.CANCELLED)
+        wire.Finish(4, "a", FinishReason.CANCELLED), wire.Finish(5, "z", FinishReason.CANCELLED, is_dropped=True)
     )  # both are over
     (idle,) = front_ends.turn()
     assert (idle.events, idle.order) == ((), 5)
@@ -214,11 +214,11 @@ def test_a_structure_that_compiles_holds_up_nobody(front_ends):
     front_ends.say(wire.Add(1, asked("g", guided=Guided(choice=("ab",)))), wire.Add(2, asked("a")))
     (output,) = front_ends.turn()
     assert [event.request_id for event in output.events] == ["a"]
-    front_ends.say(wire.Taken(), wire.Drop(3, "g", FinishReason.CANCELLED))
+    front_ends.say(wire.Taken(), wire.Finish(3, "g", FinishReason.CANCELLED, is_dropped=True))
     (output,) = front_ends.turn()
     assert [event.request_id for event in output.events] == ["a"]
     front_ends.compiler.gate.set()
-    front_ends.say(wire.Taken(), wire.Drop(4, "a", FinishReason.CANCELLED))
+    front_ends.say(wire.Taken(), wire.Finish(4, "a", FinishReason.CANCELLED, is_dropped=True))
     front_ends.turn(3)
     assert not front_ends.engine.has_work
 
@@ -234,7 +234,7 @@ def test_an_output_that_is_finished_while_a_structure_compiles_ends_when_it_is_a
     ends = [event for output in front_ends.turn(20) for event in output.events if event.finished is not None]
     assert [(event.index, event.finished.reason) for event in ends[:1]] == [(0, FinishReason.STOP)]
     assert ends[0].finished.completion_tokens == 2
-    front_ends.say(wire.Drop(3, "g", FinishReason.CANCELLED))
+    front_ends.say(wire.Finish(3, "g", FinishReason.CANCELLED, is_dropped=True))
     front_ends.turn(3)
     assert not front_ends.engine.has_work
 
