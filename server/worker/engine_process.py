@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
@@ -52,14 +53,9 @@ class FrontEndGone(EOFError):
 class Link:
     """The engine's end of the sockets. Its calls block, except `receive` with a time limit."""
 
-    def __init__(self, sock: socket.socket, limit: int) -> None:
-        self._socket = sock
-        self.allow(limit)
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._frames = sock, wire.Frames(wire.MOST_ORDER_BYTES)
         self._woken, self._waker = socket.socketpair()
-
-    def allow(self, limit: int) -> None:
-        """Set the most bytes of a message. Bytes of the next message that have already arrived are lost."""
-        self._limit, self._frames = limit, wire.Frames(limit)
 
     def wake(self) -> None:
         """Let a waiting `receive` return; any thread may call this."""
@@ -71,7 +67,13 @@ class Link:
         if self._woken in ready:
             self._woken.recv(_RECEIVE_BYTES)
         if self._socket in ready:
-            for payload in self._frames.feed(self._received()):
+            try:
+                data = self._socket.recv(_RECEIVE_BYTES)
+            except OSError as error:
+                raise FrontEndGone from error
+            if not data:
+                raise FrontEndGone
+            for payload in self._frames.feed(data):
                 yield wire.read(payload, wire.TO_ENGINE)
 
     @property
@@ -82,22 +84,13 @@ class Link:
     def send(self, message: wire.ToFrontEnd) -> None:
         """Send the whole message. Raises FrontEndGone if the connection is closed."""
         try:
-            self._socket.sendall(wire.framed(message, self._limit))
+            self._socket.sendall(wire.framed(message))
         except OSError as error:
             raise FrontEndGone from error
 
     def close(self) -> None:
         for end in (self._socket, self._woken, self._waker):
             end.close()
-
-    def _received(self) -> bytes:
-        try:
-            data = self._socket.recv(_RECEIVE_BYTES)
-        except OSError as error:
-            raise FrontEndGone from error
-        if not data:
-            raise FrontEndGone
-        return data
 
 
 @dataclass(slots=True)
@@ -110,17 +103,14 @@ class _Compiling:
 
 
 class EngineServer:
-    """Executes orders of the front ends on the engine, and reports the results."""
+    """Executes orders of the front ends on the engine, turn by turn, and reports the results."""
 
-    def __init__(
-        self, link: Link, engine: Engine, compile_grammar: CompileGrammar | None, beat_seconds: float,
-        *, watches_cache: bool = False, is_successor: bool = False,
-    ) -> None:  # fmt: skip
-        self._watches_cache, self._is_successor = watches_cache, is_successor
-        if watches_cache:
+    def __init__(self, link: Link, engine: Engine, compile_grammar: CompileGrammar | None, start: wire.Start) -> None:
+        self._watches_cache, self._is_successor = start.watches_cache, start.is_successor
+        if self._watches_cache:
             engine.pages.watch()
         self._link, self._engine, self._compile = link, engine, compile_grammar
-        self._beat_seconds, self._spoke = beat_seconds, time.monotonic()
+        self._beat_seconds, self._spoke = start.beat_seconds, time.monotonic()
         self._order = 0  # number of the last order that was executed
         self._lead = 0  # outputs that the front ends have not read
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
@@ -128,11 +118,6 @@ class EngineServer:
         self._events: list[TokenEvent] = []  # not sent yet
         self._has_chores = True  # for the engine, once nobody waits: until it says that nothing is left
         self._is_calm = False  # whether no order has come for a while
-
-    def run(self) -> NoReturn:
-        """Read orders, step and report until the connection is closed, or a step raises."""
-        while True:
-            self.turn()
 
     def turn(self) -> None:
         """Execute the orders that have arrived, report their results, and take a step if there is work.
@@ -297,21 +282,6 @@ class EngineServer:
         self._spoke = time.monotonic()
 
 
-def ready(model: ServedModel, engine: Engine) -> wire.Ready:
-    """Return the facts about the engine that do not change while it runs."""
-    return wire.Ready(
-        limits=engine.limits,
-        proposer_names=engine.proposer_names,
-        total_pages=engine.total_pages,
-        page_size=engine.page_size,
-        loop=engine.loop,
-        dtype=engine.dtype,
-        device=model.device,
-        load=engine.load,
-        adapters={name: adapter.fingerprint for name, adapter in engine.adapters.items()},
-    )
-
-
 LoadEngine = Callable[..., ServedModel]  # of a config and a progress; `is_successor`: it calibrates nothing
 
 
@@ -320,7 +290,6 @@ def serve(link: Link, load: LoadEngine) -> None:
     start = _first(link)
     logs.configure(start.log_format)
     config = EngineConfig.model_validate_json(start.config)
-    link.allow(wire.most_bytes(config))
     try:
         model = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
     except ModelError as error:
@@ -328,33 +297,34 @@ def serve(link: Link, load: LoadEngine) -> None:
         return
     engine = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
     settle()
-    link.send(ready(model, engine))
-    compiler, beat = model.compile_grammar, start.beat_seconds
-    told = {"watches_cache": start.watches_cache, "is_successor": start.is_successor}
-    EngineServer(link, engine, compiler, beat, **told).run()
+    adapters = {name: adapter.fingerprint for name, adapter in engine.adapters.items()}
+    pages, names = (engine.total_pages, engine.page_size), engine.proposer_names
+    link.send(wire.Ready(engine.limits, names, *pages, engine.loop, engine.dtype, model.device, engine.load, adapters))
+    server = EngineServer(link, engine, model.compile_grammar, start)
+    while True:
+        server.turn()
 
 
-class StructureCompiler:
-    """Compiles structures in this process, where a tokenizer is read for the first of them."""
+def structure_compiler(engine: EngineView, config: EngineConfig, seconds: float = COMPILE_SECONDS) -> CompileGrammar:
+    """Return what compiles structures as `GrammarCompiler` does, and reads a tokenizer for the first of them."""
+    lock = threading.Lock()
 
-    def __init__(self, engine: EngineView, config: EngineConfig, seconds: float = COMPILE_SECONDS) -> None:
-        self._engine, self._config, self._seconds = engine, config, seconds
-        self._lock = threading.Lock()
-        self._made: GrammarCompiler | None = None
-
-    def __call__(self, guided: Guided) -> Grammar:
-        """As in `GrammarCompiler.compile`."""
+    @cache
+    def made() -> GrammarCompiler:
         from engine.text.codec import Codec
         from engine.text.guided import GrammarCompiler
 
-        engine, config = self._engine, self._config
-        with self._lock:
-            if self._made is None:
-                codec = Codec.load(config.target, config.revision)
-                sizes = engine.vocab_size, engine.eos_token_ids
-                self._made = GrammarCompiler.of(codec, *sizes, config, self._seconds)
-        assert self._made is not None, "the front ends refuse structures of a model that has none"
-        return self._made.compile(guided)
+        sizes = engine.vocab_size, engine.eos_token_ids
+        found = GrammarCompiler.of(Codec.load(config.target, config.revision), *sizes, config, seconds)
+        assert found is not None, "the front ends refuse structures of a model that has none"
+        return found
+
+    def compiled(guided: Guided) -> Grammar:
+        with lock:
+            compiler = made()
+        return compiler.compile(guided)
+
+    return compiled
 
 
 def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
@@ -363,7 +333,7 @@ def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool 
     from engine.startup.warm import load
 
     engine = load(config, progress, is_successor=is_successor, rests=True)
-    device, compiler = str(pick_device(config.device)), StructureCompiler(engine, config)
+    device, compiler = str(pick_device(config.device)), structure_compiler(engine, config)
     return ServedModel(model_name(config.target), None, device, engine, None, compiler)
 
 
@@ -373,7 +343,7 @@ def main(load: LoadEngine = load_engine) -> None:
     The fork server has set how this process handles signals, and that it ends with its parent.
     """
     code = 1
-    link = Link(socket.socket(fileno=int(sys.argv[1])), _RECEIVE_BYTES)  # stays open: when it closes, the status is set
+    link = Link(socket.socket(fileno=int(sys.argv[1])))  # stays open: when it closes, the status is set
     try:
         serve(link, load)
     except FrontEndGone:

@@ -78,7 +78,6 @@ class RemoteEngine:
         """
         self.config = config
         self._program, self._hang_seconds, self._log_format = program, hang_seconds, log_format
-        self._limit = wire.most_bytes(config)
         self._forks, self._has_standby, self._watches_cache = forks, standby, watches_cache
         self._worker: Worker | None = None
         self._standby: Standby | None = None
@@ -161,7 +160,7 @@ class RemoteEngine:
                 del self.adapters[adapter.name], self._folders[adapter.name]
 
     async def _loaded(self, progress: Progress, *, is_successor: bool) -> Worker:
-        worker = Worker(await self._forked(), self._limit, progress)
+        worker = Worker(await self._forked(), wire.most_bytes(self.config), progress)
         try:
             config, beat = self.config.model_dump_json(), min(_BEAT_SECONDS, self._hang_seconds / _BEATS_PER_HANG)
             await worker.connect(wire.Start(config, self._log_format, beat, is_successor, self._watches_cache))

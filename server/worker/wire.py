@@ -22,7 +22,8 @@ from server.config import LogFormat
 T = TypeVar("T")
 
 _LENGTH_BYTES = 4  # big-endian, of the payload that follows
-_BASE_BYTES = 64 << 20  # limit of a message without log-probabilities: prompts, structures, a step's tokens
+MOST_ORDER_BYTES = 64 << 20  # limit of a message without log-probabilities: prompts, structures, a step's tokens
+_MOST_BYTES = (1 << 8 * _LENGTH_BYTES) - 1
 _LOGPROB_BYTES = 64  # generous size of one log-probability and its token
 
 
@@ -166,11 +167,11 @@ TO_FRONT_END: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFr
 
 
 def most_bytes(bounds: Bounds) -> int:
-    """Return the most bytes of a message if all requests are within these bounds."""
-    return min(_BASE_BYTES + _LOGPROB_BYTES * bounds.max_total_logprobs, (1 << 8 * _LENGTH_BYTES) - 1)
+    """Return the most bytes of a message of the engine if all requests are within these bounds."""
+    return min(MOST_ORDER_BYTES + _LOGPROB_BYTES * bounds.max_total_logprobs, _MOST_BYTES)
 
 
-def framed(message: ToEngine | ToFrontEnd, limit: int) -> bytes:
+def framed(message: ToEngine | ToFrontEnd, limit: int = _MOST_BYTES) -> bytes:
     """Encode a message with its length.
 
     Raises Unsayable if it exceeds `limit` bytes, or contains half a surrogate pair or an integer of 2**64 or more.

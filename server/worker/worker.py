@@ -27,7 +27,7 @@ class Worker(asyncio.Protocol):
     """A process with an engine. It is killed if it is silent for too long, or sends bytes that are no valid message."""
 
     def __init__(self, process: Forked, limit: int, progress: Progress) -> None:
-        self.process, self._limit, self._progress = process, limit, progress
+        self.process, self._progress = process, progress
         self.outputs: deque[wire.StepReport] = deque()  # unread
         self.loss: Exception | None = None
         self.lost = asyncio.Event()
@@ -69,7 +69,7 @@ class Worker(asyncio.Protocol):
 
     def send(self, message: wire.ToEngine) -> None:
         """Send a message, unless the connection is closing. Raises wire.Unsayable if it cannot be encoded."""
-        frame = wire.framed(message, self._limit)
+        frame = wire.framed(message, wire.MOST_ORDER_BYTES)
         if not self._transport.is_closing():
             self._transport.write(frame)
 

@@ -431,7 +431,7 @@ def test_a_structure_that_its_caller_has_waited_for_may_take_longer_in_the_engin
         guided_text, "regex_to_lark", lambda *args, **options: waits.wait(60) and compiles(*args, **options)
     )
     with pytest.raises(InvalidRequest, match="did not compile within 0 s"):
-        engine_process.StructureCompiler(engine, config, 0.0)(guided)
+        engine_process.structure_compiler(engine, config, 0.0)(guided)
     waits.set()
-    assert engine_process.StructureCompiler(engine, config)(guided).start()
+    assert engine_process.structure_compiler(engine, config)(guided).start()
     assert engine_process.COMPILE_SECONDS > COMPILE_SECONDS

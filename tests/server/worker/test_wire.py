@@ -140,8 +140,8 @@ class FrontEnds:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.socket, theirs = socket.socketpair()
-        self.engine, self.compiler, self.link = engine, FakeCompiler(), Link(theirs, LIMIT)
-        self.server = EngineServer(self.link, engine, self.compiler, 0.01)
+        self.engine, self.compiler, self.link = engine, FakeCompiler(), Link(theirs)
+        self.server = EngineServer(self.link, engine, self.compiler, wire.Start("{}", "json", 0.01))
         self.frames = wire.Frames(LIMIT)
         self.socket.setblocking(False)
 
@@ -343,14 +343,14 @@ def test_logprobs_of_prompts_go_apart(front_ends):
 def test_a_process_that_hears_nonsense_ends(data):
     ours, theirs = socket.socketpair()
     ours.sendall(data)
-    with ours, closing(Link(theirs, LIMIT)) as link, pytest.raises(wire.WireError):
+    with ours, closing(Link(theirs)) as link, pytest.raises(wire.WireError):
         serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
 
 
 def test_a_process_that_is_left_alone_ends(front_ends):
     ours, theirs = socket.socketpair()
     ours.close()
-    with closing(Link(theirs, LIMIT)) as link, pytest.raises(FrontEndGone):
+    with closing(Link(theirs)) as link, pytest.raises(FrontEndGone):
         serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
     front_ends.say(wire.Add(1, asked("a")))
     front_ends.turn()
