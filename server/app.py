@@ -39,7 +39,7 @@ from server.queue import AdmissionQueue
 from server.telemetry.kv_events import ZmqKvEvents
 from server.telemetry.logs import PROGRESS
 from server.telemetry.metrics import Exposition, Metrics, watch_lag
-from server.telemetry.tracing import OpenTelemetry, Tracing
+from server.telemetry.tracing import Tracing
 from server.worker.fork_server import ForkServer
 from server.worker.host import LocalHost
 from server.worker.remote import EngineProgram, Host, RemoteEngine
@@ -78,7 +78,7 @@ class App:
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
         if tracing is None:
-            tracing = OpenTelemetry.configured(model_name(config.target)) if config.tracing else Tracing()
+            tracing = Tracing.configured(model_name(config.target)) if config.tracing else Tracing()
         self._admission = Admission(self._require_driver, self.metrics, self._grammars, self._slow, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
         # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.
@@ -123,7 +123,8 @@ class App:
         model = await self._load_model()
         if model is not None:
             self.driver = self._make_driver(model)
-            self.metrics.requests.set_cache(model.engine.page_size, model.engine.total_pages)
+            pages = str(model.engine.page_size), str(model.engine.total_pages)
+            self.metrics.requests.cache_config.labels(*pages).set(1)
             tasks.create_task(self.driver.run())
             await self._open()
 
@@ -131,7 +132,7 @@ class App:
         config = self.config
         supervisor = Supervisor(self.host, self.lifecycle, self.metrics, self._crashes)
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
-        self.metrics.requests.watch_queue(lambda: queue.usage)
+        self.metrics.requests.queue_usage.set_function(lambda: queue.usage)
         return Driver(
             model,
             self.host,

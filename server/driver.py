@@ -31,7 +31,7 @@ from server.model import ServedModel
 from server.queue import AdmissionQueue
 from server.recovery import Recovery
 from server.streams.stream import SEND_DEFAULTS, OutputStream, SendOptions
-from server.telemetry.kv_events import KvEvents
+from server.telemetry.kv_events import ZmqKvEvents
 from server.telemetry.metrics import Metrics
 from server.turns import CallerTurns, Estimates, max_len_of
 from server.worker.host import TurnOutput
@@ -72,7 +72,7 @@ class Driver:
         supervisor: Supervisor,
         clock: Clock = time.monotonic,
         ageing_seconds: float = 1.0,
-        kv_events: KvEvents | None = None,  # default: none are published
+        kv_events: ZmqKvEvents | None = None,  # default: none are published
     ) -> None:
         self.model, self.queue, self.host = model, queue, host
         self.estimates, self._ageing_seconds = Estimates(clock), ageing_seconds
@@ -83,7 +83,7 @@ class Driver:
         self._endings: dict[str, _Ending] = {}
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
-        self._kv_events = kv_events or KvEvents()
+        self._kv_events = kv_events
         self._recovery = Recovery()
         self._stopping = asyncio.Event()
         self._retiring: set[str] = set()  # adapters that go when their last request has ended
@@ -157,7 +157,8 @@ class Driver:
         return await self.host.turn(self._wake)
 
     def _emit(self, output: TurnOutput) -> None:
-        self._kv_events.publish(output.cache_changes)
+        if self._kv_events is not None:
+            self._kv_events.publish(output.cache_changes)
         for event in output.events:
             stream = self._live.get(event.request_id)
             if stream is not None:  # else the fault of another output has just ended it
@@ -173,7 +174,8 @@ class Driver:
         """Restart the engine after a failure; whether it runs again. Its requests are then fed to it once more."""
         running = [s for s in self.live() if s.timeline.started is not None and s not in self._recovery]
         logger.error("the engine failed with %d requests", len(running), exc_info=error)
-        self._kv_events.clear()
+        if self._kv_events is not None:
+            self._kv_events.clear()
         await self._supervisor.lost()
         guilty = self._recovery.crashed(running, was_killed=isinstance(error, EngineKilled))
         for request_id in list(self._endings):

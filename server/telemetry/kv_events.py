@@ -46,16 +46,6 @@ def _event(*fields: Any) -> msgspec.Raw:
 _CLEARED = _event("AllBlocksCleared")
 
 
-class KvEvents:
-    """A reader of the prefix cache's changes. This one publishes nothing."""
-
-    def publish(self, changes: Iterable[CacheChange]) -> None:
-        """Publish changes of the engine's prefix cache, in their order, as one batch."""
-
-    def clear(self) -> None:
-        """Publish that the engine is lost, and with it all that was cached."""
-
-
 @dataclass(slots=True)
 class _Block:
     """A cached page: its hash, the number of its predecessor, and the event that entered it."""
@@ -132,7 +122,7 @@ def _adapter(salt: Sequence[Any]) -> str | None:
     return salt[2][0] if len(salt) > 2 else None
 
 
-class ZmqKvEvents(KvEvents):
+class ZmqKvEvents:
     """Publishes batches on one socket and, if asked to, answers on another one with the log from some number on."""
 
     def __init__(
@@ -170,13 +160,16 @@ class ZmqKvEvents(KvEvents):
         return cls(config.kv_events_endpoint, config.kv_events_replay_endpoint, topic, model)
 
     def publish(self, changes: Iterable[CacheChange]) -> None:
+        """Publish changes of the engine's prefix cache, in their order, as one batch."""
         if self._num_logged > self._most + 2 * len(self._blocks):
-            self._begin_log()
+            self._log, self._num_logged = [], 0
+            self._send([_CLEARED, *self._blocks.stored()])
         events = [event for change in changes if (event := self._blocks.apply(change)) is not None]
         if events:
             self._send(events)
 
     def clear(self) -> None:
+        """Publish that the engine is lost, and with it all that was cached."""
         self._blocks.clear()
         self._send([_CLEARED])
 
@@ -199,10 +192,6 @@ class ZmqKvEvents(KvEvents):
         for number, payload in enumerate(self._log[first:], first):
             await replays.send_multipart((reader, b"", self._topic, _number(number), payload))
         await replays.send_multipart((reader, b"", b"", _END, b""))
-
-    def _begin_log(self) -> None:
-        self._log, self._num_logged = [], 0
-        self._send([_CLEARED, *self._blocks.stored()])
 
     def _send(self, events: list[msgspec.Raw]) -> None:
         import zmq

@@ -137,10 +137,10 @@ class RequestMetrics:
         about = "Queued requests, and outputs of others that wait to take part."
         self._waiting = make.gauge("requests_waiting", about)
         about = "The queue's requests or tokens over their limit, whichever is more; 1 is full."
-        self._queue_usage = make.gauge("queue_usage_ratio", about)
+        self.queue_usage = make.gauge("queue_usage_ratio", about)
         self._kv_usage = make.gauge("kv_usage_ratio", "Share of the target's pages in use, 0 to 1.")
         about = "Always 1; the labels are the target's block_size (tokens per page) and num_gpu_blocks (its pages)."
-        self._cache_config = make.gauge("cache_config_info", about, ["block_size", "num_gpu_blocks"])
+        self.cache_config = make.gauge("cache_config_info", about, ["block_size", "num_gpu_blocks"])
         self._queue = make.seconds("queue_time", "Time from arrival to the engine.")
         self._first = make.seconds("time_to_first_token", "Time from arrival to the first token of an output.")
         self._gap = make.seconds("inter_token_latency", "Time between two rounds of tokens of one output.")
@@ -152,13 +152,6 @@ class RequestMetrics:
         self.interruptions = make.counter("interrupted_requests", about)
         about = "Requests that continue a stream which was interrupted elsewhere."
         self.resumes = make.counter("resumed_requests", about)
-
-    def watch_queue(self, usage: Callable[[], float]) -> None:
-        """At each scrape call `usage`, which returns the used share of the queue's limits."""
-        self._queue_usage.set_function(usage)
-
-    def set_cache(self, page_size: int, total_pages: int) -> None:
-        self._cache_config.labels(str(page_size), str(total_pages)).set(1)
 
     def reject(self, reason: str) -> None:
         self._rejected[reason].inc()

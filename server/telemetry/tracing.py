@@ -20,37 +20,17 @@ if TYPE_CHECKING:
 EXTRA = "tracing needs packages that are not installed: pip install 'pilotfish[otel]'"
 
 
-class Trace:
-    """The trace of one request from its arrival. It ends once, by `refuse` or by `end`. This one is not recorded."""
-
-    @property
-    def trace_id(self) -> str | None:
-        """32 hexadecimal digits, or None if the trace is not recorded."""
-        return None
-
-    def refuse(self, error: BaseException) -> None:
-        """End the trace: the request was not admitted."""
-
-    def end(self, stream: OutputStream) -> None:
-        """End the trace: the call is over."""
-
-
 class Tracing:
-    """Starts traces. This one is of a server without tracing."""
+    """Starts traces: spans named `generate`, with OpenTelemetry's attributes for generative AI where they exist.
 
-    def begin(self, headers: Mapping[str, str]) -> Trace:
-        """Start the trace of a request with these headers or metadata; `traceparent` names the caller's trace."""
-        return Trace()
+    Without a tracer none is recorded.
+    """
 
-
-class OpenTelemetry(Tracing):
-    """Spans named `generate`, with OpenTelemetry's attributes for generative AI where they exist."""
-
-    def __init__(self, tracer: Tracer, model: str, clock: Clock = time.monotonic) -> None:
+    def __init__(self, tracer: Tracer | None = None, model: str = "", clock: Clock = time.monotonic) -> None:
         self._tracer, self._model, self._clock = tracer, model, clock
 
     @classmethod
-    def configured(cls, model: str) -> OpenTelemetry:
+    def configured(cls, model: str) -> Tracing:
         """Use the exporter that the environment names. Raises ValueError if the extra is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -64,29 +44,39 @@ class OpenTelemetry(Tracing):
         return cls(provider.get_tracer("pilotfish", version()), model)
 
     def begin(self, headers: Mapping[str, str]) -> Trace:
-        """Start a span whose parent is the caller's span."""
+        """Start the trace of a request with these headers or metadata; `traceparent` names the caller's trace."""
+        if self._tracer is None:
+            return Trace(None, self._clock)
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind
 
         attributes = {"gen_ai.operation.name": "text_completion", "gen_ai.request.model": self._model}
-        span = self._tracer.start_span("generate", extract(headers), SpanKind.SERVER, attributes)
-        return _SpanOfRequest(span, self._clock)
+        return Trace(self._tracer.start_span("generate", extract(headers), SpanKind.SERVER, attributes), self._clock)
 
 
-class _SpanOfRequest(Trace):
-    def __init__(self, span: Span, clock: Clock) -> None:
+class Trace:
+    """The trace of one request from its arrival. It ends once, by `refuse` or by `end`."""
+
+    def __init__(self, span: Span | None, clock: Clock) -> None:
         self._span, self._clock = span, clock
 
     @property
     def trace_id(self) -> str | None:
-        context = self._span.get_span_context()
-        return f"{context.trace_id:032x}" if context.trace_flags.sampled else None
+        """32 hexadecimal digits, or None if the trace is not recorded."""
+        context = None if self._span is None else self._span.get_span_context()
+        return None if context is None or not context.trace_flags.sampled else f"{context.trace_id:032x}"
 
     def refuse(self, error: BaseException) -> None:
-        self._fail(error)
-        self._span.end()
+        """End the trace: the request was not admitted."""
+        if self._span is not None:
+            self._fail(self._span, error)
+            self._span.end()
 
     def end(self, stream: OutputStream) -> None:
+        """End the trace: the call is over."""
+        span = self._span
+        if span is None:
+            return
         ends = [output.end.finished for output in stream.outputs if output.end is not None]
         attributes: dict[str, Any] = {
             "pilotfish.request_id": stream.request_id,
@@ -96,20 +86,18 @@ class _SpanOfRequest(Trace):
             "pilotfish.drafted_tokens": sum(end.stats.drafted for end in ends),
             "pilotfish.accepted_tokens": sum(end.stats.accepted for end in ends),
         }
-        self._span.set_attributes(attributes)
+        span.set_attributes(attributes)
         first = min((o.timeline.first_token for o in stream.outputs if o.timeline.first_token), default=None)
         for name, when in (("started", stream.timeline.started), ("first token", first)):
             if when is not None:
-                self._span.add_event(name, timestamp=self._unix_nanoseconds(when))
+                span.add_event(name, timestamp=time.time_ns() - round(1e9 * (self._clock() - when)))
         if stream.error is not None:
-            self._fail(stream.error)
-        self._span.end()
+            self._fail(span, stream.error)
+        span.end()
 
-    def _fail(self, error: BaseException) -> None:
+    @staticmethod
+    def _fail(span: Span, error: BaseException) -> None:
         from opentelemetry.trace import StatusCode
 
-        self._span.set_attribute("error.type", type(error).__name__)
-        self._span.set_status(StatusCode.ERROR)  # without the message, which may contain text of the prompt
-
-    def _unix_nanoseconds(self, when: float) -> int:
-        return time.time_ns() - round(1e9 * (self._clock() - when))
+        span.set_attribute("error.type", type(error).__name__)
+        span.set_status(StatusCode.ERROR)  # without the message, which may contain text of the prompt

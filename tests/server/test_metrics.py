@@ -95,7 +95,7 @@ async def test_a_loop_that_is_held_shows():
 
 def test_the_queue_is_as_full_as_its_tighter_bound():
     queue, registry = AdmissionQueue(4, 100), CollectorRegistry()
-    Metrics(registry).requests.watch_queue(lambda: queue.usage)
+    Metrics(registry).requests.queue_usage.set_function(lambda: queue.usage)
     usage = lambda: registry.get_sample_value("pilotfish_queue_usage_ratio")  # noqa: E731
     assert usage() == 0
     queue.push(Request(request_id="a", token_ids=(1,)), 10, due=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.telemetry.tracing import OpenTelemetry
+from server.telemetry.tracing import Tracing
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG
@@ -57,7 +57,7 @@ def tracer():
 
 
 async def test_a_request_is_a_part_of_its_callers_trace(tracer):
-    async with serving(tracing_with=OpenTelemetry(tracer, "fake")) as server:
+    async with serving(tracing_with=Tracing(tracer, "fake")) as server:
         await collect(server.inference.GenerateStream(request(request_id="r"), metadata=tuple(CONTEXT.items())))
         async with http_client(server) as http:
             await http.post("/generate", json={"prompt": "ab"}, headers=CONTEXT)
@@ -79,7 +79,7 @@ async def test_a_request_is_a_part_of_its_callers_trace(tracer):
 
 async def test_refused_cancelled_and_failed_requests_have_an_end_too(tracer):
     engine = FakeEngine(step_seconds=0.01)
-    async with serving(engine, tracing_with=OpenTelemetry(tracer, "fake")) as server:
+    async with serving(engine, tracing_with=Tracing(tracer, "fake")) as server:
         with pytest.raises(Exception, match="prompt"):
             await server.inference.Generate(pb.GenerateRequest(prompt=""))
         call = server.inference.GenerateStream(request(stopping=LONG))
