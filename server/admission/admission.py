@@ -53,7 +53,7 @@ class Call:
     trace: Trace
 
     async def response(self) -> pb.GenerateResponse:
-        return await answers.response_in_turns(await self.stream.read_all(), self.wanted)
+        return await answers.response(await self.stream.read_all(), self.wanted)
 
     async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Yield messages with the tokens of each round; rounds are merged while the reader is busy."""
@@ -108,12 +108,16 @@ class Admission:
         """
         trace = self._tracing.begin(origin.headers)
         try:
-            leave = self._quotas.enter(origin.caller, _num_outputs(message, self._driver()))
-            try:
-                return await self._admit(message, known, origin, leave, trace)
-            except BaseException:
-                leave()
-                raise
+            driver = self._driver()
+            n = message.sampling.n if 1 <= message.sampling.n <= driver.model.engine.config.max_n else 1
+            with ExitStack() as refused:
+                leave = refused.callback(self._quotas.enter(origin.caller, n))
+                driver.require_open(origin.caller.share)  # before any work is done for the request
+                wanted, stream = await self._opened(message, known, driver, origin)
+                driver.submit(stream, wanted.priority)
+                stream.trace(trace.trace_id)
+                refused.pop_all()
+            return Call(driver, wanted, stream, self._metrics, leave, trace)
         except BaseException as error:
             trace.refuse(error)
             if isinstance(error, PilotfishError):
@@ -150,21 +154,6 @@ class Admission:
         finally:
             arriving.add(caller.share, -1)
 
-    async def _admit(
-        self,
-        message: pb.GenerateRequest,
-        known: Sequence[Violation],
-        origin: Origin,
-        leave: Callable[[], None],
-        trace: Trace,
-    ) -> Call:
-        driver = self._driver()
-        driver.require_open(origin.caller.share)  # before any work is done for the request
-        wanted, stream = await self._opened(message, known, driver, origin)
-        driver.submit(stream, wanted.priority)
-        stream.trace(trace.trace_id)
-        return Call(driver, wanted, stream, self._metrics, leave, trace)
-
     async def _in_parts(self, parts: Iterator[None]) -> None:
         """Do work on what the caller has received. It can be long, so others have their turns between its parts."""
         is_over = object()
@@ -176,7 +165,12 @@ class Admission:
     ) -> tuple[convert.Wanted, OutputStream]:
         with self._arrival(driver, origin.caller):
             found = await self.wanted(message, known, driver.model)
-            wanted = _of_caller(await self._compiled(found, driver.model, origin.remaining), origin.caller)
+            wanted, caller = await self._compiled(found, driver.model, origin.remaining), origin.caller
+            request = replace(  # whose id and salt are distinct from those of other callers
+                wanted.request, request_id=caller.key(wanted.request.request_id),
+                cache_salt=caller.salt(wanted.request.cache_salt), caller=caller.share,
+            )  # fmt: skip
+            wanted = replace(wanted, request=request)
             stream = driver.open(wanted.request, wanted.sending, origin.remaining())
             if wanted.sending.received:
                 await self._in_parts(stream.replay())
@@ -253,16 +247,3 @@ class Admission:
     async def encoded(self, text: str, codec: Codec, message: pb.GenerateRequest) -> tuple[int, ...]:
         """Return the tokens of this text; that of a template already contains the special tokens."""
         return await self._slow.encode(text, partial(codec.encode, bare=message.HasField("messages")))
-
-
-def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:
-    """Make the id and the salt distinct from those of other callers, and name the caller's share of the machine."""
-    request, salt = wanted.request, caller.salt(wanted.request.cache_salt)
-    mine = replace(request, request_id=caller.key(request.request_id), cache_salt=salt, caller=caller.share)
-    return replace(wanted, request=mine)
-
-
-def _num_outputs(message: pb.GenerateRequest, driver: Driver) -> int:
-    """Return the outputs for which a request counts against quotas; 1 if it asks for more than any may have."""
-    n = message.sampling.n
-    return n if 1 <= n <= driver.model.engine.config.max_n else 1

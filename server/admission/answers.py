@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableSequence
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 from engine.params import SpeculationSettings
-from engine.types import DraftStats, FinishedOutput, Logprob
+from engine.types import Logprob
 from pilotfish.v1 import control_pb2 as control_pb
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.convert import Wanted
 from server.admission.resume import speculation_settings
 from server.model import ServedModel
-from server.streams.stream import Chunk, End, Timeline
+from server.streams.stream import Chunk, End
 
 MAX_AT_ONCE = 100  # tokens whose log-probabilities are converted before others have a turn; each has many candidates
 
@@ -43,51 +42,27 @@ def add_prompt(message: pb.GenerateStreamResponse | pb.GenerateResponse, asked: 
         message.prompt_token_ids.ids.extend(asked.request.token_ids)
 
 
-def response(chunks: Seq[Chunk], asked: Wanted) -> pb.GenerateResponse:
-    """Return all outputs, each complete, in one message."""
-    found = pb.GenerateResponse(
-        request_id=asked.request_id,
-        model=asked.model,
-        outputs=[_output(chunk, asked) for chunk in chunks],
-        prompt_logprobs=_prompt_logprobs(chunks[0].prompt_logprobs),
-    )
+async def response(chunks: Seq[Chunk], asked: Wanted) -> pb.GenerateResponse:
+    """Return all outputs, each complete, in one message; others have turns while many log-probabilities enter."""
+    found = pb.GenerateResponse(request_id=asked.request_id, model=asked.model)
     add_prompt(found, asked)
-    return found
-
-
-async def response_in_turns(chunks: Seq[Chunk], asked: Wanted) -> pb.GenerateResponse:
-    """Like `response`; others have turns while many log-probabilities enter."""
-    prompt = [of for of in chunks[0].prompt_logprobs if of is not None]
-    if len(prompt) + sum(len(chunk.logprobs) for chunk in chunks) <= MAX_AT_ONCE:
-        return response(chunks, asked)
-    found = response([replace(chunk, logprobs=(), prompt_logprobs=()) for chunk in chunks], asked)
-    for output, chunk in zip(found.outputs, chunks, strict=True):
-        for some in _parts(chunk.logprobs):
-            output.logprobs.extend(map(_logprob, some))
-            await asyncio.sleep(0)
+    for chunk in chunks:
+        assert chunk.end is not None, "half an output"
+        end = finished(chunk.index, chunk.end, len(asked.request.prediction))
+        output = found.outputs.add(index=chunk.index, text=chunk.text, finished=end)
+        if asked.token_ids:
+            _add_tokens(output, chunk)
+        await _add_logprobs(output.logprobs, chunk.logprobs)
     if chunks[0].prompt_logprobs:
         found.prompt_logprobs.SetInParent()  # present also without entries
-    for some in _parts(prompt):
-        found.prompt_logprobs.logprobs.extend(map(_logprob, some))
-        await asyncio.sleep(0)
+        await _add_logprobs(found.prompt_logprobs.logprobs, [of for of in chunks[0].prompt_logprobs if of is not None])
     return found
 
 
-def _parts(found: Seq[Logprob]) -> Iterator[Seq[Logprob]]:
-    return (found[start : start + MAX_AT_ONCE] for start in range(0, len(found), MAX_AT_ONCE))
-
-
-def _output(chunk: Chunk, asked: Wanted) -> pb.Output:
-    assert chunk.end is not None, "half an output"
-    output = pb.Output(
-        index=chunk.index,
-        text=chunk.text,
-        logprobs=map(_logprob, chunk.logprobs),
-        finished=finished(chunk.index, chunk.end, len(asked.request.prediction)),
-    )
-    if asked.token_ids:
-        _add_tokens(output, chunk)
-    return output
+async def _add_logprobs(message: MutableSequence[pb.TokenLogprob], found: Seq[Logprob]) -> None:
+    for start in range(0, len(found), MAX_AT_ONCE):
+        message.extend(map(_logprob, found[start : start + MAX_AT_ONCE]))
+        await asyncio.sleep(0)
 
 
 def _add_tokens(message: pb.TokenDelta | pb.Output, chunk: Chunk) -> None:
@@ -110,57 +85,43 @@ def _prompt_logprobs(found: Iterable[Logprob | None]) -> pb.PromptLogprobs | Non
 def finished(index: int, end: End, num_predicted: int) -> pb.Finished:
     """Return the terminal message of one output, of which the caller predicted so many tokens."""
     result = end.finished
+    timeline, stats = end.timeline, result.stats
+    assert timeline.started is not None, "only what started has an End"
+    assert timeline.ended is not None, "an End without a time"
     message = pb.Finished(
         index=index,
         finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{result.reason.name}"),  # an ERROR is a status instead
-        usage=_usage(result, num_predicted),
-        speculation_stats=_stats(result.stats, result.spec_gain),
-        timing=_timing(end.timeline),
+        usage=pb.Usage(
+            accepted_prediction_tokens=result.accepted_prediction_tokens,
+            rejected_prediction_tokens=num_predicted - result.accepted_prediction_tokens,
+            prompt_tokens=result.prompt_tokens,
+            completion_tokens=result.completion_tokens,
+            cached_prompt_tokens=result.cached_prompt_tokens,
+        ),
+        speculation_stats=pb.SpeculationStats(
+            rounds=stats.rounds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            accepted_per_position=stats.accepted_per_position,
+            acceptance_length=stats.acceptance_length if stats.rounds else 0.0,
+            gain_ratio=result.spec_gain,
+        ),
+        timing=pb.Timing(
+            queue_seconds=timeline.started - timeline.arrived,
+            time_to_first_token_seconds=(
+                None if timeline.first_token is None else timeline.first_token - timeline.arrived
+            ),
+            total_seconds=timeline.ended - timeline.arrived,
+        ),
         seed=result.seed,
         speculation=speculation_settings(result.speculation),
         interruptions=end.interruptions,
     )
-    _set_matched_stop(message, result, end.stop_string)
-    return message
-
-
-def _usage(result: FinishedOutput, num_predicted: int) -> pb.Usage:
-    return pb.Usage(
-        accepted_prediction_tokens=result.accepted_prediction_tokens,
-        rejected_prediction_tokens=num_predicted - result.accepted_prediction_tokens,
-        prompt_tokens=result.prompt_tokens,
-        completion_tokens=result.completion_tokens,
-        cached_prompt_tokens=result.cached_prompt_tokens,
-    )
-
-
-def _set_matched_stop(message: pb.Finished, result: FinishedOutput, stop_string: str | None) -> None:
-    if stop_string is not None:
-        message.stop_string = stop_string
+    if end.stop_string is not None:
+        message.stop_string = end.stop_string
     elif result.stop_token_id is not None:
         message.stop_token_id = result.stop_token_id
-
-
-def _timing(timeline: Timeline) -> pb.Timing:
-    arrived, started, first, ended = timeline.arrived, timeline.started, timeline.first_token, timeline.ended
-    assert started is not None, "only what started has an End"
-    assert ended is not None, "an End without a time"
-    return pb.Timing(
-        queue_seconds=started - arrived,
-        time_to_first_token_seconds=None if first is None else first - arrived,
-        total_seconds=ended - arrived,
-    )
-
-
-def _stats(stats: DraftStats, gain: float) -> pb.SpeculationStats:
-    return pb.SpeculationStats(
-        rounds=stats.rounds,
-        drafted=stats.drafted,
-        accepted=stats.accepted,
-        accepted_per_position=stats.accepted_per_position,
-        acceptance_length=stats.acceptance_length if stats.rounds else 0.0,
-        gain_ratio=gain,
-    )
+    return message
 
 
 def model_info(model: ServedModel, adapters: Seq[str]) -> control_pb.GetModelInfoResponse:

@@ -150,12 +150,6 @@ def _called(call: pb.ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _violations(asked: pb.ChatMessages) -> Iterator[Violation]:
-    if asked.continue_final_message and asked.add_generation_prompt:
-        yield Violation("messages.add_generation_prompt", "is true; the last message is to be continued, not answered")
-    yield from _tool_violations(asked)
-
-
 def _template_arguments(asked: pb.ChatMessages, template: ChatTemplate) -> dict[str, Any]:
     """Decode the variables of the template. Raises InvalidRequest if some names are those of something else."""
     field = "messages.template_arguments"
@@ -171,7 +165,9 @@ def _template_arguments(asked: pb.ChatMessages, template: ChatTemplate) -> dict[
     return arguments
 
 
-def _tool_violations(asked: pb.ChatMessages) -> Iterator[Violation]:
+def _violations(asked: pb.ChatMessages) -> Iterator[Violation]:
+    if asked.continue_final_message and asked.add_generation_prompt:
+        yield Violation("messages.add_generation_prompt", "is true; the last message is to be continued, not answered")
     if len(asked.tools) > MAX_TOOLS:
         yield Violation("messages.tools", f"has {len(asked.tools)} functions; the limit is {MAX_TOOLS}")
         return
@@ -184,18 +180,15 @@ def _tool_violations(asked: pb.ChatMessages) -> Iterator[Violation]:
         if tool.name in names:
             yield Violation(f"messages.tools[{i}].name", f"is {shown(tool.name)}, which is there twice")
         names.add(tool.name)
-        yield from _schema_violations(f"messages.tools[{i}].parameters", tool.parameters or ANY_OBJECT)
+        field = f"messages.tools[{i}].parameters"
+        try:
+            kind = json_object(field, tool.parameters or ANY_OBJECT).get("type", "object")
+        except InvalidRequest as invalid:
+            yield from invalid.violations
+        else:
+            if kind != "object":
+                yield Violation(field, f"has the type {shown(kind)}; expected object")
     yield from _choice_violations(asked.tool_choice, names)
-
-
-def _schema_violations(field: str, text: str) -> Iterator[Violation]:
-    try:
-        kind = json_object(field, text).get("type", "object")
-    except InvalidRequest as invalid:
-        yield from invalid.violations
-        return
-    if kind != "object":
-        yield Violation(field, f"has the type {shown(kind)}; expected object")
 
 
 def _choice_violations(choice: pb.ToolChoice, names: Iterable[str]) -> Iterator[Violation]:

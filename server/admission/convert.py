@@ -68,11 +68,8 @@ NOTHING_ENCODED = Encoded()
 def require_model(name: str | None, model: ServedModel) -> None:
     """Raise NotFound unless `name` is the served model, one of its adapters, or None."""
     if name is not None and name != model.name and name not in model.engine.adapters:
-        raise NotFound(f"model is {shown(name)}; this server has {', '.join(map(repr, _names(model)))}")
-
-
-def _names(model: ServedModel) -> list[str]:
-    return [model.name, *sorted(model.engine.adapters)]
+        known = ", ".join(map(repr, [model.name, *sorted(model.engine.adapters)]))
+        raise NotFound(f"model is {shown(name)}; this server has {known}")
 
 
 def adapter_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> str | None:
@@ -155,14 +152,15 @@ def wanted(
         request_id=message.request_id if message.HasField("request_id") else secrets.token_hex(12),
         token_ids=token_ids,
         sampling=_sampling(message, model, found, len(token_ids)),
-        speculation=_speculation(message, model),
+        speculation=_speculation(message, model, found),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
         emitted=emitted_outputs(received),
         prediction=_predicted(message, model, found) if encoded.prediction is None else encoded.prediction,
         adapter=adapter,
     )
-    unsupported = list(_unsupported(message, model))
-    answer = None
+    unsupported, answer = list[str](), None
+    if message.HasField("guided") and model.compile_grammar is None:
+        unsupported.append("guided asks for a structure of text; this model is served without")
     try:
         request, answer = _with_answer(request, message, model, encoded.text)
     except InvalidRequest as invalid:
@@ -172,7 +170,9 @@ def wanted(
     try:
         model.engine.check(request)
     except InvalidRequest as invalid:
-        found += map(_as_in_the_protocol, invalid.violations)
+        # The engine has two counts of likeliest tokens, for output and prompt; the protocol has one.
+        names = {"output.prompt_logprobs": "output.top_logprobs"}
+        found += (replace(v, field=names.get(v.field, v.field)) for v in invalid.violations)
     except Unsupported as error:
         unsupported.append(str(error))
     if found:
@@ -222,8 +222,6 @@ def _violations(message: pb.GenerateRequest, model: ServedModel, *, needs_input:
             yield Violation("messages", "is a conversation, and the model has no chat template; send prompt")
     if message.stopping.stop and model.codec is None:
         yield Violation("stopping.stop", "is text, and the model has no tokenizer; use stop_token_ids")
-    if message.HasField("prediction"):
-        yield from _prediction_violations(message.prediction, model)
     if message.output.HasField("stream_interval") and message.output.stream_interval < 1:
         yield Violation("output.stream_interval", "is 0; expected 1 or more")
     if message.output.top_logprobs and not (message.output.logprobs or message.output.prompt_logprobs):
@@ -231,36 +229,6 @@ def _violations(message: pb.GenerateRequest, model: ServedModel, *, needs_input:
         yield Violation("output.top_logprobs", problem)
     if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
         yield Violation("priority", f"is {message.priority}; expected {-MAX_PRIORITY} to {MAX_PRIORITY}")
-    yield from _unknown_enums(message.speculation)
-
-
-def _prediction_violations(predicted: pb.Prediction, model: ServedModel) -> Iterator[Violation]:
-    match predicted.WhichOneof("content"):
-        case None:
-            yield Violation("prediction", "is empty; expected text or token_ids")
-        case "text" if model.codec is None:
-            yield Violation("prediction.text", "is text, and the model has no tokenizer; send token_ids")
-
-
-def _unknown_enums(asked: pb.SpeculationOptions) -> Iterator[Violation]:
-    """Yield violations for unknown enum numbers, which proto3 accepts; a newer client may send them."""
-    if asked.mode and asked.mode not in MODES:
-        yield Violation("speculation.mode", f"is {asked.mode}, which this server does not know")
-    if asked.verification and asked.verification not in VERIFICATIONS:
-        yield Violation("speculation.verification", f"is {asked.verification}, which this server does not know")
-
-
-def _unsupported(message: pb.GenerateRequest, model: ServedModel) -> Iterator[str]:
-    """Yield problems with fields that request a feature that this server does not have."""
-    if message.HasField("guided") and model.compile_grammar is None:
-        yield "guided asks for a structure of text; this model is served without"
-
-
-def _as_in_the_protocol(violation: Violation) -> Violation:
-    """Rename a field: the engine has two counts of likeliest tokens, for output and prompt; the protocol has one."""
-    if violation.field == "output.prompt_logprobs":
-        return replace(violation, field="output.top_logprobs")
-    return violation
 
 
 def _prompt(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[int, ...]:
@@ -277,6 +245,11 @@ def _prompt(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
 
 
 def _predicted(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[int, ...]:
+    kind = message.prediction.WhichOneof("content")
+    if message.HasField("prediction") and kind is None:
+        found.append(Violation("prediction", "is empty; expected text or token_ids"))
+    if kind == "text" and model.codec is None:
+        found.append(Violation("prediction.text", "is text, and the model has no tokenizer; send token_ids"))
     ids = message.prediction.token_ids.ids
     return tuple(_bounded(ids, "prediction.token_ids", "tokens", model.engine.max_model_len, found))
 
@@ -370,8 +343,12 @@ def _guided(asked: pb.GuidedDecoding, bounds: Bounds, found: list[Violation]) ->
     return Guided() if kind is None else Guided(**{kind: getattr(asked, kind)})  # the engine reports what is missing
 
 
-def _speculation(message: pb.GenerateRequest, model: ServedModel) -> SpeculationParams:
+def _speculation(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> SpeculationParams:
     """Convert the settings. A continued request may name a proposer of another server, on which no token depends."""
+    for name, known in (("mode", MODES), ("verification", VERIFICATIONS)):
+        number = getattr(message.speculation, name)  # proto3 accepts unknown ones; a newer client may send them
+        if number and number not in known:
+            found.append(Violation(f"speculation.{name}", f"is {number}, which this server does not know"))
     asked, verification = message.speculation, VERIFICATIONS.get(message.speculation.verification)
     is_of_another = message.HasField("resume") and asked.proposer not in model.engine.proposer_names
     has_proposer = asked.HasField("proposer") and not (is_of_another and verification is Verification.COUPLED)

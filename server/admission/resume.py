@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from engine.errors import GrammarFault, InvalidRequest, Violation, shown
 from engine.params import MAX_SEED, SpeculationMode, SpeculationSettings, Verification
-from engine.types import GRAMMAR_TOKENS, EmittedOutput, Grammar, GrammarState, Request
+from engine.types import GRAMMAR_TOKENS, EmittedOutput, Grammar, Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.errors import ResumeRefused
 from server.model import ServedModel
 from server.streams.stream import NOTHING_RECEIVED, ReceivedOutput
+from server.turns import max_len_of
 
 MODES = {pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.name}"): mode for mode in SpeculationMode}
 VERIFICATIONS = {pb.Verification.Value(f"VERIFICATION_{rule.name}"): rule for rule in Verification}
@@ -42,11 +43,10 @@ def resume_info(request: Request, model: ServedModel, fingerprint: str) -> pb.Re
     """Return what the caller needs to continue the stream of `request` on another server with this fingerprint."""
     engine = model.engine
     assert request.sampling.seed is not None, "drawn when the request was converted"
-    longest = request.max_len(engine.max_model_len, engine.config.max_output_tokens)
     return pb.ResumeInfo(
         fingerprint=fingerprint,
         seed=request.sampling.seed,
-        max_tokens=longest - len(request.token_ids),
+        max_tokens=max_len_of(request, engine) - len(request.token_ids),
         speculation=speculation_settings(engine.speculation_of(request)),
     )
 
@@ -122,20 +122,18 @@ def emitted_outputs(received: Sequence[ReceivedOutput]) -> tuple[EmittedOutput, 
 def require_fit(received: Sequence[ReceivedOutput], grammar: Grammar) -> Iterator[None]:
     """Check, in parts, that the tokens that were received have the structure of the request. Raises InvalidRequest."""
     for index, output in enumerate(received):
-        if output.token_ids:
-            yield from _require_fit(f"resume.outputs[{index}].token_ids", output.token_ids, grammar.start())
-
-
-def _require_fit(field: str, tokens: Sequence[int], state: GrammarState) -> Iterator[None]:
-    for start in range(0, len(tokens), GRAMMAR_TOKENS):
-        part = tokens[start : start + GRAMMAR_TOKENS]
-        try:
-            taken = state.advance(part)
-        except GrammarFault as fault:
-            raise InvalidRequest.of(field, str(fault)) from fault
-        if taken < len(part):
-            raise InvalidRequest.of(f"{field}[{start + taken}]", f"is {part[taken]}, which does not fit the structure")
-        yield
+        field, state = f"resume.outputs[{index}].token_ids", grammar.start()
+        for start in range(0, len(output.token_ids), GRAMMAR_TOKENS):
+            part = output.token_ids[start : start + GRAMMAR_TOKENS]
+            try:
+                taken = state.advance(part)
+            except GrammarFault as fault:
+                raise InvalidRequest.of(field, str(fault)) from fault
+            if taken < len(part):
+                raise InvalidRequest.of(
+                    f"{field}[{start + taken}]", f"is {part[taken]}, which does not fit the structure"
+                )
+            yield
 
 
 class EventIds:

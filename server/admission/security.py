@@ -178,21 +178,16 @@ class Quotas:
             asked = f" and asks for {n} outputs" if n > 1 else ""
             problem = f"{caller.name} has {self._live[caller.name]} live requests{asked}; the limit is {self._max_live}"
             raise QuotaExceeded(problem, bound="live requests", retry_seconds=_LIVE_RETRY_SECONDS)
-        self._spend(caller, n)
+        if self._buckets is not None:
+            now, per_second = self._clock(), self._buckets.per_second
+            held = self._buckets.held(caller.name, now)
+            if held < 1:
+                problem = f"{caller.name} sends more than {per_second:g} requests per second"
+                raise QuotaExceeded(problem, bound="requests per second", retry_seconds=(1 - held) / per_second)
+            self._buckets.take(caller.name, n, now)
         self._live[caller.name] += n
         leaving.callback(self._live.subtract, {caller.name: n})
         return leaving.close
-
-    def _spend(self, caller: Caller, n: int) -> None:
-        """Take `n` requests from the caller's token bucket while it has one, or raise QuotaExceeded."""
-        if self._buckets is None:
-            return
-        now, per_second = self._clock(), self._buckets.per_second
-        held = self._buckets.held(caller.name, now)
-        if held < 1:
-            problem = f"{caller.name} sends more than {per_second:g} requests per second"
-            raise QuotaExceeded(problem, bound="requests per second", retry_seconds=(1 - held) / per_second)
-        self._buckets.take(caller.name, n, now)
 
 
 AT_ONCE = 20  # refusals of one caller that are answered at once, and per second after that

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import heapq
-import itertools
 import math
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -117,8 +115,7 @@ class _Lane:
 
     def __init__(self, name: str) -> None:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap of size, age, and what to wait for
-        self._numbers = itertools.count()
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []  # size, and what to wait for, the oldest first
         self._num_done = 0
         self._is_busy = False
 
@@ -134,7 +131,7 @@ class _Lane:
             self._is_busy = True
             return
         place = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (size, next(self._numbers), place))
+        self._waiting.append((size, place))
         try:
             await place
         except asyncio.CancelledError:
@@ -145,23 +142,14 @@ class _Lane:
     def _next(self) -> None:
         """Let the next piece begin whose caller has not gone."""
         self._num_done += 1
-        take = self._oldest if self._num_done % PIECES_PER_OLDEST == 0 else self._smallest
+        takes_oldest = self._num_done % PIECES_PER_OLDEST == 0
         while self._waiting:
-            place = take()
-            if not place.done():
-                place.set_result(None)
+            piece = self._waiting[0] if takes_oldest else min(self._waiting, key=itemgetter(0))
+            self._waiting.remove(piece)
+            if not piece[1].done():
+                piece[1].set_result(None)
                 return
         self._is_busy = False
-
-    def _smallest(self) -> asyncio.Future[None]:
-        _, _, place = heapq.heappop(self._waiting)
-        return place
-
-    def _oldest(self) -> asyncio.Future[None]:
-        piece = min(self._waiting, key=itemgetter(1))
-        self._waiting.remove(piece)
-        heapq.heapify(self._waiting)
-        return piece[2]
 
 
 def release_turn() -> None:

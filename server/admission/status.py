@@ -70,7 +70,10 @@ def refusal(error: PilotfishError) -> Refusal:
             return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid", (_bad_request(error), *info))
         case QueueFull():
             metric = "quota" if isinstance(error, QuotaExceeded) else "queue_full"
-            why = _retry(error.retry_seconds), _quota(error)
+            violation = details_pb.QuotaFailure.Violation(
+                subject=error.bound, description=clipped(str(error), MAX_VIOLATION)
+            )
+            why = _retry(error.retry_seconds), details_pb.QuotaFailure(violations=[violation])
             return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, metric, why, error.retry_seconds)
         case Unavailable():
             details: list[Message] = [details_pb.ErrorInfo(reason=error.reason, domain=DOMAIN)]
@@ -125,8 +128,3 @@ def _retry(seconds: float) -> details_pb.RetryInfo:
     delay = Duration()
     delay.FromMilliseconds(round(seconds * 1000))
     return details_pb.RetryInfo(retry_delay=delay)
-
-
-def _quota(error: QueueFull) -> details_pb.QuotaFailure:
-    violation = details_pb.QuotaFailure.Violation(subject=error.bound, description=clipped(str(error), MAX_VIOLATION))
-    return details_pb.QuotaFailure(violations=[violation])
