@@ -174,6 +174,7 @@ class App:
     async def _load_model(self) -> ServedModel | None:
         """Load the model, again if the engine dies; None if it cannot be served or if `stop` was called meanwhile."""
         pause: float | None = 0.0
+        config = self.config
         while pause is not None:
             await first_of(asyncio.sleep(pause), self._stop.wait())
             loading = asyncio.ensure_future(self.host.start(self._progress))
@@ -181,29 +182,26 @@ class App:
             if self._stop.is_set():
                 return None
             try:
-                return self._with_format(loading.result())
+                model = loading.result()
+                if config.chat_format is not None:
+                    model = model.with_format(config.chat_format)
+                if model.chat is not None:
+                    logger.info("calls of functions have the format %s", model.format.name)
+                return model
             except EngineCrashed as error:
                 self._crashes.record()
                 has_failed = error.status is not None and error.status > 0  # as it would again; the log says why
                 pause = None if has_failed else self._crashes.pause()
                 what = "giving up" if pause is None else "it is loaded again"
-                logger.error("the engine ended while %s was loaded: %s; %s", self.config.target, error, what)  # noqa: TRY400  # no code here is at fault
+                logger.error("the engine ended while %s was loaded: %s; %s", config.target, error, what)  # noqa: TRY400  # no code here is at fault
             except ModelError as error:
-                logger.error("cannot serve %s: %s", self.config.target, error)  # noqa: TRY400  # an error of the user: no traceback
+                logger.error("cannot serve %s: %s", config.target, error)  # noqa: TRY400  # an error of the user: no traceback
                 break
             except Exception:
-                logger.exception("cannot load %s", self.config.target)
+                logger.exception("cannot load %s", config.target)
                 break
         await self.lifecycle.move(State.FAILED)
         return None
-
-    def _with_format(self, model: ServedModel) -> ServedModel:
-        """Return the model with the chat format of the configuration. Raises ModelError if there is no such format."""
-        if self.config.chat_format is not None:
-            model = model.with_format(self.config.chat_format)
-        if model.chat is not None:
-            logger.info("calls of functions have the format %s", model.format.name)
-        return model
 
     def _progress(self, stage: str) -> None:
         """Log a stage of loading; called on any thread. Raises InterruptedError to stop the load."""

@@ -46,16 +46,14 @@ PRINTING = ("check", "bench", "health", "verify", "train-draft", "quality")  # m
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     command, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "serve": serve,
-        "generate": generate,
-        "quantize": quantize,
-        "version": show_version,
-    }
+    commands: dict[str, Callable[[list[str]], int]] = {"serve": serve, "generate": generate, "quantize": quantize}
     if command in commands:
         return commands[command](rest)
     if command in PRINTING:
         return _printed(command, rest)
+    if command == "version":
+        print(f"pilotfish {version()}")
+        return 0
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -76,27 +74,23 @@ def serve(arguments: list[str]) -> int:
 
     # The fork server starts first: its import of torch takes longer than all work that follows here.
     with ForkServer() as forks:
-        return _serve(arguments, forks)
+        from pydantic import ValidationError
 
+        from engine.errors import ModelError
+        from engine.machine.rank import RankInfo
+        from server.config import ServerConfig
 
-def _serve(arguments: list[str], forks: ForkServer) -> int:
-    from pydantic import ValidationError
-
-    from engine.errors import ModelError
-    from engine.machine.rank import RankInfo
-    from server.config import ServerConfig
-
-    try:
-        config = ServerConfig.load(arguments)
-        place = RankInfo.here()
-        place.check(config.tensor_parallel_size)
-    except (ValidationError, OSError, ModelError) as error:
-        print(f"pilotfish serve: {_told(error)}", file=sys.stderr)
-        return 2
-    if config.engine_process and place.leads:
-        return _run(config, forks)
-    forks.close()
-    return _run(config, None) if place.leads else _follow(config)
+        try:
+            config = ServerConfig.load(arguments)
+            place = RankInfo.here()
+            place.check(config.tensor_parallel_size)
+        except (ValidationError, OSError, ModelError) as error:
+            print(f"pilotfish serve: {_told(error)}", file=sys.stderr)
+            return 2
+        if config.engine_process and place.leads:
+            return _run(config, forks)
+        forks.close()
+        return _run(config, None) if place.leads else _follow(config)
 
 
 def generate(arguments: list[str]) -> int:
@@ -145,12 +139,6 @@ def quantize(arguments: list[str]) -> int:
         print(f"pilotfish quantize: {_told(error)}", file=sys.stderr)
         return 1
     print(f"{options.out} holds {options.model} in {options.weights}: `pilotfish serve {options.out}`")
-    return 0
-
-
-def show_version(_arguments: list[str]) -> int:
-    """Print the version."""
-    print(f"pilotfish {version()}")
     return 0
 
 

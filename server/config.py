@@ -6,7 +6,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import (
@@ -33,8 +33,6 @@ _EMBEDDED = {
     "eagle": str(embedded_eagle()),
     "self_layers": 3,
 }
-
-Config = TypeVar("Config", bound="ServerConfig")
 
 
 class ServerConfig(BaseSettings, EngineConfig):
@@ -179,46 +177,46 @@ class ServerConfig(BaseSettings, EngineConfig):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags have precedence over variables. `load` adds the file as the source of lowest precedence."""
-        return init_settings, env_settings
+        """Flags have precedence over variables, and these over the file, which `load` names in `model_config`."""
+        files = TomlConfigSettingsSource(settings_cls), YamlConfigSettingsSource(settings_cls)
+        return init_settings, env_settings, *files
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
         """Read flags, variables and the file that one of them names, in this order of precedence."""
         flags: CliSettingsSource[Any] = CliSettingsSource(cls, cli_parse_args=list(arguments))
         path = flags().get("config") or os.environ.get("PILOTFISH_CONFIG")
-        return CliApp.run(_with_file(cls, Path(path)) if path else cls, cli_args=list(arguments))
+        if not path:
+            return CliApp.run(cls, cli_args=list(arguments))
+        try:
+            can_be_opened(Path(path))
+        except ValueError as error:
+            raise FileNotFoundError(f"config {error}") from None
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no configuration file {path}")
+        is_toml = Path(path).suffix == ".toml"
+
+        class WithFile(cls):  # type: ignore[valid-type, misc]
+            model_config = SettingsConfigDict(toml_file=path) if is_toml else SettingsConfigDict(yaml_file=path)
+
+        return CliApp.run(WithFile, cli_args=list(arguments))
 
     @classmethod
-    def load_with(cls, own: dict[str, dict[str, Any]], arguments: Sequence[str]) -> tuple[Namespace, Self]:
+    def load_with(
+        cls, command: str, about: str, own: dict[str, dict[str, Any]], arguments: Sequence[str]
+    ) -> tuple[Namespace, Self]:
         """Read the options of a command, each with arguments of argparse, and those of the server."""
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
-        for name, about in own.items():
-            parser.add_argument(f"--{name}", **about)
+        for name, told in own.items():
+            parser.add_argument(f"--{name}", **told)
         mine, others = parser.parse_known_args(arguments)
-        return mine, cls.load(others)
+
+        class CommandConfig(cls):  # type: ignore[valid-type, misc]
+            __doc__ = about
+            model_config = SettingsConfigDict(cli_prog_name=f"pilotfish {command}")
+
+        return mine, CommandConfig.load(others)
 
     def engine(self) -> EngineConfig:
         options = {name: getattr(self, name) for name in EngineConfig.model_fields}
         return EngineConfig(**options | {"engines_per_device": self.engines_per_device * (1 + self.standby)})
-
-
-def _with_file(base: type[Config], path: Path) -> type[Config]:
-    """Return a subclass of `base` that reads the file as its last source."""
-    source = TomlConfigSettingsSource if path.suffix == ".toml" else YamlConfigSettingsSource
-    try:
-        can_be_opened(path)
-    except ValueError as error:
-        raise FileNotFoundError(f"config {error}") from None
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no configuration file {path}")
-
-    class _FromFile(base):  # type: ignore[valid-type, misc]
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            sources = super().settings_customise_sources(settings_cls, *args, **kwargs)
-            return (*sources, source(settings_cls, path))
-
-    return _FromFile

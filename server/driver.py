@@ -34,15 +34,16 @@ from server.streams.stream import SEND_DEFAULTS, OutputStream, SendOptions
 from server.telemetry.kv_events import ZmqKvEvents
 from server.telemetry.metrics import Metrics
 from server.turns import CallerTurns, Estimates, max_len_of
-from server.worker.host import TurnOutput
 from server.worker.remote import Host
 from server.worker.supervisor import Supervisor
+from server.worker.wire import StepReport
 
 logger = logging.getLogger(__name__)
 
 # A request is due this long after its arrival, or when it has to start to keep its deadline, if that is sooner. Each
 # step of priority makes it due earlier. So a request's place is known at its arrival and can only move forward.
 PATIENCE_SECONDS = 10.0
+_UNFED = Aborted("the request was ended while no engine had it")
 
 
 @dataclass(slots=True)
@@ -97,7 +98,9 @@ class Driver:
             try:
                 self._apply_endings()
                 self._admit()
-                if (output := await self._step()) is not None:
+                if not self.host.has_work:
+                    self._report_load()
+                if (output := await self.host.turn(self._wake)) is not None:
                     self._emit(output)
             except Exception as error:  # noqa: BLE001  # whatever it is, every stream must hear of it; logged
                 if not await self._recover(error):
@@ -150,13 +153,7 @@ class Driver:
             if output.is_stopped and not output.has_ended:  # an earlier engine was told to end it; this one was not
                 self.host.finish(stream.request_id, FinishReason.STOP, output.index, output.num_tokens)
 
-    async def _step(self) -> TurnOutput | None:
-        """The engine's next output; None if there was no work and something else woke the loop."""
-        if not self.host.has_work:
-            self._report_load()
-        return await self.host.turn(self._wake)
-
-    def _emit(self, output: TurnOutput) -> None:
+    def _emit(self, output: StepReport) -> None:
         if self._kv_events is not None:
             self._kv_events.publish(output.cache_changes)
         for event in output.events:
@@ -197,11 +194,7 @@ class Driver:
             return
         ending.is_told = False
         if not ending.is_read and self._recovery.take(stream):
-            self._end_without_engine(stream, ending)
-
-    def _end_without_engine(self, stream: OutputStream, ending: _Ending) -> None:
-        error = ending.error or Aborted("the request was ended while no engine had it")
-        self._fail(stream, error, ending.reason)
+            self._fail(stream, ending.error or _UNFED, ending.reason)
 
     def _convict(self, stream: OutputStream) -> None:
         """End a request that brought the engine down alone again and again, and describe it in the log."""
@@ -299,7 +292,7 @@ class Driver:
             return
         ending = _Ending(reason, error)
         if self.queue.remove(stream.request_id) or (not ending.is_read and self._recovery.take(stream)):
-            self._end_without_engine(stream, ending)
+            self._fail(stream, error or _UNFED, reason)
             self._report_load()
         else:
             self._endings.setdefault(stream.request_id, ending)

@@ -13,7 +13,6 @@ from engine.config import EngineConfig
 from engine.model.bounded import find_file
 from engine.model.gguf.files import open_gguf
 from engine.params import Guided, SpeculationSettings
-from engine.startup.calibration_text import TEXT
 from engine.stats import EngineLoad
 from engine.text.codec import Codec
 from engine.types import Adapter, Grammar, Request
@@ -72,10 +71,6 @@ class ModelText:
             return cls(None, None)
         _ = codec.longest_token  # else the first request would wait for it
         return cls(codec, ChatTemplate.load(config.target, config.revision))
-
-    def calibration_tokens(self) -> tuple[int, ...]:
-        """The text with which an engine calibrates; empty without a tokenizer."""
-        return () if self.codec is None else self.codec.encode(TEXT)
 
 
 @dataclass(frozen=True, slots=True)

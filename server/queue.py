@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import math
+from bisect import bisect_right, insort
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 
 from engine.types import Request
 from server.errors import QueueFull
@@ -59,7 +60,7 @@ class _Waiting:
 
 
 class AdmissionQueue:
-    """Each caller's requests by due time, bounded in requests, tokens and seconds. A push or pop costs O(log n).
+    """Each caller's requests by due time, bounded in requests, tokens and seconds.
 
     The bounds in tokens and seconds apply only to callers of whom other requests wait: else any request is accepted.
     """
@@ -68,7 +69,7 @@ class AdmissionQueue:
         self.max_requests, self.max_seconds = max_requests, max_seconds
         self._requests, self._tokens = FairBound(max_requests), FairBound(max_tokens)
         self._waiting: dict[str, _Waiting] = {}
-        self._heaps: dict[str, list[_Waiting]] = {}  # by caller
+        self._lines: dict[str, list[_Waiting]] = {}  # by caller, who is due first in front
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -84,7 +85,7 @@ class AdmissionQueue:
 
     @property
     def callers(self) -> tuple[str, ...]:
-        return tuple(self._heaps)
+        return tuple(self._lines)
 
     @property
     def usage(self) -> float:
@@ -96,7 +97,7 @@ class AdmissionQueue:
         if not self._requests.has_room(caller):
             problem = f"the queue holds {len(self)} requests; the limit is {self.max_requests}"
             raise QueueFull(problem, bound="requests", retry_seconds=outlook.retry)
-        if caller not in self._heaps:
+        if caller not in self._lines:
             return
         if not self._tokens.has_room(caller, num_tokens):
             held = f"the queue holds {self.num_tokens} tokens and the request may need {num_tokens}"
@@ -113,12 +114,12 @@ class AdmissionQueue:
         self.require_room(request.caller, num_tokens, outlook)
         entry = _Waiting(due, next(self._numbers), request, num_tokens)
         self._waiting[request.request_id] = entry
-        heapq.heappush(self._heaps.setdefault(request.caller, []), entry)
+        insort(self._lines.setdefault(request.caller, []), entry)
         self._count(entry, 1)
 
     def pop(self, caller: str = "") -> Request:
         """Remove and return the request of `caller` that is due first."""
-        request = self._heaps[caller][0].request
+        request = self._lines[caller][0].request
         self.remove(request.request_id)
         return request
 
@@ -128,19 +129,16 @@ class AdmissionQueue:
         if entry is None:
             return False
         self._count(entry, -1)
-        heap = self._heaps[entry.request.caller]
-        if entry is heap[0]:
-            heapq.heappop(heap)
-        else:
-            heap.remove(entry)
-            heapq.heapify(heap)
-        if not heap:
-            del self._heaps[entry.request.caller]
+        line = self._lines[entry.request.caller]
+        line.remove(entry)
+        if not line:
+            del self._lines[entry.request.caller]
         return True
 
     def ahead(self, due: float, caller: str = "") -> list[Request]:
-        """Return the requests of `caller` that would start before a new one that is due at `due`, in any order."""
-        return [entry.request for entry in self._heaps.get(caller, ()) if entry.due <= due]
+        """Return the requests of `caller` that would start before a new one that is due at `due`."""
+        line = self._lines.get(caller, [])
+        return [entry.request for entry in line[: bisect_right(line, due, key=attrgetter("due"))]]
 
     def _count(self, entry: _Waiting, change: int) -> None:
         self._requests.add(entry.request.caller, change)

@@ -99,7 +99,9 @@ class CallerTurns:
         """
         ahead, running = self._queue.ahead(due, caller), self._now
         waiting = [(request, 0) for request in ahead for _ in range(request.sampling.n)]
-        if len(waiting) < max(self._free_places, self._equal_part(caller) - running.held[caller]):
+        engine = self._engine
+        free = engine.config.max_batch_size - engine.load.num_running if engine.has_room else 0
+        if len(waiting) < max(free, self._equal_part(caller) - running.held[caller]):
             return [], []
         if likely and running.held[caller]:
             outputs = [output for output in running.outputs if output[0].caller == caller]
@@ -118,11 +120,6 @@ class CallerTurns:
         """Return the places that a caller can have beside the other live ones; 0 if there is no other one."""
         callers = {stream.request.caller for stream in self._live.values()} | {caller}
         return max(1, self._engine.config.max_batch_size // len(callers)) if len(callers) > 1 else 0
-
-    @property
-    def _free_places(self) -> int:
-        """Outputs that can start before any other ends."""
-        return self._engine.config.max_batch_size - self._engine.load.num_running if self._engine.has_room else 0
 
     @property
     def _now(self) -> _Running:

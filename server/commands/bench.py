@@ -16,16 +16,16 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
-from pydantic_settings import SettingsConfigDict
 
 from engine.errors import ModelError
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.types import FinishedOutput, Request
 from models import corpus
+from server.commands.arguments import Tokens
 from server.config import ServerConfig
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.llm import LLM, CompletionOutput
     from server.model import ServedModel
 
 ERRORS = (ValidationError, ModelError, OSError)
@@ -34,13 +34,10 @@ _PROMPT = 64  # tokens of a prompt, for a model without a tokenizer
 _salts = count()
 
 
-class BenchConfig(ServerConfig):
-    """How fast is this pair here? Takes the options, variables and file of `pilotfish serve`.
+_ABOUT = """How fast is this pair here? Takes the options, variables and file of `pilotfish serve`.
 
-    Besides: --tokens of each output, --rounds, --batches, and --json prints JSON.
-    """
-
-    model_config = SettingsConfigDict(cli_prog_name="pilotfish bench")
+Besides: --tokens of each output, --rounds, --batches, and --json prints JSON.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +57,17 @@ class BenchRow:
 class BenchTurn:
     """Result of decoding all prompts once in one mode."""
 
-    tokens: list[list[int]]
-    ended: list[FinishedOutput]
+    outputs: list[CompletionOutput]
     seconds: float
+
+    @property
+    def tokens(self) -> list[tuple[int, ...]]:
+        return [output.token_ids for output in self.outputs]
 
 
 def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, bool]:
     """Measure, and return the table; `tell` is called with the progress."""
+    from engine.llm import LLM
     from server.model import ServedModel
 
     own: dict[str, dict[str, Any]] = {
@@ -75,54 +76,45 @@ def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, boo
         "batches": {"type": int, "nargs": "+", "default": [1, 8]},
         "json": {"action": "store_true"},
     }
-    asked, config = BenchConfig.load_with(own, arguments)
+    asked, config = ServerConfig.load_with("bench", _ABOUT, own, arguments)
     model = ServedModel.load(config.engine(), tell)
-    rows = [row for batch in asked.batches for row in _rows(model, batch, asked, tell)]
+    llm = LLM.of(cast("Engine", model.engine))  # a model that was loaded here has its engine in this process
+    rows = [row for batch in asked.batches for row in _rows(llm, _prompts(model, batch), asked, tell)]
     if asked.json:
         return json.dumps([asdict(row) for row in rows], indent=1), True
     who, drafts = model.engine.default_proposer, config.num_draft_tokens
     return as_text(rows, f"{model.name} in {model.engine.dtype}, drafts by {who}, K up to {drafts}"), True
 
 
-def _rows(model: ServedModel, batch: int, asked: Namespace, tell: Callable[[str], None]) -> list[BenchRow]:
-    prompts = _prompts(model, batch)
+def _rows(llm: LLM, prompts: list[Tokens], asked: Namespace, tell: Callable[[str], None]) -> list[BenchRow]:
+    batch = len(prompts)
     turns: dict[SpeculationMode, list[BenchTurn]] = {way: [] for way in WAYS}
     for number in range(asked.rounds + 1):
         for way in WAYS:
             tell(f"batch {batch}, round {number} of {asked.rounds}, {way}")
-            turn = _turn(cast("Engine", model.engine), prompts, asked.tokens, way)
+            turn = _turn(llm, prompts, asked.tokens, way)
             if number:  # the first round warms up
                 turns[way].append(turn)
     return [_row(batch, way, turns[way], turns[SpeculationMode.OFF]) for way in WAYS]
 
 
-def _prompts(model: ServedModel, batch: int) -> list[tuple[int, ...]]:
+def _prompts(model: ServedModel, batch: int) -> list[Tokens]:
     if model.codec is None:
         size = model.engine.vocab_size
         return [tuple((7 * i + j) % size for j in range(_PROMPT)) for i in range(batch)]
     return [tuple(model.codec.encode(text)) for text in corpus.held_out_prompts(batch)]
 
 
-def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: SpeculationMode) -> BenchTurn:
-    """Decode all prompts. Each request has its own cache salt, so that no turn reuses cached prompts of another."""
-    sampling, salt = SamplingParams(max_tokens=tokens, ignore_eos=True), next(_salts)
-    for i, prompt in enumerate(prompts):
-        speculation, tenant = SpeculationParams(mode=way), f"bench-{salt}-{i}"
-        engine.add(
-            Request(request_id=str(i), token_ids=prompt, sampling=sampling, speculation=speculation, cache_salt=tenant)
-        )
-    made: list[list[int]] = [[] for _ in prompts]
-    ended: list[FinishedOutput] = []
+def _turn(llm: LLM, prompts: list[Tokens], tokens: int, way: SpeculationMode) -> BenchTurn:
+    """Decode all prompts. Each turn has its own cache salt, so that it reuses no cached prompts of another."""
+    sampling, speculation = SamplingParams(max_tokens=tokens, ignore_eos=True), SpeculationParams(mode=way)
     start = time.perf_counter()
-    while engine.has_work:
-        for event in engine.step().events:
-            made[int(event.request_id)] += event.token_ids
-            ended += [event.finished] if event.finished is not None else []
-    return BenchTurn(made, ended, time.perf_counter() - start)
+    outputs = llm.generate(prompts, sampling, speculation=speculation, cache_salt=f"bench-{next(_salts)}")
+    return BenchTurn(outputs, time.perf_counter() - start)
 
 
 def _row(batch: int, way: SpeculationMode, turns: Sequence[BenchTurn], plain: Sequence[BenchTurn]) -> BenchRow:
-    stats = [ended.stats for ended in turns[-1].ended]
+    stats = [output.stats for output in turns[-1].outputs]
     rounds, drafted, accepted = (sum(getattr(s, name) for s in stats) for name in ("rounds", "drafted", "accepted"))
     return BenchRow(
         batch=batch,

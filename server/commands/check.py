@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
-from pydantic_settings import SettingsConfigDict
 
 from server.config import ServerConfig
 
@@ -19,13 +18,10 @@ if TYPE_CHECKING:
 ERRORS = (ValidationError, OSError)
 
 
-class CheckConfig(ServerConfig):
-    """Can this machine serve this pair, and how? Takes the options, variables and file of `pilotfish serve`.
+_ABOUT = """Can this machine serve this pair, and how? Takes the options, variables and file of `pilotfish serve`.
 
-    Besides: --no-load reads the configs only, and --json prints JSON.
-    """
-
-    model_config = SettingsConfigDict(cli_prog_name="pilotfish check")
+Besides: --no-load reads the configs only, and --json prints JSON.
+"""
 
 
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
@@ -34,7 +30,7 @@ def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     from server.chat import ChatTemplate
 
     flag = {"action": "store_true"}
-    asked, config = CheckConfig.load_with({"no-load": flag, "json": flag}, arguments)
+    asked, config = ServerConfig.load_with("check", _ABOUT, {"no-load": flag, "json": flag}, arguments)
     report = check(config.engine(), load=not asked.no_load)
     if report.works:
         with problems_told(report):

@@ -7,11 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from client import Client, RequestFailedError, Tls
 
 ERRORS = (OSError,)  # of certificates that cannot be read
-SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,16 +26,10 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     """Return the server's answer as text, and whether it serves."""
     options = parser().parse_args(arguments)
-    with _channel(options.address, options.ca) as channel:
-        question = health_pb2.HealthCheckRequest(service=options.service)
+    tls = None if options.ca is None else Tls(authority=options.ca)
+    with Client(options.address, tls=tls, retry=None, control_deadline=options.timeout) as client:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(question, timeout=options.timeout)
-        except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}", False
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status), answer.status == SERVING
-
-
-def _channel(address: str, ca: Path | None) -> grpc.Channel:
-    if ca is None:
-        return grpc.insecure_channel(address)
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes()))
+            answer = client.health(options.service)
+        except RequestFailedError as error:
+            return str(error), False
+    return answer, answer == "SERVING"

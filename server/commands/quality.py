@@ -9,8 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic_settings import SettingsConfigDict
-
 from engine.errors import ModelError
 from server.commands.arguments import at_least
 from server.config import ServerConfig
@@ -22,14 +20,11 @@ ERRORS = (ModelError, OSError, ValueError)  # a ValidationError is a ValueError,
 _TOPICS = 40  # of Python's manual
 
 
-class QualityConfig(ServerConfig):
-    """How far is a served model from float32 of its checkpoint? Takes the options, variables and file of `serve`.
+_ABOUT = """How far is a served model from float32 of its checkpoint? Takes the options, variables and file of `serve`.
 
-    Besides: --text FILE (repeatable), --tokens in all, --length of each text in tokens, --reference MODEL for a model
-    that was saved with rounded weights, and --json prints JSON.
-    """
-
-    model_config = SettingsConfigDict(cli_prog_name="pilotfish quality")
+Besides: --text FILE (repeatable), --tokens in all, --length of each text in tokens, --reference MODEL for a model
+that was saved with rounded weights, and --json prints JSON.
+"""
 
 
 def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, bool]:
@@ -44,7 +39,7 @@ def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, boo
         "reference": {},
         "json": {"action": "store_true"},
     }
-    asked, options = QualityConfig.load_with(own, arguments)
+    asked, options = ServerConfig.load_with("quality", _ABOUT, own, arguments)
     config = options.engine()
     codec = Codec.load(config.target, config.revision)
     if codec is None:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -50,17 +49,14 @@ def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     return f"{told}`pilotfish serve {job.engine.target} --eagle {job.out}`", True
 
 
-class TrainDraftConfig(ServerConfig):
-    """Make an EAGLE-3 head for a target, from text that it writes itself. Takes the options of `pilotfish serve`.
+_ABOUT = """Make an EAGLE-3 head for a target, from text that it writes itself. Takes the options of `pilotfish serve`.
 
-    Besides: --out DIR is where the head is written, and where a stopped run of the same settings goes on.
-    --prompts FILE has what the target continues: a prompt per line, or as .jsonl a string, {"prompt": text},
-    {"token_ids": [...]} or {"messages": [...]} per line; without it the target writes its own prompts. --held-out FILE
-    has prompts that measure acceptance. --texts and --tokens: how many texts of how many new tokens. --steps and
-    --batch-tokens: how long it learns. --vocab: how many tokens the head can draft. --seed: of texts and training.
-    """
-
-    model_config = SettingsConfigDict(cli_prog_name="pilotfish train-draft")
+Besides: --out DIR is where the head is written, and where a stopped run of the same settings goes on.
+--prompts FILE has what the target continues: a prompt per line, or as .jsonl a string, {"prompt": text},
+{"token_ids": [...]} or {"messages": [...]} per line; without it the target writes its own prompts. --held-out FILE
+has prompts that measure acceptance. --texts and --tokens: how many texts of how many new tokens. --steps and
+--batch-tokens: how long it learns. --vocab: how many tokens the head can draft. --seed: of texts and training.
+"""
 
 
 def job_of(arguments: Sequence[str]) -> TrainingJob:
@@ -82,7 +78,7 @@ def job_of(arguments: Sequence[str]) -> TrainingJob:
         "vocab": {"type": number},
         "seed": {"type": at_least(0), "default": 0},
     }
-    asked, config = TrainDraftConfig.load_with(own, arguments)
+    asked, config = ServerConfig.load_with("train-draft", _ABOUT, own, arguments)
     alone = dict.fromkeys(("draft", *HEADS)) | {"mtp": False, "warm_up_seconds": 0.0}
     engine = config.engine().model_copy(update=alone)
     codec, chat = Codec.load(engine.target, engine.revision), ChatTemplate.load(engine.target, engine.revision)

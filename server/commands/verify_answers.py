@@ -233,12 +233,13 @@ def _difference(want: Output, got: Output, tolerance: float, *, is_greedy: bool)
     if len(got.logprobs) != len(got.token_ids):
         numbers = str(len(got.token_ids)), str(len(got.logprobs))
         return FirstDifference("number of log-probabilities", index, None, *numbers)
-    odd = next((i for i in range(at) if not abs(_logprob(want, i) - _logprob(got, i)) <= tolerance), None)
+    pairs = [(one.logprob, other.logprob) for one, other in zip(want.logprobs[:at], got.logprobs, strict=False)]
+    odd = next((i for i, (one, other) in enumerate(pairs) if not abs(one - other) <= tolerance), None)
     if want.token_ids != got.token_ids:
         is_near_tie = is_greedy and odd is None and _is_near_tie(want, got, at, tolerance)
         return FirstDifference("token", index, at, _token(want, at), _token(got, at), is_near_tie)
     if odd is not None:
-        return FirstDifference("log-probability", index, odd, f"{_logprob(want, odd)!r}", f"{_logprob(got, odd)!r}")
+        return FirstDifference("log-probability", index, odd, *map(repr, pairs[odd]))
     for what, mine, theirs in (
         ("text", want.text, got.text),
         ("end", _end(want.finished), _end(got.finished)),
@@ -262,10 +263,6 @@ def _num_equal(want: Output, got: Output) -> int:
     """The length of the beginning that both have in common."""
     shorter = min(len(want.token_ids), len(got.token_ids))
     return next((i for i in range(shorter) if want.token_ids[i] != got.token_ids[i]), shorter)
-
-
-def _logprob(output: Output, at: int) -> float:
-    return output.logprobs[at].logprob
 
 
 def _token(output: Output, at: int) -> str:

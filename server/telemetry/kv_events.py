@@ -11,7 +11,7 @@ import hashlib
 import logging
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -94,7 +94,8 @@ class CachedBlocks:
             before.followers.add(change.number)
             salt, adapter = None, before.adapter
         else:
-            salt, adapter = change.salt[0], _adapter(change.salt)
+            # The salt is the tenant's, the rotary table and, if there is one, the adapter: its name and fingerprint.
+            salt, adapter = change.salt[0], change.salt[2][0] if len(change.salt) > 2 else None
         extra: tuple[Any, ...] = ()
         if salt is not None or adapter is not None:  # what the router has to hash with the tokens
             extra = (adapter, None if salt is None else ((salt,),))
@@ -115,11 +116,6 @@ class CachedBlocks:
             gone.append(block.hash)
             left.extend(block.followers)
         return _event("BlockRemoved", gone, _MEDIUM)
-
-
-def _adapter(salt: Sequence[Any]) -> str | None:
-    """The name of the adapter in a salt: the tenant's, the rotary table and, if there is one, the adapter."""
-    return salt[2][0] if len(salt) > 2 else None
 
 
 class ZmqKvEvents:
@@ -180,18 +176,15 @@ class ZmqKvEvents:
             if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
                 logger.warning("a request for K/V events has %d frames; expected '' and a number", len(frames) - 1)
                 continue
-            reader, _, first = frames
-            await self._answer(self._replays, reader, int.from_bytes(first, "big"))
+            reader, first = frames[0], int.from_bytes(frames[2], "big")
+            for number, payload in enumerate(self._log[first:], first):
+                await self._replays.send_multipart((reader, b"", self._topic, _number(number), payload))
+            await self._replays.send_multipart((reader, b"", b"", _END, b""))
 
     def close(self) -> None:
         if self._replays is not None:
             self._replays.close(linger=0)
         self._context.destroy(linger=0)
-
-    async def _answer(self, replays: Socket, reader: bytes, first: int) -> None:
-        for number, payload in enumerate(self._log[first:], first):
-            await replays.send_multipart((reader, b"", self._topic, _number(number), payload))
-        await replays.send_multipart((reader, b"", b"", _END, b""))
 
     def _send(self, events: list[msgspec.Raw]) -> None:
         import zmq

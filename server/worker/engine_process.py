@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -93,15 +93,6 @@ class Link:
             end.close()
 
 
-@dataclass(slots=True)
-class _Compiling:
-    """A request whose structure is being compiled, and the orders that its outputs get when it is added."""
-
-    request: Request
-    future: Future[Grammar]
-    finishes: list[wire.Finish] = field(default_factory=list)
-
-
 class EngineServer:
     """Executes orders of the front ends on the engine, turn by turn, and reports the results."""
 
@@ -114,7 +105,8 @@ class EngineServer:
         self._order = 0  # number of the last order that was executed
         self._lead = 0  # outputs that the front ends have not read
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
-        self._compiling: dict[str, _Compiling] = {}  # by request id
+        # By request id: a request, its structure in the making, and the orders that its outputs get when it is added.
+        self._compiling: dict[str, tuple[Request, Future[Grammar], list[wire.Finish]]] = {}
         self._events: list[TokenEvent] = []  # not sent yet
         self._has_chores = True  # for the engine, once nobody waits: until it says that nothing is left
         self._is_calm = False  # whether no order has come for a while
@@ -213,20 +205,20 @@ class EngineServer:
             return
         future = self._threads.submit(self._compile, request.sampling.guided)
         future.add_done_callback(lambda _: self._link.wake())
-        self._compiling[request.request_id] = _Compiling(request, future)
+        self._compiling[request.request_id] = request, future, []
 
     def _add_compiled(self) -> None:
-        for name, compiling in list(self._compiling.items()):
-            if compiling.future.done():
+        for name, (request, future, finishes) in list(self._compiling.items()):
+            if future.done():
                 del self._compiling[name]
                 try:
-                    grammar = compiling.future.result()
+                    grammar = future.result()
                 except Exception as error:
                     logger.exception("request %s: its structure did not compile again", name)
-                    self._refuse(compiling.request, str(error))
+                    self._refuse(request, str(error))
                 else:
-                    self._add(replace(compiling.request, grammar=grammar))
-                    for order in compiling.finishes:
+                    self._add(replace(request, grammar=grammar))
+                    for order in finishes:
                         self._finish(order)
 
     def _add(self, request: Request) -> None:
@@ -238,7 +230,7 @@ class EngineServer:
 
     def _finish(self, order: wire.Finish) -> None:
         if order.request_id in self._compiling:
-            self._compiling[order.request_id].finishes.append(order)
+            self._compiling[order.request_id][2].append(order)
         else:
             self._events += self._engine.finish(order.request_id, order.reason, index=order.index, keep=order.keep)
 

@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Self
 
 from server.errors import EngineCrashed
 from server.worker.garbage import importing, share_one_heap
@@ -61,7 +60,7 @@ class Forked:
         return self.returncode
 
 
-class ForkServer:
+class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
     """The front-end process's side. Its methods block; any thread may call them.
 
     The thread that starts it has to live as long as this process: the kernel takes its end for that of the parent.
@@ -84,9 +83,6 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -205,15 +201,6 @@ def _end(order: bytes, running: set[int]) -> int:
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def said(status: int) -> str:
-    """Return an exit status as text: 3 -> exit status 3, -9 -> SIGKILL."""
-    if status >= 0:
-        return f"exit status {status}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-status).name
-    return f"signal {-status}"
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, cast
 
 from engine.config import EngineConfig
-from engine.kv.pages import CacheChange
-from engine.stats import StepStats
 from engine.types import FinishReason, Request, TokenEvent
 from server.errors import EngineGone, EngineHung
 from server.model import Load, Progress, ServedModel
+from server.worker.wire import StepReport
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -28,17 +26,8 @@ Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class TurnOutput:
-    """Result of a turn: events and statistics of a step; or, without a step, the terminal events of ordered ends."""
-
-    events: tuple[TokenEvent, ...]
-    stats: StepStats | None
-    cache_changes: tuple[CacheChange, ...] = ()  # of the prefix cache, if they are watched
-
-
 class LocalHost:
-    """An engine that steps on one worker thread. All other changes of the engine happen between two steps."""
+    """An engine that steps on one worker thread. All other changes of the engine happen between two steps, at once."""
 
     def __init__(
         self, load: Load, config: EngineConfig, hang_seconds: float | None = None, *, watches_cache: bool = False
@@ -81,21 +70,21 @@ class LocalHost:
     def unload_adapter(self, name: str) -> None:
         self.engine.adapters.unload(name)
 
-    async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
+    async def turn(self, wake: asyncio.Event) -> StepReport | None:
         """Return the events of ordered ends at once, if any; else take one step, or wait for `wake` without work.
 
         None if only `wake` was set. Raises if the engine failed: then call `restart`.
         """
         if self._ended:
             ended, self._ended = tuple(self._ended), []
-            return TurnOutput(ended, None)
+            return StepReport(ended, None, 0, self.engine.load)
         if not self.engine.has_work:
             await wake.wait()
             wake.clear()
             return None
         return await self._step()
 
-    async def _step(self) -> TurnOutput:
+    async def _step(self) -> StepReport:
         step = self._computed(self.engine.step)
         await asyncio.wait((step,), timeout=self._hang_seconds)
         if not step.done():
@@ -104,7 +93,7 @@ class LocalHost:
             raise EngineHung(f"a step has taken more than {self._hang_seconds:g} seconds")
         output = step.result()
         changes = self.engine.pages.take_changes() if self._watches_cache else ()
-        return TurnOutput(output.events, output.stats, changes)
+        return StepReport(output.events, output.stats, 0, self.engine.load, changes)
 
     def _watch(self) -> None:
         """Let the next steps' outputs contain all that is cached, and its changes."""

@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import TypeAlias
+
+from msgspec import structs
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.params import SpeculationSettings
 from engine.request.intake import Intake
+from engine.startup.calibration_text import TEXT
 from engine.stats import EngineLoad
 from engine.types import Adapter, FinishReason, Request, TokenEvent
 from server.config import LogFormat
@@ -25,7 +28,7 @@ from server.errors import EngineCrashed, EngineHung, Unavailable
 from server.model import EngineView, ModelText, Progress, ServedModel
 from server.worker import wire
 from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
-from server.worker.host import LocalHost, TurnOutput
+from server.worker.host import LocalHost
 from server.worker.worker import Standby, Worker
 
 logger = logging.getLogger(__name__)
@@ -33,9 +36,6 @@ logger = logging.getLogger(__name__)
 _BEAT_SECONDS, _BEATS_PER_HANG = 1.0, 4  # most seconds between an engine's messages; several before it is given up
 _LOADS = 4  # how much longer than the first engine another one may take to load: others may run beside it
 _FULL = EngineLoad(num_running=0, num_waiting=0, free_pages=0, spare_pages=0)
-
-Read = Callable[[EngineConfig], ModelText]
-Around = Callable[[EngineView, EngineConfig, str, ModelText], ServedModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,16 @@ class EngineProgram:
     """
 
     source: str = ENGINE
-    around: Around = ServedModel.around
+    around: Callable[[EngineView, EngineConfig, str, ModelText], ServedModel] = ServedModel.around
     ahead: tuple[str, ...] = AHEAD
-    read: Read = ModelText.read
+    read: Callable[[EngineConfig], ModelText] = ModelText.read
 
 
 @dataclass(slots=True)
 class _RemoteRequest:
     """A request that was sent to the engine and has not ended."""
 
-    request_id: str  # of the caller; the engine has another one
+    name: str  # the id that the engine has
     order: int
     num_sequences: int  # outputs that have not ended
     num_pages: int  # of its prompt
@@ -83,9 +83,8 @@ class RemoteEngine:
         self._standby: Standby | None = None
         self._text: wire.CalibrationText | None = None  # None: the first engine is being loaded
         self._load_seconds = 0.0  # that another engine may take, besides `hang_seconds`
-        self._order = 0
-        self._live: dict[str, _RemoteRequest] = {}  # by the id that the engine has
-        self._names: dict[str, str] = {}  # that id, by the caller's
+        self._orders = count(1)
+        self._live: dict[str, _RemoteRequest] = {}  # by the caller's id
         self.adapters: dict[str, Adapter] = {}  # that every engine has to have, as the first one found them
         self._folders = dict(config.adapter)  # of each of them
 
@@ -102,7 +101,7 @@ class RemoteEngine:
         self._use(worker)
         self._load_seconds = _LOADS * (time.monotonic() - started)
         text = await reading
-        tokens = await asyncio.to_thread(text.calibration_tokens)
+        tokens = () if text.codec is None else await asyncio.to_thread(text.codec.encode, TEXT)
         self._text = wire.CalibrationText(tuple(token for token in tokens if token < facts.limits.vocab_size))
         worker.send(self._text)
         return await asyncio.to_thread(self._program.around, self, self.config, facts.device, text)
@@ -128,14 +127,15 @@ class RemoteEngine:
 
     def _use(self, worker: Worker) -> None:
         """Let requests go to this worker from now on; it has none."""
-        self._live, self._names = {}, {}
+        self._live = {}
         self._worker, facts, limits = worker, worker.facts, worker.facts.limits
         self.vocab_size, self.max_model_len = limits.vocab_size, limits.max_model_len
         self.eos_token_ids, self.proposer_names = limits.eos_token_ids, facts.proposer_names
         self.page_size, self.total_pages = facts.page_size, facts.total_pages
         self.loop, self.dtype = facts.loop, facts.dtype
-        self._intake = Intake(self.config, limits, facts.proposer_names, self.adapters)
-        self.default_proposer = self._intake.default_proposer
+        intake = Intake(self.config, limits, facts.proposer_names, self.adapters)
+        self.default_proposer = intake.default_proposer
+        self.check, self.speculation_of = intake.check, intake.speculation_of  # in this process, as the engine does
         self._bring_adapters(worker, facts.adapters)
         if self._text is not None:
             worker.send(self._text)
@@ -146,10 +146,10 @@ class RemoteEngine:
         """Let an engine have the same adapters as those before it: some were loaded or unloaded by calls meanwhile."""
         for name, fingerprint in its_own.items():
             if name not in self.adapters or self.adapters[name].fingerprint != fingerprint:
-                worker.send(wire.UnloadAdapter(self._next_order(), name))
+                worker.send(wire.UnloadAdapter(next(self._orders), name))
         for name, adapter in self.adapters.items():
             if its_own.get(name) != adapter.fingerprint:
-                order = wire.LoadAdapter(self._next_order(), name, self._folders[name], adapter.fingerprint)
+                order = wire.LoadAdapter(next(self._orders), name, self._folders[name], adapter.fingerprint)
                 worker.load_adapter(order).add_done_callback(partial(self._brought, adapter))
 
     def _brought(self, adapter: Adapter, loading: asyncio.Future[str]) -> None:
@@ -192,7 +192,7 @@ class RemoteEngine:
 
     # -------------------------------------------------------------------------------------------- messages from it
 
-    async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
+    async def turn(self, wake: asyncio.Event) -> wire.StepReport | None:
         """Return the oldest unread output; None if only `wake` was set, so that the driver can send orders."""
         worker = self._current
         worker.wake = wake.set
@@ -204,7 +204,7 @@ class RemoteEngine:
             output = worker.outputs.popleft()
             read = [(event, self._reader(event)) for event in output.events]
             events = tuple(replace(event, request_id=name) for event, name in read if name is not None)
-            return TurnOutput(events, output.stats, output.cache_changes)
+            return structs.replace(output, events=events)
         if worker.loss is not None:
             raise await worker.cause()
         return None
@@ -216,43 +216,42 @@ class RemoteEngine:
 
     def _reader(self, event: TokenEvent) -> str | None:
         """Return the caller's id of the event's request; None if its reader is gone."""
-        live = self._live.get(event.request_id)
-        if live is None:
+        request_id = event.request_id.rpartition("#")[0]
+        live = self._live.get(request_id)
+        if live is None or live.name != event.request_id:
             return None
         if event.finished is not None:
             live.num_sequences -= 1
             if not live.num_sequences:
-                self._forget(live.request_id)
-        return live.request_id
+                del self._live[request_id]
+        return request_id
 
     # -------------------------------------------------------------------------------------------------- orders to it
 
     def add(self, request: Request) -> None:
         """As `LocalHost.add`. Raises wire.Unsayable for a request that does not fit into a message."""
-        order = self._next_order()
+        order = next(self._orders)
         name = f"{request.request_id}#{order}"  # a caller may use an id again before the engine has ended its request
         # A compiled structure cannot be sent. The request also contains its source.
         self._current.send(wire.Add(order, replace(request, request_id=name, grammar=None)))
         pages = -(-request.num_tokens // self.page_size)
-        self._live[name] = _RemoteRequest(request.request_id, order, len(request.unfinished), pages)
-        self._names[request.request_id] = name
+        self._live[request.request_id] = _RemoteRequest(name, order, len(request.unfinished), pages)
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
-        name = self._names.get(request_id)
-        if name is not None:
-            self._current.send(wire.Finish(self._next_order(), name, reason, index, keep))
+        live = self._live.get(request_id)
+        if live is not None:
+            self._current.send(wire.Finish(next(self._orders), live.name, reason, index, keep))
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
-        name = self._names.get(request_id)
-        if name is not None:
-            self._current.send(wire.Finish(self._next_order(), name, reason, is_dropped=True))
-            self._forget(request_id)
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self._current.send(wire.Finish(next(self._orders), live.name, reason, is_dropped=True))
 
     async def load_adapter(self, name: str, folder: str) -> str:
         if self._worker is None or self._worker.loss is not None:
             raise Unavailable("ENGINE_RESTARTING", "the engine failed and is being restarted")
         try:
-            fingerprint = await self._worker.load_adapter(wire.LoadAdapter(self._next_order(), name, folder))
+            fingerprint = await self._worker.load_adapter(wire.LoadAdapter(next(self._orders), name, folder))
         except (EngineCrashed, EngineHung, wire.WireError) as loss:
             raise Unavailable("ENGINE_RESTARTING", f"the engine failed while it loaded adapter {name!r}") from loss
         self.adapters[name], self._folders[name] = Adapter(name, 0, fingerprint), folder
@@ -262,14 +261,7 @@ class RemoteEngine:
         """As in `LocalHost`; a lost engine needs no order."""
         del self.adapters[name], self._folders[name]
         if self._worker is not None and self._worker.loss is None:
-            self._worker.send(wire.UnloadAdapter(self._next_order(), name))
-
-    def _forget(self, request_id: str) -> None:
-        del self._live[self._names.pop(request_id)]
-
-    def _next_order(self) -> int:
-        self._order += 1
-        return self._order
+            self._worker.send(wire.UnloadAdapter(next(self._orders), name))
 
     # ------------------------------------------------------------------------------------------ state of the engine
 
@@ -294,13 +286,6 @@ class RemoteEngine:
         unseen = [live for live in self._live.values() if live.order > seen]
         sequences = load.num_running + load.num_waiting + sum(live.num_sequences for live in unseen)
         return sequences < self.config.max_batch_size and load.spare_pages > sum(live.num_pages for live in unseen)
-
-    def check(self, request: Request) -> None:
-        """Check the request in this process, as the engine does."""
-        self._intake.check(request)
-
-    def speculation_of(self, request: Request) -> SpeculationSettings:
-        return self._intake.speculation_of(request)
 
 
 Host: TypeAlias = LocalHost | RemoteEngine  # an engine and the thread or process that runs it

@@ -135,7 +135,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Events and statistics of a step; or events that need no step, such as ordered ends: then `stats` is None.
 
-    `load` is that after all orders up to number `order`.
+    `load` is that after all orders up to number `order`; orders to a thread have no numbers.
     """
 
     events: tuple[TokenEvent, ...]
@@ -204,17 +204,13 @@ class Frames:
         self._unread += data
         start = 0
         try:
-            while (payload := self._payload(start)) is not None:
-                start += _LENGTH_BYTES + len(payload)
-                yield payload
+            while len(self._unread) >= (body := start + _LENGTH_BYTES):
+                size = int.from_bytes(self._unread[start:body], "big")
+                if size > self._limit:
+                    raise WireError(f"a message of {size} bytes; the limit is {self._limit}")
+                if len(self._unread) < body + size:
+                    return
+                start = body + size
+                yield bytes(self._unread[body:start])
         finally:
             del self._unread[:start]
-
-    def _payload(self, start: int) -> bytes | None:
-        body = start + _LENGTH_BYTES
-        if len(self._unread) < body:
-            return None
-        size = int.from_bytes(self._unread[start:body], "big")
-        if size > self._limit:
-            raise WireError(f"a message of {size} bytes; the limit is {self._limit}")
-        return bytes(self._unread[body : body + size]) if len(self._unread) >= body + size else None

@@ -16,7 +16,7 @@ from engine.errors import ModelError
 from server.errors import EngineCrashed, EngineHung, EngineKilled
 from server.model import Progress
 from server.worker import wire
-from server.worker.fork_server import Forked, said
+from server.worker.fork_server import Forked
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,8 @@ class Worker(asyncio.Protocol):
         else:
             self._disconnect()
         status = await asyncio.to_thread(self.process.wait)
-        logger.info("the engine's process %d has ended: %s", self.process.pid, said(status))
+        how = f"exit status {status}" if status >= 0 else signal.strsignal(-status)
+        logger.info("the engine's process %d has ended: %s", self.process.pid, how)
 
     def _take(self, message: wire.ToFrontEnd) -> None:
         match message:

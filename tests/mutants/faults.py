@@ -207,8 +207,8 @@ FAULTS = tuple(
 +replace(event, request_id=name, logprobs=())
 =tests/server/worker/test_engine_process.py
 44 | wire | server/worker/wire.py | a message is read only when a byte of the next one has come
--if len(self._unread) >= body + size else None
-+if len(self._unread) > body + size else None
+-if len(self._unread) < body + size:
++if len(self._unread) <= body + size:
 45 | wire | server/http/calls.py | HTTP: an event ends with one line break
 -write_text(send, f"{_head(event_id)}{data}\n\n")
 +write_text(send, f"{_head(event_id)}{data}\n")

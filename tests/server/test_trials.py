@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from engine.params import SamplingParams
@@ -14,8 +15,8 @@ from server.driver import Driver
 from server.lifecycle import Lifecycle, State
 from server.queue import AdmissionQueue
 from server.telemetry.metrics import Metrics
-from server.worker.host import TurnOutput
 from server.worker.supervisor import Crashes, Supervisor
+from server.worker.wire import StepReport
 from tests.server.fake_engine import FakeEngine, served
 from tests.serving import until
 
@@ -30,7 +31,7 @@ class HostAhead:
 
     def __init__(self) -> None:
         self.engine = FakeEngine(burst=40)  # so that two outputs clear a request
-        self.unread: deque[TurnOutput] = deque()
+        self.unread: deque[StepReport] = deque()
         self.accidents, self.was_read = [], False
         self.added: list[str] = []
 
@@ -39,12 +40,12 @@ class HostAhead:
         self.engine.add(request)
 
     def finish(self, request_id, reason, index=None, keep=None) -> None:
-        self.unread.append(TurnOutput(self.engine.finish(request_id, reason, index=index, keep=keep), None))
+        self._tell(self.engine.finish(request_id, reason, index=index, keep=keep))
 
     def drop(self, request_id, reason) -> None:
         self.engine.finish(request_id, reason)
         self.unread = deque(
-            TurnOutput(tuple(event for event in output.events if event.request_id != request_id), output.stats)
+            structs.replace(output, events=tuple(e for e in output.events if e.request_id != request_id))
             for output in self.unread
         )
 
@@ -54,9 +55,12 @@ class HostAhead:
             self.was_read = False
             self.accidents.pop(0)()
         while len(self.unread) < 2:
-            self.unread.append(TurnOutput(*self.engine.step()))
+            self._tell(*self.engine.step())
         self.was_read = bool(self.unread[0].events)
         return self.unread.popleft()
+
+    def _tell(self, events, stats=None) -> None:
+        self.unread.append(StepReport(events, stats, 0, self.engine.load))
 
     def crash(self) -> None:
         raise RuntimeError("crash")
