@@ -22,7 +22,7 @@ from engine.types import FinishReason
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from server.admission.admission import Admission
 from server.admission.security import Callers, Quotas
-from server.admission.slow_work import GrammarPool, SlowWork
+from server.admission.slow_work import SlowWork
 from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
 from server.errors import EngineCrashed, Unavailable
@@ -74,12 +74,12 @@ class App:
         self._on_ready = on_ready
         self.kv_events = ZmqKvEvents.configured(config, model_name(config.target))
         self.host = self._make_host(load, program or EngineProgram(), forks)
-        self._grammars, self._slow = GrammarPool(), SlowWork()
+        self._slow = SlowWork()
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
         if tracing is None:
             tracing = Tracing.configured(model_name(config.target)) if config.tracing else Tracing()
-        self._admission = Admission(self._require_driver, self.metrics, self._grammars, self._slow, quotas, tracing)
+        self._admission = Admission(self._require_driver, self.metrics, self._slow, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
         # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.
         most = config.max_engine_crashes if config.tensor_parallel_size == 1 else 0
@@ -110,7 +110,7 @@ class App:
 
     async def startup(self, tasks: asyncio.TaskGroup) -> None:
         """Catch signals, open the front ends, load the model, start the driver."""
-        self._started = time.monotonic()
+        started = time.monotonic()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop)
         await self._open_grpc()
@@ -126,7 +126,11 @@ class App:
             pages = str(model.engine.page_size), str(model.engine.total_pages)
             self.metrics.requests.cache_config.labels(*pages).set(1)
             tasks.create_task(self.driver.run())
-            await self._open()
+            self.metrics.engine_up.set(1)
+            self.metrics.model_load.set(time.monotonic() - started)
+            await self.lifecycle.move(State.READY)
+            self._warn_of_strangers()
+            self._on_ready(self)
 
     def _make_driver(self, model: ServedModel) -> Driver:
         config = self.config
@@ -210,13 +214,6 @@ class App:
         logger.info("%s", stage, extra=PROGRESS)
         self.lifecycle.progress = stage
 
-    async def _open(self) -> None:
-        self.metrics.engine_up.set(1)
-        self.metrics.model_load.set(time.monotonic() - self._started)
-        await self.lifecycle.move(State.READY)
-        self._warn_of_strangers()
-        self._on_ready(self)
-
     def _warn_of_strangers(self) -> None:
         config = self.config
         if config.host in LOOPBACK:
@@ -250,7 +247,6 @@ class App:
         self._http.stop()
         for task in self._beside:
             task.cancel()
-        self._grammars.close()
         self._slow.close()
         await self.host.close()
         if self.kv_events is not None:

@@ -121,7 +121,12 @@ class Driver:
                 self._fail(stream, ending.error, ending.reason)
 
     def _admit(self) -> None:
-        self._feed_interrupted()
+        acquitted, fed = self._recovery.next()  # requests that a failed engine had
+        if acquitted is not None:
+            self.host.drop(acquitted.request_id, FinishReason.CANCELLED)
+            self._end_unfed(acquitted)
+        for stream in fed:
+            self._feed(stream)
         while not self._recovery.is_trying and (caller := self._turns.next()) is not None:
             stream = self._live[self.queue.pop(caller).request_id]
             if stream.deadline <= self._clock():
@@ -131,15 +136,6 @@ class Driver:
             stream.start()
             self._turns.start(stream)
             self._metrics.requests.start(stream.timeline)
-            self._feed(stream)
-
-    def _feed_interrupted(self) -> None:
-        """Feed the requests that a failed engine had to its successor."""
-        acquitted, fed = self._recovery.next()
-        if acquitted is not None:
-            self.host.drop(acquitted.request_id, FinishReason.CANCELLED)
-            self._end_unfed(acquitted)
-        for stream in fed:
             self._feed(stream)
 
     def _feed(self, stream: OutputStream) -> None:

@@ -17,7 +17,7 @@ from deploy.ray.envelope import Envelope
 from engine.errors import InvalidRequest, PilotfishError, Unsupported
 from server.admission.admission import Admission, Call, Origin
 from server.admission.security import Callers, Quotas
-from server.admission.slow_work import GrammarPool, SlowWork
+from server.admission.slow_work import SlowWork
 from server.config import ServerConfig
 from server.driver import Driver
 from server.grpc.services import ControlService
@@ -68,7 +68,7 @@ class Replica:
             model, self._host, queue, metrics, self._lifecycle, supervisor, ageing_seconds=config.ageing_seconds
         )
         quotas = Quotas(None, None, time.monotonic)
-        self._admission = Admission(lambda: driver, metrics, GrammarPool(), self._slow, quotas, Tracing())
+        self._admission = Admission(lambda: driver, metrics, self._slow, quotas, Tracing())
         self._control = ControlService(lambda: driver, self._lifecycle, config, callers, self._admission, self._slow)
         return driver
 

@@ -18,7 +18,7 @@ from server.admission import answers, convert
 from server.admission.convert import with_structure
 from server.admission.resume import require_fit, resume_info
 from server.admission.security import ANYBODY, Caller, Quotas, Refusals
-from server.admission.slow_work import GrammarPool, SlowWork, release_turn
+from server.admission.slow_work import RETRY_SECONDS, SlowWork, release_turn
 from server.admission.status import refusal
 from server.driver import Driver
 from server.errors import QueueFull
@@ -28,8 +28,6 @@ from server.queue import FairBound
 from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Trace, Tracing
-
-RETRY_SECONDS = 1.0  # the requests that are being encoded will finish soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +89,11 @@ class Admission:
         self,
         driver: Callable[[], Driver],
         metrics: Metrics,
-        grammars: GrammarPool,
         slow: SlowWork,
         quotas: Quotas,
         tracing: Tracing,
     ) -> None:
-        self._driver, self._metrics, self._grammars, self._slow = driver, metrics, grammars, slow
+        self._driver, self._metrics, self._slow = driver, metrics, slow
         self._quotas, self._tracing = quotas, tracing
         self._refusals = Refusals()
         self._arriving: FairBound | None = None
@@ -187,7 +184,7 @@ class Admission:
             raise Unsupported(
                 "the format of the calls or of the reasoning is a structure; this model is served without"
             )
-        compiled = partial(self._grammars.compile, model.compile_grammar)
+        compiled = partial(self._slow.compile, model.compile_grammar)
         try:
             grammar = await compiled(guided, remaining())
         except InvalidRequest:
@@ -225,7 +222,7 @@ class Admission:
         self, message: pb.GenerateRequest, known: Sequence[Violation], model: ServedModel
     ) -> convert.Wanted:
         """Check and convert the message, and encode its text. Nobody's turn waits for that. Compiles no structure."""
-        found, encoded = list(known), convert.NOTHING_ENCODED
+        found, prompt, prediction = list(known), None, None
         try:
             text = await self.text_of(message, model, found)
             predicted = convert.prediction_of(message, model, found)
@@ -234,8 +231,7 @@ class Admission:
                 prompt = None if text is None else await self.encoded(text, model.codec, message)
                 bare = partial(model.codec.encode, bare=True)
                 prediction = None if predicted is None else await self._slow.encode(predicted, bare)
-                encoded = convert.Encoded(text, prompt, prediction)
-            return await self._slow.run(convert.wanted, message, model, encoded, found)
+            return await self._slow.run(convert.wanted, message, model, text, prompt, prediction, found)
         finally:
             release_turn()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Iterator, MutableSequence
 from collections.abc import Sequence as Seq
 
 from engine.params import SpeculationSettings
@@ -26,7 +26,8 @@ def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb
         if asked.token_ids:
             _add_tokens(delta, chunk)
         delta.digest, delta.text_offset = chunk.digest, chunk.text_offset
-        prompt = _prompt_logprobs(chunk.prompt_logprobs)
+        known = (of for of in chunk.prompt_logprobs if of is not None)  # the engine has None for the first token
+        prompt = pb.PromptLogprobs(logprobs=map(_logprob, known)) if chunk.prompt_logprobs else None
         yield pb.GenerateStreamResponse(request_id=request_id, delta=delta, prompt_logprobs=prompt)
         request_id = ""
     if chunk.end is not None:
@@ -74,12 +75,6 @@ def _add_tokens(message: pb.TokenDelta | pb.Output, chunk: Chunk) -> None:
 def _logprob(of: Logprob) -> pb.TokenLogprob:
     top = [pb.Candidate(token_id=candidate.token_id, logprob=candidate.logprob) for candidate in of.top]
     return pb.TokenLogprob(logprob=of.logprob, top=top)
-
-
-def _prompt_logprobs(found: Iterable[Logprob | None]) -> pb.PromptLogprobs | None:
-    """Convert log-probabilities of a prompt. The engine has None for the first token; the message omits it."""
-    known = list(found)
-    return pb.PromptLogprobs(logprobs=[_logprob(of) for of in known if of is not None]) if known else None
 
 
 def finished(index: int, end: End, num_predicted: int) -> pb.Finished:

@@ -50,21 +50,6 @@ class Wanted:
         return self.answer is not None and self.answer.starts_in_reasoning
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """What was encoded of a message; None where it has no text.
-
-    `text` is that of the prompt.
-    """
-
-    text: str | None = None
-    prompt: tuple[int, ...] | None = None
-    prediction: tuple[int, ...] | None = None
-
-
-NOTHING_ENCODED = Encoded()
-
-
 def require_model(name: str | None, model: ServedModel) -> None:
     """Raise NotFound unless `name` is the served model, one of its adapters, or None."""
     if name is not None and name != model.name and name not in model.engine.adapters:
@@ -101,10 +86,10 @@ def text_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
         found += invalid.violations
         return None
     try:
-        model.codec.require_room(field, text, _most_prompt_tokens(model))
+        most = most_prompt_tokens(model.engine.config, model.engine.max_model_len)
+        model.codec.require_room(field, text, most)
     except InvalidRequest as invalid:
-        least, most = model.codec.least_tokens(text), _most_prompt_tokens(model)
-        excess = ContextExcess(model.engine.max_model_len, least, most, is_bound=True)
+        excess = ContextExcess(model.engine.max_model_len, model.codec.least_tokens(text), most, is_bound=True)
         found += (replace(violation, excess=excess) for violation in invalid.violations)
         return None
     return text
@@ -122,19 +107,18 @@ def prediction_of(message: pb.GenerateRequest, model: ServedModel, found: list[V
     return message.prediction.text
 
 
-def _most_prompt_tokens(model: ServedModel) -> int:
-    return most_prompt_tokens(model.engine.config, model.engine.max_model_len)
-
-
 def wanted(
     message: pb.GenerateRequest,
     model: ServedModel,
-    encoded: Encoded = NOTHING_ENCODED,
+    text: str | None = None,
+    prompt: tuple[int, ...] | None = None,
+    prediction: tuple[int, ...] | None = None,
     known: Iterable[Violation] = (),
 ) -> Wanted:
     """Check and convert a request. This encodes no text and compiles no structure.
 
-    With violations that are `known` already, which the error lists too, the message may lack an input.
+    `text` is that of the prompt, which was encoded as `prompt`; `prediction` are the tokens of a text, too. With
+    violations that are `known` already, which the error lists too, the message may lack an input.
 
     Raises:
         NotFound: the adapter that the request names is not loaded.
@@ -147,7 +131,7 @@ def wanted(
     adapter = adapter_of(message, model, found)
     fingerprint = model.fingerprint_with(adapter)
     received = received_outputs(message, model, fingerprint, found)
-    token_ids = _prompt(message, model, found) if encoded.prompt is None else encoded.prompt
+    token_ids = _prompt(message, model, found) if prompt is None else prompt
     request = Request(
         request_id=message.request_id if message.HasField("request_id") else secrets.token_hex(12),
         token_ids=token_ids,
@@ -155,14 +139,14 @@ def wanted(
         speculation=_speculation(message, model, found),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
         emitted=emitted_outputs(received),
-        prediction=_predicted(message, model, found) if encoded.prediction is None else encoded.prediction,
+        prediction=_predicted(message, model, found) if prediction is None else prediction,
         adapter=adapter,
     )
     unsupported, answer = list[str](), None
     if message.HasField("guided") and model.compile_grammar is None:
         unsupported.append("guided asks for a structure of text; this model is served without")
     try:
-        request, answer = _with_answer(request, message, model, encoded.text)
+        request, answer = _with_answer(request, message, model, text)
     except InvalidRequest as invalid:
         found += invalid.violations
     except Unsupported as error:
@@ -197,11 +181,14 @@ def _sending(
     message: pb.GenerateRequest, model: ServedModel, received: tuple[ReceivedOutput, ...], answer: Answer | None
 ) -> SendOptions:
     output, asides = message.output, NO_ASIDES
+    shows = message.WhichOneof("input") == "messages" and bool(
+        model.format.special
+    )  # they may mark calls and reasoning
     if answer is not None and message.stopping.stop_in_answer:
         asides = model.format.asides(answer.tools, starts_in_reasoning=answer.starts_in_reasoning)
     return SendOptions(
         asides=asides,
-        skip_special_tokens=_skips_special_tokens(message, model),
+        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else not shows,
         interval=output.stream_interval if output.HasField("stream_interval") else 1,
         digests=output.digests,
         received=received,
@@ -272,13 +259,6 @@ def _with_answer(
 def with_structure(request: Request, guided: Guided | None) -> Request:
     """Return the same request with another structure."""
     return replace(request, sampling=replace(request.sampling, guided=guided))
-
-
-def _skips_special_tokens(message: pb.GenerateRequest, model: ServedModel) -> bool:
-    """Whether special tokens have no text; in a conversation they may mark calls and reasoning."""
-    if message.output.HasField("skip_special_tokens"):
-        return message.output.skip_special_tokens
-    return message.WhichOneof("input") != "messages" or not model.format.special
 
 
 def _bounded(values: Values, field: str, noun: str, most: int, found: list[Violation]) -> Values | tuple[()]:

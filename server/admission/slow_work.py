@@ -36,6 +36,8 @@ MAX_BYTES_ON_LOOP = 2 << 10  # work on so many bytes takes less than a milliseco
 MAX_MIDDLE_BYTES = 256 << 10  # and on so many some tens of milliseconds; to encode them a quarter of a second
 PIECES_PER_OLDEST = 4  # of so many pieces one is the oldest, so that a steady flow of small ones keeps none for ever
 TRIM_SECONDS = 0.5  # after it, what was made of a large input is free
+MAX_PENDING = 64  # structures that are being compiled or wait for that
+RETRY_SECONDS = 1.0  # after it, what others wait for here is likely to be over
 
 
 @dataclass(slots=True)
@@ -50,9 +52,14 @@ _turn: ContextVar[InputTurn] = ContextVar("turn")
 
 
 class SlowWork:
-    """A thread for work that holds the lock, two for the encoding of middle and of long texts, and the turn."""
+    """A thread for work that holds the lock, two for the encoding of middle and of long texts, and the turn.
 
-    def __init__(self) -> None:
+    And a few threads that compile structures, so that a slow one delays neither the event loop nor a step.
+    """
+
+    def __init__(self, compile_threads: int = 2, max_pending: int = MAX_PENDING) -> None:
+        self._compilers = ThreadPoolExecutor(compile_threads, thread_name_prefix="grammar")
+        self._max_pending, self._room = max_pending, threading.BoundedSemaphore(max_pending)
         self._locking, self._middle, self._long = _Lane("slow-work"), _Lane("encode"), _Lane("encode-long")
         self._large_turn = asyncio.Lock()
         self._is_trim_due = False
@@ -105,9 +112,30 @@ class SlowWork:
         finally:
             self._trim_later()  # a tokenizer needs two hundred bytes for each byte of a text
 
+    async def compile(self, compiler: CompileGrammar, guided: Guided, remaining: float = math.inf) -> Grammar:
+        """Compile a structure within `remaining` seconds.
+
+        After this time, or if the caller is cancelled, a compilation that has not started does not start any more.
+
+        Raises:
+            InvalidRequest: the structure is not valid.
+            DeadlinePassed: the compilation took longer than `remaining` seconds.
+            QueueFull: too many structures wait already.
+        """
+        if not self._room.acquire(blocking=False):
+            problem = f"{self._max_pending} structures wait to be compiled"
+            raise QueueFull(problem, bound="grammars", retry_seconds=RETRY_SECONDS)
+        future = self._compilers.submit(compiler, guided)
+        future.add_done_callback(lambda _: self._room.release())  # when it has compiled, not when its caller ends
+        try:
+            async with asyncio.timeout(None if remaining == math.inf else remaining):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise DeadlinePassed("the deadline passed before the structure was compiled") from None
+
     def close(self) -> None:
-        for lane in (self._locking, self._middle, self._long):
-            lane.thread.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._locking.thread, self._middle.thread, self._long.thread, self._compilers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Lane:
@@ -166,40 +194,3 @@ def _give_memory_back() -> None:
     if gc.get_freeze_count():
         gc.collect()
     heap.give_back()
-
-
-THREADS = 2
-MAX_PENDING = 64  # structures that are being compiled or wait for that
-RETRY_SECONDS = 1.0
-
-
-class GrammarPool:
-    """Compiles structures on a few threads, so that a slow one delays neither the event loop nor a step."""
-
-    def __init__(self, threads: int = THREADS, max_pending: int = MAX_PENDING) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
-        self._max_pending, self._room = max_pending, threading.BoundedSemaphore(max_pending)
-
-    async def compile(self, compiler: CompileGrammar, guided: Guided, remaining: float = math.inf) -> Grammar:
-        """Compile a structure within `remaining` seconds.
-
-        After this time, or if the caller is cancelled, a compilation that has not started does not start any more.
-
-        Raises:
-            InvalidRequest: the structure is not valid.
-            DeadlinePassed: the compilation took longer than `remaining` seconds.
-            QueueFull: too many structures wait already.
-        """
-        if not self._room.acquire(blocking=False):
-            problem = f"{self._max_pending} structures wait to be compiled"
-            raise QueueFull(problem, bound="grammars", retry_seconds=RETRY_SECONDS)
-        future = self._threads.submit(compiler, guided)
-        future.add_done_callback(lambda _: self._room.release())  # when it has compiled, not when its caller ends
-        try:
-            async with asyncio.timeout(None if remaining == math.inf else remaining):
-                return await asyncio.wrap_future(future)
-        except TimeoutError:
-            raise DeadlinePassed("the deadline passed before the structure was compiled") from None
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)

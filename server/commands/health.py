@@ -12,20 +12,15 @@ from client import Client, RequestFailedError, Tls
 ERRORS = (OSError,)  # of certificates that cannot be read
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser. The default port is that of `pilotfish serve` in the same environment."""
-    port = os.environ.get("PILOTFISH_GRPC_PORT", "50051")
-    options = argparse.ArgumentParser(prog="pilotfish health", description="Exit with 0 if a server serves, else 1.")
-    options.add_argument("address", nargs="?", default=f"127.0.0.1:{port}", help="HOST:PORT (default: %(default)s)")
-    options.add_argument("--service", default="", help="whose health; default the whole server's, or `liveness`")
-    options.add_argument("--timeout", type=float, default=3.0, help="seconds to wait (default: %(default)g)")
-    options.add_argument("--ca", type=Path, help="certificates (PEM) to trust; with it the question is asked over TLS")
-    return options
-
-
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     """Return the server's answer as text, and whether it serves."""
-    options = parser().parse_args(arguments)
+    port = os.environ.get("PILOTFISH_GRPC_PORT", "50051")  # that of `pilotfish serve` in the same environment
+    parser = argparse.ArgumentParser(prog="pilotfish health", description="Exit with 0 if a server serves, else 1.")
+    parser.add_argument("address", nargs="?", default=f"127.0.0.1:{port}", help="HOST:PORT (default: %(default)s)")
+    parser.add_argument("--service", default="", help="whose health; default the whole server's, or `liveness`")
+    parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait (default: %(default)g)")
+    parser.add_argument("--ca", type=Path, help="certificates (PEM) to trust; with it the question is asked over TLS")
+    options = parser.parse_args(arguments)
     tls = None if options.ca is None else Tls(authority=options.ca)
     with Client(options.address, tls=tls, retry=None, control_deadline=options.timeout) as client:
         try:

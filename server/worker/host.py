@@ -82,9 +82,6 @@ class LocalHost:
             await wake.wait()
             wake.clear()
             return None
-        return await self._step()
-
-    async def _step(self) -> StepReport:
         step = self._computed(self.engine.step)
         await asyncio.wait((step,), timeout=self._hang_seconds)
         if not step.done():

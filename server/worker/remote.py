@@ -163,7 +163,8 @@ class RemoteEngine:
         worker = Worker(await self._forked(), wire.most_bytes(self.config), progress)
         try:
             config, beat = self.config.model_dump_json(), min(_BEAT_SECONDS, self._hang_seconds / _BEATS_PER_HANG)
-            await worker.connect(wire.Start(config, self._log_format, beat, is_successor, self._watches_cache))
+            await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=worker.process.socket)
+            worker.send(wire.Start(config, self._log_format, beat, is_successor, self._watches_cache))
             await worker.ready(self._hang_seconds, self._hang_seconds + self._load_seconds if is_successor else None)
             return worker
         except BaseException as error:

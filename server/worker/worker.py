@@ -33,7 +33,7 @@ class Worker(asyncio.Protocol):
         self.lost = asyncio.Event()
         self.wake: Callable[[], None] = lambda: None  # called when an output or the loss has arrived
         self._frames = wire.Frames(limit)
-        self._transport: Any = None  # before `connect`
+        self._transport: Any = None  # before it is connected
         self._watching: asyncio.TimerHandle | None = None
         self._heard = self._is_closed = False
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
@@ -41,11 +41,6 @@ class Worker(asyncio.Protocol):
         self._loading: dict[str, asyncio.Future[str]] = {}  # fingerprints of the adapters that are being loaded
 
     # ------------------------------------------------------------------------------------------------ the connection
-
-    async def connect(self, start: wire.Start) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self, sock=self.process.socket)
-        self.send(start)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -226,20 +221,15 @@ class Standby:
                 await worker.lost.wait()
                 logger.warning("the standby was lost: %s", worker.loss)
                 self._loading = None
-                await _to_its_end(worker.close())
+                closing = asyncio.ensure_future(worker.close())
+                try:
+                    await asyncio.shield(closing)
+                except asyncio.CancelledError:
+                    await closing
+                    raise
             await self._pause(seconds)
             seconds = min(2 * seconds, LONGEST_PAUSE_SECONDS)
 
     async def _end_keeper(self) -> None:
         self._keeper.cancel()
         await asyncio.wait([self._keeper])
-
-
-async def _to_its_end(work: Awaitable[None]) -> None:
-    """Await `work` to its end, also if this task is cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise

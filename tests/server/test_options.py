@@ -11,7 +11,7 @@ import pytest
 from engine.params import Guided
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.slow_work import GrammarPool
+from server.admission.slow_work import SlowWork
 from server.errors import QueueFull
 from tests.server.fake_engine import EOS, TEXT, FakeEngine, logprob_of
 from tests.server.fake_grammar import FakeCompiler
@@ -235,7 +235,7 @@ async def test_a_structure_is_compiled_elsewhere_and_every_output_has_it():
 async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellation(monkeypatch):
     compiler, pending = FakeCompiler(), []
     compiler.gate.clear()
-    compile_one = GrammarPool.compile
+    compile_one = SlowWork.compile
 
     async def counted(pool, *asked):
         pending.append(asked)
@@ -244,7 +244,7 @@ async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellatio
         finally:
             pending.remove(asked)
 
-    monkeypatch.setattr(GrammarPool, "compile", counted)
+    monkeypatch.setattr(SlowWork, "compile", counted)
     async with serving(compile_grammar=compiler) as server:
         asked = request(guided=guided("a"))
         slow = [asyncio.ensure_future(by_index(server.inference.GenerateStream(asked))) for _ in range(2)]
@@ -266,7 +266,7 @@ async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellatio
 
 
 async def test_the_place_of_a_structure_that_nobody_waits_for_is_free_again():
-    pool, compiler = GrammarPool(threads=1, max_pending=2), FakeCompiler()
+    pool, compiler = SlowWork(compile_threads=1, max_pending=2), FakeCompiler()
     compiler.gate.clear()
     first, left = (asyncio.create_task(pool.compile(compiler, Guided(choice=("a",)))) for _ in range(2))
     await asyncio.sleep(0)
