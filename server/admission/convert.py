@@ -85,8 +85,8 @@ def text_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
     except InvalidRequest as invalid:
         found += invalid.violations
         return None
+    most = most_prompt_tokens(model.engine.config, model.engine.max_model_len)
     try:
-        most = most_prompt_tokens(model.engine.config, model.engine.max_model_len)
         model.codec.require_room(field, text, most)
     except InvalidRequest as invalid:
         excess = ContextExcess(model.engine.max_model_len, model.codec.least_tokens(text), most, is_bound=True)

@@ -239,7 +239,8 @@ def _difference(want: Output, got: Output, tolerance: float, *, is_greedy: bool)
         is_near_tie = is_greedy and odd is None and _is_near_tie(want, got, at, tolerance)
         return FirstDifference("token", index, at, _token(want, at), _token(got, at), is_near_tie)
     if odd is not None:
-        return FirstDifference("log-probability", index, odd, *map(repr, pairs[odd]))
+        one, other = pairs[odd]
+        return FirstDifference("log-probability", index, odd, repr(one), repr(other))
     for what, mine, theirs in (
         ("text", want.text, got.text),
         ("end", _end(want.finished), _end(got.finished)),
