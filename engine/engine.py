@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engine.control import learned
 from engine.control.controller import Control
 from engine.control.prefill_budget import PrefillBudget
-from engine.device_loop.results import Rounds
+from engine.device_loop.results import RoundResult, Rounds
 from engine.errors import DuplicateRequest
 from engine.model.adapters.store import Adapters
 from engine.model.runner import Runner
@@ -28,7 +28,7 @@ from engine.sampling.processors import advance_grammar, catch_up_grammars
 from engine.sampling.verification import VerifyOutput
 from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Clock, EngineLoad, StepStats, Stopwatch
-from engine.step_stats import feedback_of, measure, teach, with_rounds
+from engine.step_stats import feedback_of, measure, teach
 from engine.target_pass import TargetPass, Verified
 from engine.turns import MASK_SECONDS
 from engine.types import FinishedOutput, FinishReason, Request, Sequence, TokenEvent
@@ -124,8 +124,10 @@ class Engine:
             self._blame_engine_or_requests(verified.engine_fault)
         if verified.is_whole:
             self._teach(plan, verified, events, watch)
-        stats = measure(plan, verified, events, watch.seconds, self.proposers.take_failures(), self.scheduler)
-        return self._with_round(StepOutput((*events, *ended), stats), watch)
+        rounds, landed = self._land(watch)
+        judged, failures = (*events, *landed), self.proposers.take_failures()
+        stats = measure(plan, verified, judged, watch.seconds, failures, self.scheduler, rounds)
+        return StepOutput((*events, *ended, *landed), stats)
 
     def _teach(self, plan: StepPlan, verified: Verified, events: tuple[TokenEvent, ...], watch: Stopwatch) -> None:
         """Give the step's times and acceptance to the models that choose K and the size of prompt chunks."""
@@ -202,8 +204,8 @@ class Engine:
                 sequence.on_device = False
             self.rounds = Rounds()
 
-    def _with_round(self, plain: StepOutput, watch: Stopwatch) -> StepOutput:
-        """Commit the results of the round before the one just launched, and add them to the step's output."""
+    def _land(self, watch: Stopwatch) -> tuple[list[RoundResult], tuple[TokenEvent, ...]]:
+        """Commit the results of the round before the one just launched; their events are in the same order."""
         with watch.phase("land"):
             read = self.rounds.read()
             results = [result for round_ in read for result in round_.results]
@@ -213,7 +215,7 @@ class Engine:
         for x, event in zip(results, events, strict=True):
             if event.finished is not None:
                 self.round_control.forget(x.sequence)
-        return StepOutput((*plain.events, *events), with_rounds(plain.stats, read, events))
+        return read, events
 
     # ------------------------------------------------------------------------------- a request's way in and out
 

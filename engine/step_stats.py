@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from itertools import zip_longest
 
 from engine.control.controller import StepFeedback
 from engine.control.prefill_budget import PrefillBudget
@@ -53,20 +51,26 @@ def teach(prefill: PrefillBudget, plan: StepPlan, proposal: Proposal, phase_seco
 
 def measure(
     plan: StepPlan, verified: Verified, events: Seq[TokenEvent], phase_seconds: Mapping[str, float],
-    draft_failures: int, scheduler: Scheduler,
+    draft_failures: int, scheduler: Scheduler, rounds: Seq[RoundResult],
 ) -> StepStats:  # fmt: skip
-    """The step's statistics."""
-    proposal, pool, pairs = verified.proposal, scheduler.target_pool, zip(verified.fed, events, strict=True)
+    """The step's statistics; `events` are those of `verified.fed`, then those of the results of `rounds`."""
+    proposal, pool, results = verified.proposal, scheduler.target_pool, [x for each in rounds for x in each.results]
     works = zip(plan.works, proposal.tokens, strict=True)
     newest = [len(drafts) for work, drafts in works if _feeds_newest_only(work)]
-    rounds = [(len(fed.drafts), sum(event.from_draft)) for fed, event in pairs if fed.drafts]
+    offered = [*(len(fed.drafts) for fed in verified.fed), *(x.num_draft for x in results)]
+    judged = [(k, sum(event.from_draft)) for k, event in zip(offered, events, strict=True) if k]
     return StepStats(
-        forwards=(*proposal.forwards, *_target_forwards(newest, _chunks(plan))),
+        forwards=(
+            *proposal.forwards,
+            *_target_forwards(newest, _chunks(plan)),
+            *(f for x in rounds for f in x.forwards),
+        ),
         phase_seconds=phase_seconds,
-        rounds=len(rounds),
-        drafted=sum(num_draft for num_draft, _ in rounds),
-        accepted_per_position=_per_position(rounds),
-        sequences_per_num_draft=_counted(newest),
+        device_seconds=sum(each.feedback.seconds for each in rounds),
+        rounds=len(judged),
+        drafted=sum(num_draft for num_draft, _ in judged),
+        accepted_per_position=_per_position(judged),
+        sequences_per_num_draft=_counted([*newest, *(x.num_draft for x in results)]),
         generated_tokens=sum(len(event.token_ids) for event in events),
         prompt_tokens=sum(_num_prompt_tokens(work) for work in plan.works),
         preempted=plan.num_preempted,
@@ -85,24 +89,6 @@ def _counted(numbers: Iterable[int]) -> tuple[int, ...]:
     """How often each of 0, 1, 2, ... occurs; [2, 0, 2] -> (1, 0, 2)."""
     counts = Counter(numbers)
     return tuple(counts[number] for number in range(max(counts, default=-1) + 1))
-
-
-def with_rounds(stats: StepStats, round_results: Seq[RoundResult], events: Seq[TokenEvent]) -> StepStats:
-    """`stats` with the rounds on the device added; `events` are in the order of their results."""
-    results = [result for round_ in round_results for result in round_.results]
-    drafted = [(x.num_draft, sum(event.from_draft)) for x, event in zip(results, events, strict=True) if x.num_draft]
-    accepted = zip_longest(stats.accepted_per_position, _per_position(drafted), fillvalue=0)
-    per_num_draft = zip_longest(stats.sequences_per_num_draft, _counted(x.num_draft for x in results), fillvalue=0)
-    return replace(
-        stats,
-        forwards=(*stats.forwards, *(forward for round_ in round_results for forward in round_.forwards)),
-        device_seconds=sum(round_.feedback.seconds for round_ in round_results),
-        rounds=stats.rounds + len(drafted),
-        drafted=stats.drafted + sum(num_draft for num_draft, _ in drafted),
-        accepted_per_position=tuple(map(sum, accepted)),
-        sequences_per_num_draft=tuple(map(sum, per_num_draft)),
-        generated_tokens=stats.generated_tokens + sum(len(event.token_ids) for event in events),
-    )
 
 
 def _target_forwards(newest: Seq[int], chunks: Seq[int]) -> Iterator[Forward]:

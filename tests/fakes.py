@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.kv.batch import Feed
 from engine.kv.pages import PagePool
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
-from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
+from engine.proposers import ModelProposer, NGramProposer, Proposer, Proposers
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
 from engine.stats import Clock, StepStats
@@ -93,7 +93,7 @@ def fake_engine(
     unhurried = {"max_step_ms": 1e9}  # how fast this machine is decides in no test how much a step reads
     settings = EngineConfig(target="table", draft="table" if draft_law else None, **unhurried | config)
     prefill = PrefillBudget(settings.max_step_ms / 1000, settings.max_batch_tokens)
-    by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(sizes=(2, 1))}
+    by_name: dict[str, Proposer] = {"none": Proposer(), "ngram": NGramProposer(sizes=(2, 1))}
     if draft_law is not None:
         draft = TableModel(draft_law, vocab_size, num_pages, page_size)
         by_name["model"] = ModelProposer(draft, prefill)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.kv.batch import Feed
 from engine.params import SpeculationParams
-from engine.proposers.base import Passed, Proposal
+from engine.proposers.base import Passed, Proposal, Proposer
 from engine.startup.build import assemble
 from engine.stats import Forward
 from engine.types import Sequence
@@ -162,14 +162,14 @@ KS = (8, 1, 3, 5)
 Expected = Callable[[list[int], int], list[int]]  # (tokens, k) -> drafts
 
 
-class Checked:
+class Checked(Proposer):
     """A proposer whose every draft is compared with a recomputation, after all that must not matter was poisoned."""
 
     def __init__(self, inner: Any, expected: Expected) -> None:
         self.inner, self.expected = inner, expected
         self.counts, self.passes = list[int](), list[tuple[Forward, ...]]()  # drafts of each sequence; by step
         self.uses_draft_kv, self.shares_draft_kv = inner.uses_draft_kv, inner.shares_draft_kv
-        self.is_parallel = getattr(inner, "is_parallel", False)
+        self.is_parallel = inner.is_parallel
 
     def observe(self, passed: Seq[Passed]) -> None:
         self.inner.observe(passed)

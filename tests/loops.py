@@ -16,21 +16,22 @@ import torch
 from benchmarks.harness.bare import options as bare_options
 from engine.attention import paged
 from engine.control.controller import Control
-from engine.device_loop import draws
+from engine.device_loop.layout import DeviceModel
 from engine.device_loop.loop import RoundLoop
 from engine.device_loop.repertoire import RoundShape, covering
-from engine.device_loop.round import DeviceModel, RoundOps
+from engine.device_loop.round import RoundOps
 from engine.engine import Engine
 from engine.kernels import reference
 from engine.kv.arena import KVArena
 from engine.model.decoder.ops import LayerOps
 from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from engine.sampling.distribution import choose_unread
 from engine.startup.build import assemble
 from engine.types import FinishReason, Request, Sequence
 from tests import fakes, zoo
 
-PLAIN = RoundOps(paged.attend_plainly, draws.choose, reference.commit)
+PLAIN = RoundOps(paged.attend_plainly, choose_unread, reference.commit)
 LONGEST, PAGE = 64, 16
 LAWS = (
     SamplingParams(),

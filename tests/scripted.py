@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from engine.proposers.base import Proposal
+from engine.proposers.base import Proposal, Proposer
 from engine.types import Sequence
 
 Script = Callable[[Sequence, int], Seq[int]]  # (sequence, how many) -> at most that many drafts
 
 
-class ScriptedProposer:
+class ScriptedProposer(Proposer):
     """Proposes what a function says."""
-
-    uses_draft_kv = False
-    shares_draft_kv = False
 
     def __init__(self, script: Script) -> None:
         self._script = script

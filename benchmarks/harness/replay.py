@@ -59,7 +59,7 @@ class Script:
         return self._right[key]
 
 
-class ReplayProposer:
+class ReplayProposer(Proposer):
     """A proposer that does the work of another proposer and returns the drafts of a script."""
 
     uses_draft_kv = True

@@ -1,7 +1,7 @@
 """How many drafts each sequence gets in each step, and of which proposer, from measured costs and observed acceptance.
 
 One cost model, one posterior of acceptance per sequence and source, one rule: the most expected tokens per expected
-second. It chooses the proposer of a sequence of `auto` (`candidates.py`), then the numbers of drafts (`goodput.py`).
+second. It chooses the proposer of a sequence of `auto`, then the numbers of drafts (`goodput.py`).
 Where an optimistic estimate of acceptance says that another choice would be better, a budget of time pays for finding
 out. Knows no model and no clock: seconds are passed in. No choice changes a token.
 """
@@ -19,10 +19,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.control.acceptance import Acceptance, Ints, Source
-from engine.control.candidates import Bids, Picked, pick
 from engine.control.controller import Control, Speedup, StepFeedback, within
-from engine.control.cost_model import CostModel, Floats, quantities, with_rows
-from engine.control.goodput import BatchLoad, Choice, Found, Offer, Traits, catching_up, drafting_seconds, more_rows
+from engine.control.cost_model import ATTENDED, CALL, CostModel, Floats, quantities
+from engine.control.goodput import (
+    BatchLoad,
+    Bids,
+    Choice,
+    Found,
+    Offer,
+    Picked,
+    Traits,
+    catching_up,
+    drafting_seconds,
+    more_rows,
+    pick,
+)
 from engine.params import SpeculationMode
 from engine.types import Sequence
 
@@ -204,7 +215,7 @@ class AdaptiveK(Control):
         most = np.array([[self._most(s, name, k) if name in s.candidates else 0 for s, k in both] for name in names])
         count, depth = len(sequences), max(1, int(most.max()))
         kept = self.acceptance.kept([(s, self._source(s, name)) for name in names for s in sequences], depth)
-        (_, per_row), contexts = self.target.context, np.array([len(s.tokens) for s in sequences], float)
+        per_row, contexts = self.target.price(ATTENDED), np.array([len(s.tokens) for s in sequences], float)
         rows = more_rows(self.target, load.rows / count, count, depth) + per_row * contexts[:, None]
         first, reading = np.zeros(most.shape), np.zeros(most.shape)
         for c, name in enumerate(names):
@@ -260,7 +271,8 @@ class AdaptiveK(Control):
             for sequence in group.sequences:
                 if sequence in held and len(sequence.candidates) <= 1:  # of the others `_pick` keeps count
                     self._go_on(sequence)
-            return self._exploring(offer.shallow(these, int(these.sum())).all_of(load, self.target, budget))
+            self.is_exploring = True
+            return offer.shallow(these, int(these.sum())).best(load, self.target, budget, all_of=True)
         if self._budget.seconds <= 0 or self._of(group.name).find is not None:
             return None
         hopeful = self._offer(group, hope=_HOPE).best(load, self.target, budget)
@@ -270,17 +282,14 @@ class AdaptiveK(Control):
         offer, count = self._offer(group, spread=False), int(these.sum())
         self._budget.wanted = 0.0
         while count:
-            choice = offer.shallow(these, count).all_of(load, self.target, budget)
+            choice = offer.shallow(these, count).best(load, self.target, budget, all_of=True)
             if choice.loss <= self._budget.seconds:
                 held.update({s: _HOLD for s, k in zip(group.sequences, choice.num_draft, strict=True) if k})
-                return self._exploring(choice)
+                self.is_exploring = True
+                return choice
             self._budget.wanted = choice.loss
             count //= 2
         return None
-
-    def _exploring(self, choice: Choice) -> Choice:
-        self.is_exploring = True
-        return choice
 
     def _offer(self, group: _Group, hope: float | None = None, *, spread: bool = True) -> Offer:
         """The drafts on offer. With `spread`, the cost of catching up is shared by the rounds still to come."""
@@ -291,7 +300,7 @@ class AdaptiveK(Control):
         unseen = np.array([self._unseen(group.name, s) for s in sequences], float)
         rounds = self._rounds(sequences, unseen) if spread else np.ones(len(sequences))
         seconds = drafting_seconds(costs, kept, contexts, unseen, rounds, self._of(group.name))
-        return Offer(group.limits, kept, seconds, costs.a_call, contexts)
+        return Offer(group.limits, kept, seconds, costs.price(CALL), contexts)
 
     def _rounds(self, sequences: Seq[Sequence], unseen: Floats) -> Floats:
         """Rounds that each sequence is expected to have yet, once `unseen` tokens of it have been read."""
@@ -365,8 +374,9 @@ class AdaptiveK(Control):
             passes=len(done.draft_passes),
             sequences=in_passes,
             context=in_passes * sum(lengths) / len(lengths),
+            rows=[tokens for _, tokens in done.draft_passes],
         )
-        self._drafting[name].learn(with_rows(work, [tokens for _, tokens in done.draft_passes]), seconds)
+        self._drafting[name].learn(work, seconds)
 
     @contextmanager
     def practising(self) -> Iterator[None]:

@@ -22,7 +22,11 @@ Floats = npt.NDArray[np.float64]
 # Rows cost by size: the first few may be nearly free, later ones cost what they compute. Straight between these.
 KNOTS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 8192], float)
 _WIDTHS = np.diff(KNOTS)
-_FIRST_RAMP = 6  # index of the first cost by rows; before it are those of calls, passes, sequences and contexts
+# What has a price; behind these come the costs by rows. Of asking for anything at all, and for one more sequence, both
+# beside passes; of a pass and of a sequence in it, both beside rows; of a token of context, once and for each row.
+PASS, CALL, ASKED, SEQUENCE, CONTEXT, ATTENDED = range(6)
+_UNITS = np.array([1, 1, 1, 1, 1 / 1024, 1 / 1024])
+_FIRST_RAMP = len(_UNITS)
 NUM_QUANTITIES = _FIRST_RAMP + len(_WIDTHS)
 
 _KEEP = 0.99  # of what was known along a measurement's direction: half is forgotten in 69 measurements
@@ -32,18 +36,17 @@ _RIDGE, _SMOOTH = 0.01, 0.3  # weight, in measurements, of the priors: a cost is
 
 
 def quantities(
-    *, calls: int = 0, asked: int = 0, passes: int = 0, sequences: float = 0, context: float = 0, attended: float = 0
-) -> Floats:
-    """All but rows, which `with_rows` adds. `context`: tokens with K/V, each once; `attended`: once per row."""
+    *, calls: int = 0, asked: int = 0, passes: int = 0, sequences: float = 0, context: float = 0, attended: float = 0,
+    rows: Seq[float] = (),
+) -> Floats:  # fmt: skip
+    """`context`: tokens with K/V, each once; `attended`: once per row; `rows`: of each pass.
+
+    Rows are cut at the knots: 5 -> 1, 1, 1, 1, 1 of the 2 from 4 to 6, and nothing beyond.
+    """
     found = np.zeros(NUM_QUANTITIES)
-    found[:_FIRST_RAMP] = passes, calls, asked, sequences, context / 1024, attended / 1024
-    return found
-
-
-def with_rows(found: Floats, rows_of_passes: Seq[float]) -> Floats:
-    """The rows of each pass, cut at the knots: 5 -> 1, 1, 1, 1, 1 of the 2 from 4 to 6, and nothing beyond."""
-    for rows in rows_of_passes:
-        found[_FIRST_RAMP:] += np.clip(rows - KNOTS[:-1], 0, _WIDTHS)
+    found[:_FIRST_RAMP] = _UNITS * (passes, calls, asked, sequences, context, attended)
+    for each in rows:
+        found[_FIRST_RAMP:] += np.clip(each - KNOTS[:-1], 0, _WIDTHS)
     return found
 
 
@@ -92,34 +95,13 @@ class CostModel:
         """Seconds that the first, the second, ... of `count` sequences adds to a pass that feeds a row of each."""
         if len(self._joining) < count:
             width = np.arange(count + 1.0)
-            self._joining = np.diff(self.rows(width)) + self.a_sequence
-            self._joining[0] += self.a_pass
+            self._joining = np.diff(self.rows(width)) + self.price(SEQUENCE)
+            self._joining[0] += self.price(PASS)
         return self._joining[:count]
 
-    @property
-    def a_call(self) -> float:
-        """Seconds of asking for anything at all."""
-        return float(self._values[1])
-
-    @property
-    def a_pass(self) -> float:
-        """Seconds of a pass before its first row."""
-        return float(self._values[0])
-
-    @property
-    def an_asked_one(self) -> float:
-        """Seconds that asking for one more sequence adds, beside passes."""
-        return float(self._values[2])
-
-    @property
-    def a_sequence(self) -> float:
-        """Seconds that a sequence adds to a pass beside its rows."""
-        return float(self._values[3])
-
-    @property
-    def context(self) -> tuple[float, float]:
-        """Seconds per token of context: once for a sequence, and once for each of its rows."""
-        return float(self._values[4] / 1024), float(self._values[5] / 1024)
+    def price(self, what: int) -> float:
+        """Seconds of one `PASS`, `CALL`, ..."""
+        return float(self._values[what] * _UNITS[what])
 
     def learn(self, work: Floats, seconds: float) -> None:
         """One measurement. A clock that stood still or ran away teaches nothing."""

@@ -3,6 +3,11 @@
 Draft slots are ranked by their chance of being kept and taken from the top, as many as make the rate highest. All
 counts are tried, not up to the first loss: the first draft at a new depth costs a whole pass of the draft model, and
 those of its batch mates at the same depth hardly anything.
+
+Where several proposers may draft for a sequence, the one does whose drafts are worth most to it. A draft is worth its
+chance of being kept, less the tokens that its seconds would bring elsewhere: seconds times the rate of the step, in
+tokens per second. What maximises the sum of worths at the rate that it leads to also maximises that rate (Dinkelbach
+1967), so a few rounds of choosing and computing the rate anew find it.
 """
 
 from __future__ import annotations
@@ -15,8 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.control.acceptance import Bools, Ints
-from engine.control.cost_model import CostModel, Floats, quantities, with_rows
+from engine.control.cost_model import ASKED, ATTENDED, CALL, CONTEXT, CostModel, Floats, quantities
 from engine.types import Sequence
+
+_ROUNDS = 4  # at most; nearly always the choice is settled after two
 
 
 class Found(NamedTuple):
@@ -58,8 +65,8 @@ class BatchLoad:
     @property
     def quantities(self) -> Floats:
         """Of the target's pass."""
-        work = quantities(passes=1, sequences=self.sequences, context=self.context, attended=self.attended)
-        return with_rows(work, [self.rows])
+        context, attended, rows = self.context, self.attended, [self.rows]
+        return quantities(passes=1, sequences=self.sequences, context=context, attended=attended, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +79,32 @@ class Offer:
     a_call: float  # seconds of asking at all
     contexts: Floats  # [sequences]
 
-    def best(self, load: BatchLoad, target: CostModel, budget: int) -> Choice:
-        """As many slots, from the likeliest on, as make the rate highest."""
-        sums = self._sums(load, budget)
-        steady = np.maximum(_pass_seconds(target, load, sums) + sums.seconds, 1e-9)
-        rates = sums.tokens / steady
-        count = int(rates.argmax())
+    def best(self, load: BatchLoad, target: CostModel, budget: int, *, all_of: bool = False) -> Choice:
+        """As many slots, from the likeliest on, as make the rate highest; or all of them, whether they pay or not."""
+        depth = self.tokens.shape[1]
+        allowed = np.arange(depth) < self.limits[:, None]
+        most = max(0, min(budget, int(allowed.sum())))
+        order = np.argsort(np.where(allowed, -self.tokens, 1.0), None, "stable")[:most]
+        # Each of these is of a step with the first 0, 1, 2, ... slots.
+        tokens = _growing(load.tokens, self.tokens.ravel()[order])
+        attended = _growing(load.attended, self.contexts[order // depth])
+        drafting = _growing(load.seconds, self.seconds.ravel()[order])
+        drafting[1:] += self.a_call
+        rows = load.rows + np.arange(most + 1.0)
+        fixed = target.of(quantities(passes=1, sequences=load.sequences, context=load.context))
+        beside = fixed + target.price(ATTENDED) * attended + drafting
+        seconds = np.maximum(beside + target.rows(rows), 1e-9)
+        rates = tokens / seconds
+        count = int(rates.argmax()) if not all_of else most
         gain = float(rates[count] / rates[0])
-        if load.prompt_rows and count:
+        if load.prompt_rows and count and not all_of:
             # Beside prompts a second is worth what it would bring in a step without them; rows cost what they add.
-            beside = replace(sums, rows=sums.rows + load.prompt_rows)
-            value = sums.tokens - rates[count] * (_pass_seconds(target, load, beside) + sums.seconds)
+            value = tokens - rates[count] * (beside + target.rows(rows + load.prompt_rows))
             count = int(value.argmax())
-        return self._choice(load, sums, count, gain, steady)
-
-    def all_of(self, load: BatchLoad, target: CostModel, budget: int) -> Choice:
-        """Every slot, whether it pays or not."""
-        sums = self._sums(load, budget)
-        seconds = np.maximum(_pass_seconds(target, load, sums) + sums.seconds, 1e-9)
-        return self._choice(load, sums, len(sums.order), 1.0, seconds)
+        sums = {"rows": rows, "tokens": tokens, "attended": attended, "seconds": drafting}
+        after = replace(load, **{name: float(each[count]) for name, each in sums.items()})
+        num_draft = np.bincount(order[:count] // depth, minlength=len(self.limits))
+        return Choice(num_draft, after, gain, float(seconds[count] - seconds[0] * tokens[count] / tokens[0]))
 
     def shallow(self, these: Bools, count: int) -> Offer:
         """One draft each alone, for those `count` of these sequences that cost least to draft for."""
@@ -98,44 +112,6 @@ class Offer:
         order = np.argsort(np.where(these, self.seconds[:, 0], np.inf), kind="stable")[:count]
         limits[order] = np.minimum(self.limits[order], 1)
         return replace(self, limits=limits)
-
-    def _sums(self, load: BatchLoad, budget: int) -> _Sums:
-        """What the first 0, 1, 2, ... slots come to."""
-        allowed = np.arange(self.tokens.shape[1]) < self.limits[:, None]
-        most = max(0, min(budget, int(allowed.sum())))
-        order = np.argsort(np.where(allowed, -self.tokens, 1.0), None, "stable")[:most]
-        seconds = _growing(load.seconds, self.seconds.ravel()[order])
-        seconds[1:] += self.a_call
-        return _Sums(
-            order=order,
-            tokens=_growing(load.tokens, self.tokens.ravel()[order]),
-            rows=load.rows + np.arange(len(order) + 1.0),
-            attended=_growing(load.attended, self.contexts[order // self.tokens.shape[1]]),
-            seconds=seconds,
-        )
-
-    def _choice(self, load: BatchLoad, sums: _Sums, count: int, gain: float, seconds: Floats) -> Choice:
-        after = replace(
-            load,
-            rows=float(sums.rows[count]),
-            tokens=float(sums.tokens[count]),
-            attended=float(sums.attended[count]),
-            seconds=float(sums.seconds[count]),
-        )
-        num_draft = np.bincount(sums.order[:count] // self.tokens.shape[1], minlength=len(self.limits))
-        loss = seconds[count] - seconds[0] * sums.tokens[count] / sums.tokens[0]
-        return Choice(num_draft, after, gain, float(loss))
-
-
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """A step with the first 0, 1, 2, ... slots of `order`; `seconds` are of drafting."""
-
-    order: Ints
-    tokens: Floats
-    rows: Floats
-    attended: Floats
-    seconds: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +122,6 @@ class Choice:
     load: BatchLoad
     gain: float  # of the best number of drafts over none, in tokens per second, without prompts
     loss: float  # seconds that this number takes beyond what its tokens would take without
-
-
-def _pass_seconds(target: CostModel, load: BatchLoad, sums: _Sums) -> Floats:
-    """Of the target's pass."""
-    each, per_row = target.context
-    fixed = target.a_pass + target.a_sequence * load.sequences + each * load.context
-    return fixed + per_row * sums.attended + target.rows(sums.rows)
 
 
 def _growing(first: float, added: Floats) -> Floats:
@@ -173,13 +142,13 @@ def drafting_seconds(
     seconds = np.zeros_like(chances)
     if traits.find is None:
         ranks = np.argsort(np.argsort(-chances, 0, "stable"), 0, "stable")
-        joining, (per_token, _) = prices.joining(count), prices.context
+        joining, per_token = prices.joining(count), prices.price(CONTEXT)
         if traits.is_parallel:
             seconds += more_rows(prices, 1, count, depth)
             seconds[:, 0] += joining[ranks[:, 0]] + per_token * contexts
         else:
             seconds += joining[ranks] + (per_token * contexts)[:, None]
-    seconds[:, 0] += prices.an_asked_one
+    seconds[:, 0] += prices.price(ASKED)
     if unseen.any():
         seconds[:, 0] += catching_up(prices, unseen) / rounds
     return seconds
@@ -194,3 +163,90 @@ def more_rows(prices: CostModel, rows: float, count: int, depth: int) -> Floats:
 def catching_up(prices: CostModel, unseen: Floats) -> Floats:
     """Seconds of so many more rows in a pass that feeds one."""
     return prices.rows(1 + unseen) - prices.rows(np.ones(1))
+
+
+# ------------------------------------------------------------------------------ of several proposers, the best for each
+
+
+def draft_seconds(prices: CostModel, traits: Traits, users: int, depth: int, context: float) -> Floats:
+    """Seconds of making draft 1, 2, ... `depth` of one sequence, `[depth]`, if `users` sequences share the passes."""
+    seconds, per_token = np.zeros(depth), prices.price(CONTEXT)
+    if traits.is_parallel:
+        seconds += more_rows(prices, 1, users, depth)
+        seconds[0] += prices.joining(users).mean() + per_token * context
+    elif traits.find is None:
+        seconds += prices.joining(users).mean() + per_token * context
+    seconds[0] += prices.price(ASKED) + prices.price(CALL) / users
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Bids:
+    """What the candidates offer the sequences of a step."""
+
+    kept: Floats  # [candidates, sequences, depth]: chance that a draft is kept
+    limits: Ints  # [candidates, sequences]: most drafts
+    first: Floats  # [candidates, sequences]: seconds of the first draft, beside making it
+    rows: Floats  # [sequences, depth]: seconds of a draft's row in the target's pass
+    is_fixed: Bools  # [sequences]: as many drafts as the limit says, whatever they are worth
+
+    def seconds(self, prices: Floats) -> Floats:
+        """Of all drafts up to each, `[candidates, sequences, depth]`; `prices` `[candidates, depth]` of making each."""
+        each = prices[:, None] + self.rows
+        each[:, :, 0] += self.first
+        return each.cumsum(2)
+
+    def worths(self, seconds: Floats, rate: float) -> tuple[Floats, Ints]:
+        """What the best number of drafts is worth, and that number, `[candidates, sequences]`.
+
+        `seconds` as above; `rate`: tokens that a second is worth.
+        """
+        sums = np.zeros((*self.limits.shape, seconds.shape[2] + 1))
+        np.subtract(self.kept.cumsum(2), rate * seconds, out=sums[:, :, 1:])
+        numbers, limits = np.arange(sums.shape[2]), self.limits[..., None]
+        sums[(numbers > limits) | (self.is_fixed[:, None] & (numbers < limits))] = -np.inf
+        best = sums.argmax(2)
+        worths = np.take_along_axis(sums, best[..., None], 2)[..., 0]
+        worths[(self.limits == 0) & self.is_fixed] = -np.inf  # with a fixed number of drafts none is no choice
+        return worths, best
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The best candidate of each sequence, and what led to it."""
+
+    choice: Ints  # [sequences]
+    worths: Floats  # [candidates, sequences]
+    seconds: Floats  # [candidates, sequences, depth]
+    rate: float  # tokens per second
+
+
+def pick(bids: Bids, makers: Seq[tuple[CostModel, Traits]], context: float, tokens: float, seconds: float) -> Picked:
+    """Choose a candidate for each sequence; without drafts the step makes `tokens` tokens in `seconds` seconds.
+
+    At first passes are priced as if all sequences shared them, then as those do that chose them. `makers`: cost
+    model and traits of each candidate; `context`: mean length of the sequences, in tokens.
+    """
+    candidates, sequences, depth = bids.kept.shape
+    each, choice, users, rate = np.arange(sequences), np.full(sequences, -1), [sequences] * candidates, tokens / seconds
+    spent = _spent(bids, makers, users, context)
+    worths, numbers = bids.worths(spent, rate)
+    for _ in range(_ROUNDS):
+        before, choice = choice, worths.argmax(0)
+        if (choice == before).all():
+            break
+        taken = numbers[choice, each]
+        has, drafts = np.flatnonzero(taken), np.arange(depth) < taken[:, None]
+        kept = float((bids.kept[choice, each] * drafts).sum())
+        rate = (tokens + kept) / (seconds + float(spent[choice[has], has, taken[has] - 1].sum()))
+        shared, users = users, np.maximum(np.bincount(choice[has], minlength=candidates), 1).tolist()
+        if users != shared:
+            spent = _spent(bids, makers, users, context)
+        worths, numbers = bids.worths(spent, rate)
+    return Picked(choice, worths, spent, rate)
+
+
+def _spent(bids: Bids, makers: Seq[tuple[CostModel, Traits]], users: Seq[int], context: float) -> Floats:
+    depth = bids.kept.shape[2]
+    prices = [draft_seconds(*maker, n, depth, context) for maker, n in zip(makers, users, strict=True)]
+    return bids.seconds(np.array(prices))

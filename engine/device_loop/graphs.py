@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.device_loop.repertoire import Run
-from engine.device_loop.round import Drafts, Round, RoundOutput
+from engine.device_loop.round import Drafts, Round
 from engine.device_loop.slots import IDLE
+from engine.kernels.args import Committed
 
 A_ROUND = 16 << 20  # bytes that the driver takes for one recorded round at most: about a kilobyte for each kernel
 
@@ -59,9 +60,9 @@ class RecordedRound:
     drafts: Drafts
     drafting: torch.cuda.CUDAGraph | None
     verifying: torch.cuda.CUDAGraph
-    output: RoundOutput
+    output: Committed
 
-    def __call__(self, slots: Tensor, between: Callable[[], None]) -> RoundOutput:
+    def __call__(self, slots: Tensor, between: Callable[[], None]) -> Committed:
         """Play both for these slots, and call `between` between them."""
         self.slots.copy_(slots)
         if self.drafting is not None:

@@ -8,17 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from engine.attention.paged import keys_of
 from engine.device_loop.slots import LENGTH, REJECTS, SEED, TOP_K, DeviceSlots, Tables
 from engine.kernels.args import SamplerRows
-from engine.kernels.paging import Paging, send
+from engine.kernels.paging import Paging, send, tile_of
+from engine.kv.arena import KVArena
 from engine.kv.batch import RaggedBatch
 from engine.sampling.noise import Stream
 
+if TYPE_CHECKING:
+    from engine.model.decoder.decoder import DecoderModel
+
 _ALIGNED = 4  # rows: what a pass is given begins at a multiple of 16 bytes, or kernels would be compiled once more
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """A model, its arena with one page more than are given away, and what its passes have in common."""
+
+    model: DecoderModel
+    arena: KVArena
+    positions: int  # that the model knows
+
+    @property
+    def group(self) -> int:
+        """Query heads to a KV head."""
+        heads: int = self.model.config.get_text_config().num_attention_heads
+        kv_heads = self.arena.layout.heads
+        assert kv_heads is not None, "rounds are for models whose layers have one number of K/V heads"
+        return heads // kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +70,19 @@ class LaidOut:
 
 
 class Layout:
-    """Lays the `passes` of one model out for `size` sequences.
+    """Lays the `passes` of the model `fed` out for `size` sequences.
 
     `truncated` says whether any law may have a top-k, top-p or min-p. Under the rejection rule a row's noise is of the
     stream `apart`; where that is None there is no sequence of this rule.
     """
 
     def __init__(
-        self, state: DeviceSlots, tables: Tables, size: int, passes: Seq[Pass], *, keys: Seq[tuple[object, ...]],
-        tile_rows: int, page_size: int, positions: int, truncated: bool, apart: Stream | None,
+        self, state: DeviceSlots, tables: Tables, fed: DeviceModel, size: int, passes: Seq[Pass], *, truncated: bool,
+        apart: Stream | None,
     ) -> None:  # fmt: skip
+        self.fed, page_size, tile_rows = fed, fed.arena.page_size, tile_of(fed.group).rows
         self._state, self._tables, self._size, self._passes = state, tables, size, passes
-        self._page_size, self._positions, self._truncated, self._apart = page_size, positions, truncated, apart
+        self._page_size, self._truncated, self._apart = page_size, truncated, apart
         self._slices, place, offset = list[slice](), list[int](), list[int]()
         drawn = [Pass(p.draws, p.begin + p.rows - p.draws + 1) for p in passes]  # what a row draws is fed one later
         for rows in (*passes, *drawn):
@@ -75,7 +99,7 @@ class Layout:
         self._device = state.tracks.tokens.device
         self._place, self._offset, self._spans = self._up(place), self._up(offset), self._up(spans).int()
         self._tiles, self._logit_rows = [self._up(each).int() for each in tiles], [self._up(each) for each in wanted]
-        self._keys, self._nothing = keys, torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._keys, self._nothing = keys_of(fed.group), torch.zeros(size, dtype=torch.int64, device=self._device)
         self._coupled = torch.full_like(self._place, int(Stream.COUPLED))
         self._off = self._nothing.new_zeros(len(place)).double(), self._nothing.new_ones(len(place)).double()
 
@@ -85,13 +109,13 @@ class Layout:
         owner = slots[self._place]
         whole = state.whole.index_select(1, owner)
         position = whole[LENGTH] + self._offset
-        fed, its = position[: self._num_fed], owner[: self._num_fed]
+        filled, its = position[: self._num_fed], owner[: self._num_fed]
         # Position -1 is in page -1, the last column: what would be before the first token goes to the spare page.
-        kv_rows = torch.add(fed % page_size, pages[its, fed // page_size], alpha=page_size)
+        kv_rows = torch.add(filled % page_size, pages[its, filled // page_size], alpha=page_size)
         first = self._slices[0].stop // self._size
         moved = torch.stack([self._nothing, self._nothing, whole[LENGTH, : self._slices[0].stop : first], slots], 1)
         spans = torch.add(self._spans, moved, out=torch.empty_like(self._spans))
-        ids = fed.clamp(0, self._positions - 1)
+        ids = filled.clamp(0, self.fed.positions - 1)
         return LaidOut(owner, whole, position, ids, kv_rows, spans, self._samplers(owner, whole, position))
 
     def _samplers(self, owner: Tensor, whole: Tensor, position: Tensor) -> SamplerRows:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.control.controller import StepFeedback
+from engine.device_loop.layout import DeviceModel
 from engine.device_loop.repertoire import Recorder, Repertoire, RoundShape, covering, in_order_of_worth
 from engine.device_loop.results import (
     DeviceSequence,
@@ -26,7 +27,7 @@ from engine.device_loop.results import (
     Rounds,
     untold,
 )
-from engine.device_loop.round import DeviceModel, Round, RoundOps
+from engine.device_loop.round import Round, RoundOps
 from engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots
 from engine.kernels.paging import send
 from engine.kv.batch import Feed

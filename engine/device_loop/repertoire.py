@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
-from engine.device_loop.round import Round, RoundOutput
+from engine.device_loop.round import Round
 from engine.kernels import faults
+from engine.kernels.args import Committed
 from engine.stats import Clock
 
 if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
@@ -80,15 +81,14 @@ log = logging.getLogger(__name__)
 
 SECONDS = 60.0  # for recording at load: about as long as the weights of a large model take
 _OFTEN = 64  # rounds of a shape that was not recorded, after which an idle engine records it
-_KEPT = 32  # rounds that are run as they are, kept for the next time: they hold little
 
-Run = Callable[[Tensor, Callable[[], None]], RoundOutput]  # slots, and what to call between drafting and verification
+Run = Callable[[Tensor, Callable[[], None]], Committed]  # slots, and what to call between drafting and verification
 
 
 def as_it_is(round_: Round) -> Run:
     """The round, run operation by operation."""
 
-    def run(slots: Tensor, between: Callable[[], None]) -> RoundOutput:
+    def run(slots: Tensor, between: Callable[[], None]) -> Committed:
         drafts = round_.propose(slots)
         between()
         return round_.verify(slots, drafts)
@@ -123,7 +123,7 @@ class Repertoire:
         self._make, self._recorder, self._covering, self._most = make, recorder, frozenset(covering), most
         self._clock = clock
         self._recorded: OrderedDict[RoundShape, Run] = OrderedDict()  # the one used last comes last
-        self._plain: OrderedDict[tuple[RoundShape, bool], Run] = OrderedDict()
+        self._plain: dict[tuple[RoundShape, bool], Run] = {}  # run operation by operation
         self._missed: Counter[RoundShape] = Counter()
         self._refused: set[RoundShape] = set()  # that cannot be recorded
         self._later: list[RoundShape] = []  # left for an idle engine, in order of worth
@@ -183,34 +183,24 @@ class Repertoire:
         First come those that were left, the most missed before others, while there is room; then the shape that was
         missing most often, if that was often, where there is no room in that of the one whose last use is longest ago.
         """
+        often = [shape for shape, times in self._missed.most_common(1) if times >= _OFTEN]
+        if not (self._later or often):
+            return False
+        shape = max(self._later or often, key=self._missed.__getitem__)  # of several the first
+        del self._missed[shape]
         if self._later:
-            self._record_one_left()
-        else:
-            self._record_missed()
+            self._later.remove(shape)
+            if self._is_full or not self._add(shape):
+                self._later.clear()
+            if not self._later:
+                log.info("%d rounds are recorded, in all", len(self))
+        elif not self._is_full or self._give_up_oldest():
+            self._add(shape)
         return bool(self._later)
 
-    def _record_one_left(self) -> None:
-        shape = max(self._later, key=self._missed.__getitem__)  # of several the first
-        self._later.remove(shape)
-        self._missed.pop(shape, None)
-        if self._is_full or not self._add(shape):
-            self._later.clear()
-        if not self._later:
-            log.info("%d rounds are recorded, in all", len(self))
-
-    def _record_missed(self) -> None:
-        if not self._missed:
-            return
-        [(shape, times)] = self._missed.most_common(1)
-        if times < _OFTEN:
-            return
-        del self._missed[shape]
-        if self._is_full:
-            oldest = next((known for known in self._recorded if known not in self._covering), None)
-            if oldest is None:
-                return
-            del self._recorded[oldest]
-        self._add(shape)
+    def _give_up_oldest(self) -> bool:
+        oldest = next((known for known in self._recorded if known not in self._covering), None)
+        return oldest is not None and self._recorded.pop(oldest, None) is not None
 
     @property
     def _is_full(self) -> bool:
@@ -240,7 +230,4 @@ class Repertoire:
         key = shape, rejects
         if key not in self._plain:
             self._plain[key] = as_it_is(self._make(shape, rejects))
-        self._plain.move_to_end(key)
-        if len(self._plain) > _KEPT:
-            self._plain.popitem(last=False)
         return self._plain[key]

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.control.controller import StepFeedback
-from engine.device_loop.round import RoundOutput
-from engine.kernels.args import UNSOUND
+from engine.kernels.args import UNSOUND, Committed
 from engine.sampling.verification import VerifyOutput
 from engine.scheduler import Work
 from engine.stats import Clock, Forward
@@ -137,14 +136,13 @@ class PendingRound:
     entries: list[RoundEntry]  # in the order of their places
     fed: list[int]  # tokens that the draft was fed before the round, of each sequence that had to catch up
     timer: DeviceTimer  # marks: before drafting, before verification, after it
-    brought: RoundOutput
+    brought: Committed
     _rows: Tensor = field(init=False)  # [B, K + 4]: tokens drawn; how many are new, and accepted; whether it ended
     _event: torch.cuda.Event | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        made = self.brought.committed
-        packed = [self.brought.drawn, torch.stack([made.num_fresh, made.num_accepted, made.ended], 1)]
-        self._rows = torch.cat(packed, 1)
+        made = self.brought
+        self._rows = torch.cat([made.drawn, torch.stack([made.num_fresh, made.num_accepted, made.ended], 1)], 1)
         if self._rows.is_cuda:
             pinned = torch.empty(self._rows.shape, dtype=torch.int64, pin_memory=True)
             self._rows, self._event = pinned.copy_(self._rows, non_blocking=True), torch.cuda.Event()

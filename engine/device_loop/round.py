@@ -7,34 +7,26 @@ under the rejection rule for the same drafts (docs/adr/0021-rounds-on-the-device
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.attention.paged import keys_of
 from engine.attention.registry import Attend, Ragged
-from engine.device_loop import draws
-from engine.device_loop.layout import Layout, Pass
-from engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, DeviceSlots, Tables
+from engine.device_loop.layout import DeviceModel, LaidOut, Layout, Pass
+from engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, DeviceSlots
 from engine.kernels.args import Committed, Drawn, SamplerRows, Tracks
-from engine.kernels.paging import tile_of
-from engine.kv.arena import KVArena
-from engine.kv.batch import RaggedBatch
 from engine.model.runner import logits_of
 from engine.sampling import noise
+from engine.sampling.distribution import probabilities_unread
 from engine.sampling.noise import Stream
 from engine.verify import NO_DRAFT, rejection
 
-if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
-
 
 class Choose(Protocol):
-    """`engine.kernels.sampling.choose`, or `engine.device_loop.draws.choose`, which means the same."""
+    """`engine.kernels.sampling.choose`, or `engine.sampling.distribution.choose_unread`, which means the same."""
 
     def __call__(self, logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
         """One token per row, and whether the row is sound."""
@@ -47,31 +39,6 @@ class RoundOps:
     attend: Attend
     choose: Choose
     commit: Callable[[Tensor, Tensor, Tensor, Tensor, Tracks], Committed]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceModel:
-    """A model, its arena with one page more than are given away, and what its passes have in common."""
-
-    model: DecoderModel
-    arena: KVArena
-    positions: int  # that the model knows
-
-    @property
-    def group(self) -> int:
-        """Query heads to a KV head."""
-        heads: int = self.model.config.get_text_config().num_attention_heads
-        kv_heads = self.arena.layout.heads
-        assert kv_heads is not None, "rounds are for models whose layers have one number of K/V heads"
-        return heads // kv_heads
-
-
-@dataclass(frozen=True, slots=True)
-class RoundOutput:
-    """What a round brought B sequences."""
-
-    drawn: Tensor  # [B, K + 1] int64, of which the first `committed.num_fresh` count
-    committed: Committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +62,12 @@ class Round:
         assert draft is not None or k == 0, "drafts need a draft model"
         self._state, self._ops, self._truncated, self._rejects = state, ops, truncated, rejects
         self.size, self.k, self.device = size, k, state.tracks.tokens.device
-        self._target = self._model(state.target, target, [Pass(k + 1, -1, k + 1)], Stream.RESAMPLE)
-        self._draft: _Model | None = None
+        resampled, drawn = (Stream.RESAMPLE, Stream.DRAFT) if rejects else (None, None)
+        verified, drafted = [Pass(k + 1, -1, k + 1)], [Pass(2, -2), *(Pass(1, i) for i in range(k - 1))]
+        self._target = Layout(state, state.target, target, size, verified, truncated=truncated, apart=resampled)
+        self._draft: Layout | None = None
         if draft is not None and k:
-            passes = [Pass(2, -2), *(Pass(1, i) for i in range(k - 1))]
-            self._draft = self._model(state.draft, draft, passes, Stream.DRAFT)
+            self._draft = Layout(state, state.draft, draft, size, drafted, truncated=truncated, apart=drawn)
         self._steps = torch.arange(k, device=self.device)
         self._no_drafts = torch.full((size, k), NO_DRAFT, device=self.device)
 
@@ -113,27 +81,27 @@ class Round:
             nothing = slots.new_empty((self.size, 0))
             no_samplers = self._state.temperature.new_empty((self.size, 0, self._state.vocab), dtype=torch.float64)
             return Drafts(nothing, no_samplers if self._rejects else None)
-        layout = self._draft.layout
+        layout = self._draft
         laid, tokens, found = layout.of(slots), list[Tensor](), list[Tensor]()
         newest = layout.rows(0)
         ids = self._state.tracks.tokens[laid.owner[newest], laid.position_ids[newest]]
         for i in range(self.k):
-            logits = self._draft(layout.batch(laid, i, ids))
+            logits = self._run(layout, laid, i, ids)
             samplers = layout.samplers(laid, i)
             if self._rejects:
-                found.append(draws.probabilities(logits, samplers, truncated=self._truncated))
+                found.append(probabilities_unread(logits, samplers, truncated=self._truncated))
             ids = self._ops.choose(logits, samplers, truncated=self._truncated).token
             tokens.append(ids)
         return Drafts(torch.stack(tokens, 1), torch.stack(found, 1) if found else None)
 
     @torch.inference_mode()
-    def verify(self, slots: Tensor, drafts: Drafts) -> RoundOutput:
+    def verify(self, slots: Tensor, drafts: Drafts) -> Committed:
         """Verify and commit what stays. A draft that could only be followed by nothing is not looked at."""
-        tracks, layout = self._state.tracks, self._target.layout
+        tracks, layout = self._state.tracks, self._target
         laid = layout.of(slots)
         each = layout.sequences(laid)
         newest = tracks.tokens[slots, laid.position[layout.rows(0)].view(self.size, -1)[:, 0]]
-        logits = self._target(layout.batch(laid, 0, torch.cat([newest[:, None], drafts.tokens], 1)))
+        logits = self._run(layout, laid, 0, torch.cat([newest[:, None], drafts.tokens], 1))
         samplers = layout.samplers(laid, 0)
         chosen = self._ops.choose(logits, samplers, truncated=self._truncated)
         drawn = chosen.token.view(self.size, -1)
@@ -144,19 +112,19 @@ class Round:
             mine = each[REJECTS][:, None] > 0
             decided, kept = self._judged(logits, samplers, tokens, drafts.samplers)
             drawn, tokens = torch.where(mine, decided, drawn), torch.where(mine, kept, tokens)
-        return RoundOutput(drawn, self._ops.commit(drawn, tokens, num_sound, slots, tracks))
+        return self._ops.commit(drawn, tokens, num_sound, slots, tracks)
 
-    def _model(self, tables: Tables, fed: DeviceModel, passes: Seq[Pass], apart: Stream) -> _Model:
-        """`apart`: the stream of its noise under the rejection rule."""
-        rows = self.size, passes, self._truncated, apart if self._rejects else None
-        return _Model(self._state, tables, fed, self._ops.attend, *rows)
+    def _run(self, layout: Layout, laid: LaidOut, i: int, ids: Tensor) -> Tensor:
+        """Pass i: logits `[B * draws, vocab]`."""
+        fed = layout.fed
+        return logits_of(fed.model, Ragged(layout.batch(laid, i, ids), fed.arena, self._ops.attend))
 
     def _judged(
         self, logits: Tensor, samplers: SamplerRows, drafts: Tensor, draft_probs: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The rejection rule in words that a commit knows: tokens `[B, K + 1]`, and the drafts that equal them."""
         shape = self.size, self.k + 1, -1
-        target_probs = draws.probabilities(logits, samplers, truncated=self._truncated).view(shape)
+        target_probs = probabilities_unread(logits, samplers, truncated=self._truncated).view(shape)
         accept = noise.uniform(samplers.seed, samplers.position, Stream.ACCEPT).view(self.size, -1)[:, : self.k]
         given = draft_probs * (drafts != NO_DRAFT)[..., None]
         verdict = rejection(target_probs, given, drafts, accept, partial(self._resampled, samplers))
@@ -169,21 +137,3 @@ class Round:
         mine = samplers.rows(torch.arange(self.size, device=self.device) * (self.k + 1) + position)
         shaped = replace(mine, temperature=torch.ones_like(mine.temperature))
         return self._ops.choose(left.float(), shaped, truncated=False).token
-
-
-class _Model:
-    """A model, and where the rows of its passes in a round lie."""
-
-    def __init__(
-        self, state: DeviceSlots, tables: Tables, fed: DeviceModel, attend: Attend, size: int, passes: Seq[Pass],
-        truncated: bool, apart: Stream | None,
-    ) -> None:  # fmt: skip
-        self._fed, self._attend = fed, attend
-        self.layout = Layout(
-            state, tables, size, passes, keys=keys_of(fed.group), tile_rows=tile_of(fed.group).rows,
-            page_size=fed.arena.page_size, positions=fed.positions, truncated=truncated, apart=apart,
-        )  # fmt: skip
-
-    def __call__(self, batch: RaggedBatch) -> Tensor:
-        """Run a pass: logits `[B * draws, vocab]`."""
-        return logits_of(self._fed.model, Ragged(batch, self._fed.arena, self._attend))

@@ -79,8 +79,9 @@ class Tracks:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What one round brought each of B sequences: the first `num_fresh` of its drawn tokens."""
+    """What one round brought each of B sequences."""
 
+    drawn: Tensor  # [B, K + 1] int64, of which the first `num_fresh` count
     num_fresh: Tensor  # [B] int64, 0 for one that is not running
     num_accepted: Tensor  # [B] int64, drafts among them
     ended: Tensor  # [B] int64, RUNNING, STOPPED at an end token, FULL, or UNSOUND: its logits were no numbers

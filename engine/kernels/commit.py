@@ -27,7 +27,7 @@ def commit(drawn: Tensor, drafts: Tensor, num_sound: Tensor, slots: Tensor, trac
             tracks.running, *found, drawn.stride(0), drafts.stride(0), tracks.tokens.stride(0), width,
             BLOCK=max(32, triton.next_power_of_2(width)), ENDS=tracks.ends.shape[1], num_warps=1,
         )  # fmt: skip
-    return Committed(*found)
+    return Committed(drawn, *found)
 
 
 @triton.jit(  # compiled once for all K up to 31

@@ -202,4 +202,4 @@ def commit(drawn: Tensor, drafts: Tensor, num_sound: Tensor, slots: Tensor, trac
     tracks.tokens.index_copy_(0, slots, torch.where(fresh, new, tracks.tokens[slots]))
     tracks.length.index_copy_(0, slots, length + num_fresh)
     tracks.running.index_copy_(0, slots, running * (ended == RUNNING))
-    return Committed(num_fresh, num_kept.minimum(num_fresh), ended)
+    return Committed(drawn, num_fresh, num_kept.minimum(num_fresh), ended)

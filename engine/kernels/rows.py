@@ -219,50 +219,45 @@ def _round_kernel(x_ptr, out_ptr, step_ptr, x_stride, SIZE: tl.constexpr, BLOCK:
 
 def gate(both: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up of `both` `[..., 2 * size]`, gate first: `[..., size]`, in float32, rounded once."""
-    size = both.shape[-1] // 2
-    rows = both.reshape(-1, 2 * size)
-    out = torch.empty((len(rows), size), dtype=both.dtype, device=both.device)
-    if len(rows):
-        grid = (len(rows), triton.cdiv(size, _BLOCK))
-        _gate_kernel[grid](rows, out, rows.stride(0), SIZE=size, BLOCK=_BLOCK, GELU=activation == "gelu_tanh")
-    return out.view(*both.shape[:-1], size)
-
-
-@triton.jit
-def _gate_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = d < SIZE
-    gated = _gated(x_ptr + row * x_stride, d, inside, SIZE, GELU)
-    tl.store(out_ptr + row * SIZE + d, gated.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gated(x_ptr, d, inside, SIZE: tl.constexpr, GELU: tl.constexpr):
-    x = tl.load(x_ptr + d, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + SIZE + d, mask=inside, other=0.0).to(tl.float32)
-    # x / 2 * (1 + tanh(u)) is x * sigmoid(2 u).
-    steep = 1.5957691216057308 * (x + 0.044715 * x * x * x) if GELU else x
-    return x / (1.0 + tl.exp(-steep)) * up
+    shape = torch.Size((*both.shape[:-1], both.shape[-1] // 2))
+    out = torch.empty((shape.numel() // shape[-1], shape[-1]), dtype=both.dtype, device=both.device)
+    _gate(both, activation, out, None)
+    return out.view(shape)
 
 
 def gate_round(both: Tensor, activation: Activation) -> Fp8Rows:
     """As `gate`, its rows as `round_rows` has them; a program takes a whole row, whose largest number it must know."""
-    size = both.shape[-1] // 2
-    rounded, rows = _unwritten(both, size), both.reshape(-1, 2 * size)
-    if len(rows):
-        block = triton.next_power_of_2(size)
-        _gate_round_kernel[(len(rows),)](
-            rows, rounded.rows, rounded.scale, rows.stride(0), SIZE=size, BLOCK=block, GELU=activation == "gelu_tanh",
-            num_warps=_warps(block),
-        )  # fmt: skip
+    rounded = _unwritten(both, both.shape[-1] // 2)
+    _gate(both, activation, rounded.rows, rounded.scale)
     return rounded
 
 
+def _gate(both: Tensor, activation: Activation, out: Tensor, steps: Tensor | None) -> None:
+    """Write `out` `[R, size]`, and `steps` `[R, 1]` where rows are rounded."""
+    size, rows = out.shape[1], both.reshape(-1, both.shape[-1])
+    if len(rows):
+        block = _BLOCK if steps is None else triton.next_power_of_2(size)
+        _gate_kernel[(len(rows), triton.cdiv(size, block))](
+            rows, out, out if steps is None else steps, rows.stride(0), SIZE=size, BLOCK=block,
+            GELU=activation == "gelu_tanh", ROUNDS=steps is not None,
+            num_warps=4 if steps is None else _warps(block),
+        )  # fmt: skip
+
+
 @triton.jit
-def _gate_round_kernel(x_ptr, out_ptr, step_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _gate_kernel(
+    x_ptr, out_ptr, step_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < SIZE
-    gated = _gated(x_ptr + row * x_stride, d, inside, SIZE, GELU).to(x_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * SIZE + d, _rounded(gated, step_ptr + row, out_ptr.dtype.element_ty), mask=inside)
+    x_ptr += row * x_stride
+    x = tl.load(x_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + SIZE + d, mask=inside, other=0.0).to(tl.float32)
+    # x / 2 * (1 + tanh(u)) is x * sigmoid(2 u).
+    steep = 1.5957691216057308 * (x + 0.044715 * x * x * x) if GELU else x
+    gated = (x / (1.0 + tl.exp(-steep)) * up).to(x_ptr.dtype.element_ty)
+    if ROUNDS:
+        gated = _rounded(gated, step_ptr + row, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * SIZE + d, gated, mask=inside)

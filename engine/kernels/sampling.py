@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.args import Drawn, SamplerRows
-from engine.kernels.truncation import NEVER, Search, clear, find_ends, largest_of, ranks
+from engine.kernels.truncation import NEVER, ONCE, Search, clear, find_ends, largest_of, ranks
 
 _BLOCK = 2048  # tokens that one program looks at
 
@@ -58,10 +58,7 @@ def _first_largest(value, at):
     return largest, tl.min(tl.where(value == largest, at, NEVER), 0)
 
 
-@triton.jit(
-    do_not_specialize=["blocks", "truncated"],
-    do_not_specialize_on_alignment=["peaks_ptr", "at_ptr", "bins_ptr"],
-)
+@triton.jit(**ONCE)
 def _peaks_kernel(logits_ptr, peaks_ptr, at_ptr, bins_ptr, stride, vocab, blocks, truncated, BLOCK: tl.constexpr):
     """The largest logit of a block and the first token that has it; zeros for the search to come.
 
@@ -92,13 +89,7 @@ def _earlier(tie, other_tie, ties_ptr, block, BLOCKS: tl.constexpr):
     return tl.sum(tl.load(ties_ptr + b, mask=b < block, other=0), 0) + tl.cumsum(pair, 0) - pair
 
 
-@triton.jit(
-    do_not_specialize=["blocks", "truncated"],
-    do_not_specialize_on_alignment=[
-        "temperature_ptr", "min_p_ptr", "seed_ptr", "position_ptr", "stream_ptr", "peaks_ptr", "last_ptr",
-        "allowed_ptr", "ties_ptr", "best_ptr", "best_at_ptr",
-    ],
-)  # fmt: skip
+@triton.jit(**ONCE)
 def _noise_kernel(
     logits_ptr, temperature_ptr, min_p_ptr, seed_ptr, position_ptr, stream_ptr, peaks_ptr, last_ptr, allowed_ptr,
     ties_ptr, best_ptr, best_at_ptr, stride, vocab, blocks, truncated, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
@@ -138,12 +129,7 @@ def _noise_kernel(
         tl.store(best_at_ptr + row * blocks + block, at)
 
 
-@triton.jit(
-    do_not_specialize=["blocks"],
-    do_not_specialize_on_alignment=[
-        "temperature_ptr", "peaks_ptr", "at_ptr", "best_ptr", "best_at_ptr", "token_ptr", "sound_ptr",
-    ],
-)  # fmt: skip
+@triton.jit(**ONCE)
 def _first_kernel(
     temperature_ptr, peaks_ptr, at_ptr, best_ptr, best_at_ptr, token_ptr, sound_ptr, vocab, blocks,
     BLOCKS: tl.constexpr,

@@ -10,6 +10,7 @@ hold. What is added are integers, tokens or weights in units of 2**-44, so that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -29,6 +30,17 @@ _GROUPS = tl.constexpr(64)
 _WIDTH = tl.constexpr(64 + 64 * 32)  # sums of groups, then bins
 _ROW = tl.constexpr(2 * 3 * (64 + 64 * 32))  # two searches
 _PEELS = tl.constexpr(12)
+
+# Nothing of these makes Triton compile a kernel of a draw anew.
+ONCE: dict[str, Any] = {
+    "do_not_specialize": ["blocks", "step", "truncated"],
+    "do_not_specialize_on_alignment": [
+        f"{name}_ptr" for name in (
+            "temperature", "top_k", "top_p", "min_p", "seed", "position", "stream", "peaks", "at", "bins", "rank",
+            "before", "limit", "last", "allowed", "ties", "best", "best_at", "token", "sound",
+        )
+    ],
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +84,12 @@ def find_ends(logits: Tensor, samplers: SamplerRows, peaks: Tensor, search: Sear
     size = triton.next_power_of_2(blocks)
     grid = num_rows, triton.cdiv(vocab, BLOCK)
     stands = search.bins, search.rank, search.before
-    for step in range(_STEPS):
-        _count_kernel[grid](
-            logits, samplers.temperature, samplers.top_k, peaks, *stands, logits.stride(0), vocab, blocks, step,
-            BLOCK=BLOCK, BLOCKS=size, num_warps=8,
-        )  # fmt: skip
-    for step in range(_STEPS):
-        _weigh_kernel[grid](
-            logits, samplers.temperature, samplers.top_k, samplers.top_p, peaks, *stands, search.limit,
-            logits.stride(0), vocab, blocks, step, BLOCK=BLOCK, BLOCKS=size, num_warps=8,
-        )  # fmt: skip
+    for weighs in (False, True):
+        for step in range(_STEPS):
+            _search_kernel[grid](
+                logits, samplers.temperature, samplers.top_k, samplers.top_p, peaks, *stands, search.limit,
+                logits.stride(0), vocab, blocks, step, WEIGHS=weighs, BLOCK=BLOCK, BLOCKS=size, num_warps=8,
+            )  # fmt: skip
     _end_kernel[num_rows, blocks](
         logits, samplers.temperature, samplers.top_k, samplers.top_p, peaks, *stands, search.limit,
         search.last, search.allowed, search.ties, logits.stride(0), vocab, blocks, BLOCK=ties_block, BLOCKS=size,
@@ -175,29 +183,6 @@ def _tally(bins_ptr, rank, start, step, mine, WEIGHS: tl.constexpr):
             tl.atomic_add(bins_ptr + _GROUPS + bin_of, weight, mask=left, sem="relaxed")
 
 
-@triton.jit(
-    do_not_specialize=["blocks", "step"],
-    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "peaks_ptr", "bins_ptr", "rank_ptr", "before_ptr"],
-)
-def _count_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, peaks_ptr, bins_ptr, rank_ptr, before_ptr, stride, vocab, blocks, step,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """One step of the search for the end of top-k: tokens by the next digit of their ranks."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
-    if (temperature > 0) & (top_k < vocab):
-        bins_ptr, rank_ptr, before_ptr = bins_ptr + row * _ROW, rank_ptr + row * 6, before_ptr + row * 6
-        start, before, _ = _stand(bins_ptr, rank_ptr, before_ptr, step, top_k.to(tl.float64))
-        if block == 0:
-            tl.store(rank_ptr + step, start)
-            tl.store(before_ptr + step, before)
-        token, rank = _ranked(
-            logits_ptr + row * stride, peaks_ptr, row, block, vocab, blocks, temperature, BLOCK, BLOCKS
-        )
-        _tally(bins_ptr + step * _WIDTH, rank, start, step, token < vocab, WEIGHS=False)
-
-
 @triton.jit
 def _end_of_top_k(top_k, vocab, bins_ptr, rank_ptr, before_ptr):
     """The last rank, how many tokens of it are in, and how many are not."""
@@ -209,46 +194,43 @@ def _end_of_top_k(top_k, vocab, bins_ptr, rank_ptr, before_ptr):
     return last, allowed, surplus
 
 
-@triton.jit(
-    do_not_specialize=["blocks", "step"],
-    do_not_specialize_on_alignment=[
-        "temperature_ptr", "top_k_ptr", "top_p_ptr", "peaks_ptr", "bins_ptr", "rank_ptr", "before_ptr", "limit_ptr",
-    ],
-)  # fmt: skip
-def _weigh_kernel(
+@triton.jit(**ONCE)
+def _search_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, peaks_ptr, bins_ptr, rank_ptr, before_ptr, limit_ptr, stride,
-    vocab, blocks, step, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    vocab, blocks, step, WEIGHS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One step of the search for the end of top-p: weights by the next digit of ranks, of what top-k has left."""
+    """One step of the search for the end of top-k, or, with weights, of top-p: what each next digit of ranks has.
+
+    Tokens are counted by their ranks; what top-k has left of them is weighed.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, top_p = tl.load(temperature_ptr + row), tl.load(top_p_ptr + row)
-    if (temperature > 0) & (top_p < 1):
+    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    is_cut = top_p < 1 if WEIGHS else top_k < vocab
+    if (temperature > 0) & is_cut:
         bins_ptr, rank_ptr, before_ptr = bins_ptr + row * _ROW, rank_ptr + row * 6, before_ptr + row * 6
-        last, _, surplus = _end_of_top_k(tl.load(top_k_ptr + row), vocab, bins_ptr, rank_ptr, before_ptr)
-        bins_ptr, rank_ptr, before_ptr = bins_ptr + 3 * _WIDTH, rank_ptr + 3, before_ptr + 3
-        limit = tl.full((), 0, tl.float64)
-        if step == 1:  # the bins of the first step have everything up to the last rank of top-k
-            total = tl.sum(tl.load(bins_ptr + tl.arange(0, _GROUPS)), 0) - surplus * _weight(last)
-            limit = top_p * total.to(tl.float64)
-            if block == 0:
-                tl.store(limit_ptr + row, limit)
-        elif step == 2:
-            limit = tl.load(limit_ptr + row)
+        last, limit = vocab * 0 + NEVER, top_k.to(tl.float64)
+        if WEIGHS:
+            last, _, surplus = _end_of_top_k(top_k, vocab, bins_ptr, rank_ptr, before_ptr)
+            bins_ptr, rank_ptr, before_ptr = bins_ptr + 3 * _WIDTH, rank_ptr + 3, before_ptr + 3
+            limit = tl.full((), 0, tl.float64)
+            if step == 1:  # the bins of the first step have everything up to the last rank of top-k
+                total = tl.sum(tl.load(bins_ptr + tl.arange(0, _GROUPS)), 0) - surplus * _weight(last)
+                limit = top_p * total.to(tl.float64)
+                if block == 0:
+                    tl.store(limit_ptr + row, limit)
+            elif step == 2:
+                limit = tl.load(limit_ptr + row)
         start, before, _ = _stand(bins_ptr, rank_ptr, before_ptr, step, limit)
         if block == 0:
             tl.store(rank_ptr + step, start)
             tl.store(before_ptr + step, before)
-        rank = _ranked(logits_ptr + row * stride, peaks_ptr, row, block, vocab, blocks, temperature, BLOCK, BLOCKS)[1]
-        _tally(bins_ptr + step * _WIDTH, rank, start, step, (rank <= last) & (rank < _WEIGHTLESS), WEIGHS=True)
+        logits_ptr += row * stride
+        token, rank = _ranked(logits_ptr, peaks_ptr, row, block, vocab, blocks, temperature, BLOCK, BLOCKS)
+        mine = (rank <= last) & (rank < _WEIGHTLESS) if WEIGHS else token < vocab
+        _tally(bins_ptr + step * _WIDTH, rank, start, step, mine, WEIGHS)
 
 
-@triton.jit(
-    do_not_specialize=["blocks"],
-    do_not_specialize_on_alignment=[
-        "temperature_ptr", "top_k_ptr", "top_p_ptr", "peaks_ptr", "bins_ptr", "rank_ptr", "before_ptr", "limit_ptr",
-        "last_ptr", "allowed_ptr", "ties_ptr",
-    ],
-)  # fmt: skip
+@triton.jit(**ONCE)
 def _end_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, peaks_ptr, bins_ptr, rank_ptr, before_ptr, limit_ptr, last_ptr,
     allowed_ptr, ties_ptr, stride, vocab, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,

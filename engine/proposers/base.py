@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from engine.control.goodput import Found
 from engine.kv.batch import Feed
 from engine.stats import Forward
-from engine.types import Sequence
+from engine.types import KVCursor, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +34,24 @@ class Proposal:
         return cls(tuple(tuple(t) for t in tokens), (None,) * len(tokens))
 
 
-class Proposer(Protocol):
+class Proposer:
     """Guesses up to `k_each[i]` next tokens of `sequences[i]`, each of which has only its newest token to feed.
 
-    One that makes all its drafts in one pass, whatever their number, has an attribute `is_parallel` that is true; one
-    that can make so many in a step and no more has that number as `most_drafts`.
+    This one guesses nothing: plain decoding, the oracle that all others are held against.
     """
 
-    @property
-    def uses_draft_kv(self) -> bool:
-        """Whether sequences need pages in the draft model's arena."""
-        ...
-
-    @property
-    def shares_draft_kv(self) -> bool:
-        """Whether those pages depend on tokens and positions alone, so that the prefix cache may keep them."""
-        ...
+    uses_draft_kv = False  # whether sequences need pages in an arena of its own
+    shares_draft_kv = False  # whether these hang on tokens and positions alone, so that the prefix cache may keep them
+    is_parallel = False  # whether it makes all its drafts in one pass, whatever their number
+    most_drafts: int | None = None  # that it can make in a step; None: any number
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Guess; may advance the draft cursors, may change nothing else."""
-        ...
+        return Proposal.certain([()] * len(sequences))
+
+    def num_unseen(self, sequence: Sequence, cursor: KVCursor) -> int:
+        """Tokens that it has to be fed before it can draft, apart from the two that each round feeds."""
+        return max(0, len(sequence.tokens) - 2 - cursor.kv_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,46 +76,35 @@ class Observer(Protocol):
         ...
 
 
-@runtime_checkable
-class Finder(Protocol):
-    """A proposer that looks drafts up, so that it can say which there are before it is known whether they pay."""
+class Lookup(Proposer, ABC):
+    """Looks drafts up, so that it can say which there are before it is known whether they pay."""
+
+    def __init__(self) -> None:
+        # Length of a sequence when it was looked up last, how many drafts were asked for, and what was found. Weak
+        # keys: it goes when its sequence goes, with no call to forget.
+        self._found: WeakKeyDictionary[Sequence, tuple[int, int, Found]] = WeakKeyDictionary()
+
+    @abstractmethod
+    def look_up(self, sequence: Sequence, k: int) -> Found:
+        """Those that there are, at most `k`."""
 
     def find(self, sequence: Sequence, k: int) -> Found:
-        """Those that there are, at most `k`."""
-        ...
-
-
-@runtime_checkable
-class CatchesUp(Protocol):
-    """A proposer with a draft K/V that knows better than lengths what it has to be fed."""
-
-    def num_unseen(self, sequence: Sequence) -> int:
-        """Tokens that it has to be fed before it can draft, apart from the two that each round feeds."""
-        ...
-
-
-class NoProposer:
-    """Proposes nothing: plain decoding, the oracle that all others are held against."""
-
-    uses_draft_kv = False
-    shares_draft_kv = False
+        """The same. Asked again at one place for no more drafts, the first of those that were found before."""
+        length, most, found = self._found.get(sequence, (0, 0, Found()))
+        if length != len(sequence.tokens) or most < k:
+            found = self.look_up(sequence, k)
+            self._found[sequence] = len(sequence.tokens), k, found
+        return found._replace(tokens=found.tokens[:k])
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """No drafts for anyone."""
-        return Proposal.certain([()] * len(sequences))
+        """Look each sequence up."""
+        return Proposal.certain([self.find(s, k).tokens for s, k in zip(sequences, k_each, strict=True)])
 
 
-class PredictionProposer:
+class PredictionProposer(Lookup):
     """Proposes what the request's prediction has next (`engine/request/prediction.py`), where the output follows it."""
 
-    uses_draft_kv = False
-    shares_draft_kv = False
-
-    def find(self, sequence: Sequence, k: int) -> Found:
-        """The drafts that there are."""
+    def look_up(self, sequence: Sequence, k: int) -> Found:
+        """See `Lookup`."""
         assert sequence.alignment is not None, "asked of a sequence without a prediction"
         return Found(sequence.alignment.drafts(k))
-
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """Look each sequence up in its prediction."""
-        return Proposal.certain([self.find(s, k).tokens for s, k in zip(sequences, k_each, strict=True)])

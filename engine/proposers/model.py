@@ -11,7 +11,7 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.runner import Runner
-from engine.proposers.base import Proposal
+from engine.proposers.base import Proposal, Proposer
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.stats import Forward
 from engine.types import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
 
 
-class ModelProposer:
+class ModelProposer(Proposer):
     """Drafts with a model that speaks the target's token ids: another one, or the target's own first layers."""
 
     uses_draft_kv = True

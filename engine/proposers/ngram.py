@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import cycle, islice
 from weakref import WeakKeyDictionary
 
 from engine.control.goodput import Found
-from engine.proposers.base import Proposal
+from engine.proposers.base import Lookup
 from engine.types import Sequence
 
 _MOST_READ = 1024  # tokens of a sequence in a step: with the default sizes a millisecond
@@ -31,34 +32,19 @@ class NGramIndex:
         return self._ends.get(tuple(tokens[-self._size :]))
 
 
-class NGramProposer:
+class NGramProposer(Lookup):
     """Looks for the longest of `sizes` that occurred before and proposes what came after it."""
 
-    uses_draft_kv = False
-    shares_draft_kv = False
-
     def __init__(self, sizes: Seq[int] = (4, 3, 2)) -> None:
+        super().__init__()
         self._sizes = tuple(sizes)
-        # Weak keys: an index goes when its sequence goes, with no call to forget.
         self._indexes: WeakKeyDictionary[Sequence, tuple[NGramIndex, ...]] = WeakKeyDictionary()
 
-    def find(self, sequence: Sequence, k: int) -> Found:
-        """The drafts that there are."""
-        return Found(tuple(self._guess(sequence, k)))
-
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """Look each sequence up in itself."""
-        return Proposal.certain([self._guess(s, k) for s, k in zip(sequences, k_each, strict=True)])
-
-    def _guess(self, sequence: Sequence, k: int) -> list[int]:
+    def look_up(self, sequence: Sequence, k: int) -> Found:
+        """Going round where a repetition overlaps the end: [.. a b a b], found before b -> b a b."""
         if sequence not in self._indexes:
             self._indexes[sequence] = tuple(NGramIndex(size) for size in self._sizes)
-        found = [index.lookup(sequence.tokens) for index in self._indexes[sequence]]
-        start = next((position for position in found if position is not None), None)
-        return [] if start is None else _continue(sequence.tokens, start, k)
-
-
-def _continue(tokens: list[int], start: int, k: int) -> list[int]:
-    """The k tokens from `start`, going round when a repetition overlaps the end: [.. a b a b], start at b -> b a b."""
-    period = len(tokens) - start
-    return [tokens[start + i % period] for i in range(k)]
+        tokens = sequence.tokens
+        found = [index.lookup(tokens) for index in self._indexes[sequence]]
+        start = next((position for position in found if position is not None), len(tokens))
+        return Found(tuple(islice(cycle(tokens[start : start + k]), k)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from itertools import accumulate
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.control.goodput import Found, Traits
 from engine.kv.batch import Feed
-from engine.proposers.base import CatchesUp, Finder, Observer, Passed, PredictionProposer, Proposal, Proposer
+from engine.proposers.base import Lookup, Observer, Passed, PredictionProposer, Proposal, Proposer
 from engine.sampling.processors import allowed_prefix
 from engine.stats import Forward
 from engine.types import AUTO, PREDICTION, Sequence
@@ -62,20 +62,20 @@ class Proposers:
         """By name, what control has to know of each."""
         return {
             name: Traits(
-                find=partial(self._find, name, proposer) if isinstance(proposer, Finder) else None,
-                num_unseen=_num_unseen_of(name, proposer) if proposer.uses_draft_kv else None,
-                is_parallel=getattr(proposer, "is_parallel", False),
-                most=getattr(proposer, "most_drafts", None),
+                find=partial(self._find, name, proposer) if isinstance(proposer, Lookup) else None,
+                num_unseen=partial(_num_unseen, name, proposer) if proposer.uses_draft_kv else None,
+                is_parallel=proposer.is_parallel,
+                most=proposer.most_drafts,
             )
             for name, proposer in self.by_name.items()
         }
 
-    def _find(self, name: str, finder: Finder, sequence: Sequence, k: int) -> Found:
+    def _find(self, name: str, lookup: Lookup, sequence: Sequence, k: int) -> Found:
         """As in `_ask`: one that fails has nothing, and after three failures in a row it is not asked again."""
         if self._failures_in_a_row[name] == GIVE_UP_AFTER:
             return Found()
         try:
-            return finder.find(sequence, k)
+            return lookup.find(sequence, k)
         except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
             self._failed(name, error)
             return Found()
@@ -159,8 +159,5 @@ class Proposers:
             log.error("proposer %s failed %d times in a row; it is not asked again", name, GIVE_UP_AFTER)
 
 
-def _num_unseen_of(name: str, proposer: Proposer) -> Callable[[Sequence], int]:
-    """Tokens that it has to be fed before it can draft, apart from the two that each round feeds."""
-    if isinstance(proposer, CatchesUp):
-        return proposer.num_unseen
-    return lambda sequence: max(0, len(sequence.tokens) - 2 - sequence.draft_of(name).kv_len)
+def _num_unseen(name: str, proposer: Proposer, sequence: Sequence) -> int:
+    return proposer.num_unseen(sequence, sequence.draft_of(name))

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from engine.control.goodput import Found
-from engine.proposers.base import Proposal
+from engine.proposers.base import Lookup
 from engine.types import Sequence
 
 Pair = tuple[int, int]
@@ -187,51 +187,27 @@ class _IndexedText:
     num_read: int = 0  # into the tenant's
     num_indexed: int = 0  # into its own
     output: list[int] = field(default_factory=list)  # the end of the prompt, and what was generated
-    guess: Guess = field(default_factory=Guess)  # the newest, for so many tokens and at most so many drafts
-    guessed_at: int = 0
-    guessed_most: int = 0
 
 
-class SuffixProposer:
+class SuffixProposer(Lookup):
     """Proposes as far as what followed before is likely to follow again; often nothing."""
 
-    uses_draft_kv = False
-    shares_draft_kv = False
-
     def __init__(self, rules: Rules | None = None, capacity: int = 2**17) -> None:
+        super().__init__()
         self._rules, self._past = rules or Rules(), PastOutputs(capacity)
         self._readings: WeakKeyDictionary[Sequence, _IndexedText] = WeakKeyDictionary()
 
-    def find(self, sequence: Sequence, k: int) -> Found:
-        """The drafts that there are."""
-        guess = self.guess(sequence, k)
-        return Found(guess.tokens, guess.match)
-
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """Look each sequence up in itself and in its tenant's past."""
-        return Proposal.certain([self.guess(s, k).tokens for s, k in zip(sequences, k_each, strict=True)])
-
-    def guess(self, sequence: Sequence, k: int) -> Guess:
-        """The better of the two places to look; the request's own text where they are equal.
-
-        Asked again at the same place for no more drafts, it says the same: the first drafts of the guess before.
-        """
-        tokens = sequence.tokens
-        reading = self._readings.setdefault(sequence, _IndexedText())
-        if reading.guessed_at == len(tokens) and k <= reading.guessed_most:
-            guess = reading.guess
-            return replace(guess, tokens=guess.tokens[:k])
-        self._read(sequence, reading)
-        reading.guessed_at, reading.guessed_most = len(tokens), k
-        reading.guess = self._guess(sequence, reading, self._past.of(sequence.request.cache_salt), k)
-        return reading.guess
-
-    def _guess(self, sequence: Sequence, reading: _IndexedText, past: SuffixIndex, k: int) -> Guess:
+    def look_up(self, sequence: Sequence, k: int) -> Found:
+        """In the sequence itself and in its tenant's past: the better one, the sequence's own where they are equal."""
         tokens, rules = sequence.tokens, self._rules
+        reading = self._readings.setdefault(sequence, _IndexedText())
+        self._read(sequence, reading)
         own = best_guess(tokens, reading.own.places(tokens, rules.most_places), k, rules)
+        past = self._past.of(sequence.request.cache_salt).places(tokens, rules.most_places)
         # The sequence's own output is in the past too, where it would count twice.
-        others = [p for p in past.places(tokens, rules.most_places) if p.text is not reading.output]
-        return max(own, best_guess(tokens, others, k, rules), key=lambda guess: guess.score)
+        others = [place for place in past if place.text is not reading.output]
+        best = max(own, best_guess(tokens, others, k, rules), key=lambda guess: guess.score)
+        return Found(best.tokens, best.match)
 
     def _read(self, sequence: Sequence, reading: _IndexedText) -> None:
         """Index the new tokens of a sequence. Those of its last round are never indexed: no drafts follow it.

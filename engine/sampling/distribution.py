@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import has_triton
-from engine.kernels.args import SamplerRows
+from engine.kernels.args import Drawn, SamplerRows
 from engine.kernels.paging import send
 from engine.params import SamplingParams
 from engine.sampling import noise
@@ -164,3 +164,33 @@ def kept(scores: Tensor, params: SamplerRows) -> Tensor:
     by_p = (mass - weight < params.top_p[:, None] * mass[:, -1:]) | (params.top_p[:, None] >= 1)
     by_min_p = weight >= params.min_p[:, None] * weight[:, :1]
     return by_k & by_p & by_min_p | (rank == 0)  # a row of NaN keeps a token too, and verification reports the row
+
+
+# ----------------------------------------------------------- laws whose parameters the host does not read: for rounds
+
+
+def choose_unread(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
+    """As `engine.kernels.sampling.choose`, in plain torch: one token per row of `logits` `[R, vocab]`.
+
+    Rows of every kind pay for the whole vocabulary and a sort; the kernel is faster and draws the same tokens.
+    """
+    noisy = noise.gumbel(samplers.seed, samplers.position, samplers.stream, logits.shape[1])
+    token = (noisy + _scores(logits, samplers, truncated=truncated)).argmax(-1)
+    return Drawn(torch.where(samplers.temperature > 0, token, logits.argmax(-1)), logits.amax(-1).isfinite())
+
+
+def probabilities_unread(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Tensor:
+    """The distribution of each row, as `probabilities`: float64 `[R, vocab]`."""
+    drawn = _scores(logits, samplers, truncated=truncated).double().softmax(-1)
+    greedy = torch.zeros_like(drawn).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(samplers.temperature[:, None] > 0, drawn, greedy)
+
+
+def _scores(logits: Tensor, samplers: SamplerRows, *, truncated: bool) -> Tensor:
+    """Logits over temperature, the best at 0; -inf what the filters drop."""
+    warm = replace(samplers, temperature=samplers.temperature.clamp(min=TINY))
+    scores = _tempered(logits.float(), warm)
+    if not truncated:
+        return scores
+    ranked, tokens = scores.sort(dim=-1, descending=True, stable=True)
+    return torch.empty_like(scores).scatter_(1, tokens, ranked.masked_fill(~kept(ranked, samplers), float("-inf")))

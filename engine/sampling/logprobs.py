@@ -26,33 +26,28 @@ def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> tuple[Logprob,
 
 
 def _of_rows(logits: Tensor, tokens: Seq[int], top: int) -> Iterator[Logprob]:
-    samplers = logits.double().log_softmax(-1)
-    ids = torch.tensor(tokens[: len(logits)], device=samplers.device)
-    chosen = samplers.gather(1, ids[:, None]).squeeze(1).tolist()
-    return map(Logprob, chosen, _likeliest(samplers, top))
-
-
-def _likeliest(samplers: Tensor, top: int) -> list[tuple[TopLogprob, ...]]:
+    laws = logits.double().log_softmax(-1)
+    ids = torch.tensor(tokens[: len(logits)], device=laws.device)
+    chosen = laws.gather(1, ids[:, None]).squeeze(1).tolist()
     if not top:
-        return [()] * len(samplers)
-    values, ids = _sorted(samplers, top)
-    pairs = zip(ids.tolist(), values.tolist(), strict=True)
-    return [tuple(map(TopLogprob, tokens, logprobs)) for tokens, logprobs in pairs]
+        return map(Logprob, chosen)
+    values, places = (found.tolist() for found in _sorted(laws, top))
+    return map(Logprob, chosen, (tuple(map(TopLogprob, *each)) for each in zip(places, values, strict=True)))
 
 
-def _sorted(samplers: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def _sorted(laws: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Return values and ids `[R, top]`, largest first, of equal ones the lower id first.
 
     Sorting whole rows would take ten times as long. `topk` may choose any of equal values: then the row is sorted.
     """
-    most = min(top + 1, samplers.shape[1])
-    best, places = samplers.topk(most)
+    most = min(top + 1, laws.shape[1])
+    best, places = laws.topk(most)
     ids, by_id = places[:, :top].sort()
     values, by_value = best[:, :top].gather(1, by_id).sort(descending=True, stable=True)
     ids = ids.gather(1, by_value)
     ties = (best[:, top - 1] == best[:, top]).nonzero().squeeze(1) if most > top else ()
     if len(ties):
-        all_values, all_ids = samplers[ties].sort(dim=-1, descending=True, stable=True)
+        all_values, all_ids = laws[ties].sort(dim=-1, descending=True, stable=True)
         values[ties], ids[ties] = all_values[:, :top], all_ids[:, :top]
     return values, ids
 

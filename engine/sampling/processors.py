@@ -3,13 +3,17 @@
 At every position the order is the same as in decoding one token at a time: repetition penalty, frequency and presence
 penalties, logit bias; then forbidden tokens: banned ones, all but the allowed ones, end tokens before `min_tokens`, and
 those that the structure forbids. The drafts before a position count like tokens.
+
+Tensors that follow from a request alone are made once for all its outputs, whatever the number of steps and drafts: it
+may name every token of the vocabulary, and have a prompt as long as the context.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -17,7 +21,6 @@ from torch import Tensor
 
 from engine.errors import GrammarFault
 from engine.params import SamplingParams
-from engine.sampling.fixed_terms import biases, forbidden, output_counts, prompt_counts
 from engine.sampling.noise import LogitsRow
 from engine.types import GRAMMAR_TOKENS, Sequence
 
@@ -132,15 +135,36 @@ def _counts(rows: Seq[LogitsRow], logits: Tensor) -> tuple[Tensor, Tensor]:
     Only tokens that are new since the last step are counted; a row adds the drafts before it. The counts are small
     whole numbers, so every order of the sums gives the same bits.
     """
-    groups = [(sequence, len(list(same))) for sequence, same in groupby(rows, key=lambda row: row.sequence)]
-    none = torch.zeros(logits.shape[1], device=logits.device)
-    pairs = [
-        (prompt_counts(s, logits), output_counts(s, logits)) if _is_penalised(s.request.sampling) else (none, none)
-        for s, _ in groups
-    ]
-    sizes = torch.tensor([size for _, size in groups], device=logits.device)
-    prompt, output = (torch.stack(counts).repeat_interleave(sizes, 0) for counts in zip(*pairs, strict=True))
+    pairs, sizes = list[tuple[Tensor, Tensor]](), list[int]()
+    for _, run in _runs(rows):
+        sequence = run[0].sequence
+        if _is_penalised(sequence.request.sampling):
+            asked = sequence.request.token_ids
+            prompt = _once(sequence, "prompt", logits, partial(_counted, asked, logits))
+            pairs.append((prompt, _output_counts(sequence, logits)))
+        else:
+            pairs.append((torch.zeros(logits.shape[1], device=logits.device),) * 2)
+        sizes.append(len(run))
+    repeats = torch.tensor(sizes, device=logits.device)
+    prompt, output = (torch.stack(counts).repeat_interleave(repeats, 0) for counts in zip(*pairs, strict=True))
     return prompt, output + _bincount([row.before for row in rows], logits)
+
+
+def _output_counts(sequence: Sequence, like: Tensor) -> Tensor:
+    """Float32 `[vocab]`: how often each token was generated. Only tokens that are new since the last call are read."""
+    counts, start = sequence.output_counts, sequence.prompt_len + sequence.num_counted
+    if counts is None or counts.shape != like.shape[1:] or counts.device != like.device:
+        counts, start = torch.zeros(like.shape[1], device=like.device), sequence.prompt_len
+    if start < len(sequence.tokens):
+        counts = counts + _counted(sequence.tokens[start:], like)
+    sequence.output_counts, sequence.num_counted = counts, sequence.num_generated
+    return counts
+
+
+def _counted(tokens: Iterable[int], like: Tensor) -> Tensor:
+    """Float32 `[vocab]`: how often each token occurs; [3, 3, 1] -> 2 at token 3, 1 at token 1."""
+    ids = _ids(tokens, like)
+    return torch.zeros(like.shape[1], device=like.device).index_add_(0, ids, torch.ones(len(ids), device=like.device))
 
 
 def _bincount(lists: Seq[Seq[int]], like: Tensor) -> Tensor:
@@ -158,11 +182,16 @@ def _biased(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
         return logits
     logits = logits.clone()
     for start, same in _runs(rows):
-        found = biases(same[0].sequence, logits)
-        if found is not None:
-            ids, values = found
-            logits[start : start + len(same)].index_add_(1, ids, values.expand(len(same), -1))
+        sequence, wanted = same[0].sequence, same[0].sequence.request.sampling.logit_bias
+        if wanted:
+            logits[start : start + len(same)] += _once(sequence, "bias", logits, partial(_bias, wanted, logits))
     return logits
+
+
+def _bias(wanted: Mapping[int, float], like: Tensor) -> Tensor:
+    """Of each token, `[vocab]` in the type of `like`."""
+    values = torch.tensor(list(wanted.values()), device=like.device).to(like.dtype)
+    return torch.zeros_like(like[0]).index_add_(0, _ids(wanted, like), values)
 
 
 def _forbidden(rows: Seq[LogitsRow], logits: Tensor) -> Tensor:
@@ -170,15 +199,39 @@ def _forbidden(rows: Seq[LogitsRow], logits: Tensor) -> Tensor:
     masks = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     structured: Tensor | None = None  # on the CPU, where structures write their masks
     for start, same in _runs(rows):
-        fixed = forbidden(same[0].sequence, logits)
-        if fixed is not None:
-            masks[start : start + len(same)] |= fixed
+        wanted = same[0].sequence.request.sampling
+        if wanted.banned_token_ids or wanted.allowed_token_ids is not None:
+            masks[start : start + len(same)] |= _once(
+                same[0].sequence, "forbidden", logits, partial(_ruled_out, wanted, logits)
+            )
         if same[0].sequence.grammar is not None:
             structured = torch.ones(logits.shape, dtype=torch.bool) if structured is None else structured
             _fill(structured[start : start + len(same)], same)
     ends = [_ends_too_early(row, None if structured is None else structured[i]) for i, row in enumerate(rows)]
     masks[_flat(ends, logits.device)] = True
     return masks if structured is None else masks | ~structured.to(logits.device)
+
+
+def _ruled_out(wanted: SamplingParams, like: Tensor) -> Tensor:
+    """Bool `[vocab]`, True for banned tokens and for all but the allowed ones."""
+    mask = torch.full(like.shape[1:], wanted.allowed_token_ids is not None, device=like.device)
+    if wanted.allowed_token_ids is not None:
+        mask[_ids(wanted.allowed_token_ids, like)] = False
+    mask[_ids(wanted.banned_token_ids, like)] = True
+    return mask
+
+
+def _once(sequence: Sequence, name: str, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """Return what `make` returned the first time; a draft model's logits may have another width and device."""
+    key = (name, like.shape[1], like.device, like.dtype)
+    found = sequence.shared.get(key)
+    if found is None:
+        found = sequence.shared[key] = make()
+    return found
+
+
+def _ids(tokens: Iterable[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(tokens), dtype=torch.int64, device=like.device)
 
 
 def _runs(rows: Seq[LogitsRow]) -> Iterator[tuple[int, list[LogitsRow]]]:

@@ -15,7 +15,7 @@ from engine.model.bounded import find_file
 from engine.model.checkpoint import shape_of
 from engine.model.runner import ModelRunner, Runner, end_tokens, layout_of_model, vocab_size
 from engine.model.tap import Tap
-from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
+from engine.proposers import ModelProposer, NGramProposer, Proposer, SuffixProposer
 from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.model import first_layers
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
@@ -111,7 +111,7 @@ class Drafters:
         Raises:
             ModelError: the hidden states of the target cannot be read.
         """
-        by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(), "suffix": SuffixProposer()}
+        by_name: dict[str, Proposer] = {"none": Proposer(), "ngram": NGramProposer(), "suffix": SuffixProposer()}
         for name, own in runners.items():
             vocab = self.vocab if name == "model" else None
             runner: Runner = own if vocab is None else MappedRunner(own, vocab, own.device)

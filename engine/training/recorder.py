@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from engine.errors import ModelError
 from engine.model.tap import FINAL, Tap
-from engine.proposers.base import Passed, Proposal
-from engine.types import Sequence
+from engine.proposers.base import Passed, Proposer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,14 +23,11 @@ if TYPE_CHECKING:
 RECORDER = "recorder"  # its name among proposers
 
 
-class RowRecorder:
+class RowRecorder(Proposer):
     """Rows of hidden states by request: bfloat16 `[positions, (places + 1) * hidden]`, the last part after `FINAL`.
 
     The engine goes on without an observer that fails, so `take` checks that every position was seen.
     """
-
-    uses_draft_kv = False
-    shares_draft_kv = False
 
     def __init__(self, tap: Tap, places: Seq[int]) -> None:
         self._tap, self._places = tap, (*places, FINAL)
@@ -75,10 +71,6 @@ class RowRecorder:
                 "it (a model that runs one sequence at a time, for instance)"
             )
         return rows[:positions].clone()
-
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        del k_each
-        return Proposal.certain([()] * len(sequences))
 
 
 # Fields by which families scale their logits, and whether they multiply.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from functools import lru_cache
 
 import pytest
@@ -90,10 +91,10 @@ def test_shared_noise_makes_a_draft_better() -> None:
     """A near draft that guesses with the target's noise is kept far more often than one with noise of its own."""
     coupled = engine_of("model", 4)
 
-    class OtherNoise:
+    class OtherNoise(Proposer):
         uses_draft_kv = shares_draft_kv = True
 
-        def propose(self, sequences: list[Sequence], k_each: list[int]) -> Proposal:
+        def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
             for sequence in sequences:
                 sequence.seed += 1
             try:

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.device_loop import draws
 from engine.kernels import sampling as kernels
 from engine.kernels import truncation
 from engine.params import SamplingParams
 from engine.sampling import distribution
-from engine.sampling.distribution import TINY, RowParams
+from engine.sampling.distribution import TINY, RowParams, choose_unread
 from engine.sampling.noise import Stream
 from tests.engine.sampling.test_distribution import row
 from tests.interpreting import DEVICE
@@ -162,5 +161,5 @@ def test_whether_rows_are_sound():
     for cut in (True, False):
         got = kernels.choose(logits.to(DEVICE), samplers, truncated=cut).sound.tolist()
         assert (
-            got == draws.choose(logits.to(DEVICE), samplers, truncated=cut).sound.tolist() == [False] * 3 + [True] * 2
+            got == choose_unread(logits.to(DEVICE), samplers, truncated=cut).sound.tolist() == [False] * 3 + [True] * 2
         )

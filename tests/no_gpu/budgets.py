@@ -24,9 +24,8 @@ BUDGETS = {
     "_merge_kernel": Budget(1),
     "_rotate_kernel": Budget(1),
     "_norm_kernel": Budget(3),  # alone, of a sum, and rounded
-    "_gate_kernel": Budget(2),  # both activations are tried
+    "_gate_kernel": Budget(3),  # both activations are tried, and one is rounded
     "_round_kernel": Budget(1),
-    "_gate_round_kernel": Budget(1),
     "_w4_kernel": Budget(3),  # tiles of three sizes
     "_tiles_kernel": Budget(2),  # for tiles of two sizes
     "_order_kernel": Budget(1),
@@ -34,10 +33,9 @@ BUDGETS = {
     "_sum_kernel": Budget(1),
     "_commit_kernel": Budget(1),
     "_peaks_kernel": Budget(1),
-    "_count_kernel": Budget(1),
-    "_weigh_kernel": Budget(1),
+    "_search_kernel": Budget(2),  # of tokens, and of their weights
     "_end_kernel": Budget(1),
     "_noise_kernel": Budget(1, blocks=2),
     "_first_kernel": Budget(1),
 }
-NOT_ON_SM_80 = frozenset(("_round_kernel", "_gate_round_kernel"))  # 8-bit floats, which it does not have
+NOT_ON_SM_80 = frozenset(("_round_kernel",))  # 8-bit floats, which it does not have

@@ -42,6 +42,6 @@ def cost_of(law: SamplingParams, rule: Verification, size: int) -> tuple[Counter
 def test_a_draw_is_a_handful_of_launches_for_any_batch(law, rule):
     """Nothing of it is waited for but its answer, and what a cut of the rejection rule keeps."""
     (small, _), (large, waits) = (cost_of(law, rule, size) for size in (1, 16))
-    assert small["choose"] == large["choose"] == 1
+    assert small["choose_unread"] == large["choose_unread"] == 1
     assert small.total() <= large.total() <= MOST[rule]
     assert waits.keys() <= {"verification.py:_decide", "distribution.py:_support"}

@@ -103,7 +103,7 @@ def test_codes_come_while_others_are_worked_on(facts):
 def test_row_kernels_spill_nothing_at_any_size(facts):
     """From rows of 2,048 numbers to those of 29,568; and read 16 bytes at a time."""
     assert {kernel["name"] for kernel in facts["rows"]} == {
-        "_norm_kernel", "_gate_kernel", "_gate_round_kernel", "_round_kernel", "_rotate_kernel",
+        "_norm_kernel", "_gate_kernel", "_round_kernel", "_rotate_kernel",
     }  # fmt: skip
     assert [kernel for kernel in facts["rows"] if kernel["stack"] or not kernel["wide_loads"]] == []
 
@@ -136,4 +136,4 @@ def test_no_draw_and_no_commit_compiles_after_the_first(facts):
 def test_draws_spill_nothing_and_load_logits_16_bytes_at_a_time(facts):
     """Each thread's numbers stay in its registers; once 300 bytes of each were in memory."""
     assert facts["draws"]["stack"] == [0] * 12
-    assert facts["draws"]["loads"] == {name: [16] for name in ("_peaks", "_count", "_weigh", "_end", "_noise")}
+    assert facts["draws"]["loads"] == {name: [16] for name in ("_peaks", "_search", "_end", "_noise")}

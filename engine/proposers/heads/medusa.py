@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 from engine.errors import ModelError
 from engine.model.linear.rows import matmul_shape
 from engine.model.tap import FINAL, Tap
-from engine.proposers.base import Passed, Proposal
+from engine.proposers.base import Passed, Proposal, Proposer
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.features import Features
@@ -80,11 +80,8 @@ def load_medusa(name: str, revision: str | None, target: DecoderModel) -> Head:
     return Head((FINAL,), None, lambda context: MedusaProposer(made, matrix, context.tap))
 
 
-class MedusaProposer:
+class MedusaProposer(Proposer):
     """Reads the hidden state that the newest token came from; head i draws the draft i places after that token."""
-
-    uses_draft_kv = False
-    shares_draft_kv = False
 
     def __init__(self, heads: MedusaHeads, output: nn.Module, tap: Tap) -> None:
         self._heads, self._output, self.tap = heads, output, tap

@@ -15,17 +15,17 @@ from torch import Tensor
 from engine.control.prefill_budget import PrefillBudget
 from engine.kv.batch import Feed
 from engine.model.tap import Tap
-from engine.proposers.base import Passed, Proposal
+from engine.proposers.base import Passed, Proposal, Proposer
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.proposers.heads.base import FeatureChain
 from engine.proposers.heads.features import Features
 from engine.stats import Forward
-from engine.types import Sequence
+from engine.types import KVCursor, Sequence
 
 MOST_UNFED = 512  # features left of a sequence whose head was not asked, once more than twice as many wait
 
 
-class HeadProposer:
+class HeadProposer(Proposer):
     """Drafts with a head over an arena of its own; `places` are those of the target that it reads.
 
     Row r of a sequence's arena holds the r-th feature that was fed. These are all its positions but the last, unless
@@ -34,8 +34,7 @@ class HeadProposer:
     features lies beyond it, and is overwritten by the true ones when they are known.
     """
 
-    uses_draft_kv = True
-    shares_draft_kv = False  # row r is no position r where features were never seen
+    uses_draft_kv = True  # and shares none: row r is no position r where features were never seen
 
     def __init__(self, head: FeatureChain, tap: Tap, places: tuple[int, ...], prefill: PrefillBudget) -> None:
         self.head, self.tap, self._places, self._prefill = head, tap, places, prefill
@@ -57,8 +56,8 @@ class HeadProposer:
                 p.sequence.draft.kv_len = 0
             self.unfed[p.sequence] = kept
 
-    def num_unseen(self, sequence: Sequence) -> int:
-        """How many features it must be fed before it drafts, apart from the two that each round feeds."""
+    def num_unseen(self, sequence: Sequence, cursor: KVCursor) -> int:
+        """In features."""
         features = self.unfed.get(sequence)
         return 0 if features is None else max(0, min(features.stop, len(sequence.tokens) - 1) - features.first - 2)
 

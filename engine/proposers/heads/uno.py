@@ -28,7 +28,7 @@ from engine.kv.batch import Feed
 from engine.model.adapters.peft import CONFIG, WEIGHTS
 from engine.model.checkpoint import shape_of
 from engine.model.runner import Runner
-from engine.proposers.base import Proposal
+from engine.proposers.base import Proposal, Proposer
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.weights import download
@@ -90,15 +90,13 @@ def _noise_ids(target: DecoderModel) -> range:
     return range(_LOWEST, mask)
 
 
-class UnoProposer:
+class UnoProposer(Proposer):
     """Drafts with rows of noise in a pass of the target, which have `adapter`; their tokens are drawn from `noise`.
 
     A sequence with an adapter of its own feeds its newest token with that one, so its first draft is right as well.
     A row has one adapter at most: the noise has the draft's alone.
     """
 
-    uses_draft_kv = False
-    shares_draft_kv = False
     is_parallel = True
 
     def __init__(self, target: Runner, adapter: Adapter, noise: range) -> None:

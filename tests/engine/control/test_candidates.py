@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from engine.control.adaptive import AdaptiveK
-from engine.control.candidates import Bids, draft_seconds, pick
-from engine.control.goodput import Traits
+from engine.control.goodput import Bids, Traits, draft_seconds, pick
 from engine.params import SpeculationMode
 from tests.clockwork import COSTS
 from tests.covering import some

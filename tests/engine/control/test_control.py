@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engine.control.acceptance import Acceptance, Source
 from engine.control.adaptive import SHARE, AdaptiveK
 from engine.control.controller import Control, Speedup, StepFeedback
-from engine.control.cost_model import KNOTS, CostModel, quantities, with_rows
+from engine.control.cost_model import KNOTS, CostModel, quantities
 from engine.control.goodput import BatchLoad, Found, Offer, Traits, drafting_seconds
 from engine.params import MAX_NUM_DRAFT, SpeculationMode
 from engine.types import Sequence
@@ -274,7 +274,7 @@ def test_prices_are_found_and_never_fall() -> None:
 
 
 def shape(n: int, rows: int) -> np.ndarray:
-    return with_rows(quantities(passes=1, sequences=n), [rows])
+    return quantities(passes=1, sequences=n, rows=[rows])
 
 
 def true_seconds(n: int, rows: int) -> float:

@@ -121,9 +121,9 @@ def read_after_the_next_play(patch: Patch) -> None:
     patch.setattr(PendingRound, "__post_init__", lambda _: None)
 
     def late(self):
-        made = self.brought.committed
+        made = self.brought
         ends = torch.stack([made.num_fresh, made.num_accepted, made.ended], 1)
-        return torch.cat([self.brought.drawn, ends], 1).tolist()
+        return torch.cat([made.drawn, ends], 1).tolist()
 
     patch.setattr(PendingRound, "read", late)
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.device_loop import draws, slots
+from engine.device_loop import slots
 from engine.device_loop.graphs import RecordedRound
 from engine.device_loop.repertoire import RoundShape, covering
 from engine.device_loop.round import Round, RoundOps
@@ -197,9 +197,9 @@ def test_no_number_ends_one_request(card: Card, monkeypatch: pytest.MonkeyPatch)
         brought = play(self, slots, between)
         mine = slots == victim.slot
         state.tracks.running[slots] = state.tracks.running[slots] * ~mine
-        ended = torch.where(mine, 3, brought.committed.ended)
-        fresh = torch.where(mine, 0, brought.committed.num_fresh)
-        return replace(brought, committed=replace(brought.committed, ended=ended, num_fresh=fresh))
+        ended = torch.where(mine, 3, brought.ended)
+        fresh = torch.where(mine, 0, brought.num_fresh)
+        return replace(brought, ended=ended, num_fresh=fresh)
 
     with monkeypatch.context() as patch:
         patch.setattr(RecordedRound, "__call__", broken)
@@ -263,7 +263,7 @@ def test_a_round_without_the_host(family: str, k: int, rejects: bool, card: Card
     with no_wait():
         brought = run.verify(slots, run.propose(slots))
     assert card.uploads == uploads
-    num_fresh = brought.committed.num_fresh.tolist()
+    num_fresh = brought.num_fresh.tolist()
     assert min(num_fresh[:3]) > 0 == num_fresh[3]
 
 
@@ -333,10 +333,10 @@ def test_a_round_is_few_launches(truncated: bool, most: tuple[int, int], card: C
     run, slots = round_of(pair, ops_on(torch.device("cuda")), 4, truncated=truncated)
     card.launched.clear()
     drafts = run.propose(slots)
-    proposing = [name for name in card.launched if name != "choose"]
+    proposing = [name for name in card.launched if name != "choose_unread"]
     card.launched.clear()
     run.verify(slots, drafts)
-    verifying = [name for name in card.launched if name not in ("choose", "commit")]
+    verifying = [name for name in card.launched if name not in ("choose_unread", "commit")]
     assert 0 < len(proposing) <= most[0], proposing
     assert 0 < len(verifying) <= most[1], verifying
 
@@ -347,10 +347,10 @@ def test_what_kernels_are_given_is_aligned(size: int, k: int) -> None:
     """At 16 bytes for every shape: a kernel that finds another alignment is compiled once more."""
     loop = loop_of(models())
     run, slots = loop.round_of(RoundShape(size, k, True)), torch.zeros(size, dtype=torch.int64)
-    for model, passes in ((run._draft, k), (run._target, 1)):
-        laid = model.layout.of(slots)
+    for layout, passes in ((run._draft, k), (run._target, 1)):
+        laid = layout.of(slots)
         for i in range(passes):
-            batch, samplers = model.layout.batch(laid, i, slots), model.layout.samplers(laid, i)
+            batch, samplers = layout.batch(laid, i, slots), layout.samplers(laid, i)
             given = [batch.positions, batch.kv_rows, laid.spans[i]]
             given += [samplers.temperature, samplers.seed, samplers.position, samplers.top_k]
             offsets = {tensor.storage_offset() * tensor.itemsize % 16 for tensor in given}
@@ -383,9 +383,12 @@ def test_draws_are_the_plain_loops() -> None:
     """Rows of all four kinds of law."""
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3)).mul(3)
     params = RowParams.of([row(LAWS[i % 4], i, 2**63 + i) for i in range(64)], 50, logits.device)
-    assert torch.equal(draws.choose(logits, params.samplers).token, distribution.choose(logits, params))
+    assert torch.equal(distribution.choose_unread(logits, params.samplers).token, distribution.choose(logits, params))
     torch.testing.assert_close(
-        draws.probabilities(logits, params.samplers), distribution.probabilities(logits, params), rtol=1e-12, atol=1e-15
+        distribution.probabilities_unread(logits, params.samplers),
+        distribution.probabilities(logits, params),
+        rtol=1e-12,
+        atol=1e-15,
     )
 
 

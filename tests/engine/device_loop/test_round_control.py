@@ -13,7 +13,8 @@ from engine.control.controller import levelled
 from engine.control.cost_model import KNOTS
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
 from engine.device_loop.repertoire import Repertoire, covering
-from engine.device_loop.round import Round, RoundOutput
+from engine.device_loop.round import Round
+from engine.kernels.args import Committed
 from engine.params import SpeculationMode
 from engine.types import KVCursor, Sequence
 from tests import fakes
@@ -102,7 +103,7 @@ class Costly:
         play, costs = self._graphs(round_), self._costs
         costs.now += 1.5
 
-        def run(slots: Tensor, between) -> RoundOutput:
+        def run(slots: Tensor, between) -> Committed:
             def drafted() -> None:
                 costs.now += costs.a_draft * round_.k
                 between()

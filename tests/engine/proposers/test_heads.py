@@ -170,7 +170,7 @@ def broken(*_: object) -> None:
     raise RuntimeError("nothing today")
 
 
-@pytest.mark.parametrize(("name", "fault"), [("eagle", "observe"), ("eagle", "propose"), ("suffix", "guess")])
+@pytest.mark.parametrize(("name", "fault"), [("eagle", "observe"), ("eagle", "propose"), ("suffix", "look_up")])
 def test_what_fails_costs_its_drafts_alone(tmp_path: Path, name: str, fault: str) -> None:
     """Whether a head cannot read, or draft, or a lookup cannot find: after three times it is not asked again."""
     engine = engine_of(eagle=heads.eagle(tmp_path), proposer=name, num_draft_tokens=4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.params import SamplingParams
 from engine.request.intake import Intake, Limits
-from engine.sampling import fixed_terms, logprobs
+from engine.sampling import logprobs, processors
 from engine.sampling.logprobs import record_prompt, token_logprobs
 from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import NEVER, process
@@ -75,13 +75,13 @@ def test_rows_of_growing_sequences_are_as_if_each_was_made_alone(
 def test_what_follows_from_the_request_is_made_once_for_all_outputs_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request may ban every token but one, and have 64 outputs with drafts: its ids are read once."""
     read: list[int] = []
-    ids = fixed_terms._ids
+    ids = processors._ids
 
     def counted(tokens, like):
         read.append(len(list(tokens)))
         return ids(tokens, like)
 
-    monkeypatch.setattr(fixed_terms, "_ids", counted)
+    monkeypatch.setattr(processors, "_ids", counted)
     banned, prompt = tuple(range(1, VOCAB)), (1, 2, 3) * 5
     sampling = SamplingParams(n=3, banned_token_ids=banned, logit_bias={2: 1.0}, presence_penalty=0.1)
     sequences = opened(sampling, prompt)

@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest, ModelError
 from engine.kv.batch import Feed
-from engine.proposers.base import Proposal
+from engine.proposers.base import Proposal, Proposer
 from engine.proposers.chain import Chain
 from engine.proposers.heads import uno
 from engine.proposers.heads.load import load_heads
@@ -91,7 +91,7 @@ def _add(where: Tensor, a: Tensor, b: Tensor, _: nn.Module, inputs: tuple[Tensor
 
 
 @dataclass
-class Watched:
+class Watched(Proposer):
     """The proposer, with what it was asked, what it fed the target, and what it said."""
 
     inner: UnoProposer
@@ -99,7 +99,6 @@ class Watched:
     logits: list[Tensor] = field(default_factory=list)
     asked: list[list[tuple[Output, list[int], int]]] = field(default_factory=list)
     said: list[Proposal] = field(default_factory=list)
-    uses_draft_kv = shares_draft_kv = False
 
     def __post_init__(self) -> None:
         self.runner, self.inner._target = self.inner._target, self
