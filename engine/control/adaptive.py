@@ -9,31 +9,20 @@ out. Knows no model and no clock: seconds are passed in. No choice changes a tok
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from engine.control import goodput
 from engine.control.acceptance import Acceptance, Ints, Source
 from engine.control.controller import Control, Speedup, StepFeedback, within
 from engine.control.cost_model import ATTENDED, CALL, CostModel, Floats, quantities
-from engine.control.goodput import (
-    BatchLoad,
-    Bids,
-    Choice,
-    Found,
-    Offer,
-    Picked,
-    Traits,
-    catching_up,
-    drafting_seconds,
-    more_rows,
-    pick,
-)
+from engine.control.goodput import BatchLoad, Bids, Choice, Found, Offer, Traits
 from engine.params import SpeculationMode
 from engine.types import Sequence
 
@@ -47,7 +36,6 @@ _REST = 8  # steps without drafts before the choice is computed again
 _PLAIN_SHARE = 0.02  # most of the speed-up that plain steps for comparison may cost
 _PLAIN_EVERY = 4, 128  # least and most steps between them
 _HORIZON = 128  # most further tokens that an output is expected to have
-_MADE = Traits()  # of a proposer of which nothing else is known
 
 
 @dataclass(slots=True)
@@ -65,26 +53,15 @@ class _Budget:
         self.seconds = min(max(after, -_DEBT * plain) + SHARE * plain, max(_SAVED * plain, self.wanted))
 
 
-_Findings = tuple[tuple[str, ...] | int | tuple[int, Source], ...]
-
-
-class _Group(NamedTuple):
-    """The sequences of one step that one proposer drafts for."""
-
-    name: str
-    sequences: Seq[Sequence]
-    limits: Ints
-
-
 class AdaptiveK(Control):
     """AUTO: as many drafts as pay, down to none; and of the proposer that pays best where several may draft."""
 
     def __init__(self, traits: Mapping[str, Traits] = MappingProxyType({})) -> None:
         self.gain, self.acceptance, self.target = Speedup(), Acceptance(), CostModel()
         self._drafting = defaultdict[str, CostModel](CostModel)  # by proposer
-        self._traits = traits  # by proposer
+        self._traits = defaultdict(Traits, traits)  # by proposer
         # What was picked in the last few steps, by what had been found in the text of a sequence then.
-        self._picked: dict[tuple[Sequence, _Findings], str] = {}
+        self._picked: dict[tuple[Sequence, Hashable], str] = {}
         # Drafts that were found in the text, by sequence and proposer, and the length of the sequence then.
         self._found: dict[tuple[Sequence, str], tuple[int, Found]] = {}
         self._budget = _Budget()
@@ -119,8 +96,7 @@ class AdaptiveK(Control):
         for name in sorted({sequences[i].drafter for i in mine if free[i]}):
             members = [i for i in mine if free[i] and sequences[i].drafter == name]
             most = [self._most(sequences[i], name, limits[i]) for i in members]
-            group = _Group(name, [sequences[i] for i in members], np.array(most))
-            found = self._choose_for(group, load, budget)
+            found = self._choose_for(name, [sequences[i] for i in members], np.array(most), load, budget)
             if found is not None:
                 load, budget = found.load, budget - int(found.num_draft.sum())
                 for i, k in zip(members, found.num_draft.tolist(), strict=True):
@@ -147,14 +123,14 @@ class AdaptiveK(Control):
         self._found.clear()
         for sequence, limit in zip(sequences, limits, strict=True):
             for name in (sequence.drafter,) if _is_settled(sequence) else sequence.drafters:
-                find = self._of(name).find
+                find = self._traits[name].find
                 found = find(sequence, limit) if find is not None else None
                 if found is not None and found.tokens:
                     self._found[sequence, name] = len(sequence.tokens), found
 
     def _most(self, sequence: Sequence, name: str, limit: int) -> int:
         """Most drafts of a proposer: as many as it can make, and of one that looks them up as many as it has found."""
-        traits = self._of(name)
+        traits = self._traits[name]
         if traits.find is None:
             return limit if traits.most is None else min(limit, traits.most)
         _, found = self._found.get((sequence, name), (0, Found()))
@@ -162,7 +138,7 @@ class AdaptiveK(Control):
 
     def _source(self, sequence: Sequence, name: str) -> Source:
         _, found = self._found.get((sequence, name), (0, Found()))
-        return Source.found(name, found.match)
+        return Source(name, found.match.bit_length())
 
     def _pick(self, sequences: list[Sequence], limits: list[int], load: BatchLoad) -> None:
         """Let each sequence of `auto` draft with what is worth most; one that is explored goes on with that.
@@ -173,7 +149,11 @@ class AdaptiveK(Control):
         held = self._budget.held
         if self._num_steps % _REST == 0:
             self._picked.clear()
-        keys = [(s, self._findings(s, limit)) for s, limit in zip(sequences, limits, strict=True)]
+        keys = list[tuple[Sequence, Hashable]]()
+        for sequence, limit in zip(sequences, limits, strict=True):
+            finds = [name for name in sequence.candidates if self._traits[name].find is not None]
+            found = tuple((self._most(sequence, name, limit), self._source(sequence, name)) for name in finds)
+            keys.append((sequence, (sequence.candidates, limit, found)))
         if not any(s in held for s in sequences) and all(key in self._picked for key in keys):
             for sequence, key in zip(sequences, keys, strict=True):
                 sequence.choice = self._picked[key]
@@ -181,24 +161,16 @@ class AdaptiveK(Control):
         for sequence in [s for s in sequences if s in held]:
             self._go_on(sequence)
         names = list(dict.fromkeys(name for s in sequences for name in s.candidates))
-        bids, reading = self._bids(names, sequences, limits, load)
-        makers, seconds = [(self._drafting[n], self._of(n)) for n in names], max(self.target.of(load.quantities), 1e-9)
-        picked = pick(bids, makers, load.context / load.sequences, load.tokens, seconds)
-        for sequence, best, worth in zip(sequences, picked.choice.tolist(), picked.worths.max(0).tolist(), strict=True):
-            if worth > 0 or sequence not in held:
-                sequence.choice = names[best]
-        self._picked.update({key: names[best] for key, best in zip(keys, picked.choice.tolist(), strict=True)})
-        if self._budget.seconds > 0 and not load.prompt_rows and self._num_steps % _REST == 0:
-            self._try_others(names, sequences, bids, picked, reading)
-
-    def _findings(self, sequence: Sequence, limit: int) -> _Findings:
-        """How many drafts there may be of each proposer that looks them up, and of what source; and of the others."""
-        found = (name for name in sequence.candidates if self._of(name).find is not None)
-        return (
-            sequence.candidates,
-            limit,
-            *((self._most(sequence, name, limit), self._source(sequence, name)) for name in found),
+        bids = self._bids(names, sequences, limits, load)
+        makers, seconds = (
+            [(self._drafting[n], self._traits[n]) for n in names],
+            max(self.target.of(load.quantities), 1e-9),
         )
+        best, worths = goodput.pick(bids, makers, load.context / load.sequences, load.tokens, seconds)
+        for sequence, key, i, worth in zip(sequences, keys, best.tolist(), worths.tolist(), strict=True):
+            if worth > 0 or sequence not in held:  # where nothing pays, what would come nearest to it may be explored
+                sequence.choice = names[i]
+            self._picked[key] = names[i]
 
     def _go_on(self, sequence: Sequence) -> None:
         """Count a step of a sequence that is explored. That a draft model reads the text is no exploration yet."""
@@ -207,100 +179,76 @@ class AdaptiveK(Control):
         if left <= 0:
             del self._budget.held[sequence]
 
-    def _bids(
-        self, names: list[str], sequences: list[Sequence], limits: list[int], load: BatchLoad
-    ) -> tuple[Bids, Floats]:
-        """What each candidate offers each sequence, and the seconds that it has to read first, `[names, sequences]`."""
+    def _bids(self, names: list[str], sequences: list[Sequence], limits: list[int], load: BatchLoad) -> Bids:
+        """What each candidate offers each sequence."""
         both = list(zip(sequences, limits, strict=True))
         most = np.array([[self._most(s, name, k) if name in s.candidates else 0 for s, k in both] for name in names])
         count, depth = len(sequences), max(1, int(most.max()))
         kept = self.acceptance.kept([(s, self._source(s, name)) for name in names for s in sequences], depth)
         per_row, contexts = self.target.price(ATTENDED), np.array([len(s.tokens) for s in sequences], float)
-        rows = more_rows(self.target, load.rows / count, count, depth) + per_row * contexts[:, None]
-        first, reading = np.zeros(most.shape), np.zeros(most.shape)
+        rows = goodput.more_rows(self.target, load.rows / count, count, depth) + per_row * contexts[:, None]
+        first = np.zeros(most.shape)
         for c, name in enumerate(names):
             unseen = np.array([self._unseen(name, s) for s in sequences], float)
             if unseen.any():
-                reading[c] = catching_up(self._drafting[name], unseen)
-                first[c] = reading[c] / self._rounds(sequences, unseen)
+                first[c] = goodput.catching_up(self._drafting[name], unseen) / self._rounds(sequences, unseen)
         is_fixed = np.array([s.speculation.mode is not SpeculationMode.AUTO for s in sequences])
-        return Bids(kept.reshape(len(names), count, depth), most, first, rows, is_fixed), reading
+        return Bids(kept.reshape(len(names), count, depth), most, first, rows, is_fixed)
 
-    def _try_others(
-        self, names: list[str], sequences: list[Sequence], bids: Bids, picked: Picked, reading: Floats
-    ) -> None:
-        """Let sequences draft with what could be worth more than their choice, as far as the budget affords it."""
-        budget, held, rate = self._budget, self._budget.held, picked.rate
-        pairs = [(s, Source(name)) for name in names for s in sequences]
-        hoped = self.acceptance.kept(pairs, bids.kept.shape[2], hope=_HOPE).reshape(bids.kept.shape)
-        hopes, _ = replace(bids, kept=hoped).worths(picked.seconds, rate)
-        hopes[[self._of(name).find is not None for name in names]] = 0.0  # what they find is judged for nothing
-        budget.wanted = 0.0
-        for i, sequence in enumerate(sequences):
-            best, other = int(picked.choice[i]), int(hopes[:, i].argmax())
-            worth = float(picked.worths[best, i])
-            if sequence in held or other == best or hopes[other, i] <= worth or not bids.limits[other, i]:
-                continue
-            if worth <= 0 and not bids.is_fixed[i]:
-                sequence.choice = names[other]  # nothing pays: whether this does is explored as if there were no other
-                continue
-            k = bids.limits[other, i] if bids.is_fixed[i] else 1
-            gain = bids.kept[other, i, :k].sum() / rate - picked.seconds[other, i, k - 1]
-            loss = max(0.0, worth / rate - gain) + reading[other, i]
-            if loss <= budget.seconds:
-                budget.seconds -= loss
-                sequence.choice, self.is_exploring = names[other], True
-            else:
-                budget.wanted = min(budget.wanted, loss) if budget.wanted else loss
-
-    def _choose_for(self, group: _Group, load: BatchLoad, budget: int) -> Choice | None:
-        if not group.limits.any():
+    def _choose_for(
+        self, name: str, sequences: list[Sequence], limits: Ints, load: BatchLoad, budget: int
+    ) -> Choice | None:
+        if not limits.any():
             return None
-        best = self._offer(group).best(load, self.target, budget)
+        best = self._offer(name, sequences, limits).best(load, self.target, budget)
         if best.gain > 1 + _MARGIN:
             self._expected = best.gain
             return best
-        return None if load.prompt_rows else self._explore(group, load, budget)
+        return None if load.prompt_rows else self._explore(name, sequences, limits, load, budget)
 
-    def _explore(self, group: _Group, load: BatchLoad, budget: int) -> Choice | None:
+    def _explore(
+        self, name: str, sequences: list[Sequence], limits: Ints, load: BatchLoad, budget: int
+    ) -> Choice | None:
         """One draft each for as many sequences as the budget affords, if an optimistic estimate says it pays."""
         held = self._budget.held
-        these = np.array([s in held for s in group.sequences]) & (group.limits > 0)
+        these = np.array([s in held for s in sequences]) & (limits > 0)
         if these.any():
-            offer = self._offer(group, spread=False)
-            for sequence in group.sequences:
+            offer = self._offer(name, sequences, limits, spread=False)
+            for sequence in sequences:
                 if sequence in held and len(sequence.candidates) <= 1:  # of the others `_pick` keeps count
                     self._go_on(sequence)
             self.is_exploring = True
             return offer.shallow(these, int(these.sum())).best(load, self.target, budget, all_of=True)
-        if self._budget.seconds <= 0 or self._of(group.name).find is not None:
+        if self._budget.seconds <= 0 or self._traits[name].find is not None:
             return None
-        hopeful = self._offer(group, hope=_HOPE).best(load, self.target, budget)
+        hopeful = self._offer(name, sequences, limits, hope=_HOPE).best(load, self.target, budget)
         these = hopeful.num_draft > 0
         if hopeful.gain <= 1 + _MARGIN:
             return None
-        offer, count = self._offer(group, spread=False), int(these.sum())
+        offer, count = self._offer(name, sequences, limits, spread=False), int(these.sum())
         self._budget.wanted = 0.0
         while count:
             choice = offer.shallow(these, count).best(load, self.target, budget, all_of=True)
             if choice.loss <= self._budget.seconds:
-                held.update({s: _HOLD for s, k in zip(group.sequences, choice.num_draft, strict=True) if k})
+                held.update({s: _HOLD for s, k in zip(sequences, choice.num_draft, strict=True) if k})
                 self.is_exploring = True
                 return choice
             self._budget.wanted = choice.loss
             count //= 2
         return None
 
-    def _offer(self, group: _Group, hope: float | None = None, *, spread: bool = True) -> Offer:
+    def _offer(
+        self, name: str, sequences: list[Sequence], limits: Ints, hope: float | None = None, *, spread: bool = True
+    ) -> Offer:
         """The drafts on offer. With `spread`, the cost of catching up is shared by the rounds still to come."""
-        sequences, costs = group.sequences, self._drafting[group.name]
-        pairs = [(s, self._source(s, group.name)) for s in sequences]
-        kept = self.acceptance.kept(pairs, int(group.limits.max()), hope=hope)
+        costs = self._drafting[name]
+        pairs = [(s, self._source(s, name)) for s in sequences]
+        kept = self.acceptance.kept(pairs, int(limits.max()), hope=hope)
         contexts = np.array([len(s.tokens) for s in sequences], float)
-        unseen = np.array([self._unseen(group.name, s) for s in sequences], float)
+        unseen = np.array([self._unseen(name, s) for s in sequences], float)
         rounds = self._rounds(sequences, unseen) if spread else np.ones(len(sequences))
-        seconds = drafting_seconds(costs, kept, contexts, unseen, rounds, self._of(group.name))
-        return Offer(group.limits, kept, seconds, costs.price(CALL), contexts)
+        seconds = goodput.drafting_seconds(costs, kept, contexts, unseen, rounds, self._traits[name])
+        return Offer(limits, kept, seconds, costs.price(CALL), contexts)
 
     def _rounds(self, sequences: Seq[Sequence], unseen: Floats) -> Floats:
         """Rounds that each sequence is expected to have yet, once `unseen` tokens of it have been read."""
@@ -309,12 +257,9 @@ class AdaptiveK(Control):
         rounds: Floats = np.maximum((rooms - 2 * unseen.sum() / max(self._rows, 1)) / 2, 1)
         return rounds
 
-    def _of(self, name: str) -> Traits:
-        return self._traits.get(name, _MADE)
-
     def _unseen(self, name: str, sequence: Sequence) -> int:
         """Tokens that the draft model has to be fed before it can draft, apart from the two that each round feeds."""
-        num_unseen = self._of(name).num_unseen
+        num_unseen = self._traits[name].num_unseen
         return 0 if num_unseen is None else num_unseen(sequence)
 
     # ---------------------------------------------------------------------------------------------------- learning
@@ -351,7 +296,7 @@ class AdaptiveK(Control):
         for (sequence, name), (length, found) in self._found.items():
             came = sequence.tokens[length : length + len(found.tokens)]
             if came:
-                pairs.append((sequence, Source.found(name, found.match)))
+                pairs.append((sequence, Source(name, found.match.bit_length())))
                 drafted.append(len(came))
                 hits = (i for i, (a, b) in enumerate(zip(found.tokens, came, strict=False)) if a != b)
                 accepted.append(next(hits, len(came)))
@@ -360,7 +305,7 @@ class AdaptiveK(Control):
 
     def _learn_drafting(self, asked: set[str], done: StepFeedback) -> None:
         """From a step in which at most one proposer made drafts; those that looked some up took what they always do."""
-        made = {name for name in asked if self._of(name).find is None}
+        made = {name for name in asked if self._traits[name].find is None}
         if len(made or asked) != 1:
             return
         (name,) = made or asked

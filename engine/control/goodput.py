@@ -101,8 +101,8 @@ class Offer:
             # Beside prompts a second is worth what it would bring in a step without them; rows cost what they add.
             value = tokens - rates[count] * (beside + target.rows(rows + load.prompt_rows))
             count = int(value.argmax())
-        sums = {"rows": rows, "tokens": tokens, "attended": attended, "seconds": drafting}
-        after = replace(load, **{name: float(each[count]) for name, each in sums.items()})
+        of_rows, of_tokens, of_attended, of_drafting = (float(x[count]) for x in (rows, tokens, attended, drafting))
+        after = replace(load, rows=of_rows, tokens=of_tokens, attended=of_attended, seconds=of_drafting)
         num_draft = np.bincount(order[:count] // depth, minlength=len(self.limits))
         return Choice(num_draft, after, gain, float(seconds[count] - seconds[0] * tokens[count] / tokens[0]))
 
@@ -197,42 +197,34 @@ class Bids:
         return each.cumsum(2)
 
     def worths(self, seconds: Floats, rate: float) -> tuple[Floats, Ints]:
-        """What the best number of drafts is worth, and that number, `[candidates, sequences]`.
+        """What the best number of drafts is worth, and that number, `[candidates, sequences]`; none if nothing pays.
 
-        `seconds` as above; `rate`: tokens that a second is worth.
+        `seconds` as above; `rate`: tokens that a second is worth. Where there is no draft, it is worth less than any.
         """
-        sums = np.zeros((*self.limits.shape, seconds.shape[2] + 1))
-        np.subtract(self.kept.cumsum(2), rate * seconds, out=sums[:, :, 1:])
-        numbers, limits = np.arange(sums.shape[2]), self.limits[..., None]
+        sums = self.kept.cumsum(2) - rate * seconds
+        numbers, limits = np.arange(1, sums.shape[2] + 1), self.limits[..., None]
         sums[(numbers > limits) | (self.is_fixed[:, None] & (numbers < limits))] = -np.inf
-        best = sums.argmax(2)
-        worths = np.take_along_axis(sums, best[..., None], 2)[..., 0]
-        worths[(self.limits == 0) & self.is_fixed] = -np.inf  # with a fixed number of drafts none is no choice
-        return worths, best
+        worths = sums.max(2)
+        return worths, np.where((worths > 0) | (self.is_fixed & (self.limits > 0)), sums.argmax(2) + 1, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Picked:
-    """The best candidate of each sequence, and what led to it."""
+def pick(
+    bids: Bids, makers: Seq[tuple[CostModel, Traits]], context: float, tokens: float, seconds: float
+) -> tuple[Ints, Floats]:
+    """Choose a candidate for each sequence, and say what it is worth.
 
-    choice: Ints  # [sequences]
-    worths: Floats  # [candidates, sequences]
-    seconds: Floats  # [candidates, sequences, depth]
-    rate: float  # tokens per second
-
-
-def pick(bids: Bids, makers: Seq[tuple[CostModel, Traits]], context: float, tokens: float, seconds: float) -> Picked:
-    """Choose a candidate for each sequence; without drafts the step makes `tokens` tokens in `seconds` seconds.
-
-    At first passes are priced as if all sequences shared them, then as those do that chose them. `makers`: cost
-    model and traits of each candidate; `context`: mean length of the sequences, in tokens.
+    Without drafts the step makes `tokens` tokens in `seconds` seconds. At first passes are priced as if all sequences
+    shared them, then as those do that chose them. `makers`: cost model and traits of each candidate; `context`: mean
+    length of the sequences, in tokens.
     """
     candidates, sequences, depth = bids.kept.shape
     each, choice, users, rate = np.arange(sequences), np.full(sequences, -1), [sequences] * candidates, tokens / seconds
     spent = _spent(bids, makers, users, context)
+    # What was found is judged by the text, used or not: it is chosen where it pays alone.
+    is_found = np.array([traits.find is not None for _, traits in makers])[:, None] & ~bids.is_fixed
     worths, numbers = bids.worths(spent, rate)
     for _ in range(_ROUNDS):
-        before, choice = choice, worths.argmax(0)
+        before, choice = choice, np.where(is_found & (worths <= 0), -np.inf, worths).argmax(0)
         if (choice == before).all():
             break
         taken = numbers[choice, each]
@@ -243,7 +235,7 @@ def pick(bids: Bids, makers: Seq[tuple[CostModel, Traits]], context: float, toke
         if users != shared:
             spent = _spent(bids, makers, users, context)
         worths, numbers = bids.worths(spent, rate)
-    return Picked(choice, worths, spent, rate)
+    return choice, worths.max(0)
 
 
 def _spent(bids: Bids, makers: Seq[tuple[CostModel, Traits]], users: Seq[int], context: float) -> Floats:

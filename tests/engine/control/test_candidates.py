@@ -76,17 +76,19 @@ def test_passes_are_cheaper_for_those_who_share_them() -> None:
         kept = np.array([[[0.9, 0.8, 0.7]] * sequences, [[0.6, 0.3, 0.1]] * sequences])
         limits, first = np.full((2, sequences), 3), np.zeros((2, sequences))
         bids = Bids(kept, limits, first, np.zeros((sequences, 3)), np.zeros(sequences, bool))
-        picked = pick(bids, makers, 100.0, float(sequences), seconds)
-        assert picked.choice.tolist() == [best] * sequences
+        best_of, _ = pick(bids, makers, 100.0, float(sequences), seconds)
+        assert best_of.tolist() == [best] * sequences
 
 
 def test_with_a_fixed_number_of_drafts_none_is_no_choice() -> None:
     """The model's drafts do not pay, and the lookup has found nothing: the model drafts, as it was told to."""
     makers = [(priced(0.0, 0.0), Traits(find=lambda *_: None)), (priced(9.0, 0.01), Traits())]
     kept, limits = np.array([[[0.9, 0.9]], [[0.1, 0.1]]]), np.array([[0], [2]])
-    for is_fixed, best in ((True, 1), (False, 0)):
+    for is_fixed in (True, False):
         bids = Bids(kept, limits, np.zeros((2, 1)), np.zeros((1, 2)), np.array([is_fixed]))
-        assert pick(bids, makers, 100.0, 1.0, 1.0).choice.tolist() == [best]
+        (best,), (worth,) = pick(bids, makers, 100.0, 1.0, 1.0)
+        assert (best, worth < 0) == (1, True)
+        assert bids.worths(np.full((2, 1, 2), 9.0), 1.0)[1].tolist() == [[0], [2 if is_fixed else 0]]
 
 
 def test_drafts_that_a_proposer_cannot_make_are_not_counted_on() -> None:
