@@ -105,17 +105,16 @@ class Engine:
 
     def _propose(self, plan: StepPlan, watch: Stopwatch) -> Proposal:
         with watch.phase("propose"):
-            return self.proposers.propose(plan.sequences, plan.num_draft_each)
+            return self.proposers.propose(plan.sequences, [work.num_draft for work in plan.works])
 
     def _verify(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
         """Feed the target what is planned and the drafts, in one pass, and decide which drafts stay."""
-        return self.target_pass.run(plan, proposal, watch) if plan.works else Verified(proposal, [], [])
+        return self.target_pass.run(plan, proposal, watch) if plan.works else Verified(proposal, [])
 
     def _commit(self, verified: Verified, watch: Stopwatch) -> tuple[TokenEvent, ...]:
-        """Append what each sequence keeps; one event per sequence of `verified.fed`."""
+        """Append what each sequence keeps; one event for each of `verified.outcomes`."""
         with watch.phase("commit"):
-            pairs = zip(verified.fed, verified.outcomes, strict=True)
-            return tuple(self._commit_one(fed.sequence, len(fed.drafts), outcome) for fed, outcome in pairs)
+            return tuple(map(self._commit_one, verified.outcomes))
 
     def _emit(self, plan: StepPlan, verified: Verified, events: tuple[TokenEvent, ...], watch: Stopwatch) -> StepOutput:
         """Everything that the step has to report: events of this pass, of faults, and of the round before this one."""
@@ -133,26 +132,27 @@ class Engine:
         """Give the step's times and acceptance to the models that choose K and the size of prompt chunks."""
         self.control.learn(feedback_of(plan, verified.proposal, verified.outcomes, watch.seconds))
         teach(self.scheduler.prefill, plan, verified.proposal, watch.seconds)
-        for fed, event in zip(verified.fed, events, strict=True):
+        for outcome, event in zip(verified.outcomes, events, strict=True):
             if event.finished is not None:  # `learn` has just seen this sequence, which is over
-                self.control.forget(fed.sequence)
+                self.control.forget(outcome.sequence)
 
     # -------------------------------------------------------------------------------------------- commit, and faults
 
-    def _commit_one(self, sequence: Sequence, num_draft: int, outcome: VerifyOutput) -> TokenEvent:
+    def _commit_one(self, outcome: VerifyOutput) -> TokenEvent:
         """Commit what one sequence got; an exception here ends this sequence alone."""
         try:
-            return self._keep(sequence, num_draft, outcome)
+            return self._keep(outcome)
         except Exception:
-            log.exception("request %s: its tokens could not be committed; it ends", sequence.request_id)
-            return self._end_for_fault(sequence)
+            log.exception("request %s: its tokens could not be committed; it ends", outcome.sequence.request_id)
+            return self._end_for_fault(outcome.sequence)
 
-    def _keep(self, sequence: Sequence, num_draft: int, outcome: VerifyOutput) -> TokenEvent:
+    def _keep(self, outcome: VerifyOutput) -> TokenEvent:
         """Append the accepted drafts and the next token, cut where plain decoding would stop; move the cursors."""
+        sequence = outcome.sequence
         fresh = list(outcome.tokens[: sequence.num_before_stop(outcome.tokens)])
         num_accepted = min(outcome.num_accepted, len(fresh))
-        if num_draft:
-            sequence.stats = sequence.stats.after(num_draft, num_accepted)
+        if outcome.num_draft:
+            sequence.stats = sequence.stats.after(outcome.num_draft, num_accepted)
         sequence.tokens += fresh
         sequence.rollback(len(sequence.tokens))  # I3: this is the whole rollback
         advance_grammar(sequence, fresh)
@@ -208,13 +208,13 @@ class Engine:
         """Commit the results of the round before the one just launched; their events are in the same order."""
         with watch.phase("land"):
             read = self.rounds.read()
-            results = [result for round_ in read for result in round_.results]
-            events = tuple(self._commit_one(x.sequence, x.num_draft, x.outcome) for x in results)
+            outcomes = [outcome for round_ in read for outcome in round_.outcomes]
+            events = tuple(map(self._commit_one, outcomes))
         for round_ in read:
             self.round_control.learn(round_.feedback)
-        for x, event in zip(results, events, strict=True):
+        for outcome, event in zip(outcomes, events, strict=True):
             if event.finished is not None:
-                self.round_control.forget(x.sequence)
+                self.round_control.forget(outcome.sequence)
         return read, events
 
     # ------------------------------------------------------------------------------- a request's way in and out
@@ -287,7 +287,8 @@ class Engine:
         del outputs[sequence.index]
         if not outputs:
             del self._live[sequence.request_id]
-        gain = self.scheduler.control_of(sequence).gain.of(sequence)
+        control = self.scheduler.round_control if sequence.on_device else self.scheduler.control
+        gain = control.gain.of(sequence)
         self.rounds.leave(sequence)
         self.scheduler.remove(sequence, trust=reason is not FinishReason.ERROR)
         finished = FinishedOutput(

@@ -7,10 +7,10 @@ recomputed later. It gives up its place too when a caller with a smaller share w
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from engine.control.controller import Control, Speedup, levelled
@@ -50,17 +50,11 @@ class StepPlan:
 
     works: tuple[Work, ...] = ()
     on_device: tuple[Work, ...] = ()  # of the sequences that decode in a round on the device
-    num_preempted: int = 0
-    prefix_lookups: int = 0  # tokens of the prompts admitted for it
-    prefix_hits: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)  # since the plan before; by their names in `StepStats`
 
     @property
     def sequences(self) -> list[Sequence]:
         return [work.sequence for work in self.works]
-
-    @property
-    def num_draft_each(self) -> list[int]:
-        return [work.num_draft for work in self.works]
 
 
 class Scheduler:
@@ -90,7 +84,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the sequence that feeds the prompt for them
         self.shares = Shares()
-        self._prefix_lookups = self._prefix_hits = self._num_preempted = 0  # tokens and sequences, since the last plan
+        self._counts = Counter[str]()  # what the next plan tells of
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -118,10 +112,6 @@ class Scheduler:
     def gain(self) -> float:
         """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
         return Speedup.ratio_of(self.control.gain, self.round_control.gain)
-
-    def control_of(self, sequence: Sequence) -> Control:
-        """The control that chooses the sequence's K."""
-        return self.round_control if sequence.on_device else self.control
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -199,7 +189,9 @@ class Scheduler:
             return None
         found = self._find(sequence)
         fresh = self.target_pool.pages_for(len(sequence.tokens)) - len(found)
-        needed = fresh + self.target_pool.num_kept(found) + self._num_growing()
+        # A page is kept free for each running sequence that will need another, or admission would preempt them.
+        growing = sum(self.target_pool.pages_for(s.max_len) > len(s.target.page_table) for s in self.running)
+        needed = fresh + self.target_pool.num_kept(found) + growing
         return found if needed <= self.target_pool.num_free else None
 
     def _displace(self, sequence: Sequence) -> list[int] | None:
@@ -242,8 +234,7 @@ class Scheduler:
         sequence.num_charged = max(sequence.num_charged, sequence.target.kv_len)
         if self.target_pool.prefix_cache and not sequence.num_generated:  # recomputation after preemption is no hit
             sequence.num_cached = sequence.target.kv_len
-            self._prefix_lookups += sequence.prompt_len
-            self._prefix_hits += sequence.num_cached
+            self._counts.update(prefix_lookups=sequence.prompt_len, prefix_hits=sequence.num_cached)
 
     def _adopt_draft(self, sequence: Sequence, name: str) -> None:
         """Start with K/V that the draft model of a proposer made of the same text for other sequences."""
@@ -258,10 +249,6 @@ class Scheduler:
         for name, cursor in sequence.drafts.items():
             if name in self._draft_kv_sharers:
                 self.draft_pools[name].share(cursor, sequence.tokens, _draft_salt(sequence, cursor))
-
-    def _num_growing(self) -> int:
-        """Running sequences that will need another page: one is kept free for each, or admission would preempt them."""
-        return sum(self.target_pool.pages_for(s.max_len) > len(s.target.page_table) for s in self.running)
 
     def plan(self) -> StepPlan:
         """Running sequences feed their newest token; prompts share the budget that is left, drafts get the rest.
@@ -279,21 +266,16 @@ class Scheduler:
         chunks = list(_chunks(running, int(min(budget, fitting))))
         prompt_rows = sum(len(work.span) for work in chunks)
         self.prefill.spend(prompt_rows)
-        lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
         # Where sequences are left out, a row of theirs would be worth more than a draft.
         spare = budget - prompt_rows if len(running) == len(self.running) else 0
         works = (*self._with_drafts(steady, spare, prompt_rows), *chunks)
         on_device = tuple(self._for_round([Work.feeding(s, 1) for s in both if s.on_device]))
-        num_preempted, self._num_preempted = self._num_preempted, 0
-        for work in (*works, *on_device):
-            self._charge(work)
-        return StepPlan(works, on_device, num_preempted, lookups, hits)
-
-    def _charge(self, work: Work) -> None:
-        """Charge a caller the tokens that the target has not been fed before: not what it is fed again."""
-        sequence = work.sequence
-        self.shares.charge(sequence.request.caller, max(0, work.span.stop - sequence.num_charged))
-        sequence.num_charged = max(sequence.num_charged, work.span.stop)
+        counts, self._counts = self._counts, Counter()
+        for work in (*works, *on_device):  # callers are charged what was not fed before, and not what is fed again
+            sequence, stop = work.sequence, work.span.stop
+            self.shares.charge(sequence.request.caller, max(0, stop - sequence.num_charged))
+            sequence.num_charged = max(sequence.num_charged, stop)
+        return StepPlan(works, on_device, counts)
 
     def _renew_outgrown(self) -> None:
         """Release K/V that was made with another rotary table than the length now needs; all is fed again."""
@@ -319,7 +301,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
         self.waiting.appendleft(sequence)
-        self._num_preempted += 1
+        self._counts["preempted"] += 1
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

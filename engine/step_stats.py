@@ -22,16 +22,15 @@ def feedback_of(
     plan: StepPlan, proposal: Proposal, outcomes: Seq[VerifyOutput], phase_seconds: Mapping[str, float]
 ) -> StepFeedback:
     """Feedback for control: the part of a step that fed newest tokens and drafts."""
-    works = [(w, drafts) for w, drafts in zip(plan.works, proposal.tokens, strict=True) if w.reaches_end]
-    decided = zip(works, outcomes, strict=True)
-    steady = [(w, drafts, outcome) for (w, drafts), outcome in decided if _feeds_newest_only(w)]
+    decided = zip((work for work in plan.works if work.reaches_end), outcomes, strict=True)
+    steady = [(work, outcome) for work, outcome in decided if _feeds_newest_only(work)]
     draft_seconds = phase_seconds["propose"]
     return StepFeedback(
-        sequences=[w.sequence for w, _, _ in steady],
-        lengths=[w.length for w, _, _ in steady],
-        asked=[w.num_draft for w, _, _ in steady],
-        drafted=[len(drafts) for _, drafts, _ in steady],
-        accepted=[outcome.num_accepted for _, _, outcome in steady],
+        sequences=[work.sequence for work, _ in steady],
+        lengths=[work.length for work, _ in steady],
+        asked=[work.num_draft for work, _ in steady],
+        drafted=[outcome.num_draft for _, outcome in steady],
+        accepted=[outcome.num_accepted for _, outcome in steady],
         draft_passes=[(forward.sequences, forward.tokens) for forward in proposal.forwards],
         draft_seconds=draft_seconds,
         other_seconds=sum(s for name, s in phase_seconds.items() if name != "launch") - draft_seconds,
@@ -53,12 +52,12 @@ def measure(
     plan: StepPlan, verified: Verified, events: Seq[TokenEvent], phase_seconds: Mapping[str, float],
     draft_failures: int, scheduler: Scheduler, rounds: Seq[RoundResult],
 ) -> StepStats:  # fmt: skip
-    """The step's statistics; `events` are those of `verified.fed`, then those of the results of `rounds`."""
-    proposal, pool, results = verified.proposal, scheduler.target_pool, [x for each in rounds for x in each.results]
+    """The step's statistics; `events` are those of `verified.outcomes`, then those of `rounds`."""
+    proposal, pool, landed = verified.proposal, scheduler.target_pool, [x for each in rounds for x in each.outcomes]
     works = zip(plan.works, proposal.tokens, strict=True)
     newest = [len(drafts) for work, drafts in works if _feeds_newest_only(work)]
-    offered = [*(len(fed.drafts) for fed in verified.fed), *(x.num_draft for x in results)]
-    judged = [(k, sum(event.from_draft)) for k, event in zip(offered, events, strict=True) if k]
+    pairs = zip((*verified.outcomes, *landed), events, strict=True)
+    judged = [(outcome.num_draft, sum(event.from_draft)) for outcome, event in pairs if outcome.num_draft]
     return StepStats(
         forwards=(
             *proposal.forwards,
@@ -70,18 +69,16 @@ def measure(
         rounds=len(judged),
         drafted=sum(num_draft for num_draft, _ in judged),
         accepted_per_position=_per_position(judged),
-        sequences_per_num_draft=_counted([*newest, *(x.num_draft for x in results)]),
+        sequences_per_num_draft=_counted([*newest, *(outcome.num_draft for outcome in landed)]),
         generated_tokens=sum(len(event.token_ids) for event in events),
-        prompt_tokens=sum(_num_prompt_tokens(work) for work in plan.works),
-        preempted=plan.num_preempted,
-        prefix_lookups=plan.prefix_lookups,
-        prefix_hits=plan.prefix_hits,
+        prompt_tokens=sum(len(range(w.span.start, min(w.span.stop, w.sequence.prompt_len))) for w in plan.works),
         draft_failures=draft_failures,
         threads=threads_in_use(),
         spec_gain=scheduler.gain,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         kv_usage=1 - pool.num_free / pool.num_pages,
+        **plan.counts,
     )
 
 
@@ -106,11 +103,6 @@ def _chunks(plan: StepPlan) -> list[int]:
 
 def _feeds_newest_only(work: Work) -> bool:
     return len(work.span) == 1 and work.reaches_end
-
-
-def _num_prompt_tokens(work: Work) -> int:
-    """prompt_len 5: span 3..7 -> 2; span 6..7 -> 0."""
-    return max(0, min(work.span.stop, work.sequence.prompt_len) - work.span.start)
 
 
 def _per_position(rounds: Seq[tuple[int, int]]) -> tuple[int, ...]:

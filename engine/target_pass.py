@@ -29,7 +29,6 @@ class Verified:
     """Result of a target pass: outcomes of the sequences whose newest token was fed, and the sequences at fault."""
 
     proposal: Proposal  # the drafts that were verified
-    fed: list[VerifyInput]
     outcomes: list[VerifyOutput]
     faulty: tuple[Sequence, ...] = ()
     is_whole: bool = True  # one pass for all sequences; else its time is no measurement
@@ -45,43 +44,37 @@ class TargetPass:
     def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
         """Feed and verify all sequences of a plan. After an exception feed each alone, to find the one at fault."""
         try:
-            fed, outcomes = self._pass(plan, proposal, watch)
+            outcomes = self._pass(plan, proposal, watch)
         except RankLost:
             raise  # each of them alone would raise it too
         except Exception as error:
             log.exception("a pass for %d sequences failed; each is tried alone", len(plan.works))
             return self._one_by_one(plan, error, watch)
-        return Verified(proposal, fed, outcomes)
+        return Verified(proposal, outcomes)
 
     def _one_by_one(self, plan: StepPlan, error: Exception, watch: Stopwatch) -> Verified:
         """Feed each sequence alone, without drafts: one that fails again is at fault; the others lose nothing."""
         _take_back(plan)
-        fed: list[VerifyInput] = []
         outcomes: list[VerifyOutput] = []
         faulty: list[Sequence] = []
         for work in plan.works:
             alone = StepPlan((replace(work, num_draft=0),))
             try:
-                own_fed, own_outcomes = self._pass(alone, Proposal.certain([()]), watch)
+                outcomes += self._pass(alone, Proposal.certain([()]), watch)
             except Exception:
                 log.exception("request %s failed alone; it ends", work.sequence.request_id)
                 _take_back(alone)
                 faulty.append(work.sequence)
-            else:
-                fed += own_fed
-                outcomes += own_outcomes
         plain = Proposal.certain([()] * len(plan.works))
         engine_fault = error if len(faulty) == len(plan.works) else None
-        return Verified(plain, fed, outcomes, tuple(faulty), is_whole=False, engine_fault=engine_fault)
+        return Verified(plain, outcomes, tuple(faulty), is_whole=False, engine_fault=engine_fault)
 
     def self_test(self, sequence: Sequence) -> None:
         """Feed all tokens of a sequence that belongs to no caller; raises what the pass raises."""
         plan = StepPlan((Work.feeding(sequence, sequence.todo),))
         self._pass(plan, Proposal.certain([()]), Stopwatch(lambda: 0.0))
 
-    def _pass(
-        self, plan: StepPlan, proposal: Proposal, watch: Stopwatch
-    ) -> tuple[list[VerifyInput], list[VerifyOutput]]:
+    def _pass(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> list[VerifyOutput]:
         with watch.phase("forward"):
             feeds = [self._feed(work, drafts) for work, drafts in zip(plan.works, proposal.tokens, strict=True)]
             logits = self._target.forward(feeds)
@@ -89,8 +82,9 @@ class TargetPass:
                 sequence.target.advance(feed.kv_len)
             self._proposers.observe(plan.sequences, feeds)
         with watch.phase("verify"):
-            fed = _fed_to_the_end(plan, proposal)
-            return fed, verify_rows(fed, _without_prompt_rows(plan, feeds, logits))
+            entries = zip(plan.works, proposal.tokens, proposal.draft_probs, strict=True)
+            fed = [VerifyInput(work.sequence, drafts, probs) for work, drafts, probs in entries if work.reaches_end]
+            return verify_rows(fed, _without_prompt_rows(plan, feeds, logits))
 
     def _feed(self, work: Work, drafts: tuple[int, ...]) -> Feed:
         """I2: the planned part of what the target has not been fed, and the drafts."""
@@ -109,12 +103,6 @@ def _take_back(plan: StepPlan) -> None:
     for work in plan.works:
         work.sequence.target.kv_len = work.span.start
         work.sequence.rollback_drafts(work.length)
-
-
-def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[VerifyInput]:
-    """The sequences whose newest token was fed: each gets a next token."""
-    entries = zip(plan.works, proposal.tokens, proposal.draft_probs, strict=True)
-    return [VerifyInput(work.sequence, drafts, probs) for work, drafts, probs in entries if work.reaches_end]
 
 
 def _without_prompt_rows(plan: StepPlan, feeds: list[Feed], logits: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.shapes import Heads
-from engine.kernels.paging import Paging
-from engine.kernels.tuning import Tuning
+from engine.kernels.paging import Paging, Tuning
 
 PAGE = 32  # tokens
 _TIMES_CACHE = 4  # size of all arenas together, relative to the cache

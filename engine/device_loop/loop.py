@@ -41,11 +41,8 @@ from engine.types import Sequence
 
 def serves(sampling: SamplingParams, ends: Seq[int]) -> bool:
     """Whether a request can run here: it uses only temperature and truncation, and has few end tokens."""
-    plain = SamplingParams(
-        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
-        seed=sampling.seed, n=sampling.n, max_tokens=sampling.max_tokens, stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids, ignore_eos=sampling.ignore_eos,
-    )  # fmt: skip
+    served = "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "stop", "stop_token_ids", "ignore_eos"
+    plain = SamplingParams(**{name: getattr(sampling, name) for name in served})
     return sampling == plain and len(ends) <= MOST_ENDS
 
 
@@ -102,8 +99,8 @@ class RoundLoop(Rounds):
 
         With `later` only those that can stand in for all others; the others are left for `rest`.
         """
-        self.repertoire.record(covering(self._num_slots, self._most_drafts) if later else self.shapes, progress)
-        self.repertoire.leave(self.shapes if later else ())
+        first = covering(self._num_slots, self._most_drafts) if later else self.shapes
+        self.repertoire.record(first, progress, self.shapes if later else ())
 
     @property
     def shapes(self) -> list[RoundShape]:
@@ -123,7 +120,8 @@ class RoundLoop(Rounds):
         for sequence in wanted:
             if sequence not in self.on_device:
                 self._enter(sequence)
-        self._has_launched = not all(map(_is_ending, self.on_device))
+        # A round in flight ends a sequence for certain where but one token is missing: every round yields one.
+        self._has_launched = not all(s.in_flight > 0 and len(s.tokens) + 1 >= s.max_len for s in self.on_device)
         if self._has_launched:
             self._launch(wanted)
 
@@ -152,7 +150,8 @@ class RoundLoop(Rounds):
         for member in self.on_device.values():
             self._prepare(member, given[member.sequence], k)
         self.state.send()
-        truncated, rejects = self._kinds()
+        truncated = any(Kind.of(s.request.sampling) is Kind.TRUNCATED for s in wanted)
+        rejects = any(s.speculation.verification is Verification.REJECTION for s in wanted)
         size, run = self.repertoire.of(len(self.on_device), k, truncated=truncated, rejects=rejects)
         brought = run(self._laid_out(size), timer.mark)
         timer.mark()
@@ -205,11 +204,6 @@ class RoundLoop(Rounds):
             self._slots[size] = send(torch.tensor(slots, dtype=torch.int64), self.state.tracks.length.device)
         return self._slots[size]
 
-    def _kinds(self) -> tuple[bool, bool]:
-        """Whether any row is truncated, and whether any sequence uses the rejection rule; most rounds need neither."""
-        truncated = any(Kind.of(s.request.sampling) is Kind.TRUNCATED for s in self.on_device)
-        return truncated, any(s.speculation.verification is Verification.REJECTION for s in self.on_device)
-
     def round_of(self, shape: RoundShape, rejects: bool = False) -> Round:
         draft = self._draft if shape.k else None
         size, k, truncated = shape
@@ -229,23 +223,18 @@ class RoundLoop(Rounds):
         rows = pending.read()
         pairs = zip(pending.entries, rows, strict=False)
         here = [(x, row) for x, row in pairs if self.on_device.get(x.member.sequence) is x.member]
-        results = tuple(entry.settle(row) for entry, row in here)
+        outcomes = tuple(entry.settle(row) for entry, row in here)
         drafting, other = pending.timer.seconds()
         feedback = StepFeedback(
-            sequences=[result.sequence for result in results],
+            sequences=[outcome.sequence for outcome in outcomes],
             lengths=[entry.length for entry, _ in here],
             asked=[entry.asked for entry, _ in here],
-            drafted=[result.num_draft for result in results],
-            accepted=[result.outcome.num_accepted for result in results],
+            drafted=[outcome.num_draft for outcome in outcomes],
+            accepted=[outcome.num_accepted for outcome in outcomes],
             draft_passes=pending.draft_passes(pending.size),
             draft_seconds=drafting,
             other_seconds=other,
             has_prompts=False,
             rows=pending.size * (pending.k + 1),
         )
-        return RoundResult(results, feedback, pending.forwards())
-
-
-def _is_ending(sequence: Sequence) -> bool:
-    """Whether the rounds in flight end it for certain: every round yields a token."""
-    return sequence.in_flight > 0 and len(sequence.tokens) + 1 >= sequence.max_len
+        return RoundResult(outcomes, feedback, pending.forwards())

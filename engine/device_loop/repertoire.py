@@ -85,17 +85,6 @@ _OFTEN = 64  # rounds of a shape that was not recorded, after which an idle engi
 Run = Callable[[Tensor, Callable[[], None]], Committed]  # slots, and what to call between drafting and verification
 
 
-def as_it_is(round_: Round) -> Run:
-    """The round, run operation by operation."""
-
-    def run(slots: Tensor, between: Callable[[], None]) -> Committed:
-        drafts = round_.propose(slots)
-        between()
-        return round_.verify(slots, drafts)
-
-    return run
-
-
 class Recorder(Protocol):
     """Makes rounds that run at once; `graphs.Graphs` on CUDA."""
 
@@ -157,8 +146,14 @@ class Repertoire:
         self._recorded[shape] = self._recorder(self._make(shape, False))
         return self._recorded[shape]
 
-    def record(self, shapes: Iterable[RoundShape], progress: Callable[[str], None] = lambda _: None) -> None:
-        """Record what is not yet, in this order, while there is memory and time; the log says how far it came."""
+    def record(
+        self, shapes: Iterable[RoundShape], progress: Callable[[str], None] = lambda _: None,
+        later: Iterable[RoundShape] = (),
+    ) -> None:  # fmt: skip
+        """Record what is not yet, in this order, while there is memory and time; the log says how far it came.
+
+        Of those for `later` the ones that are not recorded then are left to an idle engine.
+        """
         if self._recorder is None:
             return
         start, seconds = self._clock(), 0.0
@@ -171,11 +166,8 @@ class Repertoire:
                 break
             seconds = self._clock() - start
         done = sum(shape in self._recorded for shape in missing)
+        self._later = [shape for shape in later if shape not in self._recorded]
         log.info("recorded %d of %d rounds in %.1f s, %d in all", done, len(missing), seconds, len(self))
-
-    def leave(self, shapes: Iterable[RoundShape]) -> None:
-        """Leave those that are not recorded to an idle engine."""
-        self._later = [shape for shape in shapes if shape not in self._recorded] if self._recorder is not None else []
 
     def rest(self) -> bool:
         """While the engine is idle: record one shape, and return whether another one was left for later.
@@ -229,5 +221,5 @@ class Repertoire:
     def _as_it_is(self, shape: RoundShape, rejects: bool) -> Run:
         key = shape, rejects
         if key not in self._plain:
-            self._plain[key] = as_it_is(self._make(shape, rejects))
+            self._plain[key] = self._make(shape, rejects)
         return self._plain[key]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,19 +36,10 @@ class DeviceSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceResult:
-    """What one sequence got from a round."""
-
-    sequence: Sequence
-    num_draft: int
-    outcome: VerifyOutput
-
-
-@dataclass(frozen=True, slots=True)
 class RoundResult:
     """Results of the sequences that have not left since the launch, and the feedback for control."""
 
-    results: tuple[SequenceResult, ...]
+    outcomes: tuple[VerifyOutput, ...]
     feedback: StepFeedback
     forwards: tuple[Forward, ...]
 
@@ -61,7 +54,7 @@ class RoundEntry:
     num_draft: int
     draft_caught_up: bool
 
-    def settle(self, row: list[int]) -> SequenceResult:
+    def settle(self, row: list[int]) -> VerifyOutput:
         """Move the sequence's cursors past its tokens of the round; `row` is its row of the results."""
         *drawn, num_fresh, num_accepted, ended = row
         assert num_fresh or ended, "the device says that a live sequence had ended"
@@ -73,7 +66,7 @@ class RoundEntry:
         sequence.target.advance(length - 1)
         if self.draft_caught_up:
             sequence.draft.advance(max(sequence.draft.kv_len, length - 2))
-        return SequenceResult(sequence, taken, VerifyOutput(tuple(drawn[:num_fresh]), num_accepted, problem))
+        return VerifyOutput(sequence, taken, tuple(drawn[:num_fresh]), num_accepted, problem)
 
 
 class Rounds:
@@ -109,22 +102,17 @@ class DeviceTimer:
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self._is_cuda, self._clock = device.type == "cuda", clock
-        self._moments: list[float] = []
-        self._events: list[torch.cuda.Event] = []
+        self._marks = list[Any]()
 
     def mark(self) -> None:
         """Take the time; on a GPU, when its queue reaches this point."""
+        self._marks.append(torch.cuda.Event(enable_timing=True) if self._is_cuda else self._clock())
         if self._is_cuda:
-            self._events.append(torch.cuda.Event(enable_timing=True))
-            self._events[-1].record()
-        else:
-            self._moments.append(self._clock())
+            self._marks[-1].record()
 
     def seconds(self) -> list[float]:
         """Seconds between successive marks. The device must have passed all of them."""
-        if self._is_cuda:
-            return [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)]
-        return [b - a for a, b in zip(self._moments, self._moments[1:], strict=False)]
+        return [a.elapsed_time(b) / 1e3 if self._is_cuda else b - a for a, b in pairwise(self._marks)]
 
 
 @dataclass(slots=True)

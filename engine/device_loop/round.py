@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,16 +19,9 @@ from engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, Dev
 from engine.kernels.args import Committed, Drawn, SamplerRows, Tracks
 from engine.model.runner import logits_of
 from engine.sampling import noise
-from engine.sampling.distribution import probabilities_unread
+from engine.sampling.distribution import probabilities
 from engine.sampling.noise import Stream
 from engine.verify import NO_DRAFT, rejection
-
-
-class Choose(Protocol):
-    """`engine.kernels.sampling.choose`, or `engine.sampling.distribution.choose_unread`, which means the same."""
-
-    def __call__(self, logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
-        """One token per row, and whether the row is sound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +29,7 @@ class RoundOps:
     """What a round is made of besides the models: kernels, or plain torch."""
 
     attend: Attend
-    choose: Choose
+    choose: Callable[..., Drawn]  # `engine.kernels.sampling.choose`, or `distribution.choose_unread`
     commit: Callable[[Tensor, Tensor, Tensor, Tensor, Tracks], Committed]
 
 
@@ -71,6 +63,12 @@ class Round:
         self._steps = torch.arange(k, device=self.device)
         self._no_drafts = torch.full((size, k), NO_DRAFT, device=self.device)
 
+    def __call__(self, slots: Tensor, between: Callable[[], None]) -> Committed:
+        """Operation by operation, with a call `between` drafting and verification."""
+        drafts = self.propose(slots)
+        between()
+        return self.verify(slots, drafts)
+
     @torch.inference_mode()
     def propose(self, slots: Tensor) -> Drafts:
         """The draft's own draws: with the noise that the target will draw with, or apart under the rejection rule.
@@ -89,7 +87,7 @@ class Round:
             logits = self._run(layout, laid, i, ids)
             samplers = layout.samplers(laid, i)
             if self._rejects:
-                found.append(probabilities_unread(logits, samplers, truncated=self._truncated))
+                found.append(probabilities(logits, samplers, truncated=self._truncated))
             ids = self._ops.choose(logits, samplers, truncated=self._truncated).token
             tokens.append(ids)
         return Drafts(torch.stack(tokens, 1), torch.stack(found, 1) if found else None)
@@ -124,7 +122,7 @@ class Round:
     ) -> tuple[Tensor, Tensor]:
         """The rejection rule in words that a commit knows: tokens `[B, K + 1]`, and the drafts that equal them."""
         shape = self.size, self.k + 1, -1
-        target_probs = probabilities_unread(logits, samplers, truncated=self._truncated).view(shape)
+        target_probs = probabilities(logits, samplers, truncated=self._truncated).view(shape)
         accept = noise.uniform(samplers.seed, samplers.position, Stream.ACCEPT).view(self.size, -1)[:, : self.k]
         given = draft_probs * (drafts != NO_DRAFT)[..., None]
         verdict = rejection(target_probs, given, drafts, accept, partial(self._resampled, samplers))

@@ -6,12 +6,11 @@ The host writes a slot when a sequence is placed, and what has changed before a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +20,6 @@ from engine.params import SamplingParams
 from engine.sampling.distribution import signed
 
 _ALIGNED = 16  # words, and columns: a kernel that finds a tensor at another alignment would be compiled anew
-_NUMPY: Mapping[torch.dtype, Any] = {
-    torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +63,23 @@ class Slate:
         homes = [home for home in self._homes.values() if home.new]
         if not homes:
             return
-        at = np.concatenate([_places(home) for home in homes])
-        numbers = [np.array(list(home.new.values()), _NUMPY[home.tensor.dtype]).view(np.int32) for home in homes]
-        packed = send(torch.from_numpy(np.concatenate([at.view(np.int32), *numbers])), self._words.device)
+        at = torch.cat([_places(home) for home in homes])
+        numbers = [torch.tensor(list(home.new.values()), dtype=home.tensor.dtype).view(torch.int32) for home in homes]
+        packed = send(torch.cat([at.view(torch.int32), *numbers]), self._words.device)
         self._words.index_copy_(0, packed[: 2 * len(at)].view(torch.int64), packed[2 * len(at) :])
         for home in homes:
             home.new.clear()
 
 
 def _words(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape)) * dtype.itemsize // 4
+    return math.prod(shape) * dtype.itemsize // 4
 
 
-def _places(home: Home) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _places(home: Home) -> Tensor:
     """The words of its new numbers: places 3 and 5 of 64-bit numbers from word 10 on -> 16, 17, 20, 21."""
     width = home.tensor.dtype.itemsize // 4
-    first = home.first + width * np.array(list(home.new), np.int64)
-    return (first[:, None] + np.arange(width)).ravel()
+    first = home.first + width * torch.tensor(list(home.new), dtype=torch.int64)
+    return (first[:, None] + torch.arange(width)).flatten()
 
 
 IDLE = 0  # the slot of no sequence, for the idle places of a batch

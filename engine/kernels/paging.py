@@ -1,9 +1,16 @@
-"""Where the rows of a batch and their keys lie, as device tensors that a kernel reads; and how keys are shared out."""
+"""Where the rows of a batch and their keys lie, as device tensors that attention reads; and how it is cut for a card.
+
+`tuning.json` beside this file holds what a sweep on a card found best; what is not in it has defaults, which were
+chosen by what the compiler says of registers and shared memory (docs/adr/0020-triton-kernels.md).
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
 
 import torch
 from torch import Tensor
@@ -15,7 +22,7 @@ ITEM = 9  # numbers that say what one program of the attention kernel does
 PROMPT_ROWS = 32  # a sequence that feeds so many rows is a prompt's: more than any verification has
 _DECODE_ROWS = 8  # query rows that share one reading of K/V: a verification of up to 7 drafts
 _DECODE_SIZE = 64  # query rows times heads, at most
-_DECODE_SUMS = _DECODE_SIZE * 256  # rows times heads times numbers of a value: a program holds two of each sum
+DECODE_SUMS = _DECODE_SIZE * 256  # rows times heads times numbers of a value: a program holds two of each sum
 _PROMPT_SIZE = 128
 SCRATCH = 128 << 20  # bytes, at most, for what programs that share tiles say; what does not fit is not shared
 _SUMS = 2  # float32 numbers of a cell of scratch beside its values: the maximum and the sum of weights
@@ -37,10 +44,6 @@ class Tile:
     def size(self) -> int:
         """Rows of its matmuls: a power of two, at least 16."""
         return max(16, 1 << (self.rows * self.heads - 1).bit_length())
-
-    def of_values(self, dim: int) -> Tile:
-        """The same with fewer heads where values of `dim` numbers are wide: 4 rows x 16 heads of 512 -> 4 x 8."""
-        return Tile(self.rows, max(1, min(self.heads, _DECODE_SUMS // padded(dim) // self.rows)))
 
 
 def tile_of(group: int, *, prompt: bool = False) -> Tile:
@@ -161,3 +164,50 @@ class Paging:
 def _tiles_of(num_rows: Seq[int], step: int) -> list[tuple[int, int]]:
     """[3, 1] in steps of 2 -> [(0, 2), (0, 0), (1, 0)]: those that see the most keys, and take longest, come first."""
     return [(i, first) for i, n in enumerate(num_rows) for first in reversed(range(0, n, step))]
+
+
+# ------------------------------------------------------------------------------------------------------ for a card
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What changes the speed of attention; of its results at most the last bits, the same for every batch."""
+
+    block_n: int  # keys that a program takes at a time, a power of two
+    num_warps: int
+    num_stages: int = 3  # 3 keeps two blocks of K and of V in shared memory: one is loaded while the other is worked on
+    programs: int = 528  # wanted at least, if sequences are long: four for each multiprocessor of a large card
+
+
+def tuning_for(dtype: torch.dtype, group: int, dim: int, prompt: bool) -> Tuning:
+    """What a sweep found for this card, or the default; `group` query heads to a K/V head, `prompt` for large tiles."""
+    found = _recorded().get(key_of(_capability(), dtype, group, dim, prompt))
+    return found or default_for(dtype, group, dim, prompt)
+
+
+def key_of(capability: str, dtype: torch.dtype, group: int, dim: int, prompt: bool) -> str:
+    """9.0, bfloat16, 4, 128, False -> 9.0/bfloat16/4/128/decode."""
+    return f"{capability}/{str(dtype).removeprefix('torch.')}/{group}/{dim}/{'prompt' if prompt else 'decode'}"
+
+
+def default_for(dtype: torch.dtype, group: int, dim: int, prompt: bool) -> Tuning:
+    """The widest of which nothing is spilled and, for decoding, two programs fit on a multiprocessor."""
+    if dtype.itemsize > 2:
+        return Tuning(16, 8)
+    if dim > 256:
+        return Tuning(16, 8)
+    is_large = group > 4 and not prompt  # decoding in tiles of 64 rows, on four warps
+    return Tuning(32 if dim > 128 or is_large else 64, 8 if dim > 128 or prompt else 4)
+
+
+@lru_cache
+def _capability() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    return ".".join(map(str, torch.cuda.get_device_capability()))
+
+
+@lru_cache
+def _recorded() -> dict[str, Tuning]:
+    text = (resources.files("engine.kernels") / "tuning.json").read_text("utf-8")
+    return {key: Tuning(**fields) for key, fields in json.loads(text).items()}

@@ -5,15 +5,15 @@ The device makes it, for lengths may be known there alone: a graph's launches ha
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.paging import ITEM, LEVELS, PER_LEVEL, SPLIT, Paging, Tile, plan_sizes, split_of, tile_of
-from engine.kernels.tuning import Tuning, tuning_for
+from engine.kernels import paging as cuts
+from engine.kernels.paging import ITEM, LEVELS, PER_LEVEL, SPLIT, Paging, Tile, Tuning
 
 _ITEM = tl.constexpr(ITEM)
 _PLANNED = 256  # tiles that the plan looks at together
@@ -56,18 +56,22 @@ def plans_of(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     num_keys = min(paging.max_kv, paging.tables.shape[1] * paging.page_size)
-    max_splits = split_of(num_keys - 1, split, per_level) + 1
+    max_splits = cuts.split_of(num_keys - 1, split, per_level) + 1
     splits = {"SPLIT": split, "PER_LEVEL": per_level, "LEVELS": LEVELS}
     plans = []
     for tiles, is_prompt in ((paging.tiles, False), (paging.prompts, True)):
         if tiles is None or not len(tiles):
             continue
-        tile = tile_of(group, prompt=is_prompt)
-        tile = tile if is_prompt else tile.of_values(value_dim or dim)
-        chosen = tuning or tuning_for(query.dtype, group, dim, is_prompt)
-        chosen = chosen.over_codes() if k.dtype == torch.int8 and not is_prompt else chosen
+        tile = cuts.tile_of(group, prompt=is_prompt)
+        if not is_prompt:  # fewer heads where values are wide: 4 rows x 16 heads of 512 -> 4 x 8
+            tile = Tile(
+                tile.rows, max(1, min(tile.heads, cuts.DECODE_SUMS // cuts.padded(value_dim or dim) // tile.rows))
+            )
+        chosen = tuning or cuts.tuning_for(query.dtype, group, dim, is_prompt)
+        if k.dtype == torch.int8 and not is_prompt:  # codes become floats in registers: larger blocks spill
+            chosen = replace(chosen, block_n=min(chosen.block_n, 32))
         programs = chosen.programs if spread is None else _ALL if spread else 0
-        sizes = plan_sizes(len(tiles), tile, num_rows, heads, kv_heads, value_dim or dim, max_splits, programs)
+        sizes = cuts.plan_sizes(len(tiles), tile, num_rows, heads, kv_heads, value_dim or dim, max_splits, programs)
         items = torch.empty((sizes.items, ITEM), dtype=torch.int32, device=query.device)
         merges = torch.empty(sizes.merges, dtype=torch.int32, device=query.device)
         _plan_kernel[(1,)](

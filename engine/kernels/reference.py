@@ -186,7 +186,7 @@ def mix(x: Tensor, chosen: Tensor, weights: Tensor, stacks: ExpertStacks) -> Ten
 
 
 def commit(drawn: Tensor, drafts: Tensor, num_sound: Tensor, slots: Tensor, tracks: Tracks) -> Committed:
-    """As `commit.commit`. Writes whole rows of `tokens`: for small sizes."""
+    """As `sampling.commit`. Writes whole rows of `tokens`: for small sizes."""
     width, length, running = drawn.shape[1], tracks.length[slots], tracks.running[slots]
     i = torch.arange(width, device=drawn.device)
     num_kept = (drawn[:, :-1] == drafts).long().cumprod(1).sum(1)

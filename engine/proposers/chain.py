@@ -35,8 +35,8 @@ class Chain:
     @property
     def row(self) -> LogitsRow:
         """The draw of the next draft: with the target's own noise under the coupled rule, apart under rejection."""
-        coupled = self.sequence.speculation.verification is Verification.COUPLED
-        return LogitsRow(self.sequence, tuple(self.tokens), Stream.COUPLED if coupled else Stream.DRAFT)
+        stream = Stream.DRAFT if self.is_judged_by_law else Stream.COUPLED
+        return LogitsRow(self.sequence, tuple(self.tokens), stream)
 
     @property
     def is_judged_by_law(self) -> bool:
@@ -60,7 +60,7 @@ def draw(chains: Seq[Chain], logits: Tensor) -> None:
     logits, probs = process(logits, rows), None
     if needs_law:
         params = RowParams.of(rows, logits.shape[1], logits.device)
-        probs = distribution.probabilities(logits, params)
+        probs = distribution.probabilities(logits, params.samplers, truncated=params.truncated)
     drawn = distribution.draw(logits, rows).tolist()
     for i, chain in enumerate(chains):
         chain.tokens.append(drawn[i])

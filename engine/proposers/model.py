@@ -34,7 +34,9 @@ class ModelProposer(Proposer):
         chains = chains_of(sequences, k_each)
         forwards: list[Forward] = []
         # Sequences that lack little come first: one with a long prompt to read takes no drafts away from the others.
-        active = sorted((chain for chain in chains if chain.k), key=_num_unseen)
+        active = sorted(
+            (chain for chain in chains if chain.k), key=lambda c: len(c.sequence.tokens) - c.sequence.draft.kv_len
+        )
         while active:
             active = self._extend(active, forwards)
         return proposal_of(chains, forwards)
@@ -53,10 +55,6 @@ class ModelProposer(Proposer):
         grown = [chain for chain, feed in zip(chains, feeds, strict=True) if feed.num_logits]
         draw(grown, logits)
         return [chain for chain in grown if chain.is_unfinished]
-
-
-def _num_unseen(chain: Chain) -> int:
-    return len(chain.sequence.tokens) - chain.sequence.draft.kv_len
 
 
 def _feed(chain: Chain, budget: int) -> Feed:

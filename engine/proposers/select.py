@@ -107,16 +107,12 @@ class Proposers:
                 if self.by_name[name].uses_draft_kv:
                     for p in mine:
                         p.sequence.turn_to(name)
-                self._show(name, observer, mine)
-
-    def _show(self, name: str, observer: Observer, passed: list[Passed]) -> None:
-        """As in `_ask`: an observer that fails costs speed alone, and drafts again only after it has seen a pass."""
-        self._blind.discard(name)
-        try:
-            observer.observe(passed)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
-            self._blind.add(name)
-            self._failed(name, error)
+                self._blind.discard(name)
+                try:
+                    observer.observe(mine)
+                except Exception as error:  # noqa: BLE001 - as in `_ask`; it drafts again after it has seen a pass
+                    self._blind.add(name)
+                    self._failed(name, error)
 
     def _ask(self, name: str, proposer: Proposer, sequences: list[Sequence], k_each: list[int]) -> Proposal:
         """A proposer that fails costs speed, never output: this step decodes plainly, and after three all do."""

@@ -7,7 +7,7 @@ measured. So tenants (`Request.cache_salt`) never share.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -61,12 +61,11 @@ class SuffixIndex:
 
     def __init__(self, capacity: int | None = None) -> None:
         self._places: dict[Pair, list[Match]] = {}
-        self._order: list[Pair] = []  # of `_places`' entries, oldest first; the first `_forgotten` are gone
-        self._forgotten, self._capacity = 0, capacity
+        self._order, self._capacity = deque[Pair](), capacity  # of `_places`' entries, oldest first
 
     def __len__(self) -> int:
         """Places held, one per token."""
-        return len(self._order) - self._forgotten
+        return len(self._order)
 
     def grow(self, text: list[int], start: int, stop: int | None = None) -> None:
         """Take in `text[start:stop]`. The list is kept, not copied: it may grow, and change no token."""
@@ -75,7 +74,10 @@ class SuffixIndex:
             self._places.setdefault(pair, []).append(Match(text, end))
             self._order.append(pair)
         while self._capacity is not None and len(self) > self._capacity:
-            self._forget_oldest()
+            pair = self._order.popleft()
+            del self._places[pair][0]
+            if not self._places[pair]:
+                del self._places[pair]
 
     def places(self, tokens: list[int], most: int) -> list[Match]:
         """The newest places, at most `most`, where the last pair of `tokens` ended before."""
@@ -85,16 +87,6 @@ class SuffixIndex:
         # The end of the text itself is no earlier occurrence of it.
         elsewhere = (p for p in reversed(found) if p.end < len(p.text))
         return list(islice(elsewhere, most))
-
-    def _forget_oldest(self) -> None:
-        pair = self._order[self._forgotten]
-        del self._places[pair][0]
-        if not self._places[pair]:
-            del self._places[pair]
-        self._forgotten += 1
-        if self._forgotten * 2 > len(self._order):  # moved rarely, so that the average token costs constant work
-            del self._order[: self._forgotten]
-            self._forgotten = 0
 
 
 def match_length(tokens: list[int], place: Match, longest: int) -> int:

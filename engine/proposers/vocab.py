@@ -98,7 +98,11 @@ class VocabMap:
                 f"to map one to the other, {(draft if target.ids else target).name!r} needs a tokenizer.json"
             )
         if target.ids == draft.ids:
-            return None if target.width == draft.width else cls.padded(target.width, draft.width)
+            if target.width == draft.width:
+                return None
+            # Logits are padded to unequal widths: the ids beyond the narrower one mean nothing.
+            ids, beyond = tuple(range(min(target.width, draft.width))), max(0, target.width - draft.width)
+            return cls(ids + (0,) * beyond, ids + (_ABSENT,) * beyond, draft.width, target.width)
         column_of = _columns(target, draft)
         found = cls(_fed(target, draft, column_of), column_of, draft.width, max(len(target.texts), 1))
         least = int(LEAST_SHARED * found.num_tokens) + 1
@@ -108,14 +112,6 @@ class VocabMap:
                 f"{target.name!r}; expected at least {least}: it could hardly ever propose what the target says"
             )
         return found
-
-    @classmethod
-    def padded(cls, target_width: int, draft_width: int) -> VocabMap:
-        """One vocabulary, and logits padded to unequal widths: the ids beyond the narrower one mean nothing."""
-        shared = min(target_width, draft_width)
-        beyond = target_width - shared
-        ids = tuple(range(shared))
-        return cls(ids + (0,) * beyond, ids + (_ABSENT,) * beyond, draft_width, target_width)
 
 
 class MappedRunner:
@@ -170,14 +166,10 @@ def _fed(target: DraftVocabulary, draft: DraftVocabulary, column_of: Seq[int]) -
         elif column != _ABSENT:
             fed.append(column)
         else:
-            fed.append(_nearest(target.texts.get(token, b""), by_text, nothing))
+            text = target.texts.get(token, b"")  # what comes next depends on the end of what was said
+            endings = (text[start:] for start in range(len(text)))
+            fed.append(next((by_text[ending] for ending in endings if ending in by_text), nothing))
     return tuple(fed)
-
-
-def _nearest(text: bytes, by_text: Mapping[bytes, int], nothing: int) -> int:
-    """The longest draft token that `text` ends with: what comes next depends on the end of what was said."""
-    endings = (text[start:] for start in range(len(text)))
-    return next((by_text[ending] for ending in endings if ending in by_text), nothing)
 
 
 def _is_spare(piece: str, characters: set[str]) -> bool:

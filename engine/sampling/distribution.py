@@ -62,6 +62,10 @@ class RowParams:
         samplers = SamplerRows(temperature.float(), top_k, top_p, min_p, seed, position, stream)
         return cls(samplers, tuple(map(Kind.of, wanted)))
 
+    @property
+    def truncated(self) -> bool:
+        return Kind.TRUNCATED in self.kinds
+
     def rows(self, kind: Kind) -> Tensor | slice | None:
         """Which rows are of this kind: an index, all of them, or none."""
         found = [i for i, k in enumerate(self.kinds) if k is kind]
@@ -94,7 +98,7 @@ def choose(logits: Tensor, params: RowParams) -> Tensor:
     if logits.is_cuda and has_triton():
         from engine.kernels import sampling  # imports Triton
 
-        return sampling.choose(logits, params.samplers, truncated=Kind.TRUNCATED in params.kinds).token
+        return sampling.choose(logits, params.samplers, truncated=params.truncated).token
     chosen = likeliest(logits)
     rows = params.rows(Kind.WHOLE)
     if rows is not None:
@@ -110,12 +114,6 @@ def choose(logits: Tensor, params: RowParams) -> Tensor:
     return chosen
 
 
-def choose_whole(logits: Tensor, samplers: SamplerRows) -> Tensor:
-    """As `choose`, from `logits` `[R, vocab]` of any type that are shaped already, with the noise of `samplers`."""
-    shaped = replace(samplers, temperature=torch.ones_like(samplers.temperature))
-    return choose(logits.float(), RowParams(shaped, (Kind.WHOLE,) * len(logits)))
-
-
 def draw(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """As `choose`, for rows of any kind: where all are greedy, no tensors of parameters are made for nothing."""
     if all(Kind.of(row.sequence.request.sampling) is Kind.GREEDY for row in rows):
@@ -123,18 +121,11 @@ def draw(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     return choose(logits, RowParams.of(rows, logits.shape[1], logits.device))
 
 
-def probabilities(logits: Tensor, params: RowParams) -> Tensor:
-    """The full distribution of each row: float64 `[R, vocab]`, rows summing to 1."""
-    law = torch.zeros_like(logits, dtype=torch.float64).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
-    rows = params.rows(Kind.WHOLE)
-    if rows is not None:
-        law[rows] = _tempered(logits[rows], params.samplers.rows(rows)).double().softmax(-1)
-    rows = params.rows(Kind.TRUNCATED)
-    if rows is not None:
-        scores, tokens = _support(logits[rows], params.samplers.rows(rows))
-        nothing = torch.zeros_like(logits[rows], dtype=torch.float64)
-        law[rows] = nothing.scatter_(1, tokens, scores.double().softmax(-1))
-    return law
+def probabilities(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Tensor:
+    """The full distribution of each row: float64 `[R, vocab]`, rows summing to 1; `truncated` as in `choose_unread`."""
+    drawn = _scores(logits, samplers, truncated=truncated).double().softmax(-1)
+    greedy = torch.zeros_like(drawn).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(samplers.temperature[:, None] > 0, drawn, greedy)
 
 
 def _tempered(logits: Tensor, params: SamplerRows) -> Tensor:
@@ -166,24 +157,14 @@ def kept(scores: Tensor, params: SamplerRows) -> Tensor:
     return by_k & by_p & by_min_p | (rank == 0)  # a row of NaN keeps a token too, and verification reports the row
 
 
-# ----------------------------------------------------------- laws whose parameters the host does not read: for rounds
-
-
 def choose_unread(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
-    """As `engine.kernels.sampling.choose`, in plain torch: one token per row of `logits` `[R, vocab]`.
+    """As `choose` where parameters are on the device alone, for rounds: what `engine.kernels.sampling.choose` means.
 
-    Rows of every kind pay for the whole vocabulary and a sort; the kernel is faster and draws the same tokens.
+    Rows of every kind pay for the whole vocabulary, and for a sort where any may be `truncated`.
     """
     noisy = noise.gumbel(samplers.seed, samplers.position, samplers.stream, logits.shape[1])
     token = (noisy + _scores(logits, samplers, truncated=truncated)).argmax(-1)
     return Drawn(torch.where(samplers.temperature > 0, token, logits.argmax(-1)), logits.amax(-1).isfinite())
-
-
-def probabilities_unread(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Tensor:
-    """The distribution of each row, as `probabilities`: float64 `[R, vocab]`."""
-    drawn = _scores(logits, samplers, truncated=truncated).double().softmax(-1)
-    greedy = torch.zeros_like(drawn).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(samplers.temperature[:, None] > 0, drawn, greedy)
 
 
 def _scores(logits: Tensor, samplers: SamplerRows, *, truncated: bool) -> Tensor:

@@ -65,8 +65,12 @@ def gumbel(seed: Tensor, position: Tensor, stream: Tensor, num_tokens: int) -> T
     pairs = torch.arange((num_tokens + 1) // 2, device=seed.device)
     at_once = max(1, _NUMBERS_AT_ONCE // num_tokens) if seed.device.type == "cpu" else max(1, len(seed))
     rows = [slice(i, i + at_once) for i in range(0, len(seed), at_once)]
-    noise = [_gumbel_pairs(seed[r, None], position[r, None], stream[r, None], pairs) for r in rows]
-    return torch.cat(noise)[:, :num_tokens] if noise else seed.new_zeros((0, num_tokens), dtype=torch.float64)
+    noise = [seed.new_zeros((0, num_tokens), dtype=torch.float64)]
+    for r in rows:  # two neighbouring tokens from each Philox call: [rows, 1] x [P] -> [rows, 2 P]
+        w0, w1, w2, w3 = _token_words(seed[r, None], position[r, None], stream[r, None], pairs)
+        both = torch.stack([_open_unit(w0, w1), _open_unit(w2, w3)], -1)
+        noise.append(_gumbel(both.flatten(1))[:, :num_tokens])
+    return torch.cat(noise)
 
 
 def gumbel_at(seed: Tensor, position: Tensor, stream: Tensor, tokens: Tensor) -> Tensor:
@@ -76,12 +80,6 @@ def gumbel_at(seed: Tensor, position: Tensor, stream: Tensor, tokens: Tensor) ->
     words = _token_words(seed[:, None], position[:, None], stream[:, None], tokens // 2)
     odd = tokens % 2 == 1
     return _gumbel(_open_unit(torch.where(odd, words[2], words[0]), torch.where(odd, words[3], words[1])))
-
-
-def _gumbel_pairs(seed: Tensor, position: Tensor, stream: Tensor, pairs: Tensor) -> Tensor:
-    """Noise of two neighbouring tokens from each Philox call: [rows, 1] x [P] -> [rows, 2 P]."""
-    w0, w1, w2, w3 = _token_words(seed, position, stream, pairs)
-    return _gumbel(torch.stack([_open_unit(w0, w1), _open_unit(w2, w3)], -1).flatten(1))
 
 
 def _token_words(seed: Tensor, position: Tensor, stream: Tensor, pair: Tensor) -> Words:

@@ -69,18 +69,14 @@ def catch_up_grammars(sequences: Seq[Sequence], seconds: float) -> None:
     for sequence in lagging:
         sequence.num_missed = sequence.num_missed + 1 if time.thread_time() >= end else 0
         while sequence.grammar_lag and time.thread_time() < end:
-            _take_part(sequence)
-
-
-def _take_part(sequence: Sequence) -> None:
-    assert sequence.grammar is not None
-    start = len(sequence.tokens) - sequence.grammar_lag
-    part = sequence.tokens[start : start + GRAMMAR_TOKENS]
-    sequence.grammar_lag -= len(part)
-    try:
-        sequence.grammar.advance(part)
-    except GrammarFault as fault:  # the next mask raises it again
-        sequence.fault, sequence.grammar_lag = str(fault), 0
+            assert sequence.grammar is not None
+            start = len(sequence.tokens) - sequence.grammar_lag
+            part = sequence.tokens[start : start + GRAMMAR_TOKENS]
+            sequence.grammar_lag -= len(part)
+            try:
+                sequence.grammar.advance(part)
+            except GrammarFault as fault:  # the next mask raises it again
+                sequence.fault, sequence.grammar_lag = str(fault), 0
 
 
 def allowed_prefix(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:

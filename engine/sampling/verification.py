@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from engine.kernels.paging import send
 from engine.params import Verification
 from engine.sampling import distribution, noise
-from engine.sampling.distribution import RowParams, signed
+from engine.sampling.distribution import Kind, RowParams, signed
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
@@ -46,6 +47,8 @@ class VerifyOutput:
     Plain decoding would meet `problem` only after these tokens, and never if one of them ends the output.
     """
 
+    sequence: Sequence
+    num_draft: int  # that were verified
     tokens: tuple[int, ...]  # accepted drafts, then the target's own token
     num_accepted: int
     problem: str | None = None
@@ -54,16 +57,14 @@ class VerifyOutput:
 
 def verify_rows(fed: Seq[VerifyInput], logits: Tensor) -> list[VerifyOutput]:
     """Verify the drafts of all sequences; `logits` `[sum of (K_i + 1), vocab]` are in the same order."""
-    outcomes: list[VerifyOutput | None] = [None] * len(fed)
-    first_rows = _offsets(fed)
+    outcomes, first_rows = dict[int, VerifyOutput](), _offsets(fed)
     for rule, decide in _RULES.items():
         mine = [i for i, f in enumerate(fed) if f.sequence.speculation.verification is rule]
         if mine:
             rows = [row for i in mine for row in range(first_rows[i], first_rows[i + 1])]
             part = logits if len(mine) == len(fed) else logits[send(torch.tensor(rows), logits.device)]
-            for i, outcome in zip(mine, _decide(decide, [fed[i] for i in mine], part), strict=True):
-                outcomes[i] = outcome
-    return [outcome for outcome in outcomes if outcome is not None]
+            outcomes |= zip(mine, _decide(decide, [fed[i] for i in mine], part), strict=True)
+    return [outcomes[i] for i in range(len(fed))]
 
 
 Decide = Callable[[Seq[VerifyInput], Tensor, Tensor], Verdict]
@@ -84,19 +85,14 @@ def _decide(decide: Decide, fed: Seq[VerifyInput], logits: Tensor) -> list[Verif
 
 
 def _outcome(fed: VerifyInput, num_accepted: int, next_token: int, num_sound: int, num_open: int) -> VerifyOutput:
-    tokens = (*fed.drafts[:num_accepted], next_token)
+    made, tokens = partial(VerifyOutput, fed.sequence, len(fed.drafts)), (*fed.drafts[:num_accepted], next_token)
     if num_sound < len(tokens) and num_sound <= num_open:
-        return VerifyOutput(tokens[:num_sound], min(num_accepted, num_sound), "the model's output was not a number")
+        return made(tokens[:num_sound], min(num_accepted, num_sound), "the model's output was not a number")
     if num_open < len(tokens):
-        return VerifyOutput(tokens[:num_open], min(num_accepted, num_open), _why_closed(fed.sequence))
-    return VerifyOutput(tokens, num_accepted)
-
-
-def _why_closed(sequence: Sequence) -> str | None:
-    """Why no token may come; None if that is not known, because the state of the structure lags behind."""
-    if sequence.grammar_lag:
-        return None
-    return sequence.fault or "no token may come here: what is allowed, banned and required leaves none"
+        why = fed.sequence.fault or "no token may come here: what is allowed, banned and required leaves none"
+        is_known = not fed.sequence.grammar_lag  # else the state of the structure lags behind
+        return made(tokens[:num_open], min(num_accepted, num_open), why if is_known else None)
+    return made(tokens, num_accepted)
 
 
 def _with_logprobs(fed: Seq[VerifyInput], logits: Tensor, outcomes: list[VerifyOutput]) -> list[VerifyOutput]:
@@ -118,14 +114,16 @@ def _rejection(fed: Seq[VerifyInput], logits: Tensor, rows: Tensor) -> Verdict:
     places = [row for f in fed for row in f.rows(Stream.RESAMPLE)]
     params = RowParams.of(places, logits.shape[1], logits.device)
     vocab, drafts = logits.shape[1], _padded_drafts(fed, logits.device)
-    target_probs = distribution.probabilities(logits, params)[rows]
+    target_probs = distribution.probabilities(logits, params.samplers, truncated=params.truncated)[rows]
     draft_probs = _padded_draft_probs(fed, drafts, vocab)
     # Drawn on the host: a number for each row, and on a GPU 150 launches for them all.
     seeds = torch.tensor([signed(place.sequence.seed) for place in places])
     accept = noise.uniform(seeds, torch.tensor([place.position for place in places]), Stream.ACCEPT)
 
     def resample(left: Tensor, position: Tensor) -> Tensor:
-        return distribution.choose_whole(left, params.samplers.rows(rows.gather(1, position[:, None]).squeeze(1)))
+        samplers = params.samplers.rows(rows.gather(1, position[:, None]).squeeze(1))
+        shaped = replace(samplers, temperature=torch.ones_like(samplers.temperature))
+        return distribution.choose(left.float(), RowParams(shaped, (Kind.WHOLE,) * len(left)))
 
     return rejection(target_probs, draft_probs, drafts, send(accept, logits.device)[rows[:, :-1]], resample)
 

@@ -84,9 +84,9 @@ def ops_on(device: torch.device) -> RoundOps:
     """The operations of a round: kernels, or on a CPU, where rounds are only for tests, the same in plain torch."""
     if device.type == "cpu":
         return RoundOps(paged.attend_plainly, choose_unread, reference.commit)
-    from engine.kernels import commit, sampling  # imports Triton
+    from engine.kernels import sampling  # imports Triton
 
-    return RoundOps(paged.attend, sampling.choose, commit.commit)
+    return RoundOps(paged.attend, sampling.choose, sampling.commit)
 
 
 def _refusals() -> tuple[type[Exception], ...]:

@@ -114,13 +114,13 @@ def here(clock: Callable[[], float] = time.perf_counter, *, interprets: bool = F
 
 
 def _use_references(patch: pytest.MonkeyPatch, card: Card) -> None:
-    from engine.kernels import attention, commit, experts, plan, rows, sampling
+    from engine.kernels import attention, experts, plan, rows, sampling
 
     attend = card.kernel(reference.attend)
     patch.setattr(plan, "plans_of", lambda *_, **__: None)
     patch.setattr(attention, "attend", lambda *args, plans, **how: attend(*args, **how))
     patch.setattr(sampling, "choose", card.kernel(choose_unread))
-    patch.setattr(commit, "commit", card.kernel(reference.commit))
+    patch.setattr(sampling, "commit", card.kernel(reference.commit))
     for module in (rows, experts):
         for name in LAYER_OPS & vars(module).keys():
             patch.setattr(module, name, card.kernel(getattr(reference, name)))

@@ -163,4 +163,4 @@ def test_usual_masks_cost_no_drafts_and_a_fault_in_drafts_costs_all() -> None:
     step(schedule)
     usual.mask_seconds = faulty.mask_seconds = 1e-5
     faulty.fault = "its limits were met"
-    assert schedule.plan().num_draft_each == [4, 0]
+    assert [work.num_draft for work in schedule.plan().works] == [4, 0]

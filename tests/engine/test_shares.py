@@ -51,7 +51,7 @@ class Service:
     def step(self) -> None:
         self.schedule.admit()
         plan = self.schedule.plan()
-        self.num_preempted += plan.num_preempted
+        self.num_preempted += plan.counts.get("preempted", 0)
         self.works = plan.works
         self.fed.append({work.sequence.request.caller for work in plan.works})
         for work in plan.works:

@@ -287,7 +287,12 @@ def _sampled(logits: torch.Tensor, rows: list[LogitsRow]) -> tuple[torch.Tensor,
     tokens = distribution.choose(processed, params)
     logprobs = token_logprobs(logits, tokens.tolist(), Bounds().max_logprobs)
     numbers = [[of.logprob, *(candidate.logprob for candidate in of.top)] for of in logprobs]
-    return processed, tokens, torch.tensor(numbers, dtype=torch.float64), distribution.probabilities(processed, params)
+    return (
+        processed,
+        tokens,
+        torch.tensor(numbers, dtype=torch.float64),
+        distribution.probabilities(processed, params.samplers),
+    )
 
 
 # --------------------------------------------------------------------------------------- another process, more threads

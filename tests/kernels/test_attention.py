@@ -23,8 +23,7 @@ from engine.attention import fixed as fixed_order
 from engine.attention import reference as by_formula
 from engine.attention.spec import AttentionSpec
 from engine.kernels import attention, paging, plan, reference
-from engine.kernels.paging import Paging, plan_sizes, scratch_bytes, split_of, tile_of
-from engine.kernels.tuning import Tuning, default_for, key_of
+from engine.kernels.paging import Paging, Tuning, default_for, key_of, plan_sizes, scratch_bytes, split_of, tile_of
 from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.rounded import SCALE_BYTES, round_heads
 from tests.covering import covering

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels import commit, reference
+from engine.kernels import reference, sampling
 from engine.kernels.args import FULL, RUNNING, STOPPED, UNSOUND, Tracks
 from tests.interpreting import DEVICE
 
@@ -69,7 +69,7 @@ def tracks_of(batch) -> Tracks:
     return tracks
 
 
-@pytest.mark.parametrize("module", [reference, commit])
+@pytest.mark.parametrize("module", [reference, sampling])
 @settings(max_examples=15)
 @given(rounds())
 def test_equals_one_token_after_the_other(module, batch):

@@ -145,8 +145,8 @@ FAULTS = tuple(
 -return prompt, output + _bincount([row.before for row in rows], logits)
 +return prompt, output
 27 | penalties and so on | engine/sampling/processors.py | logit_bias applies to the first row of a step alone
--logits[start : start + len(same)].index_add_(1, ids, values.expand(len(same), -1))
-+logits[start : start + 1].index_add_(1, ids, values.expand(1, -1))
+-logits[start : start + len(same)] +=
++logits[start : start + 1] +=
 28 | grammar | engine/sampling/processors.py | only the first row of a step has the mask of its structure
 -_fill(structured[start : start + len(same)], same)
 +_fill(structured[start : start + 1], same[:1])

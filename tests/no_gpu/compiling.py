@@ -26,7 +26,7 @@ from engine.device_loop.repertoire import in_order_of_worth
 from engine.device_loop.round import RoundOps
 from engine.device_loop.slots import IDLE
 from engine.engine import Engine
-from engine.kernels import commit, sampling
+from engine.kernels import sampling
 from engine.model.decoder.ops import LayerOps
 from engine.params import SamplingParams, SpeculationParams
 from engine.startup.build import assemble
@@ -156,7 +156,7 @@ def main() -> None:
     stand_in = StandIn().install()
     meaning.install()
     registry.is_interpreted = lambda: True  # the stand-in launches what it is given, on any device
-    ops = RoundOps(paged.attend, sampling.choose, commit.commit)
+    ops = RoundOps(paged.attend, sampling.choose, sampling.commit)
     for name, case in CASES.items():
         watch, pair = Watch(stand_in, name), case.pair()
         engine = engine_of(case, pair, ops, "triton")

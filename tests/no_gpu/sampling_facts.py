@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.kernels import commit, sampling
+from engine.kernels import sampling
 from engine.kernels.args import SamplerRows, Tracks
 from tests.no_gpu.counting import Counting
 from tests.no_gpu.stand_in import StandIn
@@ -43,7 +43,7 @@ def commit_all() -> None:
             rows = torch.zeros(size + 1, 99, dtype=torch.int64)
             tracks = Tracks(rows, whole, whole, torch.zeros(size + 1, 8, dtype=torch.int64), whole)
             drawn = torch.zeros(size, k + 1, dtype=torch.int64)
-            commit.commit(drawn, drawn[:, 1:], whole[1:], whole[:-1], tracks)
+            sampling.commit(drawn, drawn[:, 1:], whole[1:], whole[:-1], tracks)
 
 
 def facts(driver: StandIn) -> dict[str, Any]:

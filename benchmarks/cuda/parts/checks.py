@@ -156,7 +156,7 @@ def _greedy(samplers: SamplerRows) -> SamplerRows:
 
 def _committed(card: Card) -> float:
     """Compare partly accepted drafts, an end token, a full slot, NaN logits, and a sequence that does not run."""
-    from engine.kernels import commit
+    from engine.kernels import sampling
 
     whole = partial(torch.tensor, device=card.device)
     drawn = whole([[5, 6, 7], [5, 6, 7], [5, 9, 7], [5, 6, 7], [5, 6, 7]])
@@ -167,7 +167,7 @@ def _committed(card: Card) -> float:
         ends=whole([[9, -1]] * 6), running=whole([0, 1, 1, 1, 1, 0]),
     )  # fmt: skip
     other = Tracks(*(getattr(tracks, field.name).clone() for field in fields(tracks)))
-    got = commit.commit(drawn, drafts, sound, slots, tracks)
+    got = sampling.commit(drawn, drafts, sound, slots, tracks)
     want = reference.commit(drawn, drafts, sound, slots, other)
     pairs = [(getattr(got, f.name), getattr(want, f.name)) for f in fields(Committed)]
     pairs += [(getattr(tracks, f.name), getattr(other, f.name)) for f in fields(Tracks)]

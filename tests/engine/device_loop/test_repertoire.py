@@ -13,7 +13,7 @@ import torch
 from engine.attention import registry
 from engine.config import EngineConfig
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
-from engine.device_loop.repertoire import Repertoire, RoundShape, Run, as_it_is, covering, in_order_of_worth, sizes_for
+from engine.device_loop.repertoire import Repertoire, RoundShape, Run, covering, in_order_of_worth, sizes_for
 from engine.device_loop.round import Round, RoundOps
 from engine.engine import Engine
 from engine.errors import ModelError
@@ -35,7 +35,7 @@ class Recorder:
         self,
         room: int = 999,
         fault: Callable[[Round], None] = lambda _: None,
-        record: Callable[[Round], Run] = as_it_is,
+        record: Callable[[Round], Run] = lambda round_: round_,
     ) -> None:
         self.room, self.fault, self._record = room, fault, record
         self.made, self.ran, self.is_open = list[Round](), list[Round](), True

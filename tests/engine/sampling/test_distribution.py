@@ -56,7 +56,7 @@ def test_law_is_the_definition(rows: list[tuple[list[float], SamplingParams]]) -
     logits = torch.tensor([values for values, _ in rows])
     params = RowParams.of([row(p) for _, p in rows], 12, logits.device)
     want = torch.tensor([definition(values, p) for values, p in rows], dtype=torch.float64)
-    assert torch.allclose(distribution.probabilities(logits, params), want, atol=1e-6)
+    assert torch.allclose(distribution.probabilities(logits, params.samplers), want, atol=1e-6)
     drawn = distribution.choose(logits, params)
     assert (want.gather(1, drawn[:, None]) > 0).all(), "a token outside the law was drawn"
 
@@ -66,7 +66,7 @@ def test_draws_follow_the_law() -> None:
     wanted = SamplingParams(temperature=0.9, top_p=0.95)
     params = RowParams.of([row(wanted, seed=i) for i in range(5_000)], 5, logits.device)
     counts = distribution.choose(logits, params).bincount(minlength=5)
-    law = distribution.probabilities(logits[:1], RowParams.of([row(wanted)], 5, logits.device))[0]
+    law = distribution.probabilities(logits[:1], RowParams.of([row(wanted)], 5, logits.device).samplers)[0]
     kept = law > 0
     assert counts[~kept].sum() == 0
     from tests.laws import (
@@ -99,7 +99,9 @@ def test_a_row_without_a_law_is_no_ones_fault(value: float, mixed: list[Sampling
     among_sick = RowParams.of(rows[1:], 12, logits.device)
     assert distribution.choose(logits[1:], among_sick).shape == (len(mixed),)
     assert distribution.choose(logits, params)[0] == distribution.choose(logits[:1], alone)[0]
-    assert distribution.probabilities(logits, params)[0].equal(distribution.probabilities(logits[:1], alone)[0])
+    assert distribution.probabilities(logits, params.samplers)[0].equal(
+        distribution.probabilities(logits[:1], alone.samplers)[0]
+    )
 
 
 def test_every_bit_of_a_seed_counts() -> None:
@@ -112,7 +114,7 @@ def test_extreme_temperatures_stay_finite() -> None:
     logits = torch.tensor([[1e4, -1e4, 9.9e3]])
     for temperature in (5e-324, 1e-40, 1e-3, 100.0):
         params = RowParams.of([row(SamplingParams(temperature=temperature))], 3, logits.device)
-        law = distribution.probabilities(logits, params)
+        law = distribution.probabilities(logits, params.samplers)
         assert law.isfinite().all()
         assert law.sum().item() == 1.0
         if temperature < 1:
