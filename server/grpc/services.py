@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -38,7 +37,6 @@ from server.errors import Aborted, Forbidden, NotFound
 from server.grpc.server import host_of
 from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
-from server.telemetry.metrics import Metrics
 from server.version import version
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # read for the caller of some methods
@@ -127,7 +125,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             codec, most = _require_codec(model), model.engine.max_model_len
             codec.require_room("text", request.text, most)
             release_turn()
-            return await self._slow.encode(request.text, partial(_tokenized, codec))
+            return await self._slow.encode(request.text, lambda text: pb.TokenizeResponse(token_ids=codec.encode(text)))
 
     async def Detokenize(  # noqa: N802
         self, request: pb.DetokenizeRequest, context: Context
@@ -167,10 +165,6 @@ def _require_codec(model: ServedModel) -> Codec:
     return model.codec
 
 
-def _tokenized(codec: Codec, text: str) -> pb.TokenizeResponse:
-    return pb.TokenizeResponse(token_ids=codec.encode(text))
-
-
 def _detokenized(codec: Codec, token_ids: Sequence[int], vocab_size: int) -> pb.DetokenizeResponse:
     if unknown := list(unknown_ids("token_ids", token_ids, vocab_size)):
         raise InvalidRequest(unknown)
@@ -180,9 +174,8 @@ def _detokenized(codec: Codec, token_ids: Sequence[int], vocab_size: int) -> pb.
 class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
     """Generate and GenerateStream; both use the same admission."""
 
-    def __init__(self, admission: Admission, callers: Callers, metrics: Metrics, stall_seconds: float) -> None:
-        self._admission, self._callers = admission, callers
-        self._metrics, self._stall_seconds = metrics, stall_seconds
+    def __init__(self, admission: Admission, callers: Callers, stall_seconds: float) -> None:
+        self._admission, self._callers, self._stall_seconds = admission, callers, stall_seconds
 
     async def Generate(self, request: generation.GenerateRequest, context: Context) -> generation.GenerateResponse:  # noqa: N802
         if request.HasField("resume"):
@@ -200,7 +193,7 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
                     with writes:
                         await context.write(message)
         except TimeoutError:
-            self._metrics.requests.stalls.inc()
+            call.metrics.requests.stalls.inc()
             error = Aborted(f"the reader took no message for {self._stall_seconds:g} seconds")
             call.driver.end(call.stream, FinishReason.ABORTED, error)
             raise error from None

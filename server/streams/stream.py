@@ -10,10 +10,10 @@ import asyncio
 import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeVar
+from typing import Any
 
 from engine.errors import PilotfishError
 from engine.stats import Clock
@@ -21,8 +21,6 @@ from engine.text.codec import Codec, OutputText
 from engine.text.stops import NO_ASIDES, Asides, StopStrings
 from engine.types import EmittedOutput, FinishedOutput, FinishReason, Logprob, Request, TokenEvent
 from server.errors import ResumeRefused
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -70,6 +68,9 @@ _REPLAYED = 256  # tokens of a part
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
+_PER_TOKEN = ("token_ids", "from_draft", "texts", "logprobs", "prompt_logprobs")  # fields of a chunk
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """New tokens and text of one output since the last read.
@@ -98,22 +99,26 @@ class Chunk:
     def merged(cls, parts: list[Chunk]) -> Chunk:
         if len(parts) == 1:  # the usual case: the reader keeps up
             return parts[0]
-        return cls(
-            index=parts[0].index,
-            token_ids=_joined(part.token_ids for part in parts),
-            from_draft=_joined(part.from_draft for part in parts),
-            texts=_joined(part.texts for part in parts),
-            logprobs=_joined(part.logprobs for part in parts),
-            prompt_logprobs=_joined(part.prompt_logprobs for part in parts),
-            tail="".join(part.tail for part in parts),
-            end=parts[-1].end,
-            digest=next((part.digest for part in reversed(parts) if part.digest), ""),
-            text_offset=parts[0].text_offset,
-        )
+        first, last = parts[0], parts[-1]
+        lists: Any = {name: tuple(chain.from_iterable(getattr(part, name) for part in parts)) for name in _PER_TOKEN}
+        digest = next((part.digest for part in reversed(parts) if part.digest), "")
+        return replace(first, tail="".join(part.tail for part in parts), end=last.end, digest=digest, **lists)
 
 
-def _joined(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
-    return tuple(chain.from_iterable(parts))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendOptions:
+    """How the outputs of a request are sent."""
+
+    interval: int = 1  # tokens to collect before a message is sent; the first message is sent at once
+    digests: bool = False  # send a digest of the tokens with each chunk
+    skip_special_tokens: bool = True  # special tokens have no text
+    asides: Asides = NO_ASIDES  # where stop strings are not looked for
+    # what the caller has received of each output, if the request continues an interrupted stream
+    received: tuple[ReceivedOutput, ...] = ()
+    interruptions: int = 0  # how often the stream was interrupted before
+
+
+SEND_DEFAULTS = SendOptions()
 
 
 class OutputBuffer:
@@ -124,15 +129,15 @@ class OutputBuffer:
     """
 
     def __init__(
-        self, index: int, text: OutputText | None, arrived: float, clock: Clock, interval: int,
-        received: ReceivedOutput = NOTHING_RECEIVED, *, digests: bool = False,
+        self, index: int, text: OutputText | None, arrived: float, clock: Clock, options: SendOptions
     ) -> None:  # fmt: skip
+        received = options.received[index] if options.received else NOTHING_RECEIVED
         self.index, self.timeline = index, Timeline(arrived)
         self.token_ids = array("I")  # of the output so far, up to a stop string
         self.end: End | None = None
-        self.interruptions = 0
-        self._text, self._clock, self._interval, self._received = text, clock, interval, received
-        self._hash = hashlib.blake2b(digest_size=8) if digests or received.digest else None
+        self.interruptions = options.interruptions
+        self._text, self._clock, self._interval, self._received = text, clock, options.interval, received
+        self._hash = hashlib.blake2b(digest_size=8) if options.digests or received.digest else None
         self._unread: list[Chunk] = []
         self._num_unread = 0  # tokens
         self._is_first = True  # whether the reader has taken nothing yet
@@ -279,22 +284,6 @@ class OutputBuffer:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendOptions:
-    """How the outputs of a request are sent."""
-
-    interval: int = 1  # tokens to collect before a message is sent; the first message is sent at once
-    digests: bool = False  # send a digest of the tokens with each chunk
-    skip_special_tokens: bool = True  # special tokens have no text
-    asides: Asides = NO_ASIDES  # where stop strings are not looked for
-    # what the caller has received of each output, if the request continues an interrupted stream
-    received: tuple[ReceivedOutput, ...] = ()
-    interruptions: int = 0  # how often the stream was interrupted before
-
-
-SEND_DEFAULTS = SendOptions()
-
-
 class OutputStream:
     """The outputs of one live request. Each output ends once, with a `Chunk` that has `end`, or an error ends all.
 
@@ -315,19 +304,13 @@ class OutputStream:
             else OutputText(codec, stops, sampling.min_tokens, skip_special_tokens=skips, asides=options.asides)
             for _ in range(sampling.n)
         )
-        received = options.received or (NOTHING_RECEIVED,) * request.sampling.n
         self.outputs = tuple(
-            OutputBuffer(
-                index, text, self.timeline.arrived, clock, options.interval, before,
-                digests=options.digests,
-            )
-            for index, (text, before) in enumerate(zip(texts, received, strict=True))
-        )  # fmt: skip
-        for output in self.outputs:
-            output.interruptions = options.interruptions
+            OutputBuffer(index, text, self.timeline.arrived, clock, options) for index, text in enumerate(texts)
+        )
+        self._timelines = (self.timeline, *(output.timeline for output in self.outputs))
         self.num_ends = sum(not output.has_ended for output in self.outputs)  # that the reader gets
         self._clock = clock
-        self._error: PilotfishError | None = None
+        self.error: PilotfishError | None = None
         self._readable = asyncio.Event()
 
     @property
@@ -335,13 +318,9 @@ class OutputStream:
         return self.request.request_id
 
     @property
-    def error(self) -> PilotfishError | None:
-        return self._error
-
-    @property
     def ended(self) -> bool:
         """Whether the driver will write nothing more."""
-        return self._error is not None or all(output.has_ended for output in self.outputs)
+        return self.error is not None or all(output.has_ended for output in self.outputs)
 
     def continued(self) -> Request:
         """Return the request as an engine has to get it now: with what its outputs have emitted so far."""
@@ -356,7 +335,7 @@ class OutputStream:
 
     def trace(self, trace_id: str | None) -> None:
         """Set the trace of the request. Call it before the request starts."""
-        for timeline in (self.timeline, *(output.timeline for output in self.outputs)):
+        for timeline in self._timelines:
             timeline.trace_id = trace_id
 
     # ----------------------------------------------------------------------------------------- the driver writes
@@ -364,7 +343,7 @@ class OutputStream:
     def start(self) -> None:
         """Record the start: the request is passed to the engine."""
         now = self._clock()
-        for timeline in (self.timeline, *(output.timeline for output in self.outputs)):
+        for timeline in self._timelines:
             timeline.started = now
 
     def interrupt(self) -> None:
@@ -377,31 +356,28 @@ class OutputStream:
         assert not self.ended, f"an event after the end of {self.request_id}"
         output = self.outputs[event.index]
         stopped = output.push(event)
-        self._after(output)
+        if all(output.has_ended for output in self.outputs):
+            self.timeline.ended = self._clock()
+        if output.ready:
+            self._readable.set()
         return stopped
 
     def fail(self, error: PilotfishError) -> None:
         """End every output with one error. The reader first gets all that is written, then `read` raises the error."""
         assert not self.ended, f"a second end of {self.request_id}"
         self.timeline.ended = self._clock()
-        self._error = error
+        self.error = error
         self._readable.set()
-
-    def _after(self, output: OutputBuffer) -> None:
-        if self.ended:
-            self.timeline.ended = self._clock()
-        if output.ready:
-            self._readable.set()
 
     # ------------------------------------------------------------------------------------------- the reader reads
 
     async def read(self) -> tuple[Chunk, ...]:
         """Wait for new chunks and return them, at most one per output. Raises the error that ended the request."""
         await self._readable.wait()
-        failed = self._error is not None
+        failed = self.error is not None
         found = tuple(output.take() for output in self.outputs if output.ready or (failed and output.has_unread))
-        if self._error is not None and not found:
-            raise self._error
+        if self.error is not None and not found:
+            raise self.error
         if not self.ended:
             self._readable.clear()
         return found
