@@ -30,9 +30,7 @@ from server.grpc.server import listen, make_server
 from server.grpc.services import ControlService, Health, InferenceService
 from server.http.calls import Services
 from server.http.gateway import HttpServer, gateway
-from server.http.messages.routes import add_messages
-from server.http.responses.routes import add_responses
-from server.http.routes import add_adapters, add_generation, add_render
+from server.http.routes import add_adapters, add_generation
 from server.lifecycle import Lifecycle, State
 from server.model import Load, ServedModel, model_name
 from server.queue import AdmissionQueue
@@ -153,8 +151,7 @@ class App:
         exposition = Exposition(self.metrics.registry, model_name(config.target) if config.vllm_metrics else None)
         app = gateway(self.lifecycle, lambda: self.driver, exposition, config, self._callers)
         services = Services(self._admission, self._require_driver, self._slow, config.stall_seconds)
-        for add in (add_generation, add_responses, add_messages, add_render):
-            add(app, services)
+        add_generation(app, services)
         add_adapters(app, self._require_driver, config.adapter_root)
         return HttpServer(app, config)
 
@@ -164,7 +161,7 @@ class App:
         self.lifecycle.listen(health.follow)
         self.lifecycle.listen(self._follow)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._grpc)
-        inference = InferenceService(self._admission, self._callers, self.metrics, config.stall_seconds)
+        inference = InferenceService(self._admission, self._callers, config.stall_seconds)
         generation_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
         control = ControlService(
             self._require_driver, self.lifecycle, config, self._callers, self._admission, self._slow

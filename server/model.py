@@ -137,10 +137,6 @@ class ServedModel:
         both = f"{self.fingerprint} {self.engine.adapters[adapter].fingerprint}"
         return hashlib.blake2b(both.encode(), digest_size=8).hexdigest()
 
-    def named(self, name: str | None) -> ServedModel:
-        """Return the same model under the name of the adapter that a request uses as its model, if it does."""
-        return replace(self, name=name) if name is not None and name in self.engine.adapters else self
-
     def with_format(self, name: str) -> ServedModel:
         """Return the same model with the chat format of this name. Raises ModelError if there is no such format."""
         source = None if self.chat is None else self.chat.source

@@ -7,23 +7,19 @@ marks. Neighbouring turns of the user are one, because many templates want user 
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 
-from engine.errors import InvalidRequest, Violation, shown
+from engine.errors import InvalidRequest, shown
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Call
 from server.errors import Aborted, DeadlinePassed
 from server.formats.base import CallStart, Content, Piece, Reasoning
-from server.http.calls import Answers, Messages
-from server.http.errors import HttpError
-from server.http.pieces import CallReader, call_id
-from server.http.requests import OPENAI_TEMPERATURE, common
-from server.http.types import GenerationFields
+from server.http.bodies import OPENAI_TEMPERATURE, GenerationFields
+from server.http.calls import Answers, Json, Messages
+from server.http.pieces import CallReader, as_stream, call_id
 
-Json = dict[str, Any]
 ENDED = frozenset({pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH})  # by itself, as these protocols have it
 SEPARATOR = "\n\n"  # between texts that become one
 _REMINDER = "<system-reminder>\n{text}\n</system-reminder>"
@@ -33,24 +29,17 @@ class AgentBody(GenerationFields):
     """A body of these routes: fields of the protocol in question, and those of `GenerationFields`."""
 
     no_input = None
+    usual_temperature = OPENAI_TEMPERATURE
 
-    def conflicts(self) -> Iterator[Violation]:
-        yield from super().conflicts()
-        if self.event_ids:
-            yield Violation("event_ids", "is True; a stream of this route cannot be continued")
+    def request(self, max_tokens: int | None) -> pb.GenerateRequest:
+        """Return a message with the fields that are no part of the conversation.
 
-
-def without_conversation(body: AgentBody, max_tokens: int | None) -> pb.GenerateRequest:
-    """Convert the fields that are no part of the conversation.
-
-    Without a limit an answer may be as long as the context has room for; agents expect that of a limit that is larger,
-    too.
-    """
-    request = common(body, max_tokens)
-    request.stopping.fit_context = request.stopping.stop_in_answer = True
-    if body.temperature is None:
-        request.sampling.temperature = OPENAI_TEMPERATURE
-    return request
+        Without a limit an answer may be as long as the context has room for; agents expect that of a limit that is
+        larger, too.
+        """
+        request = super().request(max_tokens)
+        request.stopping.fit_context = request.stopping.stop_in_answer = True
+        return request
 
 
 class Turns:
@@ -60,7 +49,6 @@ class Turns:
         self._turns: list[pb.ChatMessage] = []
         self._instructions: list[str] = []
         self._functions: dict[str, str] = {}  # by the ids of calls
-        self._has_answered = False
 
     def messages(self) -> list[pb.ChatMessage]:
         if not self._instructions:
@@ -69,7 +57,7 @@ class Turns:
 
     def instruct(self, text: str) -> None:
         """Add what the developer says."""
-        if self._has_answered:
+        if any(turn.role == "assistant" for turn in self._turns):
             self.ask(_REMINDER.format(text=text))
         elif text:
             self._instructions.append(text)
@@ -111,37 +99,44 @@ class Turns:
 
     def _begin(self) -> pb.ChatMessage:
         self._turns.append(pb.ChatMessage(role="assistant"))
-        self._has_answered = True
         return self._turns[-1]
 
 
+@dataclass
 class AnswerPart:
     """A part of an answer, which grows. `kind` is reasoning, text or call; a call has an id and a name."""
 
-    def __init__(self, kind: str, call_id: str = "", name: str = "") -> None:
-        self.kind, self.call_id, self.name = kind, call_id, name
-        self.texts: list[str] = []
-        self.is_open = True
+    index: int
+    kind: str
+    call_id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+    status: str = "in_progress"
 
     @property
     def text(self) -> str:
         """The text so far; of a call, the JSON text of its arguments."""
         return "".join(self.texts)
 
+    @property
+    def is_open(self) -> bool:
+        return self.status == "in_progress"
+
 
 class AgentAnswer(Answers):
-    """Base of the answers. One instance per call: its events tell how it grows, and at the end it is whole."""
+    """Base of the answers. Its events tell how one grows, and at the end it is whole."""
 
     last = ""
+    are_named = True
 
-    def __init__(self, call: Call, asked: pb.ChatMessages) -> None:
-        self._request_id, self._model = call.wanted.request_id, call.wanted.model
-        self._reader = CallReader.of(asked, call.driver.model.format)
+    def __init__(self, body: AgentBody, message: pb.GenerateRequest, call: Call) -> None:
+        super().__init__(body, message, call)
+        self._reader = CallReader(message.messages, call.driver.model.format)
         self._parts: list[AnswerPart] = []
 
     async def answer(self, responses: Sequence[pb.GenerateResponse]) -> Json:
         """Return the whole answer: what the events of a stream would have told."""
-        async for _ in self.events(_as_stream(*responses)):
+        async for _ in self.events(as_stream(*responses)):
             pass
         return self._whole()
 
@@ -156,21 +151,14 @@ class AgentAnswer(Answers):
             if events:
                 yield events
 
-    def encoded(self, events: list[Json]) -> str:
-        """Return the events with their names. None of them has a long list."""
-        texts = (f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
-        return "".join(texts)
-
-    def failure(self, error: HttpError) -> str:
-        return self.encoded(self._fail(error))
-
     def _add(self, piece: Piece) -> list[Json]:
         """Add a piece to the part that it belongs to, which begins if the newest is of another kind."""
+        number = len(self._parts)
         if isinstance(piece, CallStart):
-            return self._open(AnswerPart("call", call_id(self._request_id, 0, piece.index), piece.name))
+            return self._open(AnswerPart(number, "call", call_id(self._request_id, 0, piece.index), piece.name))
         kind = "reasoning" if isinstance(piece, Reasoning) else "text" if isinstance(piece, Content) else "call"
         is_of_newest = self._parts and self._parts[-1].is_open and self._parts[-1].kind == kind
-        begun = [] if is_of_newest else self._open(AnswerPart(kind))
+        begun = [] if is_of_newest else self._open(AnswerPart(number, kind))
         self._parts[-1].texts.append(piece.text)
         return [*begun, *self._grown(self._parts[-1], piece.text)]
 
@@ -184,11 +172,11 @@ class AgentAnswer(Answers):
         """End the newest part, if it has not ended."""
         if not self._parts or not self._parts[-1].is_open:
             return []
-        self._parts[-1].is_open = False
-        return self._closed(self._parts[-1], status)
+        self._parts[-1].status = status
+        return self._closed(self._parts[-1])
 
     # Each returns events: before the first token, at the begin of a part, for more of its text, at its end, and at the
-    # end of the answer, or in place of that. `_whole` returns the answer as it is now.
+    # end of the answer. `_whole` returns the answer as it is now.
 
     @abstractmethod
     def _begin(self) -> list[Json]: ...
@@ -197,20 +185,11 @@ class AgentAnswer(Answers):
     @abstractmethod
     def _grown(self, part: AnswerPart, text: str) -> list[Json]: ...
     @abstractmethod
-    def _closed(self, part: AnswerPart, status: str) -> list[Json]: ...
+    def _closed(self, part: AnswerPart) -> list[Json]: ...
     @abstractmethod
     def _end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]: ...
     @abstractmethod
-    def _fail(self, error: HttpError) -> list[Json]: ...
-    @abstractmethod
     def _whole(self) -> Json: ...
-
-
-async def _as_stream(response: pb.GenerateResponse) -> AsyncIterator[pb.GenerateStreamResponse]:
-    [output] = response.outputs
-    delta = pb.TokenDelta(text=output.text, text_lengths=output.text_lengths)
-    yield pb.GenerateStreamResponse(delta=delta, starts_in_reasoning=response.starts_in_reasoning)
-    yield pb.GenerateStreamResponse(finished=output.finished)
 
 
 def _interrupted(reason: pb.FinishReason.ValueType) -> Aborted | DeadlinePassed:

@@ -9,28 +9,25 @@ import asyncio
 import json
 import logging
 import math
-import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import InvalidRequest, PilotfishError, Violation
+from engine.errors import PilotfishError
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Call, Origin
+from server.admission.answers import MAX_AT_ONCE
 from server.admission.resume import EventIds
 from server.admission.slow_work import SlowWork
 from server.admission.stalls import Writes, stall_limit
 from server.driver import Driver
-from server.errors import Aborted, DeadlinePassed, QueueFull
+from server.errors import Aborted, DeadlinePassed
 from server.http.errors import INTERNAL, HttpError, http_error
 from server.http.gateway import STALLED
 from server.http.requests import ParsedBody
@@ -38,6 +35,7 @@ from server.http.requests import ParsedBody
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Json = dict[str, Any]
 Messages = AsyncIterator[pb.GenerateStreamResponse]
 
 
@@ -51,25 +49,28 @@ class Services(NamedTuple):
 
 
 class Answers(ABC):
-    """Conversion of messages to the JSON of one format, as a whole answer and as the events of a stream."""
+    """Conversion of messages to the JSON of one format, as a whole answer and as the events of a stream.
+
+    One instance per call, made of the body and the message that were admitted.
+    """
 
     last = "data: [DONE]\n\n"  # of a stream
+    are_named = False  # whether an event has the name of its type
+
+    def __init__(self, body: Any, message: pb.GenerateRequest, call: Call) -> None:
+        self._request_id, self._model = call.wanted.request_id, call.wanted.model
 
     @abstractmethod
-    async def answer(self, responses: list[pb.GenerateResponse]) -> dict[str, Any]:
+    async def answer(self, responses: list[pb.GenerateResponse]) -> Json:
         """Return the whole answer, made of a response for each prompt."""
 
     @abstractmethod
-    def events(self, messages: Messages) -> AsyncIterator[list[dict[str, Any]]]:
+    def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
         """Yield the events of each message of a stream."""
 
-    def encoded(self, events: list[dict[str, Any]]) -> str | None:
-        """Return the text of events that are written at once; None: one after the other, the last one with an id."""
-        return None
-
-    def failure(self, error: HttpError) -> str:
-        """Return the last event of a stream that fails."""
-        return f"data: {json.dumps(error.body())}\n\n"
+    def failure(self, error: HttpError) -> list[Json]:
+        """Return the last events of a stream that fails."""
+        return [error.body()]
 
 
 class CallerGone(Exception):  # an event, so its name has no suffix `Error`
@@ -93,12 +94,6 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def origin_of(request: Request, timeout: float | None) -> Origin:
-    """Return where a request comes from, and how long it may take."""
-    ends = math.inf if timeout is None else time.monotonic() + timeout
-    return Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
-
-
 @asynccontextmanager
 async def in_time(origin: Origin) -> AsyncIterator[None]:
     """Cancel the body of the `with` statement and raise DeadlinePassed when the caller's deadline passes."""
@@ -120,14 +115,14 @@ class Calls:
         self.calls = tuple(calls)
 
     @classmethod
-    async def admit(cls, admission: Admission, asked: ParsedBody, origin: Origin) -> Calls:
+    async def admit(cls, admission: Admission, read: ParsedBody[Any], origin: Origin) -> Calls:
         """Admit a request for each prompt, or none. The function that gets the calls has to release them."""
         admitted = list[Call]()
         try:
             async with in_time(origin):
-                for prompt, message in enumerate((asked.message, *asked.others)):
-                    name = f"prompt[{prompt}]" if asked.others else None
-                    admitted.append(await _admitted(admission, message, origin, asked.wrong, name))
+                for prompt, message in enumerate(read.messages):
+                    with read.naming(prompt):
+                        admitted.append(await admission.admit(message, origin, read.wrong))
         except BaseException:
             cls(admitted).end(Aborted("another prompt of the same request was refused"))
             cls(admitted).release()
@@ -165,29 +160,6 @@ class Calls:
         """End the calls after their reader has gone; see `Call.release`."""
         for call in self.calls:
             call.release(late=late)
-
-
-async def _admitted(
-    admission: Admission, message: pb.GenerateRequest, origin: Origin, wrong: Sequence[Violation], name: str | None
-) -> Call:
-    """Admit a request. If it is of one of several prompts, an error has its `name`."""
-    try:
-        return await admission.admit(message, origin, wrong)
-    except InvalidRequest as invalid:
-        if name is None:
-            raise
-        raise InvalidRequest(_violation_of(violation, name) for violation in invalid.violations) from None
-    except QueueFull as full:
-        if name is not None:
-            full.args = (f"{name}: {full}",)
-        raise
-
-
-def _violation_of(wrong: Violation, name: str) -> Violation:
-    field = re.fullmatch(r"(?:prompt|token_ids)(\[\d+\])?", wrong.field)
-    if field is not None:
-        return replace(wrong, field=f"{name}{field[1] or ''}")
-    return replace(wrong, problem=f"{wrong.problem} (in the request of {name})")
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
@@ -233,15 +205,12 @@ class WholeAnswer(Response):
         self._calls, self._pieces = calls, pieces
 
     @classmethod
-    async def of(
-        cls, admission: Admission, asked: ParsedBody, origin: Origin, answers_to: Callable[[Calls], Answers]
-    ) -> WholeAnswer:
-        """Admit the request, wait for its whole response, and encode its answer."""
-        calls = await Calls.admit(admission, asked, origin)
+    async def of(cls, calls: Calls, answers: Answers, origin: Origin) -> WholeAnswer:
+        """Wait for the whole responses, and encode the answer."""
         try:
             async with in_time(origin):
-                answer = await answers_to(calls).answer(await calls.responses())
-            return cls(calls, [piece async for piece in in_turns(_COMPACT.parts(answer))])
+                answer = await answers.answer(await calls.responses())
+            return cls(calls, [piece async for piece in in_turns(json_parts(answer))])
         except BaseException:
             calls.release(late=origin.remaining() <= 0)
             raise
@@ -298,19 +267,23 @@ class EventStream(Response):
                         await self._write_events(send, events, writes)
                 last = self._answers.last
             except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
-                last = self._answers.failure(_told(error))
+                last = "".join(self._texts(self._answers.failure(_told(error))))
             with writes:
-                await _write_text(send, last)
+                await send({"type": "http.response.body", "body": last.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _write_events(self, send: Send, events: list[dict[str, Any]], writes: Writes) -> None:
-        if (text := self._answers.encoded(events)) is not None:
-            with writes:
-                await _write_text(send, text)
-            return
-        for i, event in enumerate(events if not self._is_known else (), 1):
-            event_id = self._ids.newest if self._has_ids and i == len(events) else ""
-            await _write_event(send, event, event_id, writes)
+    async def _write_events(self, send: Send, events: list[Json], writes: Writes) -> None:
+        """Write the events of a message at once; those with a long list in pieces, each with its own limit of time."""
+        event_id = self._ids.newest if self._has_ids else ""
+        async with aclosing(in_turns(self._texts(() if self._is_known else events, event_id))) as pieces:
+            async for piece in pieces:
+                with writes:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    def _texts(self, events: Sequence[Json], event_id: str = "") -> Iterator[str]:
+        for event in events:
+            name = event["type"] if self._answers.are_named else ""
+            yield from event_parts(event, name, event_id if event is events[-1] else "")
 
     async def _observed(self, messages: Messages) -> Messages:
         """Yield the messages; note of each, before its events are made, their id and whether the caller knows them."""
@@ -318,29 +291,6 @@ class EventStream(Response):
             self._is_known = self._ids.observe(message)
             yield message
         self._is_known = False  # what follows, such as the usage, is of no message
-
-
-async def _write_event(send: Send, event: dict[str, Any], event_id: str, writes: Writes) -> None:
-    """Write an event in one piece, or, if it has a long list, in pieces, each with its own limit of time."""
-    try:
-        data = json.dumps(event, ensure_ascii=False, default=refuse)
-    except HasLongList:
-        parts = chain((_head(event_id),), _SPACED.parts(event), ("\n\n",))
-        async with aclosing(in_turns(parts)) as pieces:
-            async for piece in pieces:
-                with writes:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-    else:
-        with writes:
-            await _write_text(send, f"{_head(event_id)}{data}\n\n")
-
-
-async def _write_text(send: Send, text: str) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-
-
-def _head(event_id: str) -> str:
-    return f"id: {event_id}\ndata: " if event_id else "data: "
 
 
 def _told(error: Exception) -> HttpError:
@@ -368,7 +318,7 @@ class LongList:
             yield self.make(start, min(start + self.part, self.length))
 
 
-def list_of(length: int, make: Callable[[int, int], list[Any]], part: int) -> list[Any] | LongList:
+def list_of(length: int, make: Callable[[int, int], list[Any]], part: int = MAX_AT_ONCE) -> list[Any] | LongList:
     """Return a list, which is a long one if it has more than one part."""
     return make(0, length) if length <= part else LongList(length, make, part)
 
@@ -384,52 +334,50 @@ def refuse(value: object) -> NoReturn:
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """Encodes values as `json.dumps` would with these separators, but in parts."""
+def json_parts(value: Any) -> Iterator[str]:
+    """Yield the JSON of `value` in one part if it has no long list, else the parts of what it consists of."""
+    try:
+        yield _dumped(value)
+        return
+    except HasLongList:
+        pass
+    if isinstance(value, dict):
+        yield "{"
+        for i, (name, entry) in enumerate(value.items()):
+            yield f"{',' if i else ''}{_dumped(name)}:"
+            yield from json_parts(entry)
+        yield "}"
+        return
+    yield "["
+    for i, some in enumerate(value.parts() if isinstance(value, LongList) else ([entry] for entry in value)):
+        if i:
+            yield ","
+        yield from _entries(some)
+    yield "]"
 
-    comma: str = ", "
-    colon: str = ": "
 
-    def parts(self, value: Any) -> Iterator[str]:
-        """Yield the JSON of `value` in one part if it has no long list, else the parts of what it consists of."""
-        try:
-            whole = self._dumps(value)
-        except HasLongList:
-            yield from self._nested(value)
-        else:
-            yield whole
-
-    def _nested(self, value: Any) -> Iterator[str]:
-        if isinstance(value, dict):
-            yield "{"
-            for i, (name, entry) in enumerate(value.items()):
-                yield f"{self.comma if i else ''}{self._dumps(name)}{self.colon}"
-                yield from self.parts(entry)
-            yield "}"
-            return
-        yield "["
-        for i, some in enumerate(value.parts() if isinstance(value, LongList) else ([entry] for entry in value)):
+def _entries(some: list[Any]) -> Iterator[str]:
+    try:
+        yield _dumped(some)[1:-1]
+    except HasLongList:
+        for i, entry in enumerate(some):
             if i:
-                yield self.comma
-            yield from self._entries(some)
-        yield "]"
-
-    def _entries(self, some: list[Any]) -> Iterator[str]:
-        try:
-            yield self._dumps(some)[1:-1]
-        except HasLongList:
-            for i, entry in enumerate(some):
-                if i:
-                    yield self.comma
-                yield from self.parts(entry)
-
-    def _dumps(self, value: Any) -> str:
-        separators = (self.comma, self.colon)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=separators, default=refuse)
+                yield ","
+            yield from json_parts(entry)
 
 
-_COMPACT, _SPACED = Encoder(",", ":"), Encoder()  # whole answers and events
+_dumped = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=refuse).encode
+
+
+def event_parts(event: Json, name: str = "", event_id: str = "") -> Iterator[str]:
+    """Yield the parts of a server-sent event."""
+    if event_id:
+        yield f"id: {event_id}\n"
+    if name:
+        yield f"event: {name}\n"
+    yield "data: "
+    yield from json_parts(event)
+    yield "\n\n"
 
 
 async def in_turns(parts: Iterable[str]) -> AsyncGenerator[bytes, None]:

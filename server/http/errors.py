@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import grpc
@@ -15,21 +15,33 @@ from fastapi.responses import JSONResponse
 from engine.errors import ContextExcess, InvalidRequest, PilotfishError, Violation, shown
 from server.admission.status import MAX_VIOLATION, clipped, refusal, told
 
-_STATUSES = {
-    grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
-    grpc.StatusCode.UNIMPLEMENTED: (400, "invalid_request_error"),
-    grpc.StatusCode.NOT_FOUND: (404, "invalid_request_error"),
-    grpc.StatusCode.ALREADY_EXISTS: (409, "invalid_request_error"),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
-    grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
-    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error"),
-    grpc.StatusCode.UNAVAILABLE: (503, "server_error"),
-    grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error"),
-    grpc.StatusCode.FAILED_PRECONDITION: (412, "invalid_request_error"),
+_STATUSES = {  # all others: 500
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.UNIMPLEMENTED: 400,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+    grpc.StatusCode.FAILED_PRECONDITION: 412,
+}
+_INVALID = "invalid_request_error"
+_TYPES = {  # by status, OpenAI's name and Anthropic's; of all others both are `_INVALID`
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: (_INVALID, "not_found_error"),
+    413: (_INVALID, "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    503: ("server_error", "overloaded_error"),
+    504: ("server_error", "timeout_error"),
 }
 MAX_MESSAGE = 4000  # bytes of UTF-8
 UNAVAILABLE_SECONDS = 1.0  # a retry after this time may find another state
-_OF_A_UNION = re.compile(r"str|function-\w+\[.*|(list|dict|constrained|nullable)[\[-].*|\[key\]")
+_OF_MESSAGES = "/v1/messages"  # routes of Anthropic's
+_TAGS = re.compile(r"<\d+>|\[key\]")  # of unions, and of an object's keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +49,6 @@ class HttpError:
     """An error as an HTTP response."""
 
     status: int
-    type: str
     code: str
     message: str
     param: str | None = None
@@ -45,10 +56,10 @@ class HttpError:
     is_of_messages: bool = False  # in Anthropic's format
 
     def body(self) -> dict[str, Any]:
+        openai, anthropic = _TYPES.get(self.status, (_INVALID, _INVALID))
         if self.is_of_messages:
-            kind = _TYPES.get(self.status, "invalid_request_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+            return {"type": "error", "error": {"type": anthropic, "message": self.message}}
+        return {"error": {"message": self.message, "type": openai, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """Return the response. Its headers tell clients not to retry after an internal fault or a passed deadline."""
@@ -62,47 +73,52 @@ class HttpError:
         return JSONResponse(self.body(), self.status, headers)
 
 
-def context_words(field: str, excess: ContextExcess, what: str = "messages") -> str:
-    """Say that the context is too short for `what`, in the words by which OpenAI's clients know it."""
-    more = " or more" * excess.is_bound
-    limit = f"This model's maximum context length is {excess.max_model_len} tokens. However, "
-    if not excess.output_tokens:
-        found = f"your {what} resulted in {excess.prompt_tokens} tokens{more}"
-        return f"{limit}{found}; the limit is {excess.max_prompt_tokens} for a prompt. Shorten the {what}."
-    total = excess.prompt_tokens + excess.output_tokens
-    parts = f"{excess.prompt_tokens} in the {what}, {excess.output_tokens} in the completion"
-    return f"{limit}you requested {total} tokens ({parts}). Shorten the {what}, or lower {field}."
-
-
-def http_error(error: PilotfishError, context: Callable[[str, ContextExcess], str] = context_words) -> HttpError:
-    """Convert `error` to its status, code and message; `context` says in which field the context is exceeded."""
+def http_error(error: PilotfishError, path: str = "") -> HttpError:
+    """Convert `error` to its status, code and message, for the clients of the routes at this path."""
     refused = refusal(error)
-    status, kind = _STATUSES.get(refused.code, (500, "server_error"))
+    status = _STATUSES.get(refused.code, 500)
     retry = UNAVAILABLE_SECONDS if status == 503 else refused.retry_seconds
     if not isinstance(error, InvalidRequest):
         code = "model_not_found" if status == 404 else refused.metric
-        return HttpError(status, kind, code, clipped(str(error), MAX_MESSAGE), retry_seconds=retry)
+        return HttpError(status, code, clipped(str(error), MAX_MESSAGE), retry_seconds=retry)
     found = told(error.violations)
-    parts = [str(v) if v.excess is None else context(v.field, v.excess) for v in found]
-    message = "; ".join(dict.fromkeys(parts))
     over = next((violation for violation in found if violation.excess is not None), None)
-    if over is not None:  # clients shorten the conversation then, and send it again
-        return HttpError(status, kind, "context_length_exceeded", message, over.field)
-    return HttpError(status, kind, refused.metric, message, found[0].field)
+    parts = [str(v) if v.excess is None else _context_words(path, v.field, v.excess) for v in found]
+    # By this code clients shorten the conversation, and send it again.
+    code, field = (refused.metric, found[0].field) if over is None else ("context_length_exceeded", over.field)
+    return HttpError(status, code, "; ".join(dict.fromkeys(parts)), field)
 
 
-def violations(errors: Sequence[Any]) -> tuple[Violation, ...]:
+def _context_words(path: str, field: str, excess: ContextExcess) -> str:
+    """Say that the context is too short, in the words by which the clients of the API know it."""
+    num_prompt, num_output, most = excess.prompt_tokens, excess.output_tokens, excess.max_prompt_tokens
+    if path.startswith(_OF_MESSAGES):
+        if num_output:
+            return (
+                f"input length and `{field}` exceed context limit: {num_prompt} + {num_output} > {excess.max_model_len}"
+            )
+        return f"prompt is too long: {num_prompt} tokens > {most} maximum"
+    what = "prompt" if path.startswith(("/v1/completions", "/generate")) else "messages"
+    limit = f"This model's maximum context length is {excess.max_model_len} tokens. However, "
+    if num_output:
+        parts = f"{num_prompt} in the {what}, {num_output} in the completion"
+        total = f"{num_prompt + num_output} tokens ({parts})"
+        return f"{limit}you requested {total}. Shorten the {what}, or lower {field}."
+    found = f"your {what} resulted in {num_prompt} tokens{' or more' * excess.is_bound}"
+    return f"{limit}{found}; the limit is {most} for a prompt. Shorten the {what}."
+
+
+def violations(errors: Sequence[Any]) -> list[Violation]:
     """Convert the errors that pydantic found in a body."""
-    return tuple(Violation(_path(error), _problem(error)) for error in errors)
+    return [Violation(_path(error), _problem(error)) for error in errors]
 
 
-INTERNAL = HttpError(500, "server_error", "internal", "internal error")
+INTERNAL = HttpError(500, "internal", "internal error")
 
 
 def _path(error: Any) -> str:
-    """("body", "messages", 0, "role") -> "messages[0].role", without pydantic's names for the types of a union."""
-    first, *others = error["loc"][1:] or ("body",)
-    parts = [first, *(part for part in others if isinstance(part, int) or not _OF_A_UNION.fullmatch(part))]
+    """("messages", 0, "role") -> "messages[0].role"."""
+    parts = [part for part in error["loc"] if isinstance(part, int) or not _TAGS.fullmatch(part)]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{clipped(part, MAX_VIOLATION)}" for part in parts)
     return path.removeprefix(".") or "body"
 
@@ -122,55 +138,19 @@ def _problem(error: Any) -> str:
     return f"is {_shown(error['input'])}; {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
-def _shown(value: Any, most: int = 80) -> str:
+_REPR = reprlib.Repr()
+_REPR.maxlist = _REPR.maxdict = _REPR.maxstring = 80
+
+
+def _shown(value: Any) -> str:
     """`shown`; but of a list or an object, which can have millions of entries, only what is told is written."""
-    text = ""
-    for piece in _pieces(value):
-        text += piece
-        if len(text) > most:
-            return f"{text[: most - 1]}…"
-    return text
-
-
-def _pieces(value: Any) -> Iterator[str]:
-    """Yield what joins to the `repr` of a value of JSON; of long texts the middle is left out."""
     if not isinstance(value, list | dict):
-        yield shown(value)
-        return
-    yield "[" if isinstance(value, list) else "{"
-    for i, entry in enumerate(value):
-        yield ", " if i else ""
-        yield from _pieces(entry)
-        if isinstance(value, dict):
-            yield ": "
-            yield from _pieces(value[entry])
-    yield "]" if isinstance(value, list) else "}"
-
-
-_TYPES = {  # by status
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+        return shown(value)
+    text = _REPR.repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def error_at(path: str, error: HttpError | PilotfishError) -> HttpError:
     """Return an error in the format of the routes at this path: Anthropic's or OpenAI's."""
-    is_ours = path.startswith("/v1/messages")
-    if isinstance(error, PilotfishError):
-        what = "prompt" if path.startswith(("/v1/completions", "/generate")) else "messages"
-        error = http_error(error, _context if is_ours else partial(context_words, what=what))
-    return replace(error, is_of_messages=is_ours)
-
-
-def _context(field: str, excess: ContextExcess) -> str:
-    """Say that the context is too short, in the words by which Anthropic's clients know it."""
-    if excess.output_tokens:
-        told = f"input length and `{field}` exceed context limit: {excess.prompt_tokens} + {excess.output_tokens}"
-        return f"{told} > {excess.max_model_len}"
-    return f"prompt is too long: {excess.prompt_tokens} tokens > {excess.max_prompt_tokens} maximum"
+    found = http_error(error, path) if isinstance(error, PilotfishError) else error
+    return replace(found, is_of_messages=path.startswith(_OF_MESSAGES))

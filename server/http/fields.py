@@ -6,7 +6,8 @@ missing. So does an unsupported field of OpenAI or of other servers if its value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
@@ -14,11 +15,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
+    GetCoreSchemaHandler,
     model_validator,
 )
+from pydantic_core import CoreSchema, core_schema
 
 from engine.errors import shown
 from engine.params import MAX_SEED, MIN_SEED
@@ -99,6 +100,7 @@ IGNORED |= {"prompt_cache_key", "prompt_cache_retention"}
 # Values of unsupported fields that request nothing.
 NEUTRAL: dict[str, Any] = {
     "annotations": [],
+    "background": False,
     "best_of": 1,
     "echo": False,
     "include_reasoning": True,
@@ -108,8 +110,26 @@ NEUTRAL: dict[str, Any] = {
     "return_token_ids": False,
     "return_tokens_as_token_ids": False,
     "spaces_between_special_tokens": True,
+    "suffix": "",
+    "top_logprobs": 0,
     "use_beam_search": False,
 }
+
+
+def goes_with(kind: str, field: str, name: str = "") -> Any:
+    """Return a validator of a body: `field`, to callers `name`, is set where its type is `kind` and nowhere else."""
+
+    def check(body: Any) -> Any:
+        if (body.type == kind) != (getattr(body, field) is not None):
+            raise ValueError(f"is of type {body.type!r}; {name or field} goes with the type {kind} and with no other")
+        return body
+
+    return model_validator(mode="after")(check)
+
+
+def text_of(content: Any, separator: str = "") -> str:
+    """Return the whole text of a content: a text, or parts that have one each. It is empty if there is none."""
+    return content or "" if isinstance(content, str | None) else separator.join(part.text for part in content)
 
 
 def not_served(advice: str) -> BeforeValidator:
@@ -139,7 +159,7 @@ class Body(BaseModel):
         return {
             name: value
             for name, value in found.items()
-            if value is not None and (name in fields or not (name in ignored or _is_neutral(name, value)))
+            if not (value is None or _is_neutral(name, value)) and (name in fields or name not in ignored)
         }
 
 
@@ -147,42 +167,53 @@ def _is_neutral(name: str, value: Any) -> bool:
     return name in NEUTRAL and type(value) is type(NEUTRAL[name]) and value == NEUTRAL[name]
 
 
-def _kind(value: Any) -> str:
-    return "list[part]" if isinstance(value, list) else "str"
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Chooses a type of a union by a value: `which` returns its number. So errors are of this type alone."""
+
+    which: Callable[[Any], int]
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return _union([handler.generate_schema(kind) for kind in get_args(union)], self.which)
 
 
-# Tells a text from a list of parts. The tags are names that errors leave out of a field's path.
-TEXT_OR_PARTS = Discriminator(_kind)
-TEXT, PARTS = Tag("str"), Tag("list[part]")
-_tags = set[str]()  # types of parts, which pydantic adds to the path of a part's field
+def _union(schemas: list[CoreSchema], which: Callable[[Any], int]) -> CoreSchema:
+    """Return the schema of a union. Its tags are names that errors leave out of a field's path."""
+    return core_schema.tagged_union_schema(
+        {f"<{i}>": schema for i, schema in enumerate(schemas)}, lambda value: f"<{which(value):d}>"
+    )
 
 
-def of_types(kinds: Any, default: Callable[[dict[str, Any]], str | None] = lambda _: None) -> BeforeValidator:
-    """Refuse an object whose field `type` is none that `kinds` has, a body or a union of bodies.
+TEXT_OR_LIST = OneOf(lambda value: isinstance(value, list))
+TEXT_OR_OBJECT = OneOf(lambda value: isinstance(value, dict))
+
+
+@dataclass(frozen=True, slots=True)
+class ByType:
+    """Chooses a body, of one or of a union, by the field `type` of an object, and refuses types that none has.
 
     `default` gives the type where it is missing.
     """
-    known = [name for kind in get_args(kinds) or (kinds,) for name in kind.model_fields["type"].annotation.__args__]
-    _tags.update(known)
 
-    def check(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        found = value.get("type")
-        if found is None:
-            found = default(value)
-            value = value if found is None else value | {"type": found}
-        if found is None:
-            raise ValueError(f"has no type; expected {' or '.join(known)}")
-        if found not in known:
-            raise ValueError(f"is of type {shown(found)}, which is not served; expected {' or '.join(known)}")
-        return value
+    default: Callable[[dict[str, Any]], str | None] = lambda _: None
 
-    return BeforeValidator(check)
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kinds = get_args(union) or (union,)
+        names = [get_args(kind.model_fields["type"].annotation) for kind in kinds]
+        numbers = {name: i for i, some in enumerate(names) for name in some}
 
+        def check(value: Any) -> Any:
+            if not isinstance(value, dict):
+                return value
+            found = self.default(value) if value.get("type") is None else value["type"]
+            if not isinstance(found, str):
+                raise ValueError(f"has no type; expected {' or '.join(numbers)}")  # noqa: TRY004  # for pydantic
+            if found not in numbers:
+                raise ValueError(f"is of type {shown(found)}, which is not served; expected {' or '.join(numbers)}")
+            return value | {"type": found}
 
-def without_tags(path: Sequence[int | str]) -> tuple[int | str, ...]:
-    """("input", 0, "message", "role") -> ("input", 0, "role"); a field that has the name of a type stays."""
-    inner = range(1, len(path) - 1)
-    tags = {i for i in inner if path[i] in _tags and isinstance(path[i - 1], int)}
-    return tuple(part for i, part in enumerate(path) if i not in tags)
+        def which(value: Any) -> int:
+            return numbers[value["type"]] if isinstance(value, dict) else 0
+
+        union_of = _union([handler.generate_schema(kind) for kind in kinds], which)
+        return core_schema.no_info_before_validator_function(check, union_of)

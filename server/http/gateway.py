@@ -1,4 +1,4 @@
-"""The HTTP server on the event loop: guards, limits, and routes for health, metrics and models. Knows no engine."""
+"""The HTTP server on the event loop: guards, limits, the page, and routes for health, metrics and models."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import h11
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -23,14 +25,29 @@ from server.admission.security import Callers
 from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
 from server.errors import Forbidden, NotFound, Unauthenticated
-from server.http import playground
 from server.http.errors import HttpError, error_at
-from server.http.playground import add_playground
 from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Exposition
 from server.version import version
 
-OPEN_PATHS = frozenset({"/health"}) | playground.PATHS
+PAGE = Path(__file__).resolve().parent / "playground"
+# Files of the page at `/`, which calls the server like any other client. They contain no secrets, so they need no
+# token; what it calls does (docs/adr/0027-a-page-without-a-build-step.md).
+PAGE_FILES = {
+    "/": ("index.html", "text/html"),
+    "/playground.css": ("playground.css", "text/css"),
+    "/playground.js": ("playground.js", "text/javascript"),
+    "/pilotfish.svg": ("pilotfish.svg", "image/svg+xml"),
+}
+# No content from other hosts, no inline scripts, no frames: so text from a model cannot run as code.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+OPEN_PATHS = frozenset({"/health", *PAGE_FILES})
 
 
 class Guard:
@@ -67,7 +84,7 @@ class Guard:
         head = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope.get("raw_path", b""))
         if head > self._config.max_header_bytes:
             problem = f"the headers have {head} bytes; the limit is {self._config.max_header_bytes}"
-            return HttpError(431, "invalid_request_error", "http", problem)
+            return HttpError(431, "http", problem)
         given = dict(_headers(scope)).get("host")
         if self._names is not None and given is not None and not self._is_ours(str(given), self._names):
             problem = f"the header Host is {shown(given)}; expected localhost or a loopback address, or set token_file"
@@ -116,8 +133,9 @@ def gateway(
     app, started = FastAPI(title="Pilotfish", version=version(), docs_url=None, redoc_url=None), time.monotonic()
     created = int(time.time())  # of the server: when the model was made is not known
     app.add_middleware(Guard, config=config, callers=callers)
-    if config.playground:
-        add_playground(app)
+    for path, (name, media_type) in PAGE_FILES.items() if config.playground else ():
+        page = Response((PAGE / name).read_bytes(), headers=PAGE_HEADERS, media_type=media_type)
+        app.router.routes.append(Route(path, page, methods=["GET"]))
 
     @app.get("/health")
     async def health() -> JSONResponse:

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a message of the protocol, which `server.admission` checks. Knows no route.
+"""From the bytes of a body to messages of the protocol, which `server.admission` checks. Knows no route.
 
 If some fields of a body are invalid by themselves, the other fields are still checked, so that one error lists all
 violations.
@@ -8,265 +8,121 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from email.message import Message
-from functools import singledispatch
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import InvalidRequest, Violation, shown
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.resume import parse_event_id
+from server.errors import QueueFull
+from server.http.bodies import GenerationFields
 from server.http.errors import violations
-from server.http.fields import without_tags
-from server.http.types import (
-    ChatBody,
-    ChatTurn,
-    CompletionBody,
-    FunctionBody,
-    GenerateBody,
-    GenerationFields,
-    OpenAiBody,
-    SpeculationFields,
-    ToolChoiceBody,
-    text_of,
-)
-
-OPENAI_TEMPERATURE = 1.0  # OpenAI's default; the default of `/generate` and gRPC is 0
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedBody:
-    """A body as a message, and the violations that are known already."""
-
-    message: pb.GenerateRequest
-    wrong: tuple[Violation, ...] = ()
-    timeout: float | None = None  # seconds
-    resume: pb.Resume | None = None  # what the caller received of an interrupted stream
-    others: tuple[pb.GenerateRequest, ...] = ()  # of the prompts after the first
-    called: Callable[[str], str] = str  # what the caller calls a field of the message
-
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Within it an InvalidRequest gets the caller's names of fields, which those in `wrong` have already."""
-        try:
-            yield
-        except InvalidRequest as invalid:
-            raise InvalidRequest(
-                wrong if wrong in self.wrong else replace(wrong, field=self.called(wrong.field))
-                for wrong in invalid.violations
-            ) from None
-
-
-def asked(body: GenerationFields) -> ParsedBody:
-    """Convert a body whose fields are valid by themselves."""
-    message, *others = messages_of(body)
-    return ParsedBody(message, tuple(body.conflicts()), body.timeout, others=tuple(others), called=body.called)
-
-
-def rest(kind: type[GenerationFields], found: Any, faulty: Iterable[str]) -> ParsedBody:
-    """Convert a body, a JSON object, without its `faulty` fields; the message may have no input."""
-    kept = {name: value for name, value in found.items() if name not in faulty}
-    assert kind.no_input is not None, "such a body has no rest"
-    field, nothing = kind.no_input
-    has_input = kept.get(field) is not None
-    body = kind.model_validate(kept if has_input else kept | {field: nothing})
-    read = asked(body)
-    if not has_input:
-        read.message.ClearField("prompt")
-        read.message.ClearField("messages")
-    return read
-
-
-def continued(read: ParsedBody, event_id: str, max_n: int) -> ParsedBody:
-    """Make the request continue the stream after the event with this id; an invalid id is one more violation.
-
-    Outputs that were finished are computed again, too, because the usage at the end includes them.
-    """
-    if read.others:
-        wrong = Violation("Last-Event-ID", f"continues a stream of one prompt; the body has {1 + len(read.others)}")
-        return replace(read, wrong=(*read.wrong, wrong))
-    try:
-        seed, resume = parse_event_id(event_id, max_n)
-    except InvalidRequest as invalid:
-        return replace(read, wrong=(*read.wrong, *invalid.violations))
-    message = read.message
-    if message.sampling.HasField("seed") and message.sampling.seed != seed:
-        wrong = Violation("seed", f"is {message.sampling.seed}; the stream that Last-Event-ID names has {seed}")
-        return replace(read, wrong=(*read.wrong, wrong))
-    message.sampling.seed = seed
-    message.resume.CopyFrom(resume)
-    for output in message.resume.outputs:
-        output.tail, output.recount = output.tail or output.finished, True
-    return replace(read, resume=resume)
-
-
-@singledispatch
-def messages_of(body: GenerationFields) -> list[pb.GenerateRequest]:
-    """Convert a body to one message for each of its prompts. Every kind of body registers its own conversion."""
-    raise AssertionError(f"no route takes a {type(body).__name__}")
-
-
-@messages_of.register
-def _(body: GenerateBody) -> list[pb.GenerateRequest]:
-    """Convert a body of `POST /generate`. `k_draft` is the number of drafts in every round; 0 turns speculation off."""
-    request = common(body, body.max_new_tokens)
-    request.prompt = body.prompt
-    if body.k_draft is not None:
-        request.speculation.num_draft_tokens = body.k_draft
-        request.speculation.mode = pb.SPECULATION_MODE_FIXED if body.k_draft else pb.SPECULATION_MODE_OFF
-    return [request]
-
-
-@messages_of.register
-def _(body: CompletionBody) -> list[pb.GenerateRequest]:
-    """Convert a body of `POST /v1/completions`."""
-    request = common(body, 1 if body.is_only_scored else body.max_tokens)  # one token is generated and left out
-    _ask_as_openai(request, body)
-    if body.logprobs is not None:
-        request.output.logprobs, request.output.top_logprobs = True, body.logprobs
-    if body.echo:
-        request.output.prompt_logprobs = request.output.logprobs
-        request.output.prompt_token_ids = True
-    return [_with_prompt(request, prompt) for prompt in body.prompts]
-
-
-def _with_prompt(request: pb.GenerateRequest, prompt: str | list[int]) -> pb.GenerateRequest:
-    asked = pb.GenerateRequest()
-    asked.CopyFrom(request)
-    if isinstance(prompt, str):
-        asked.prompt = prompt
-    else:
-        asked.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
-    return asked
-
-
-@messages_of.register
-def _(body: ChatBody) -> list[pb.GenerateRequest]:
-    """Convert a body of `POST /v1/chat/completions`."""
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    request = common(body, limit)
-    _ask_as_openai(request, body)
-    request.messages.CopyFrom(conversation(body))
-    request.stopping.stop_in_answer = True
-    request.output.logprobs = bool(body.logprobs)
-    request.output.top_logprobs = body.top_logprobs or 0
-    return [request]
-
-
-def _ask_as_openai(request: pb.GenerateRequest, body: OpenAiBody) -> None:
-    if body.temperature is None:
-        request.sampling.temperature = OPENAI_TEMPERATURE
-    request.output.prompt_token_ids = body.has_running_usage  # their number is the usage before the end
-
-
-def common(body: GenerationFields, max_tokens: int | None) -> pb.GenerateRequest:
-    """Convert the fields that all routes have; the input is still missing."""
-    allowed = body.allowed_token_ids
-    return pb.GenerateRequest(
-        model=body.model,
-        sampling=pb.SamplingParams(
-            **_named(body, pb.SamplingParams)
-            | {"allowed_token_ids": None if allowed is None else pb.TokenIds(ids=allowed)}
-        ),
-        stopping=pb.StoppingParams(**_named(body, pb.StoppingParams) | {"max_tokens": max_tokens}),
-        speculation=_speculation(body.speculation),
-        guided=_guided(body),
-        cache_salt=body.cache_salt,
-        priority=body.priority,
-        output=pb.OutputOptions(digests=body.event_ids, skip_special_tokens=body.skip_special_tokens),
-        prediction=None if body.prediction is None else pb.Prediction(text=text_of(body.prediction.content)),
-    )
-
-
-def _named(body: Any, group: Any) -> dict[str, Any]:
-    """Return the fields that a group of the protocol has under the same names; None for those that are not set."""
-    return {field.name: getattr(body, field.name, None) for field in group.DESCRIPTOR.fields}
-
-
-def _speculation(asked: SpeculationFields | None) -> pb.SpeculationOptions | None:
-    if asked is None:
-        return None
-    enums = {
-        "mode": asked.mode and f"SPECULATION_MODE_{asked.mode.upper()}",
-        "verification": asked.verification and f"VERIFICATION_{asked.verification.upper()}",
-    }
-    return pb.SpeculationOptions(**_named(asked, pb.SpeculationOptions) | enums)
-
-
-def _guided(body: GenerationFields) -> pb.GuidedDecoding | None:
-    structure = next(body.structures(), None)
-    if structure is None:
-        return None
-    if structure.kind == "choice":
-        return pb.GuidedDecoding(choice=pb.Choice(choices=structure.source))
-    source = structure.source if isinstance(structure.source, str) else json.dumps(structure.source)
-    named: Any = {"json_schema" if structure.kind == "json" else structure.kind: source}
-    return pb.GuidedDecoding(**named)
-
-
-_ROLES = {"developer": "system", "function": "tool"}  # newer and older names, which few templates know
-
-
-def conversation(body: ChatBody) -> pb.ChatMessages:
-    """Convert the messages, the tools, and all that the template and the structure of the answer depend on."""
-    return pb.ChatMessages(
-        messages=map(_turn, body.messages),
-        tools=[_tool(tool.function) for tool in body.tools],
-        tool_choice=None if body.tool_choice is None else _tool_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
-        template_arguments=template_arguments(body.reasoning_effort, body.verbosity, body.chat_template_kwargs),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        thinking_budget=body.thinking_token_budget if body.thinking_budget is None else body.thinking_budget,
-    )
-
-
-def template_arguments(
-    effort: str | None, verbosity: str | None = None, named: dict[str, Any] | None = None
-) -> str | None:
-    """Return more variables of the template as JSON. Those that the caller names go before those that fields imply.
-
-    Most templates have a switch for reasoning, and no degrees.
-    """
-    found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    found |= {"enable_thinking": False} if effort == "none" else {}
-    found |= {} if verbosity is None else {"verbosity": verbosity}
-    found |= named or {}
-    return json.dumps(found) if found else None
-
-
-def _tool(function: FunctionBody) -> pb.Tool:
-    schema = "" if function.parameters is None else json.dumps(function.parameters)
-    return pb.Tool(name=function.name, description=function.description, parameters=schema, strict=function.strict)
-
-
-def _tool_choice(choice: ToolChoiceBody) -> pb.ToolChoice:
-    if choice.function is not None:
-        return pb.ToolChoice(name=choice.function.name)
-    return pb.ToolChoice(mode=pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{choice.type.upper()}"))
-
-
-def _turn(turn: ChatTurn) -> pb.ChatMessage:
-    calls = [
-        pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in turn.tool_calls
-    ]
-    return pb.ChatMessage(
-        role=_ROLES.get(turn.role, turn.role),
-        content=text_of(turn.content),
-        name=turn.name,
-        tool_calls=calls,
-        tool_call_id=turn.tool_call_id,
-        reasoning=turn.thoughts,
-    )
-
 
 BodyT = TypeVar("BodyT", bound=GenerationFields)
 FieldsT = TypeVar("FieldsT", bound=BaseModel)
+
+
+@dataclass(slots=True)
+class ParsedBody(Generic[BodyT]):
+    """A body, as far as its fields are valid; the message of each of its prompts, and the violations known already."""
+
+    body: BodyT
+    messages: list[pb.GenerateRequest]
+    wrong: list[Violation] = field(default_factory=list)
+
+    @contextmanager
+    def naming(self, prompt: int = 0) -> Iterator[None]:
+        """Within it errors have the caller's names of fields, and name the prompt if it is one of several."""
+        name = f"prompt[{prompt}]" if len(self.messages) > 1 else ""
+        try:
+            yield
+        except InvalidRequest as invalid:
+            raise InvalidRequest(self._named(violation, name) for violation in invalid.violations) from None
+        except QueueFull as full:
+            if name:
+                full.args = (f"{name}: {full}",)
+            raise
+
+    def _named(self, wrong: Violation, prompt: str) -> Violation:
+        if wrong in self.wrong:
+            return wrong
+        of_prompt = re.fullmatch(r"(?:prompt|token_ids)(\[\d+\])?", wrong.field)
+        if prompt and of_prompt is not None:
+            return replace(wrong, field=f"{prompt}{of_prompt[1] or ''}")
+        problem = f"{wrong.problem} (in the request of {prompt})" if prompt else wrong.problem
+        return replace(wrong, field=self.body.called(wrong.field), problem=problem)
+
+    def resume_after(self, event_id: str, max_n: int) -> pb.Resume | None:
+        """Continue the stream after the event with this id; return what was received, or None if the id is wrong.
+
+        Outputs that were finished are computed again, too, because the usage at the end includes them.
+        """
+        message, *others = self.messages
+        if not self.body.stream:
+            self.refuse("Last-Event-ID", "continues a stream; it needs stream: true")
+        if others:
+            self.refuse("Last-Event-ID", f"continues a stream of one prompt; the body has {1 + len(others)}")
+        try:
+            seed, resume = parse_event_id(event_id, max_n)
+        except InvalidRequest as invalid:
+            self.wrong += invalid.violations
+            return None
+        if message.sampling.HasField("seed") and message.sampling.seed != seed:
+            self.refuse("seed", f"is {message.sampling.seed}; the stream that Last-Event-ID names has {seed}")
+        if self.wrong:
+            return None  # the request is refused, and so is not compared with what this server would send
+        message.sampling.seed = seed
+        message.resume.CopyFrom(resume)
+        for output in message.resume.outputs:
+            output.tail, output.recount = output.tail or output.finished, True
+        return resume
+
+    def refuse(self, field: str, problem: str) -> None:
+        self.wrong.append(Violation(field, problem))
+
+
+def read_body(kind: type[BodyT], data: bytes, content_type: str) -> ParsedBody[BodyT]:
+    """Return the fields, the messages that they make, and what is wrong. Raises InvalidRequest if it is no object."""
+    found = read_json(data, content_type)
+    try:
+        return _asked(kind.model_validate(found))
+    except ValidationError as error:
+        errors = error.errors(include_url=False)[:MAX_ERRORS]
+    wrong = violations(errors)
+    if any(not about["loc"] for about in errors):
+        del found  # it can have a hundred megabytes, and the traceback would keep it
+        raise InvalidRequest(wrong)
+    if kind.no_input is None:
+        return ParsedBody(kind.model_construct(), [pb.GenerateRequest()], wrong)
+    faulty = {about["loc"][0] for about in errors}
+    read = _rest(kind, {name: value for name, value in found.items() if name not in faulty}, *kind.no_input)
+    read.wrong[:0] = wrong
+    return read
+
+
+def _asked(body: BodyT) -> ParsedBody[BodyT]:
+    """Convert a body whose fields are valid by themselves."""
+    try:
+        return ParsedBody(body, body.requests(), list(body.conflicts()))
+    except InvalidRequest as invalid:  # of a conversation
+        return ParsedBody(body, [pb.GenerateRequest()], list(invalid.violations))
+
+
+def _rest(kind: type[BodyT], found: dict[str, Any], input_field: str, nothing: Any) -> ParsedBody[BodyT]:
+    """Convert the valid fields of a body. If they have no input, it is `nothing` here, and the message has none."""
+    has_input = found.get(input_field) is not None
+    read = _asked(kind.model_validate(found if has_input else found | {input_field: nothing}))
+    if not has_input:
+        read.messages[0].ClearField("prompt")
+        read.messages[0].ClearField("messages")
+    return read
+
 
 MAX_PARTS = 200_000  # strings, lists and objects: each takes up to two hundred bytes when it is made
 _PARTS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
@@ -274,52 +130,13 @@ MAX_DIGITS = 1000  # of a whole number: to read one takes a time that grows with
 MAX_ERRORS = 100  # that are looked at; an answer has room for fewer
 
 
-class WrongBody(Exception):  # it becomes an InvalidRequest, with what else is wrong
-    """Expected: some fields are invalid. `read` has the others, and what is wrong with these."""
-
-    def __init__(self, read: ParsedBody) -> None:
-        super().__init__(f"{len(read.wrong)} violations")
-        self.read = read
-
-
-def read_body(kind: type[BodyT], data: bytes, content_type: str) -> tuple[BodyT, ParsedBody]:
-    """Return the fields, and the message that they make. Raises InvalidRequest if it is no JSON, or WrongBody."""
-    found = read_json(data, content_type)
-    try:
-        body = kind.model_validate(found)
-        return body, asked(body)
-    except ValidationError as error:
-        wrong = _wrong(kind, found, error)
-    except InvalidRequest as invalid:  # of a conversation
-        wrong = WrongBody(ParsedBody(pb.GenerateRequest(), invalid.violations))
-    del found  # it can have a hundred megabytes, and the traceback would keep it
-    raise wrong
-
-
 def fields_of(kind: type[FieldsT], data: bytes, content_type: str) -> FieldsT:
     """Return the fields of a body; InvalidRequest with all that is wrong with them."""
     try:
         return kind.model_validate(read_json(data, content_type))
     except ValidationError as error:
-        wrong = _violations(error.errors(include_url=False)[:MAX_ERRORS], has_tags=True)
+        wrong = violations(error.errors(include_url=False)[:MAX_ERRORS])
     raise InvalidRequest(wrong)
-
-
-def _violations(found: Iterable[Any], *, has_tags: bool) -> tuple[Violation, ...]:
-    return violations(
-        [{**about, "loc": ("body", *(without_tags(about["loc"]) if has_tags else about["loc"]))} for about in found]
-    )
-
-
-def _wrong(kind: type[BodyT], found: Any, error: ValidationError) -> WrongBody | InvalidRequest:
-    errors = error.errors(include_url=False)[:MAX_ERRORS]
-    wrong = _violations(errors, has_tags=kind.no_input is None)
-    if kind.no_input is None:
-        return WrongBody(ParsedBody(pb.GenerateRequest(), wrong))
-    if any(not about["loc"] for about in errors):
-        return InvalidRequest(wrong)
-    read = rest(kind, found, {str(about["loc"][0]) for about in errors})
-    return WrongBody(replace(read, wrong=(*wrong, *read.wrong)))
 
 
 def _require_few_parts(text: str) -> None:

@@ -1,152 +1,165 @@
-"""Routes that generate, that answer with the tokens of a prompt, and that load adapters; and our own answers."""
+"""The routes that generate, in each format; that answer with the tokens of a prompt; and that load adapters."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from engine.errors import InvalidRequest, PilotfishError, Violation
+from engine.errors import InvalidRequest, PilotfishError, Unsupported, shown
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Call
+from server.admission.admission import Origin
 from server.admission.resume import EventIds
 from server.admission.security import AdapterCalls
+from server.admission.slow_work import release_turn
 from server.driver import Driver
-from server.http.agents import AgentBody
+from server.http.bodies import GenerateBody, GenerationFields
 from server.http.calls import (
     Answers,
     CallerGone,
     Calls,
     EventStream,
+    Json,
     Messages,
     Services,
     WholeAnswer,
-    origin_of,
     unless_gone,
 )
 from server.http.errors import INTERNAL, HttpError, error_at
-from server.http.openai.chat import ChatAnswers, fitted
+from server.http.fields import Body, Text
+from server.http.messages.answers import MessagesAnswer
+from server.http.messages.bodies import ConversationBody, MessagesBody
+from server.http.openai.answers import FINISH_REASONS
+from server.http.openai.bodies import ChatBody, CompletionBody
+from server.http.openai.chat import ChatAnswers, fit
 from server.http.openai.text import TextAnswers
-from server.http.requests import ParsedBody, WrongBody, continued, fields_of, read_body
-from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
+from server.http.requests import ParsedBody, fields_of, read_body
+from server.http.responses.answers import ResponsesAnswer
+from server.http.responses.bodies import ResponsesBody
 
-BodyT = TypeVar("BodyT", bound=GenerationFields)
-RenderedT = TypeVar("RenderedT", bound=OpenAiBody)
-
-
-AnswersTo: TypeAlias = Callable[[BodyT, pb.GenerateRequest, Call], Answers]  # to an admitted call
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def add_generation(app: FastAPI, services: Services) -> None:
-    """Add the routes, and handlers that return errors in OpenAI's format."""
-    router, routes = APIRouter(), GeneratingRoutes(services)
+    """Add the routes that take prompts, and handlers that return errors in the format of each."""
 
-    @router.post("/generate", response_model=None, openapi_extra=_schema(GenerateBody, "/generate"))
-    async def generate(request: Request) -> Response:
-        """Continue one prompt: return the text and its speed, or stream the tokens."""
-        return await routes.respond(GenerateBody, lambda *_: NativeAnswers(), request)
+    def add(path: str, endpoint: Endpoint, about: str, extra: dict[str, Any] | None = None) -> None:
+        name = path.removeprefix("/v1/").replace("/", "_")
+        app.add_api_route(
+            path, endpoint, methods=["POST"], name=name, description=about, response_model=None, openapi_extra=extra
+        )
 
-    @router.post("/v1/completions", response_model=None, openapi_extra=_schema(CompletionBody, "/v1/completions"))
-    async def completions(request: Request) -> Response:
-        """Continue a prompt, in the format of OpenAI's completions."""
-        return await routes.respond(CompletionBody, _texts, request)
+    about = "Continue one prompt: return the text and its speed, or stream the tokens."
+    add("/generate", _generating(services, GenerateBody, NativeAnswers), about, _schema(GenerateBody, "/generate"))
+    for path, kind, answers in (
+        ("/v1/completions", CompletionBody, TextAnswers),
+        ("/v1/chat/completions", ChatBody, ChatAnswers),
+    ):
+        about = "Continue a prompt or a conversation, in OpenAI's format."
+        add(path, _generating(services, kind, answers), about, _schema(kind, path))
+        about = "Return the tokens of each prompt, as a list, or of the conversation as its template writes it."
+        body = {"requestBody": {"$ref": f"#/paths/{path.replace('/', '~1')}/post/requestBody"}}
+        add(f"{path}/render", _converting(services, kind, _rendered), about, body)
+    about = "Continue a conversation, in the format of OpenAI's responses."
+    add("/v1/responses", _generating(services, ResponsesBody, ResponsesAnswer), about)
+    about = "Continue a conversation, in the format of Anthropic's messages."
+    add("/v1/messages", _generating(services, MessagesBody, MessagesAnswer), about)
+    about = "Return how many tokens the prompt of the same conversation has."
+    add("/v1/messages/count_tokens", _converting(services, ConversationBody, _counted), about)
 
-    @router.post("/v1/chat/completions", response_model=None, openapi_extra=_schema(ChatBody, "/v1/chat/completions"))
-    async def chat_completions(request: Request) -> Response:
-        """Continue a conversation, in the format of OpenAI's chat completions."""
-        return await routes.respond(ChatBody, _turns, request)
+    @app.api_route("/v1/responses/{response_id}", methods=["GET", "DELETE"], include_in_schema=False)
+    async def stored(response_id: str) -> Response:
+        """Answer 404: nothing is stored."""
+        raise HTTPException(404, f"no response has the id {shown(response_id)}: this server stores none")
 
-    app.include_router(router)
     _add_errors(app)
 
 
-def _texts(body: CompletionBody, _: pb.GenerateRequest, call: Call) -> Answers:
-    return TextAnswers.of(body, call.driver.model.named(body.model))
+def _generating(services: Services, kind: type[GenerationFields], made: type[Answers]) -> Endpoint:
+    """Return an endpoint that answers, or streams events. What refuses a request is raised before anything is sent."""
+    admission, driver, slow, stall_seconds = services
 
-
-def _turns(body: ChatBody, message: pb.GenerateRequest, call: Call) -> Answers:
-    return ChatAnswers.of(body, message, call.driver.model.named(body.model))
-
-
-class GeneratingRoutes:
-    """From the bytes of a body to one answer or a stream of events, in any format."""
-
-    def __init__(self, services: Services) -> None:
-        self._admission, self._driver, self._slow, self._stall_seconds = services
-
-    async def respond(self, kind: type[BodyT], answers_to: AnswersTo[BodyT], request: Request) -> Response:
-        """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""
+    async def endpoint(request: Request) -> Response:
         data = await request.body()
-        async with self._slow.turn(len(data)):
-            body, read = await self._read(kind, data, request)
-            with read.naming():
-                return await self._respond(body, read, answers_to, request)
+        async with slow.turn(len(data)):
+            read = await slow.run(read_body, kind, data, request.headers.get("content-type", ""))
+            ends = time.monotonic() + (math.inf if read.body.timeout is None else read.body.timeout)
+            origin = Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
+            model = driver().model
+            after = request.headers.get("last-event-id")
+            may_continue = fit(read, model, is_continued=after is not None)
+            max_n = model.engine.config.max_n
+            resume = None if after is None or not may_continue else read.resume_after(after, max_n)
+            calls = await unless_gone(Calls.admit(admission, read, origin), request.receive)
+            answers = made(read.body, read.messages[0], calls.calls[0])
+            if read.body.stream:
+                has_ids = read.body.event_ids
+                return EventStream(calls, answers, origin, stall_seconds, EventIds(resume), has_ids=has_ids)
+            return await unless_gone(WholeAnswer.of(calls, answers, origin), request.receive)
 
-    async def _respond(self, body: BodyT, read: ParsedBody, answers_to: AnswersTo[BodyT], request: Request) -> Response:
-        model, origin = self._driver().model, origin_of(request, body.timeout)
-        after = request.headers.get("last-event-id")
-        if after is not None and not isinstance(body, AgentBody):
-            if not body.stream:
-                raise InvalidRequest.of("Last-Event-ID", "continues a stream; it needs stream: true")
-            read = continued(read, after, model.engine.config.max_n)
-        read = fitted(read, body, model, continues=after is not None)
+    return endpoint
 
-        def begun(calls: Calls) -> Answers:
-            return answers_to(body, read.message, calls.calls[0])
 
-        if not body.stream:
-            return await unless_gone(WholeAnswer.of(self._admission, read, origin, begun), request.receive)
-        calls = await unless_gone(Calls.admit(self._admission, read, origin), request.receive)
-        ids, stall_seconds = EventIds(read.resume), self._stall_seconds
-        return EventStream(calls, begun(calls), origin, stall_seconds, ids, has_ids=body.event_ids)
+def _converting(
+    services: Services, kind: type[GenerationFields], converted: Callable[[Services, ParsedBody[Any]], Awaitable[Any]]
+) -> Endpoint:
+    """Return an endpoint that generates nothing, and raises the errors that the same request would get."""
 
-    async def _read(self, kind: type[BodyT], data: bytes, request: Request) -> tuple[BodyT, ParsedBody]:
-        """Read the body. Raises the error that the request gets if fields of it are invalid."""
-        about = request.headers.get("content-type", "")
-        try:
-            return await self._slow.run(read_body, kind, data, about)
-        except WrongBody as error:
-            read = error.read
-        with read.naming():
-            await self._admission.admit(read.message, origin_of(request, read.timeout), read.wrong)
-        raise AssertionError("a request with known violations was admitted")
-
-    async def render(self, kind: type[RenderedT], prefix: str, request: Request) -> Response:
-        """Return what a prompt becomes, of several each, or raise the error that the same request would get."""
-        data, about = await request.body(), request.headers.get("content-type", "")
-        with self._admission.conversion(request.scope["caller"]):
-            async with self._slow.turn(len(data)):
-                try:
-                    _, read = await self._slow.run(read_body, kind, data, about)
-                except WrongBody as error:
-                    read = error.read
-                with read.naming():
-                    found = [
-                        await self._rendered(message, prefix, read.wrong) for message in (read.message, *read.others)
-                    ]
-        text = await self._slow.run(json.dumps, found if kind is CompletionBody else found[0], is_slow=True)
+    async def work(request: Request) -> Response:
+        data = await request.body()
+        with services.admission.conversion(request.scope["caller"]):
+            async with services.slow.turn(len(data)):
+                read = await services.slow.run(read_body, kind, data, request.headers.get("content-type", ""))
+                found = await converted(services, read)
+        text = await services.slow.run(json.dumps, found, is_slow=True)
         return Response(text, media_type="application/json")
 
-    async def _rendered(self, message: pb.GenerateRequest, prefix: str, wrong: tuple[Violation, ...]) -> dict[str, Any]:
-        wanted = await self._admission.wanted(message, wrong, self._driver().model)
-        return {
-            "request_id": f"{prefix}-{wanted.request_id}",
-            "model": wanted.model,
-            "token_ids": wanted.request.token_ids,
-            "features": None,  # of images, which no model here sees
-            "cache_salt": message.cache_salt if message.HasField("cache_salt") else None,
-            "priority": message.priority,
-        }
+    async def endpoint(request: Request) -> Response:
+        return await unless_gone(work(request), request.receive)
+
+    return endpoint
+
+
+async def _rendered(services: Services, read: ParsedBody[CompletionBody | ChatBody]) -> Any:
+    found, is_chat = [], isinstance(read.body, ChatBody)
+    for i, message in enumerate(read.messages):
+        with read.naming(i):
+            wanted = await services.admission.wanted(message, read.wrong, services.driver().model)
+        found.append(
+            {
+                "request_id": f"{(ChatAnswers if is_chat else TextAnswers).prefix}-{wanted.request_id}",
+                "model": wanted.model,
+                "token_ids": wanted.request.token_ids,
+                "features": None,  # of images, which no model here sees
+                "cache_salt": message.cache_salt if message.HasField("cache_salt") else None,
+                "priority": message.priority,
+            }
+        )
+    return found[0] if is_chat else found
+
+
+async def _counted(services: Services, read: ParsedBody[ConversationBody]) -> Any:
+    admission, model, message = services.admission, services.driver().model, read.messages[0]
+    if model.codec is None or model.chat is None:
+        raise Unsupported(f"{model.name} has no tokenizer or no chat template, so it reads no conversations")
+    found = [*read.wrong]
+    text = await admission.text_of(message, model, found)
+    if text is None or found:
+        with read.naming():
+            raise InvalidRequest(found)
+    release_turn()
+    return {"input_tokens": len(await admission.encoded(text, model.codec, message))}
 
 
 @cache  # always the same, and dearer than all else with which a server starts
@@ -165,7 +178,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        told = HttpError(error.status_code, "invalid_request_error", "http", str(error.detail))
+        told = HttpError(error.status_code, "http", str(error.detail))
         response = error_at(request.url.path, told).response()
         allowed = (error.headers or {}).get("Allow")
         if allowed is not None:  # the route of GET answers HEAD, whether it says so or not
@@ -180,15 +193,6 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(request: Request, _: Exception) -> JSONResponse:
         return error_at(request.url.path, INTERNAL).response()  # uvicorn logs the exception with its traceback
-
-
-Json = dict[str, Any]
-
-FINISH_REASONS = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORTED: "abort",
-}
 
 
 class NativeAnswers(Answers):
@@ -234,50 +238,26 @@ def _figures(end: pb.Finished) -> Json:
     }
 
 
-def add_render(app: FastAPI, services: Services) -> None:
-    """Add the routes. Their bodies are those of the routes that generate."""
-    router, routes = APIRouter(), GeneratingRoutes(services)
-
-    @router.post("/v1/completions/render", response_model=None, openapi_extra=_body_of("/v1/completions"))
-    async def completions(request: Request) -> Response:
-        """Return the tokens of each prompt, as a list of objects."""
-        return await unless_gone(routes.render(CompletionBody, "cmpl", request), request.receive)
-
-    @router.post("/v1/chat/completions/render", response_model=None, openapi_extra=_body_of("/v1/chat/completions"))
-    async def chat_completions(request: Request) -> Response:
-        """Return the tokens of the conversation as the chat template writes it."""
-        return await unless_gone(routes.render(ChatBody, "chatcmpl", request), request.receive)
-
-    app.include_router(router)
-
-
-def _body_of(path: str) -> dict[str, Any]:
-    """Refer to the body of another route, for `/openapi.json`."""
-    return {"requestBody": {"$ref": f"#/paths/{path.replace('/', '~1')}/post/requestBody"}}
-
-
 _FIELDS = {"name": "lora_name", "path": "lora_path"}  # of the protocol, as the bodies call them
 
 
-class UnloadAdapterBody(BaseModel):
+class UnloadAdapterBody(Body):
     """The body of an unload."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    lora_name: str
+    lora_name: Text
 
 
 class LoadAdapterBody(UnloadAdapterBody):
     """The body of a load."""
 
-    lora_path: str
+    lora_path: Text
 
 
 def add_adapters(app: FastAPI, driver: Callable[[], Driver], root: Path | None) -> None:
     """Add the routes; `driver` raises until the model is loaded, and `root` is the option `adapter_root`."""
-    router, calls = APIRouter(), AdapterCalls(driver, root)
+    calls = AdapterCalls(driver, root)
 
-    @router.post("/v1/load_lora_adapter", response_model=None)
+    @app.post("/v1/load_lora_adapter", response_model=None)
     async def load(request: Request) -> Response:
         """Load an adapter from a folder of the server's machine."""
         calls.require_allowed(request.scope["caller"])  # before anything is read
@@ -289,12 +269,10 @@ def add_adapters(app: FastAPI, driver: Callable[[], Driver], root: Path | None) 
             raise InvalidRequest(wrong) from None
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @router.post("/v1/unload_lora_adapter", response_model=None)
+    @app.post("/v1/unload_lora_adapter", response_model=None)
     async def unload(request: Request) -> Response:
         """Unload an adapter as soon as no live request uses it."""
         calls.require_allowed(request.scope["caller"])
         body = fields_of(UnloadAdapterBody, await request.body(), request.headers.get("content-type", ""))
         calls.unload(body.lora_name, request.scope["caller"])
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-    app.include_router(router)

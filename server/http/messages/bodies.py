@@ -16,23 +16,22 @@ from engine.errors import InvalidRequest
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
-from server.http.agents import SEPARATOR, AgentBody, Turns, without_conversation
+from server.http.agents import SEPARATOR, AgentBody, Turns
+from server.http.bodies import FunctionBody, Structure, template_arguments
 from server.http.fields import (
     MAX_PARTS,
-    PARTS,
-    TEXT,
-    TEXT_OR_PARTS,
+    TEXT_OR_LIST,
     Body,
+    ByType,
     Flag,
     Schema,
     Text,
     Texts,
     UInt32,
     at_most,
-    of_types,
+    goes_with,
+    text_of,
 )
-from server.http.requests import messages_of, template_arguments
-from server.http.types import Structure
 
 
 class Block(Body):
@@ -49,9 +48,9 @@ class TextBlock(Block):
     text: Text
 
 
-TextBlockList = Annotated[list[Annotated[TextBlock, of_types(TextBlock)]], Field(fail_fast=True), at_most(MAX_PARTS)]
+TextBlockList = Annotated[list[Annotated[TextBlock, ByType()]], Field(fail_fast=True), at_most(MAX_PARTS)]
 
-TextBlocks = Annotated[Annotated[Text, TEXT] | Annotated[TextBlockList, PARTS], TEXT_OR_PARTS]
+TextBlocks = Annotated[Text | TextBlockList, TEXT_OR_LIST]
 
 
 class ToolUseBlock(Block):
@@ -89,8 +88,7 @@ class RedactedThinkingBlock(Body):
 
 
 Blocks = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
-AnyBlock = Annotated[Annotated[Blocks, Field(discriminator="type")], of_types(Blocks)]
-BlockList = Annotated[list[AnyBlock], Field(fail_fast=True), at_most(MAX_PARTS)]
+BlockList = Annotated[list[Annotated[Blocks, ByType()]], Field(fail_fast=True), at_most(MAX_PARTS)]
 _BLOCKS_OF = {
     "user": ("text", "tool_result"),
     "system": ("text",),
@@ -102,7 +100,7 @@ class MessageTurn(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Annotated[Text, TEXT] | Annotated[BlockList, PARTS], TEXT_OR_PARTS]
+    content: Annotated[Text | BlockList, TEXT_OR_LIST]
 
     @model_validator(mode="after")
     def _blocks_where_they_belong(self) -> MessageTurn:
@@ -112,15 +110,12 @@ class MessageTurn(Body):
         return self
 
 
-class ClientTool(Block):
+class ClientTool(FunctionBody):
     """A function that the model may call."""
 
     ignored = Block.ignored | frozenset({"eager_input_streaming"})  # see `docs/api.md` for when arguments are sent
     type: Literal["custom"]
-    name: Text
-    description: Text = ""
-    input_schema: Schema
-    strict: Flag = False
+    parameters: Schema | None = Field(alias="input_schema")
 
 
 class AnyToolChoice(Body):
@@ -129,12 +124,11 @@ class AnyToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: Flag = False
+    _name_where_it_belongs = goes_with("tool", "name")
 
-    @model_validator(mode="after")
-    def _name_where_it_belongs(self) -> AnyToolChoice:
-        if (self.type == "tool") != (self.name is not None):
-            raise ValueError(f"is of type {self.type!r}; a name goes with the type tool and with no other")
-        return self
+    @property
+    def choice(self) -> pb.ToolChoice:
+        return pb.ToolChoice(mode=_MODES[self.type]) if self.name is None else pb.ToolChoice(name=self.name)
 
 
 class ThinkingFields(Body):
@@ -167,6 +161,15 @@ _NAMES = {
 }
 
 
+_MODES = {
+    "auto": pb.TOOL_CHOICE_MODE_AUTO,
+    "any": pb.TOOL_CHOICE_MODE_REQUIRED,
+    "none": pb.TOOL_CHOICE_MODE_NONE,
+}
+# Variables of the template by the type of thinking; what "adaptive" leaves to the model is left to the template.
+_THINKS = {"enabled": {"enable_thinking": True}, "disabled": {"enable_thinking": False}}
+
+
 class ConversationBody(AgentBody):
     """Body of `POST /v1/messages/count_tokens`."""
 
@@ -174,13 +177,39 @@ class ConversationBody(AgentBody):
     messages: Annotated[list[MessageTurn], Field(fail_fast=True), at_most(MAX_MESSAGES)]
     system: TextBlocks = ""
     tools: Annotated[
-        list[Annotated[ClientTool, of_types(ClientTool, lambda _: "custom")]],
+        list[Annotated[ClientTool, ByType(lambda _: "custom")]],
         Field(fail_fast=True),
         at_most(MAX_TOOLS),
     ] = []  # noqa: RUF012  # pydantic copies it
     tool_choice: AnyToolChoice = AnyToolChoice(type="auto")
     thinking: ThinkingFields | None = None
     output_config: OutputFields = OutputFields()
+
+    def requests(self) -> list[pb.GenerateRequest]:
+        return [pb.GenerateRequest(model=self.model, messages=self.conversation())]
+
+    def conversation(self) -> pb.ChatMessages:
+        """Return the conversation, and all else that the chat template is given."""
+        turns = self._turns()
+        thinks = None if self.thinking is None else _THINKS.get(self.thinking.type)
+        return pb.ChatMessages(
+            messages=turns,
+            tools=[tool.declared for tool in self.tools],
+            tool_choice=self.tool_choice.choice,
+            parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
+            template_arguments=template_arguments(self.output_config.effort, named=thinks),
+            continue_final_message=turns[-1].role == "assistant",
+        )
+
+    def _turns(self) -> list[pb.ChatMessage]:
+        if not self.messages:
+            raise InvalidRequest.of("messages", "is []; expected at least one message")
+        turns = Turns()
+        for text in [self.system] if isinstance(self.system, str) else [block.text for block in self.system]:
+            turns.instruct(text)
+        for i, turn in enumerate(self.messages):
+            _add(turns, turn, f"messages[{i}].content")
+        return turns.messages()
 
     def structures(self) -> Iterator[Structure]:
         yield from super().structures()
@@ -197,6 +226,16 @@ class MessagesBody(ConversationBody):
     max_tokens: UInt32
     stop_sequences: Texts = []  # noqa: RUF012
 
+    def requests(self) -> list[pb.GenerateRequest]:
+        """Convert the body. Of a model that marks no reasoning the budget is dropped later."""
+        request = self.request(self.max_tokens)
+        request.stopping.stop.extend(self.stop_sequences)
+        request.messages.CopyFrom(self.conversation())
+        thinking = self.thinking
+        if thinking is not None and thinking.budget_tokens is not None and thinking.type == "enabled":
+            request.messages.thinking_budget = thinking.budget_tokens
+        return [request]
+
     def names(self) -> dict[str, str]:
         return super().names() | ({} if self.stop else {"stop": "stop_sequences"})
 
@@ -206,53 +245,6 @@ _MODES = {
     "any": pb.TOOL_CHOICE_MODE_REQUIRED,
     "none": pb.TOOL_CHOICE_MODE_NONE,
 }
-
-
-@messages_of.register
-def _(body: MessagesBody) -> list[pb.GenerateRequest]:
-    """Convert a body of `POST /v1/messages`. Of a model that marks no reasoning the budget is dropped later."""
-    request = without_conversation(body, body.max_tokens)
-    request.stopping.stop.extend(body.stop_sequences)
-    request.messages.CopyFrom(conversation(body))
-    thinking = body.thinking
-    if thinking is not None and thinking.budget_tokens is not None and thinking.type == "enabled":
-        request.messages.thinking_budget = thinking.budget_tokens
-    return [request]
-
-
-def conversation(body: ConversationBody) -> pb.ChatMessages:
-    """Convert the conversation, and all else that the chat template is given."""
-    choice, thinking, turns = body.tool_choice, body.thinking, _turns(body)
-    # What a caller leaves to the model is left to the template.
-    thinks = (
-        None if thinking is None or thinking.type == "adaptive" else {"enable_thinking": thinking.type == "enabled"}
-    )
-    tools = (
-        pb.Tool(name=t.name, description=t.description, parameters=json.dumps(t.input_schema), strict=t.strict)
-        for t in body.tools
-    )
-    return pb.ChatMessages(
-        messages=turns,
-        tools=tools,
-        tool_choice=pb.ToolChoice(name=choice.name)
-        if choice.name is not None
-        else pb.ToolChoice(mode=_MODES[choice.type]),
-        parallel_tool_calls=not choice.disable_parallel_tool_use,
-        template_arguments=template_arguments(body.output_config.effort, named=thinks),
-        continue_final_message=turns[-1].role == "assistant",
-    )
-
-
-def _turns(body: ConversationBody) -> list[pb.ChatMessage]:
-    if not body.messages:
-        raise InvalidRequest.of("messages", "is []; expected at least one message")
-    turns = Turns()
-    texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
-    for text in texts:
-        turns.instruct(text)
-    for i, turn in enumerate(body.messages):
-        _add(turns, turn, f"messages[{i}].content")
-    return turns.messages()
 
 
 def _add(turns: Turns, turn: MessageTurn, field: str) -> None:
@@ -267,12 +259,6 @@ def _add(turns: Turns, turn: MessageTurn, field: str) -> None:
             case ToolUseBlock():
                 turns.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
             case ToolResultBlock():
-                turns.result(f"{field}[{i}].tool_use_id", block.tool_use_id, _text(block))
+                turns.result(f"{field}[{i}].tool_use_id", block.tool_use_id, text_of(block.content, SEPARATOR))
             case ThinkingBlock():
                 turns.reason(block.thinking)
-
-
-def _text(block: ToolResultBlock) -> str:
-    if isinstance(block.content, str):
-        return block.content
-    return SEPARATOR.join(part.text for part in block.content)

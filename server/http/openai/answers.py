@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.answers import MAX_AT_ONCE
-from server.http.calls import MIN_PIECE, Answers, LongList, Messages, list_of
-from server.http.types import OpenAiBody
-from server.model import ServedModel
-
-Json = dict[str, Any]
+from server.admission.admission import Call
+from server.http.calls import Answers, Json, LongList, Messages, list_of
+from server.http.openai.bodies import OpenAiBody
 
 
 def usage_of(prompts: Iterable[Sequence[pb.Finished]], reasoning_tokens: int) -> Json:
@@ -84,7 +82,7 @@ ReadT = TypeVar("ReadT")  # what is read of an output before its choice is made
 
 IMPOSSIBLE = -9999.0  # for minus infinity, which a model's own mask may give and JSON does not have
 MAX_NAMES = 4096  # of tokens, kept for an answer
-_FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # all other reasons: "abort"
+FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # all other reasons: "abort"
 
 
 class TokenNames:
@@ -94,40 +92,31 @@ class TokenNames:
     """
 
     def __init__(self, codec: Codec | None, silent: Collection[int] = ()) -> None:
-        self._codec, self._silent = codec, silent
-        self._known: dict[tuple[int, bool], tuple[str, list[int] | None]] = {}
+        self._silent = silent
+        self.spelt = lru_cache(MAX_NAMES)(partial(_spelt, codec, silent))
 
     def __getitem__(self, token: int) -> str:
-        return self.spelt(token)[0]
-
-    def spelt(self, token: int, *, leads: bool = False) -> tuple[str, list[int] | None]:
-        """Return a token's text and its bytes; `leads`: the text of an output begins with it."""
-        if (token, leads) not in self._known:
-            if len(self._known) >= MAX_NAMES:
-                self._known.clear()
-            self._known[token, leads] = self._spelt(token, leads=leads)
-        return self._known[token, leads]
+        return self.spelt(token, False)[0]
 
     def leading(self, tokens: Iterable[int]) -> int:
         """Return which of the first tokens of an output its text begins with; -1 if none has a text."""
         return next((i for i, token in enumerate(tokens) if token not in self._silent), -1)
 
-    def _spelt(self, token: int, *, leads: bool) -> tuple[str, list[int] | None]:
-        data = None if self._codec is None else self._codec.spelling.bytes_of(token, leads=leads)
-        if data is None:
-            return f"token_id:{token}", None
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            text = ""
-        return text or f"token_id:{token}", None if token in self._silent else list(data)
 
-
-PLAIN = OpenAiBody()  # asks for nothing besides the outputs
+def _spelt(codec: Codec | None, silent: Collection[int], token: int, leads: bool) -> tuple[str, list[int] | None]:
+    """Return a token's text and its bytes; `leads`: the text of an output begins with it."""
+    data = None if codec is None else codec.spelling.bytes_of(token, leads=leads)
+    if data is None:
+        return f"token_id:{token}", None
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        text = ""
+    return text or f"token_id:{token}", None if token in silent else list(data)
 
 
 class AnswerFormat(Answers, Generic[ReadT]):
-    """Base of completions and chat completions. One instance per call.
+    """Base of completions and chat completions.
 
     Outputs are numbered through all prompts: those of a prompt follow each other.
     """
@@ -137,21 +126,20 @@ class AnswerFormat(Answers, Generic[ReadT]):
     chunk: ClassVar[str]  # `object` of an event
     outputs_per_prompt = 1 << 32  # of a format with one prompt
 
-    def __init__(
-        self, model: str, codec: Codec | None, body: OpenAiBody = PLAIN, silent: Collection[int] = (), *,
-        num_prompts: int = 1,
-    ) -> None:  # fmt: skip
-        self._model, self._names = model, TokenNames(codec, silent)
+    def __init__(self, body: OpenAiBody, message: pb.GenerateRequest, call: Call) -> None:
+        super().__init__(body, message, call)
+        model, skips_special = call.driver.model, call.wanted.sending.skip_special_tokens
+        special = model.codec.special_tokens if skips_special and model.codec is not None else frozenset()
+        silent = special if body.ignore_eos else special | model.engine.eos_token_ids
+        self._names = TokenNames(model.codec, silent)
         self._include_usage, self._has_running_usage = body.stream_options.include_usage, body.has_running_usage
         self._has_stats = body.return_speculation_stats
-        self._has_metrics = self._has_stats and num_prompts == 1 and body.n in (None, 1)  # beside the only output
+        self._has_metrics = self._has_stats and body.n in (None, 1)  # beside the only output
         self._begun: set[int] = set()  # outputs whose text has begun
         self._created = int(time.time())
-        self._request_id = ""
 
     async def answer(self, responses: Sequence[pb.GenerateResponse]) -> Json:
-        """Return the whole answer. Many log-probabilities are in long lists, which are made when they are encoded."""
-        self._request_id = responses[0].request_id
+        """Return the whole answer. Long lists in it are made when they are encoded, and choices one by one."""
         outputs = [output for response in responses for output in response.outputs]
         read = await self._read(responses)
 
@@ -161,11 +149,7 @@ class AnswerFormat(Answers, Generic[ReadT]):
                 for i in range(start, stop)
             ]
 
-        num_logprobs = sum(len(output.logprobs) for output in outputs) + sum(
-            len(response.prompt_logprobs.logprobs) for response in responses
-        )
-        is_long = num_logprobs > MAX_AT_ONCE or sum(len(output.text) for output in outputs) > MIN_PIECE
-        choices = list_of(len(outputs), made, 1 if is_long else len(outputs))
+        choices = list_of(len(outputs), made, 1)
         ends = [[output.finished for output in response.outputs] for response in responses]
         told = self._envelope(self.whole, choices) | {"usage": self._usage(ends)}
         return told | self._metrics(outputs[0].finished)
@@ -176,7 +160,6 @@ class AnswerFormat(Answers, Generic[ReadT]):
         begun: set[int] = set()
         prompt_tokens = completion_tokens = 0
         async for message in messages:
-            self._request_id = self._request_id or message.request_id
             part = message.delta if message.HasField("delta") else message.finished
             choices = [] if part.index in begun else self._opening(part.index)
             begun.add(part.index)
@@ -218,7 +201,7 @@ class AnswerFormat(Answers, Generic[ReadT]):
         return ended | ({"speculation_stats": speculation_of(finished)} if self._has_stats else {})
 
     def _reason(self, finished: pb.Finished, index: int) -> str:
-        return _FINISH_REASONS.get(finished.finish_reason, "abort")
+        return FINISH_REASONS.get(finished.finish_reason, "abort")
 
     def _metrics(self, finished: pb.Finished) -> Json:
         return metrics_of(finished) if self._has_metrics else {}
@@ -257,14 +240,3 @@ class AnswerFormat(Answers, Generic[ReadT]):
 
     @abstractmethod
     def _closing(self) -> Json: ...
-
-
-def silent_tokens(model: ServedModel, *, skips_special: bool, ignores_end: bool | None) -> frozenset[int]:
-    """Return the tokens that have no text in the answers to a request."""
-    special = model.codec.special_tokens if skips_special and model.codec is not None else frozenset()
-    return special if ignores_end else special | model.engine.eos_token_ids
-
-
-def per_token(length: int, make: Callable[[int, int], list[Any]]) -> list[Any] | LongList:
-    """Return a list with an entry for each token; a long one is made in parts."""
-    return list_of(length, make, MAX_AT_ONCE)

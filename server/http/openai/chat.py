@@ -2,76 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
-from engine.errors import Violation
-from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
+from server.admission.admission import Call
 from server.admission.conversation import callable_tools
-from server.formats.base import CallStart, Content, Piece, Reasoning
+from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
 from server.http.agents import AgentBody
-from server.http.calls import LongList
-from server.http.openai.answers import (
-    IMPOSSIBLE,
-    PLAIN,
-    AnswerFormat,
-    Json,
-    per_token,
-    silent_tokens,
-)
-from server.http.pieces import CallReader, ReadOutput, call_id
+from server.http.calls import Json, LongList, list_of
+from server.http.openai.answers import IMPOSSIBLE, AnswerFormat
+from server.http.openai.bodies import ChatBody
+from server.http.pieces import CallReader, call_id
 from server.http.requests import ParsedBody
-from server.http.types import ChatBody, GenerationFields, OpenAiBody
 from server.model import ServedModel
 
 
-class ChatAnswers(AnswerFormat[ReadOutput]):
-    """Answers of `/v1/chat/completions`, which tell besides the outputs what `body` asks for.
-
-    `silent` tokens have no text. `is_parsed`: what is read of a text may differ from the text. `is_forced`: the caller
-    named the function to call. Then a call is what was asked for, and no reason to stop.
-    """
+class ChatAnswers(AnswerFormat[list[Piece]]):
+    """Answers of `/v1/chat/completions`."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self, model: str, codec: Codec | None, reader: CallReader, body: OpenAiBody = PLAIN,
-        *, silent: Collection[int] = (), is_parsed: bool = False, is_forced: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(model, codec, body, silent)
-        self._reader, self._is_parsed, self._is_forced = reader, is_parsed, is_forced
+    def __init__(self, body: ChatBody, message: pb.GenerateRequest, call: Call) -> None:
+        super().__init__(body, message, call)
+        model = call.driver.model
+        self._is_parsed = is_parsed(message, model)  # what is read of a text may differ from the text
+        # If the caller named the function to call, a call is what was asked for, and no reason to stop.
+        self._is_forced = message.messages.tool_choice.HasField("name")
+        self._reader = CallReader(message.messages, model.format if self._is_parsed else None)
         self._num_calls: dict[int, int] = {}  # of each output
 
-    @classmethod
-    def of(cls, body: ChatBody, message: pb.GenerateRequest, model: ServedModel) -> ChatAnswers:
-        asked, is_read = message.messages, is_parsed(message, model)
-        skips = not (is_read and model.format.special) if body.skip_special_tokens is None else body.skip_special_tokens
-        return cls(
-            model.name,
-            model.codec,
-            CallReader.of(asked, model.format if is_read else None),
-            body,
-            silent=silent_tokens(model, skips_special=skips, ignores_end=body.ignore_eos),
-            is_parsed=is_read,
-            is_forced=asked.tool_choice.HasField("name"),
-        )
-
-    async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[ReadOutput]:
+    async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[list[Piece]]:
         (response,) = responses
         found = await self._reader.whole(response)
-        self._num_calls = {i: len(read.calls) for i, read in enumerate(found)}
+        self._num_calls = {i: sum(isinstance(piece, CallStart) for piece in read) for i, read in enumerate(found)}
         return found
 
-    def _choice(self, output: pb.Output, read: ReadOutput) -> Json:
-        content = None if read.calls and not read.content else read.content
-        message: Json = {"role": "assistant", "content": content, "refusal": None}
-        if read.reasoning:
-            message["reasoning_content"] = read.reasoning
-        if read.calls:
-            message["tool_calls"] = [
-                self._call(output.index, n, call.name, call.arguments) for n, call in enumerate(read.calls)
-            ]
+    def _choice(self, output: pb.Output, read: list[Piece]) -> Json:
+        reasoning = "".join(piece.text for piece in read if isinstance(piece, Reasoning))
+        content = "".join(piece.text for piece in read if isinstance(piece, Content))
+        calls = [self._call(output.index, piece.index, piece.name) for piece in read if isinstance(piece, CallStart)]
+        for piece in read:
+            if isinstance(piece, CallArguments):
+                calls[piece.index]["function"]["arguments"] += piece.text
+        message: Json = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
         return {"message": message, "logprobs": self._logprobs(output)}
 
     async def _pieces(self, message: pb.GenerateStreamResponse) -> list[Json]:
@@ -93,12 +71,12 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
                 return {"content": piece.text}
             case CallStart():
                 self._num_calls[index] += 1
-                return {"tool_calls": [{"index": piece.index} | self._call(index, piece.index, piece.name, "")]}
+                return {"tool_calls": [{"index": piece.index} | self._call(index, piece.index, piece.name)]}
         return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
-    def _call(self, index: int, number: int, name: str, arguments: str) -> Json:
+    def _call(self, index: int, number: int, name: str) -> Json:
         identity = call_id(self._request_id, index, number)
-        return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"id": identity, "type": "function", "function": {"name": name, "arguments": ""}}
 
     def _opening(self, index: int) -> list[Json]:
         self._num_calls[index] = 0
@@ -129,11 +107,11 @@ class ChatAnswers(AnswerFormat[ReadOutput]):
                 entries.append(self._entry(token, of.logprob, leads=i == leading) | {"top_logprobs": top})
             return entries
 
-        content: list[Json] | LongList = per_token(len(output.logprobs), made)
+        content: list[Json] | LongList = list_of(len(output.logprobs), made)
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float, *, leads: bool) -> Json:
-        name, data = self._names.spelt(token, leads=leads)
+        name, data = self._names.spelt(token, leads)
         return {"token": name, "logprob": max(logprob, IMPOSSIBLE), "bytes": data}
 
 
@@ -142,22 +120,22 @@ def is_parsed(message: pb.GenerateRequest, model: ServedModel) -> bool:
     return bool(callable_tools(message.messages)) or model.format.reasoning is not None
 
 
-def fitted(read: ParsedBody, body: GenerationFields, model: ServedModel, *, continues: bool) -> ParsedBody:
-    """Adapt a conversation to the way in which its text is read. `continues`: it continues a stream.
+def fit(read: ParsedBody[Any], model: ServedModel, *, is_continued: bool) -> bool:
+    """Adapt a conversation to the way in which its text is read; return whether its stream can be continued.
 
-    What is read of a text depends on all of it from its beginning, and a continued stream has only its end.
+    `is_continued`: the request does so. What is read of a text depends on all of it from its beginning, and a continued
+    stream has only its end.
     """
+    body, message = read.body, read.messages[0]
     if isinstance(body, AgentBody):
-        if model.format.reasoning is None:
-            read.message.messages.ClearField("thinking_budget")
-        wrong = [Violation("Last-Event-ID", "is set; a stream of this route cannot be continued")] * continues
-        return replace(read, wrong=(*read.wrong, *wrong))
-    if not isinstance(body, ChatBody):
-        return read
-    if is_parsed(read.message, model):
-        problem = "is not served where reasoning or calls are read from the text: such a stream cannot be continued"
-        fields = ["Last-Event-ID"] * continues + ["event_ids"] * body.event_ids
-        return replace(read, wrong=(*read.wrong, *(Violation(field, problem) for field in fields)))
-    if body.skip_special_tokens is None:
-        read.message.output.skip_special_tokens = True  # nothing reads them
-    return read
+        if model.format.reasoning is None and message.messages.HasField("thinking_budget"):
+            message.messages.ClearField("thinking_budget")
+    elif not isinstance(body, ChatBody):
+        return True
+    elif not is_parsed(message, model):
+        if body.skip_special_tokens is None:
+            message.output.skip_special_tokens = True  # nothing reads them
+        return True
+    for field in ["Last-Event-ID"] * is_continued + ["event_ids"] * body.event_ids:
+        read.refuse(field, "is not served where reasoning or calls are read: such a stream cannot be continued")
+    return False

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from engine.text.codec import Codec, OutputText
+from engine.text.codec import OutputText
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.calls import Messages
-from server.http.openai.answers import (
-    IMPOSSIBLE,
-    PLAIN,
-    AnswerFormat,
-    Json,
-    per_token,
-    silent_tokens,
-    usage_so_far,
-)
-from server.http.types import CompletionBody, OpenAiBody
-from server.model import ServedModel
-
-TOKENS_PER_TURN = 256  # that are decoded before others have a turn
+from server.admission.admission import Call
+from server.http.calls import Json, Messages, list_of
+from server.http.openai.answers import IMPOSSIBLE, AnswerFormat, usage_so_far
+from server.http.openai.bodies import CompletionBody
+from server.http.pieces import TOKENS_PER_TURN
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,38 +30,16 @@ class Echo:
 NO_ECHO = Echo()
 
 
-@dataclass(frozen=True, slots=True)
-class Echoing:
-    """How prompts are repeated: `prompts` as the caller sent them. With `is_all` nothing follows them."""
-
-    prompts: Sequence[str | list[int]]
-    has_logprobs: bool = False
-    is_all: bool = False
-
-
 class TextAnswers(AnswerFormat[Echo]):
-    """Answers of `/v1/completions`, with `n` outputs of each prompt, which tell besides them what `body` asks for.
-
-    `echoing` says how prompts are repeated; None: they are not. `silent` tokens have no text.
-    """
+    """Answers of `/v1/completions`, with `n` outputs of each prompt."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self, model: str, codec: Codec | None, body: OpenAiBody = PLAIN,
-        *, n: int = 1, num_prompts: int = 1, echoing: Echoing | None = None, silent: Collection[int] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(model, codec, body, silent, num_prompts=num_prompts)
-        self._codec, self._echoing = codec, echoing
-        self.outputs_per_prompt = n
+    def __init__(self, body: CompletionBody, message: pb.GenerateRequest, call: Call) -> None:
+        super().__init__(body, message, call)
+        self._body, self._codec, self.outputs_per_prompt = body, call.driver.model.codec, body.n or 1
+        self._has_metrics = self._has_metrics and len(body.prompts) == 1
         self._echoes: dict[int, Echo] = {}  # by prompt
-
-    @classmethod
-    def of(cls, body: CompletionBody, model: ServedModel) -> TextAnswers:
-        echoing = Echoing(body.prompts, body.logprobs is not None, body.is_only_scored) if body.echo else None
-        silent = silent_tokens(model, skips_special=body.skip_special_tokens is not False, ignores_end=body.ignore_eos)
-        n, num_prompts = body.n or 1, len(body.prompts)
-        return cls(model.name, model.codec, body, n=n, num_prompts=num_prompts, echoing=echoing, silent=silent)
 
     async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[Echo]:
         found = []
@@ -80,9 +49,9 @@ class TextAnswers(AnswerFormat[Echo]):
         return found
 
     async def _echo(self, prompt: int, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> Echo:
-        if self._echoing is None:
+        if not self._body.echo:
             return NO_ECHO
-        sent, texts = self._echoing.prompts[prompt], list[str]()
+        sent, texts = self._body.prompts[prompt], list[str]()
         if self._codec is not None and (logprobs or not isinstance(sent, str)):
             decoder = OutputText(self._codec)
             for start in range(0, len(token_ids), TOKENS_PER_TURN):
@@ -94,7 +63,7 @@ class TextAnswers(AnswerFormat[Echo]):
 
     async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
         """Yield the chunks of each message; the prompt comes before the first text of each of its outputs."""
-        async for events in super().events(messages if self._echoing is None else self._with_echoes(messages)):
+        async for events in super().events(self._with_echoes(messages) if self._body.echo else messages):
             yield events
 
     async def _with_echoes(self, messages: Messages) -> Messages:
@@ -102,7 +71,6 @@ class TextAnswers(AnswerFormat[Echo]):
         held: dict[int, list[pb.GenerateStreamResponse]] = {}
         token_ids: dict[int, Sequence[int]] = {}
         async for message in messages:
-            self._request_id = self._request_id or message.request_id
             index = message.delta.index if message.HasField("delta") else message.finished.index
             prompt, output = divmod(index, self.outputs_per_prompt)
             if message.HasField("prompt_token_ids"):
@@ -118,19 +86,19 @@ class TextAnswers(AnswerFormat[Echo]):
                 yield waiting
 
     def _choice(self, output: pb.Output, read: Echo) -> Json:
-        if self._is_only_echo:
+        if self._body.is_only_scored:
             output = pb.Output()
         return {"text": read.text + output.text, "logprobs": self._logprobs(read, output)}
 
     async def _pieces(self, message: pb.GenerateStreamResponse) -> list[Json]:
-        if not message.HasField("delta") or self._is_only_echo:
+        if not message.HasField("delta") or self._body.is_only_scored:
             return []
         delta = message.delta
         start = len(self._echoes.get(delta.index // self.outputs_per_prompt, NO_ECHO).text) + delta.text_offset
         return [{"text": delta.text, "logprobs": self._logprobs(NO_ECHO, delta, start)}]
 
     def _opening(self, index: int) -> list[Json]:
-        if self._echoing is None:
+        if not self._body.echo:
             return []
         echo = self._echoes[index // self.outputs_per_prompt]
         return [{"text": echo.text, "logprobs": self._logprobs(echo, pb.Output())}]
@@ -138,15 +106,11 @@ class TextAnswers(AnswerFormat[Echo]):
     def _closing(self) -> Json:
         return {"text": "", "logprobs": None}
 
-    @property
-    def _is_only_echo(self) -> bool:
-        return self._echoing is not None and self._echoing.is_all
-
     def _reason(self, finished: pb.Finished, index: int) -> str:
-        return "length" if self._is_only_echo else super()._reason(finished, index)
+        return "length" if self._body.is_only_scored else super()._reason(finished, index)
 
     def _counted(self, completion_tokens: int) -> int:
-        return 0 if self._is_only_echo else completion_tokens
+        return 0 if self._body.is_only_scored else completion_tokens
 
     def _usage(self, ends: Sequence[Sequence[pb.Finished]]) -> Json:
         usage = super()._usage(ends)
@@ -154,7 +118,7 @@ class TextAnswers(AnswerFormat[Echo]):
 
     def _logprobs(self, echo: Echo, output: pb.Output | pb.TokenDelta, start: int = 0) -> Json | None:
         """Return the log-probabilities of a prompt's tokens and of those after it. `start`: where the text begins."""
-        if not output.logprobs and not (echo.token_ids and self._echoing is not None and self._echoing.has_logprobs):
+        if not output.logprobs and not (echo.token_ids and self._body.logprobs is not None):
             return None
         names, ids = self._names, (echo.token_ids, output.token_ids)
         found = ([None] * bool(echo.token_ids), echo.logprobs, output.logprobs)
@@ -168,7 +132,7 @@ class TextAnswers(AnswerFormat[Echo]):
         leading = {names.leading(echo.token_ids), len(echo.token_ids) + begins if begins >= 0 else -1}
 
         def tokens(i: int, j: int) -> list[str]:
-            return [names.spelt(token, leads=k in leading)[0] for k, token in enumerate(_cut(ids, i, j), i)]
+            return [names.spelt(token, k in leading)[0] for k, token in enumerate(_cut(ids, i, j), i)]
 
         def token_logprobs(i: int, j: int) -> list[float | None]:
             return [None if of is None else max(of.logprob, IMPOSSIBLE) for of in _cut(found, i, j)]
@@ -180,10 +144,10 @@ class TextAnswers(AnswerFormat[Echo]):
             ]
 
         return {
-            "tokens": per_token(num_tokens, tokens),
-            "token_logprobs": per_token(num_found, token_logprobs),
-            "top_logprobs": per_token(num_found, top_logprobs),
-            "text_offset": per_token(len(offsets), lambda i, j: offsets[i:j]),
+            "tokens": list_of(num_tokens, tokens),
+            "token_logprobs": list_of(num_found, token_logprobs),
+            "top_logprobs": list_of(num_found, top_logprobs),
+            "text_offset": list_of(len(offsets), lambda i, j: offsets[i:j]),
         }
 
 

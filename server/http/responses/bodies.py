@@ -13,30 +13,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 
 from engine.errors import InvalidRequest
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
 from server.formats.json_text import object_in
-from server.http.agents import SEPARATOR, AgentBody, Json, Turns, without_conversation
+from server.http.agents import SEPARATOR, AgentBody, Turns
+from server.http.bodies import ANY_OBJECT, FunctionBody, Structure, template_arguments
+from server.http.calls import Json
 from server.http.fields import (
     MAX_PARTS,
-    PARTS,
-    TEXT,
-    TEXT_OR_PARTS,
+    TEXT_OR_LIST,
+    TEXT_OR_OBJECT,
     Body,
+    ByType,
     Flag,
     Schema,
     Text,
     UInt32,
     at_most,
+    goes_with,
     not_served,
-    of_types,
+    text_of,
 )
-from server.http.requests import messages_of, template_arguments
-from server.http.types import ANY_OBJECT, FunctionBody, Structure
 
 
 class ItemPart(Body):
@@ -47,8 +48,8 @@ class ItemPart(Body):
     text: Text
 
 
-PartList = Annotated[list[Annotated[ItemPart, of_types(ItemPart)]], Field(fail_fast=True), at_most(MAX_PARTS)]
-Content = Annotated[Annotated[Text, TEXT] | Annotated[PartList, PARTS], TEXT_OR_PARTS]
+PartList = Annotated[list[Annotated[ItemPart, ByType()]], Field(fail_fast=True), at_most(MAX_PARTS)]
+Content = Annotated[Text | PartList, TEXT_OR_LIST]
 
 
 class Item(Body):
@@ -67,17 +68,10 @@ class MessageItem(Item):
     content: Content
 
 
-class SummaryPart(Body):
-    """A summary of reasoning."""
-
-    type: Literal["summary_text"]
-    text: Text
-
-
 class ReasoningPart(Body):
-    """A text of reasoning."""
+    """A text of reasoning, or of a summary of it."""
 
-    type: Literal["reasoning_text", "text"]
+    type: Literal["summary_text", "reasoning_text", "text"]
     text: Text
 
 
@@ -85,7 +79,7 @@ class ReasoningItem(Item):
     """Reasoning of the model."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[SummaryPart], at_most(MAX_PARTS)] = []  # noqa: RUF012  # pydantic copies it
+    summary: Annotated[list[ReasoningPart], at_most(MAX_PARTS)] = []  # noqa: RUF012  # pydantic copies it
     content: Annotated[list[ReasoningPart], at_most(MAX_PARTS)] = []  # noqa: RUF012
     encrypted_content: Text | None = None
 
@@ -123,9 +117,7 @@ class CallOutputItem(Item):
 
 
 Known = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | CallOutputItem
-InputItem = Annotated[
-    Annotated[Known, Field(discriminator="type")], of_types(Known, lambda item: "message" if "role" in item else None)
-]
+InputItem = Annotated[Known, ByType(lambda item: "message" if "role" in item else None)]
 ItemList = Annotated[list[InputItem], Field(fail_fast=True), at_most(MAX_MESSAGES)]
 
 
@@ -151,6 +143,14 @@ class CustomTool(Body):
     description: Text = ""
     format: GrammarFormat = GrammarFormat(type="text")
 
+    @property
+    def declared(self) -> pb.Tool:
+        """The tool as a function with one text as its argument."""
+        told = [self.description] if self.description else []
+        if self.format.definition is not None:
+            told.append(f"The input is a text of this {self.format.syntax} grammar:\n{self.format.definition}")
+        return pb.Tool(name=self.name, description=SEPARATOR.join(told), parameters=json.dumps(_ONE_TEXT))
+
 
 InnerTool = FunctionTool | CustomTool
 
@@ -161,11 +161,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: Text
     description: Text = ""
-    tools: Annotated[
-        list[Annotated[Annotated[InnerTool, Field(discriminator="type")], of_types(InnerTool)]],
-        Field(fail_fast=True),
-        at_most(MAX_TOOLS),
-    ]
+    tools: Annotated[list[Annotated[InnerTool, ByType()]], Field(fail_fast=True), at_most(MAX_TOOLS)]
 
 
 class SearchTool(Body):
@@ -181,7 +177,7 @@ class SearchTool(Body):
 
 
 AnyTool = FunctionTool | CustomTool | NamespaceTool | SearchTool
-OfferedTool = Annotated[Annotated[AnyTool, Field(discriminator="type")], of_types(AnyTool)]
+OfferedTool = Annotated[AnyTool, ByType()]
 
 
 class ToolName(Body):
@@ -200,18 +196,13 @@ class TextFormat(Body):
     description: Text | None = None  # no effect
     strict: Flag | None = None  # no effect: the schema is always enforced strictly
     schema_: Schema | None = Field(default=None, alias="schema")
-
-    @model_validator(mode="after")
-    def _schema_where_it_is_named(self) -> TextFormat:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError(f"is {self.type!r}; a schema goes with the type json_schema and with no other")
-        return self
+    _schema_where_it_is_named = goes_with("json_schema", "schema_", "schema")
 
 
 class TextFields(Body):
     """What the text has to be like."""
 
-    format: Annotated[TextFormat, of_types(TextFormat)] | None = None
+    format: Annotated[TextFormat, ByType()] | None = None
     verbosity: Text | None = None
 
 
@@ -225,18 +216,6 @@ class ReasoningFields(Body):
 
 
 _STORED = not_served("this server stores nothing, so send the whole conversation as input")
-
-
-def _no_top_logprobs(value: object) -> None:
-    if value != 0:
-        raise ValueError("is not 0; this route sends no log-probabilities")
-
-
-def _not_in_background(value: object) -> None:
-    if value is not False:
-        raise ValueError("is not false; an answer is sent to its caller alone, while it is made")
-
-
 _NAMES = {"messages|prompt": "input", "max_tokens": "max_output_tokens", r"tool_choice\.mode": "tool_choice"}
 
 
@@ -246,11 +225,11 @@ class ResponsesBody(AgentBody):
     ignored = frozenset(
         {"max_tool_calls", "prompt_cache_options", "client_metadata", "stream_options"}
     )  # no tools of the server to be limited, and no obfuscation
-    input: Annotated[Annotated[Text, TEXT] | Annotated[ItemList, PARTS], TEXT_OR_PARTS]
+    input: Annotated[Text | ItemList, TEXT_OR_LIST]
     instructions: Text | None = None
     max_output_tokens: UInt32 | None = None
     tools: Annotated[list[OfferedTool], Field(fail_fast=True), at_most(MAX_TOOLS)] = []  # noqa: RUF012
-    tool_choice: Literal["none", "auto", "required"] | Annotated[ToolName, of_types(ToolName)] = "auto"
+    tool_choice: Annotated[Literal["none", "auto", "required"] | Annotated[ToolName, ByType()], TEXT_OR_OBJECT] = "auto"
     parallel_tool_calls: Flag = True
     text: TextFields = TextFields()
     reasoning: ReasoningFields = ReasoningFields()
@@ -259,8 +238,8 @@ class ResponsesBody(AgentBody):
     previous_response_id: Annotated[None, _STORED] = None
     conversation: Annotated[None, _STORED] = None
     prompt: Annotated[None, _STORED] = None
-    background: Annotated[None, BeforeValidator(_not_in_background)] = None
-    top_logprobs: Annotated[None, BeforeValidator(_no_top_logprobs)] = None
+    background: Annotated[None, not_served("an answer is sent to its caller alone, while it is made")] = None
+    top_logprobs: Annotated[None, not_served("this route sends no log-probabilities")] = None
 
     def structures(self) -> Iterator[Structure]:
         yield from super().structures()
@@ -272,6 +251,29 @@ class ResponsesBody(AgentBody):
 
     def names(self) -> dict[str, str]:
         return super().names() | _NAMES
+
+    def requests(self) -> list[pb.GenerateRequest]:
+        request = self.request(self.max_output_tokens)
+        asked = request.messages
+        turns = Turns()
+        turns.instruct(self.instructions or "")
+        if isinstance(self.input, str):
+            turns.ask(self.input)
+        else:
+            for i, item in enumerate(self.input):
+                _add(turns, item, f"input[{i}]")
+        asked.messages.extend(turns.messages())
+        asked.tools.extend(offered.declared for offered in functions(self).values())
+        asked.parallel_tool_calls = self.parallel_tool_calls
+        match self.tool_choice:
+            case ToolName(name=name, namespace=namespace):
+                asked.tool_choice.name = flat_name(name, namespace)
+            case str(mode):
+                asked.tool_choice.mode = pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{mode.upper()}")
+        arguments = template_arguments(self.reasoning.effort, self.text.verbosity)
+        if arguments is not None:
+            asked.template_arguments = arguments
+        return [request]
 
     def echo(self) -> Json:
         """Return the fields that an answer repeats. Long ones are left out: instructions and tools."""
@@ -317,58 +319,21 @@ class OfferedFunction:
     declared: pb.Tool
 
 
-@messages_of.register
-def _(body: ResponsesBody) -> list[pb.GenerateRequest]:
-    """Convert a body of `POST /v1/responses`."""
-    request = without_conversation(body, body.max_output_tokens)
-    asked = request.messages
-    turns = Turns()
-    turns.instruct(body.instructions or "")
-    if isinstance(body.input, str):
-        turns.ask(body.input)
-    else:
-        for i, item in enumerate(body.input):
-            _add(turns, item, f"input[{i}]")
-    asked.messages.extend(turns.messages())
-    asked.tools.extend(offered.declared for offered in functions(body).values())
-    asked.parallel_tool_calls = body.parallel_tool_calls
-    match body.tool_choice:
-        case ToolName(name=name, namespace=namespace):
-            asked.tool_choice.name = flat_name(name, namespace)
-        case str(mode):
-            asked.tool_choice.mode = pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{mode.upper()}")
-    arguments = template_arguments(body.reasoning.effort, body.text.verbosity)
-    if arguments is not None:
-        asked.template_arguments = arguments
-    return [request]
-
-
 def functions(body: ResponsesBody) -> dict[str, OfferedFunction]:
     """Return the functions that the model is told of, by the names that it is told."""
     found: dict[str, OfferedFunction] = {}
-    for tool in body.tools:
-        if isinstance(tool, NamespaceTool):
-            for inner in tool.tools:
-                _offer(found, inner, tool.name)
-        elif isinstance(tool, FunctionTool | CustomTool):
-            _offer(found, tool, None)
+    for offered in body.tools:
+        namespace = offered.name if isinstance(offered, NamespaceTool) else None
+        for tool in offered.tools if isinstance(offered, NamespaceTool) else [offered]:
+            if isinstance(tool, SearchTool):
+                continue
+            declared = tool.declared
+            declared.name = flat_name(tool.name, namespace)
+            if declared.name in found:
+                raise InvalidRequest.of("tools", f"has {declared.name!r} twice")
+            is_custom = isinstance(tool, CustomTool)
+            found[declared.name] = OfferedFunction(tool.name, namespace, is_custom, declared)
     return found
-
-
-def _offer(found: dict[str, OfferedFunction], tool: FunctionTool | CustomTool, namespace: str | None) -> None:
-    name = flat_name(tool.name, namespace)
-    if name in found:
-        raise InvalidRequest.of("tools", f"has {name!r} twice")
-    declared = pb.Tool(name=name, description=tool.description)
-    if isinstance(tool, FunctionTool):
-        declared.parameters = "" if tool.parameters is None else json.dumps(tool.parameters)
-        declared.strict = tool.strict
-    else:
-        declared.parameters = json.dumps(_ONE_TEXT)
-        if tool.format.definition is not None:
-            grammar = f"The input is a text of this {tool.format.syntax} grammar:\n{tool.format.definition}"
-            declared.description = SEPARATOR.join(filter(None, (tool.description, grammar)))
-    found[name] = OfferedFunction(tool.name, namespace, isinstance(tool, CustomTool), declared)
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -400,11 +365,11 @@ def _unsealed(content: str) -> str:
 def _add(turns: Turns, item: Known, field: str) -> None:
     match item:
         case MessageItem(role="assistant"):
-            turns.answer(_text(item.content))
+            turns.answer(text_of(item.content, SEPARATOR))
         case MessageItem(role="user"):
-            turns.ask(_text(item.content))
+            turns.ask(text_of(item.content, SEPARATOR))
         case MessageItem():
-            turns.instruct(_text(item.content))
+            turns.instruct(text_of(item.content, SEPARATOR))
         case ReasoningItem():
             text = _reasoning(item)
             if text:
@@ -415,13 +380,9 @@ def _add(turns: Turns, item: Known, field: str) -> None:
             arguments: Json = {_CUSTOM_INPUT: item.input}
             turns.call(item.call_id, flat_name(item.name, item.namespace), json.dumps(arguments, ensure_ascii=False))
         case CallOutputItem():
-            turns.result(f"{field}.call_id", item.call_id, _text(item.output))
-
-
-def _text(content: Content) -> str:
-    return content if isinstance(content, str) else SEPARATOR.join(part.text for part in content)
+            turns.result(f"{field}.call_id", item.call_id, text_of(item.output, SEPARATOR))
 
 
 def _reasoning(item: ReasoningItem) -> str:
     parts = item.content or item.summary
-    return SEPARATOR.join(part.text for part in parts) if parts else _unsealed(item.encrypted_content or "")
+    return text_of(parts, SEPARATOR) if parts else _unsealed(item.encrypted_content or "")

@@ -151,6 +151,7 @@ class Dialect:
         for fields, said in rows:
             told = await self.refusal(server, **fields)
             assert said in told, told
+            assert "; messages" not in told, told
         assert metric(server, "admission_rejected_total", reason="invalid") == before + len(rows)
         assert not server.engine.requests
 

@@ -9,12 +9,15 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
 from server.chat import ChatTemplate
+from server.model import PLAIN
+from server.streams.stream import SEND_DEFAULTS
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_grammar import FakeCompiler
 from tests.serving import http_client, serving
@@ -40,6 +43,13 @@ async def talking(engine=None, **options):
         ):
             server.client, server.http = client, http
             yield server
+
+
+def call(codec=CODEC, model_format=PLAIN):
+    """An admitted call, as far as its answers know it."""
+    model = SimpleNamespace(codec=codec, format=model_format, engine=SimpleNamespace(eos_token_ids=frozenset()))
+    wanted = SimpleNamespace(request_id="r", model="m", sending=SEND_DEFAULTS)
+    return SimpleNamespace(driver=SimpleNamespace(model=model), wanted=wanted)
 
 
 def text_of(engine, count, index=0):

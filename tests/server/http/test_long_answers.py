@@ -12,15 +12,14 @@ import pytest
 
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.answers import MAX_AT_ONCE
-from server.admission.stalls import stall_limit
-from server.http.calls import MIN_PIECE, Encoder, LongList, _write_event
+from server.http.calls import MIN_PIECE, LongList, event_parts, in_turns, json_parts
+from server.http.openai.bodies import ChatBody, CompletionBody
 from server.http.openai.chat import ChatAnswers
 from server.http.openai.text import TextAnswers
-from server.http.pieces import CallReader
 from tests.engine.text.test_codec import CODEC
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeEngine, logprob_of
-from tests.server.http.interfaces import CHAT, talking
+from tests.server.http.interfaces import CHAT, call, talking
 from tests.server.test_generate import request
 
 N, NUM_TOKENS, TOP = 3, 150, 20
@@ -109,27 +108,27 @@ def at_once(value):
     return [at_once(entry) for entry in value] if isinstance(value, list) else value
 
 
+def dumped(value):
+    return json.dumps(at_once(value), ensure_ascii=False, separators=(",", ":"))
+
+
 def text_answers(codec=CODEC):
-    return TextAnswers("m", codec, n=N)
+    return TextAnswers(CompletionBody(prompt="a", n=N), pb.GenerateRequest(), call(codec))
 
 
 def chat_answers(codec=CODEC):
-    return ChatAnswers("m", codec, CallReader(None))
+    return ChatAnswers(ChatBody(messages=[]), pb.GenerateRequest(), call(codec))
 
 
 @pytest.mark.parametrize("kind", [text_answers, chat_answers])
-@pytest.mark.parametrize(
-    ("num_tokens", "separators"),
-    [(0, (",", ":")), (MAX_AT_ONCE // N, (", ", ": ")), (MAX_AT_ONCE // N + 1, (",", ":")), (101, (", ", ": "))],
-)
-async def test_parts_joined_are_what_one_piece_would_be(kind, num_tokens, separators):
+@pytest.mark.parametrize("num_tokens", [0, MAX_AT_ONCE // N, MAX_AT_ONCE // N + 1, 101])
+async def test_parts_joined_are_what_one_piece_would_be(kind, num_tokens):
     answer = await kind().answer([response(num_tokens)])
-    parts = list(Encoder(*separators).parts(answer))
-    assert "".join(parts) == json.dumps(at_once(answer), ensure_ascii=False, separators=separators)
-    assert (len(parts) == 1) == (N * num_tokens <= MAX_AT_ONCE)
+    parts = list(json_parts(answer))
+    assert "".join(parts) == dumped(answer)
     per_token = 1 + TOP if kind is chat_answers else TOP
     assert max(part.count('"logprob"') for part in parts) <= MAX_AT_ONCE * per_token
-    assert max(part.count(separators[1]) for part in parts) < 4 * MAX_AT_ONCE * (1 + TOP) + 100
+    assert max(part.count(":") for part in parts) < 4 * MAX_AT_ONCE * (1 + TOP) + 100
 
 
 @pytest.mark.parametrize("kind", [text_answers, chat_answers])
@@ -138,7 +137,7 @@ async def test_each_part_is_made_only_when_it_is_encoded(kind):
     answers = kind()
     entry, note = answers._choice, made.append
     answers._choice = lambda output, read: [note(output.index), entry(output, read)][1]
-    parts = Encoder().parts(await answers.answer([response(250)]))
+    parts = json_parts(await answers.answer([response(250)]))
     assert made == []
     for index in range(N):
         while made[-1:] != [index]:
@@ -150,9 +149,9 @@ async def test_many_long_texts_are_not_encoded_at_once():
     outputs = [pb.Output(index=i, text="a" * MIN_PIECE, finished=pb.Finished()) for i in range(4)]
     for kind in (text_answers, chat_answers):
         answer = await kind().answer([pb.GenerateResponse(request_id="r", outputs=outputs)])
-        parts = list(Encoder().parts(answer))
+        parts = list(json_parts(answer))
         assert max(map(len, parts)) < 2 * MIN_PIECE
-        assert "".join(parts) == json.dumps(at_once(answer))
+        assert "".join(parts) == dumped(answer)
 
 
 async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():
@@ -161,21 +160,15 @@ async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():
             yield pb.GenerateStreamResponse(request_id="r", delta=filled(pb.TokenDelta(), num_tokens))
 
         [events] = [events async for events in chat_answers().events(messages())]
-        found = []
-
-        async def send(message):
-            assert message["more_body"]
-            found.append((seen.count, message["body"]))
-
-        async with turns() as seen, stall_limit(60) as writes:
-            await _write_event(send, events[-1], "17", writes)
+        async with turns() as seen:
+            found = [(seen.count, piece) async for piece in in_turns(event_parts(events[-1], "name", "17"))]
         bodies = [body for _, body in found]
-        wanted = f"id: 17\ndata: {json.dumps(at_once(events[-1]), ensure_ascii=False)}\n\n".encode()
+        wanted = f"id: 17\nevent: name\ndata: {dumped(events[-1])}\n\n".encode()
         assert b"".join(bodies) == wanted
         assert len({turn for turn, _ in found}) >= len(found) - 1  # the last may follow without a turn
         return bodies
 
-    assert len(await sent(MAX_AT_ONCE)) == 1
+    assert len(await sent(MAX_AT_ONCE // 2)) == 1
     pieces = await sent(1000)
     assert len(pieces) >= 10
     assert max(map(len, pieces)) < MIN_PIECE + 200 * MAX_AT_ONCE * (1 + TOP)
@@ -188,7 +181,7 @@ async def test_each_token_is_decoded_once_for_an_answer():
         decoded[token, leads] += 1
         return CODEC.spelling.bytes_of(token, leads=leads)
 
-    codec = SimpleNamespace(spelling=SimpleNamespace(bytes_of=bytes_of))
-    list(Encoder().parts(await chat_answers(codec).answer([response(300)])))
+    codec = SimpleNamespace(spelling=SimpleNamespace(bytes_of=bytes_of), special_tokens=frozenset())
+    list(json_parts(await chat_answers(codec).answer([response(300)])))
     assert {token for token, _ in decoded} == set(range(300))
     assert set(decoded.values()) == {1}

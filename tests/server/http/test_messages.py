@@ -145,7 +145,7 @@ REFUSED = [
     ({"tools": [TOOL, TOOL]}, "tools[1].name is 'weather', which is there twice"),
     ({"tools": [TOOL | {"input_examples": [{}]}]}, "tools[0].input_examples is [{}]; this field is not served"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name is 'f', which is none"),
-    ({"tool_choice": {"type": "tool"}}, "tool_choice is of type 'tool'; a name goes with the type tool"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice is of type 'tool'; name goes with the type tool"),
     ({"tool_choice": {"type": "any"}}, "tool_choice.type requires a call, and there are no tools"),
     ({"tools": [TOOL | {"input_schema": {"type": "x"}, "strict": True}]}, "tools[0].input_schema "),
     ({"prompt": "a"}, "prompt is 'a'; this field is not served"),

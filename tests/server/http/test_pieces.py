@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.formats.base import Content, ReasoningMarks, Tool
+from server.formats.base import CallArguments, CallStart, Content, Reasoning, ReasoningMarks
 from server.formats.hermes import HermesFormat
 from server.formats.reasoning import PlainFormat
-from server.http.pieces import CallReader, ReadCall, ReadOutput, call_id, joined
+from server.http.pieces import CallReader, _merged, call_id
 
-TOOLS = [Tool("f"), Tool("g")]
+ASKED = pb.ChatMessages(tools=[pb.Tool(name="f"), pb.Tool(name="g")])
 MARKED = ReasoningMarks()
 HERMES = HermesFormat({}, MARKED)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "a"}}\n</tool_call>'
@@ -34,46 +34,55 @@ def whole(texts, *, starts_in_reasoning=False, tail=""):
     return pb.GenerateResponse(outputs=[output], starts_in_reasoning=starts_in_reasoning)
 
 
-CASES = {
-    "content": (["a", " b"], False, ReadOutput(content="a b")),
-    "reasoning": (["<think>", "hm", " so", "</think>", "\n\n", "yes"], False, ReadOutput("hm so", "yes", (), 3)),
-    "begun before": (["hm", " so", "</think>", "\n", "yes"], True, ReadOutput("hm so", "yes", (), 3)),
-    "split marks": (["<th", "ink>", "hm</", "thi", "nk>ye", "s"], False, ReadOutput("hm", "yes", (), 3)),
-    "no end": (["<think>", "hm", "", "m"], False, ReadOutput("hmm", "", (), 3)),
+ARGUMENTS = '{"x": "a"}'
+THOUGHT = [Reasoning("hm so"), Content("yes")]
+CASES = {  # tokens, whether they start in the reasoning, what they say, and the tokens of the reasoning
+    "content": (["a", " b"], False, [Content("a b")], 0),
+    "reasoning": (["<think>", "hm", " so", "</think>", "\n\n", "yes"], False, THOUGHT, 3),
+    "begun before": (["hm", " so", "</think>", "\n", "yes"], True, THOUGHT, 3),
+    "split marks": (["<th", "ink>", "hm</", "thi", "nk>ye", "s"], False, [Reasoning("hm"), Content("yes")], 3),
+    "no end": (["<think>", "hm", "", "m"], False, [Reasoning("hmm")], 3),
     "a call": (
         ["<think>", "hm", "</think>", "<tool_", 'call>\n{"name": "f",', ' "arguments": {}', "}\n</tool_call>"],
         False,
-        ReadOutput("hm", "", (ReadCall("f", "{}"),), 2),
+        [Reasoning("hm"), CallStart(0, "f"), CallArguments(0, "{}")],
+        2,
     ),
-    "content and calls": (["a\n", CALL, "\n", CALL], False, ReadOutput("", "a", (ReadCall("f", '{"x": "a"}'),) * 2)),
+    "content and calls": (
+        ["a\n", CALL, "\n", CALL],
+        False,
+        [Content("a"), *(piece for i in (0, 1) for piece in (CallStart(i, "f"), CallArguments(i, ARGUMENTS)))],
+        0,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 async def test_parts_do_not_matter(name):
-    texts, starts_in_reasoning, expected = CASES[name]
-    reader = CallReader(HERMES, TOOLS)
+    texts, starts_in_reasoning, expected, num_reasoning = CASES[name]
+    reader = CallReader(ASKED, HERMES)
     assert await reader.whole(whole(texts, starts_in_reasoning=starts_in_reasoning)) == [expected]
-    assert reader.reasoning_tokens(0) == expected.reasoning_tokens
+    assert reader.reasoning_tokens(0) == num_reasoning
     for parts in ([1] * len(texts), [len(texts)], [2] * (len(texts) // 2 + 1), [1, len(texts)]):
-        reader = CallReader(HERMES, TOOLS)
+        reader = CallReader(ASKED, HERMES)
         pieces = []
         for message in messages(texts, parts, starts_in_reasoning=starts_in_reasoning):
             pieces += await reader.read(message)
-        assert joined(pieces, reader.reasoning_tokens(0)) == expected
+        assert (_merged(pieces), reader.reasoning_tokens(0)) == (expected, num_reasoning)
 
 
 async def test_text_of_no_token_is_read_and_not_counted():
-    reader = CallReader(PlainFormat({}, MARKED))
-    assert await reader.whole(whole(["<think>", "a"], tail="b")) == [ReadOutput("ab", "", (), 1)]
+    reader = CallReader(ASKED, PlainFormat({}, MARKED))
+    assert await reader.whole(whole(["<think>", "a"], tail="b")) == [[Reasoning("ab")]]
+    assert reader.reasoning_tokens(0) == 1
 
 
 async def test_without_a_format_text_comes_as_it_is():
     texts = ["<think> ", "a ", CALL, " "]
-    reader = CallReader(None)
+    reader = CallReader(ASKED, None)
     for text, message in zip(texts, messages(texts, [1] * 4), strict=False):
         assert await reader.read(message) == [Content(text)]
-    assert (await CallReader(None).whole(whole(texts)))[0] == ReadOutput(content="".join(texts))
+    assert await CallReader(ASKED, None).whole(whole(texts)) == [[Content("".join(texts))]]
 
 
 def test_every_call_has_an_id_of_its_own():

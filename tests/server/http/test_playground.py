@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from server.http import playground
+from server.http.gateway import PAGE, PAGE_FILES
 from tests.serving import http_client, serving
-
-FOLDER = Path(playground.__file__).parent
 
 
 async def test_it_is_open_where_all_else_needs_a_token_and_is_told_to_load_nothing_else(tokens):
     async with serving(token_file=tokens) as server, http_client(server) as http:
-        for path in playground.PATHS:
+        for path in PAGE_FILES:
             answer = await http.get(path)
             assert answer.status_code == 200
             policy = dict(rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; "))
@@ -29,13 +26,13 @@ async def test_it_is_open_where_all_else_needs_a_token_and_is_told_to_load_nothi
 
 async def test_it_can_be_left_out():
     async with serving(playground=False) as server, http_client(server) as http:
-        assert [(await http.get(path)).status_code for path in playground.PATHS] == [404] * len(playground.PATHS)
+        assert [(await http.get(path)).status_code for path in PAGE_FILES] == [404] * len(PAGE_FILES)
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("[!_]*.*")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(PAGE.glob("*.*")), ids=lambda path: path.name)
 def test_the_files_name_no_other_place_and_have_nothing_inline(path):
     text = path.read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
     assert "//" not in re.sub(r"^\s*//.*|;\s*//.*", "", text, flags=re.MULTILINE)
     assert not re.search(r"\sstyle=|\son\w+=|<style|<script>|innerHTML|eval\(", text)
     used = set(re.findall(r'(?:href|src)="([^"]+)"', text))
-    assert used <= playground.PATHS
+    assert used <= PAGE_FILES.keys()

@@ -179,14 +179,13 @@ REFUSED = [
         {"input": [{"type": "function_call_output", "call_id": "c9", "output": "x"}]},
         "input[0].call_id is 'c9'; no call before it has this id",
     ),
-    ({"text": {"format": {"type": "json_schema"}}}, "text.format is 'json_schema'; a schema goes with"),
-    ({"text": {"format": {"type": "json_schema", "name": "w"}}}, "text.format is 'json_schema'; a schema goes with"),
+    ({"text": {"format": {"type": "json_schema", "name": "w"}}}, "text.format is of type 'json_schema'; schema goes"),
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex and text.format"),
     ({"previous_response_id": "resp_1"}, f"previous_response_id is 'resp_1'; this field is not served: {STORED}"),
     ({"conversation": {"id": "c"}}, f"conversation is set; this field is not served: {STORED}"),
-    ({"background": True}, "background is not false"),
+    ({"background": True}, "background is set; this field is not served: an answer is sent to its caller alone"),
     ({"truncation": "auto"}, "truncation is 'auto'"),
-    ({"top_logprobs": 2}, "top_logprobs is not 0"),
+    ({"top_logprobs": 2}, "top_logprobs is set; this field is not served: this route sends no"),
     ({"include": ["web_search_call.results"]}, "include[0] is 'web_search_call.results'"),
     (
         {"input": [{"type": "item_reference", "id": "x"}]},
@@ -206,7 +205,7 @@ REFUSED = [
     ({"prompt": 5}, "prompt is set; this field is not served"),
     ({"guided_json": "["}, "guided_json is '['"),
     ({"tool_choice": "required"}, "tool_choice requires a call"),
-    ({"event_ids": True}, "event_ids is True; a stream of this route cannot be continued"),
+    ({"event_ids": True}, "event_ids is not served where reasoning or calls are read"),
     ({"input": []}, "input has 0 messages; expected 1"),
 ]
 

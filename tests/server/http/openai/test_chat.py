@@ -5,17 +5,23 @@ from __future__ import annotations
 import pytest
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.formats.base import ReasoningMarks, Tool
+from server.formats.base import ReasoningMarks
 from server.formats.hermes import HermesFormat
+from server.http.openai.bodies import ChatBody
 from server.http.openai.chat import ChatAnswers
-from server.http.pieces import CallReader
-from tests.engine.text.test_codec import CODEC
 from tests.server.http import agents
-from tests.server.http.interfaces import CHAT, on_the_shared_server
+from tests.server.http.interfaces import CHAT, call, on_the_shared_server
 
 ABOUT = agents.DIALECTS["chat"]
 HERMES = HermesFormat({}, ReasoningMarks())
+BODY = ChatBody.model_validate({"messages": []})
 F = '<tool_call>\n{"name": "f", "arguments": {"x": "a"}}\n</tool_call>'
+
+
+def answers(**choice):
+    """Answers with calls of the function f, with this choice of tools."""
+    asked = pb.ChatMessages(tools=[pb.Tool(name="f")], tool_choice=pb.ToolChoice(**choice))
+    return ChatAnswers(BODY, pb.GenerateRequest(messages=asked), call(model_format=HERMES))
 
 
 @pytest.mark.parametrize(("has_logprobs", "chunks"), [(True, [2, 1, 1, 2]), (False, [1, 0, 0, 2])])
@@ -27,8 +33,7 @@ async def test_a_message_of_which_nothing_is_certain_gives_no_chunk_but_its_logp
             yield pb.GenerateStreamResponse(request_id="r", delta=delta)
         yield pb.GenerateStreamResponse(finished=pb.Finished(finish_reason=pb.FINISH_REASON_STOP))
 
-    answers = ChatAnswers("m", CODEC, CallReader(HERMES, [Tool("f")]), is_parsed=True)
-    assert [len(events) async for events in answers.events(messages())] == chunks
+    assert [len(events) async for events in answers().events(messages())] == chunks
 
 
 @pytest.mark.parametrize(("is_forced", "reason"), [(True, "stop"), (False, "tool_calls")])
@@ -39,19 +44,17 @@ async def test_a_call_that_was_forced_is_no_reason_to_stop(is_forced, reason):
         yield pb.GenerateStreamResponse(request_id="r", delta=pb.TokenDelta(**part))
         yield pb.GenerateStreamResponse(finished=finished)
 
-    def answers():
-        return ChatAnswers("m", CODEC, CallReader(HERMES, [Tool("f")]), is_parsed=True, is_forced=is_forced)
-
-    whole = await answers().answer([pb.GenerateResponse(outputs=[pb.Output(finished=finished, **part)])])
-    *_, last = [event async for some in answers().events(messages()) for event in some]
+    choice = {"name": "f"} if is_forced else {}
+    whole = await answers(**choice).answer([pb.GenerateResponse(outputs=[pb.Output(finished=finished, **part)])])
+    *_, last = [event async for some in answers(**choice).events(messages()) for event in some]
     assert [made["choices"][0]["finish_reason"] for made in (whole, last)] == [reason] * 2
 
 
 async def test_a_required_call_that_a_stop_string_cuts_is_no_call_to_run():
     text, finished = F[: F.index('a"}')], pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_string="a")
-    answers = ChatAnswers("m", CODEC, CallReader(HERMES, [Tool("f")], must_call=True), is_parsed=True)
     output = pb.Output(text=text, text_lengths=[len(text)], finished=finished)
-    [choice] = (await answers.answer([pb.GenerateResponse(outputs=[output])]))["choices"]
+    made = await answers(mode=pb.TOOL_CHOICE_MODE_REQUIRED).answer([pb.GenerateResponse(outputs=[output])])
+    [choice] = made["choices"]
     assert (choice["message"]["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]) == ('{"x": "', "stop")
 
 

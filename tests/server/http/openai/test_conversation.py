@@ -9,8 +9,8 @@ from google.protobuf.json_format import MessageToDict
 
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.conversation import callable_tools
-from server.http.requests import conversation, messages_of
-from server.http.types import ChatBody, CompletionBody, GenerateBody
+from server.http.bodies import GenerateBody
+from server.http.openai.bodies import ChatBody, CompletionBody
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "weather", "description": "d", "strict": True}
@@ -25,7 +25,7 @@ def chat(**fields):
     """The fields that the conversation of a body has."""
     body = ChatBody.model_validate({"messages": [USER]} | fields)
     assert not list(body.conflicts())
-    [message] = messages_of(body)
+    [message] = body.requests()
     return MessageToDict(message.messages, preserving_proto_field_name=True)
 
 
@@ -70,7 +70,7 @@ def test_tools_and_the_choice_of_one(choice, sent, may_call):
     assert asked["tools"] == [WEATHER | {"parameters": json.dumps(SCHEMA)}, {"name": "time"}]
     assert asked.get("tool_choice") == sent
     body = ChatBody.model_validate({"messages": [USER], "tools": TOOLS, "tool_choice": choice})
-    assert [tool.name for tool in callable_tools(conversation(body))] == may_call
+    assert [tool.name for tool in callable_tools(body.conversation())] == may_call
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_a_prediction_in_every_form(prediction):
         (CompletionBody, {"prompt": "p"}),
         (GenerateBody, {"prompt": "p"}),
     ):
-        [message] = messages_of(kind.model_validate(fields | {"prediction": prediction}))
+        [message] = kind.model_validate(fields | {"prediction": prediction}).requests()
         assert message.prediction.text == "a b"
-        [message] = messages_of(kind.model_validate(fields))
+        [message] = kind.model_validate(fields).requests()
         assert not message.HasField("prediction")
 
 
@@ -141,13 +141,13 @@ def test_a_prediction_in_every_form(prediction):
     ids=str,
 )
 def test_structures_by_all_of_their_names(wanted, kind, source):
-    [message] = messages_of(CompletionBody.model_validate({"prompt": "p"} | wanted))
+    [message] = CompletionBody.model_validate({"prompt": "p"} | wanted).requests()
     assert message.guided.WhichOneof("constraint") == kind
     assert kind is None or getattr(message.guided, kind) == source
 
 
 def test_special_tokens_are_skipped_as_the_caller_says():
     for value in (True, False, None):
-        [message] = messages_of(GenerateBody.model_validate({"prompt": "p", "skip_special_tokens": value}))
+        [message] = GenerateBody.model_validate({"prompt": "p", "skip_special_tokens": value}).requests()
         assert message.output.HasField("skip_special_tokens") == (value is not None)
         assert message.output.skip_special_tokens == bool(value)

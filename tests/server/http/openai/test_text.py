@@ -9,10 +9,11 @@ import openai
 import pytest
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.openai.text import Echoing, TextAnswers
+from server.http.openai.bodies import CompletionBody
+from server.http.openai.text import TextAnswers
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, logprob_of
-from tests.server.http.interfaces import on_the_shared_server, talking, text_of
+from tests.server.http.interfaces import call, on_the_shared_server, talking, text_of
 from tests.server.test_life import metric
 from tests.serving import until
 
@@ -195,7 +196,7 @@ async def test_other_outputs_wait_for_the_logprobs_of_the_prompt():
         for index in (1, 0):
             yield pb.GenerateStreamResponse(finished=pb.Finished(index=index))
 
-    answers = TextAnswers("m", CODEC, n=2, echoing=Echoing(["ab"], has_logprobs=True))
+    answers = TextAnswers(CompletionBody(prompt="ab", n=2, echo=True, logprobs=0), pb.GenerateRequest(), call())
     events = [event async for some in answers.events(messages()) for event in some]
     assert {event["id"] for event in events} == {"cmpl-r"}
     texts = {index: [e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == index] for index in (0, 1)}

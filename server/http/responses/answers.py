@@ -1,7 +1,4 @@
-"""The routes of OpenAI's Responses API, and their answers: a list of items (reasoning, messages, calls).
-
-Nothing is stored: each request has the whole conversation.
-"""
+"""Answers of OpenAI's Responses API: a list of items (reasoning, messages, calls)."""
 
 from __future__ import annotations
 
@@ -9,41 +6,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import Response
-from starlette.exceptions import HTTPException
-
-from engine.errors import shown
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Call
 from server.formats.json_text import is_object
-from server.http.agents import AgentAnswer, AnswerPart, Json
-from server.http.calls import Messages, Services
+from server.http.agents import AgentAnswer, AnswerPart
+from server.http.calls import Json, Messages
 from server.http.errors import HttpError
 from server.http.responses.bodies import ResponsesBody, custom_input, functions, sealed
-from server.http.routes import GeneratingRoutes
-
-
-def add_responses(app: FastAPI, services: Services) -> None:
-    """Add the routes."""
-    router, routes = APIRouter(), GeneratingRoutes(services)
-
-    @router.post("/v1/responses", response_model=None)
-    async def responses(request: Request) -> Response:
-        """Continue a conversation, in the format of OpenAI's responses."""
-        return await routes.respond(ResponsesBody, _answer, request)
-
-    @router.api_route("/v1/responses/{response_id}", methods=["GET", "DELETE"], include_in_schema=False)
-    async def stored(response_id: str) -> Response:
-        """Answer 404: nothing is stored."""
-        raise HTTPException(404, f"no response has the id {shown(response_id)}: this server stores none")
-
-    app.include_router(router)
-
-
-def _answer(body: ResponsesBody, message: pb.GenerateRequest, call: Call) -> ResponsesAnswer:
-    return ResponsesAnswer(body, call, message.messages)
-
 
 _ERROR_CODES = {429: "rate_limit_exceeded"}  # by status; all others: "server_error"
 _EVENTS = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
@@ -51,10 +20,10 @@ _LOGPROBS: dict[str, Json] = {"text": {"logprobs": []}, "reasoning": {}}
 
 
 class ResponsesAnswer(AgentAnswer):
-    """An answer to an admitted body with the conversation `asked`."""
+    """An answer of `/v1/responses`."""
 
-    def __init__(self, body: ResponsesBody, call: Call, asked: pb.ChatMessages) -> None:
-        super().__init__(call, asked)
+    def __init__(self, body: ResponsesBody, message: pb.GenerateRequest, call: Call) -> None:
+        super().__init__(body, message, call)
         self._functions = functions(body)  # by the names that the model was told
         self._is_sealed = "reasoning.encrypted_content" in body.include
         self._fields: Json = {
@@ -68,7 +37,6 @@ class ResponsesAnswer(AgentAnswer):
             "status": "in_progress",
             "usage": None,
         }
-        self._statuses: list[str] = []  # of the items that have ended
         self._num_events = 0
 
     async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
@@ -79,25 +47,25 @@ class ResponsesAnswer(AgentAnswer):
         return [self._event("response.created"), self._event("response.in_progress")]
 
     def _opened(self, part: AnswerPart) -> list[Json]:
-        number = len(self._parts) - 1
-        added = {"type": "response.output_item.added", "output_index": number, "item": self._item(number, part)}
+        added = {"type": "response.output_item.added", "output_index": part.index, "item": self._item(part)}
         if part.kind == "call":
             return [added]
         opening = {"type": "response.content_part.added", "content_index": 0, "part": _content(part)}
-        return [added, *self._placed(opening)]
+        return [added, *self._placed(part, opening)]
 
     def _grown(self, part: AnswerPart, text: str) -> list[Json]:
         if part.kind != "call":
             delta = {"type": f"{_EVENTS[part.kind]}.delta", "content_index": 0, "delta": text, **_LOGPROBS[part.kind]}
-            return self._placed(delta)
+            return self._placed(part, delta)
         if self._functions[part.name].is_custom:  # its text is known when the JSON around it is complete
             return []
-        return self._placed({"type": "response.function_call_arguments.delta", "delta": text})
+        return self._placed(part, {"type": "response.function_call_arguments.delta", "delta": text})
 
-    def _closed(self, part: AnswerPart, status: str) -> list[Json]:
+    def _closed(self, part: AnswerPart) -> list[Json]:
         """End an item. A call is complete if its arguments are, whatever ended the answer."""
-        self._statuses.append("completed" if part.kind == "call" and is_object(part.text) else status)
-        number, text = len(self._parts) - 1, part.text
+        text = part.text
+        if part.kind == "call" and is_object(text):
+            part.status = "completed"
         if part.kind != "call":
             name, more = _EVENTS[part.kind], _LOGPROBS[part.kind]
             closing = [
@@ -112,8 +80,8 @@ class ResponsesAnswer(AgentAnswer):
         else:
             name = self._functions[part.name].name
             closing = [{"type": "response.function_call_arguments.done", "name": name, "arguments": text}]
-        done = {"type": "response.output_item.done", "output_index": number, "item": self._item(number, part)}
-        return [*self._placed(*closing), done]
+        done = {"type": "response.output_item.done", "output_index": part.index, "item": self._item(part)}
+        return [*self._placed(part, *closing), done]
 
     def _end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]:
         is_cut = finished.finish_reason == pb.FINISH_REASON_LENGTH
@@ -124,13 +92,13 @@ class ResponsesAnswer(AgentAnswer):
         self._fields |= {"status": status, "usage": _usage(finished.usage, reasoning_tokens)}
         return [*events, self._event(f"response.{status}")]
 
-    def _fail(self, error: HttpError) -> list[Json]:
+    def failure(self, error: HttpError) -> list[Json]:
         code = _ERROR_CODES.get(error.status, "server_error")
         self._fields |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return self._numbered([*self._close("incomplete"), self._event("response.failed")])
 
     def _whole(self) -> Json:
-        return self._fields | {"output": [self._item(i, part) for i, part in enumerate(self._parts)]}
+        return self._fields | {"output": [*map(self._item, self._parts)]}
 
     def _event(self, name: str) -> Json:
         return {"type": name, "response": self._whole()}
@@ -141,20 +109,18 @@ class ResponsesAnswer(AgentAnswer):
             self._num_events += 1
         return events
 
-    def _placed(self, *events: Json) -> list[Json]:
-        number = len(self._parts) - 1
-        return [event | {"item_id": self._id(number, self._parts[-1]), "output_index": number} for event in events]
+    def _placed(self, part: AnswerPart, *events: Json) -> list[Json]:
+        return [event | {"item_id": self._id(part), "output_index": part.index} for event in events]
 
-    def _id(self, number: int, part: AnswerPart) -> str:
+    def _id(self, part: AnswerPart) -> str:
         prefix = {"text": "msg", "reasoning": "rs"}.get(part.kind)
         if prefix is None:
             prefix = "ctc" if self._functions[part.name].is_custom else "fc"
-        return f"{prefix}_{self._request_id}_{number}"
+        return f"{prefix}_{self._request_id}_{part.index}"
 
-    def _item(self, number: int, part: AnswerPart) -> Json:
+    def _item(self, part: AnswerPart) -> Json:
         """Return an item as it is now. Reasoning may be there in the form in which callers send it back, too."""
-        status = self._statuses[number] if number < len(self._statuses) else "in_progress"
-        item: Callable[..., Json] = partial(dict, id=self._id(number, part), status=status)
+        item: Callable[..., Json] = partial(dict, id=self._id(part), status=part.status)
         content = [] if part.is_open else [_content(part)]
         if part.kind == "text":
             return item(type="message", role="assistant", content=content)

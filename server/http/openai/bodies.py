@@ -1,0 +1,308 @@
+"""The bodies of OpenAI's completions and chat completions, and the messages of the protocol that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from engine.errors import Violation, shown
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.conversation import MAX_TOOLS
+from server.chat import MAX_MESSAGES
+from server.http.bodies import (
+    ANY_OBJECT,
+    OPENAI_TEMPERATURE,
+    FunctionBody,
+    GenerationFields,
+    Structure,
+    TextContent,
+    template_arguments,
+)
+from server.http.fields import (
+    MAX_PROMPTS,
+    TEXT_OR_LIST,
+    Body,
+    Flag,
+    Ids,
+    OneOf,
+    Schema,
+    Text,
+    UInt32,
+    at_most,
+    goes_with,
+    not_served,
+    text_of,
+)
+
+
+class JsonSchema(Body):
+    """A JSON schema. Its name and description are not used."""
+
+    name: Text | None = None
+    description: Text | None = None
+    strict: Flag | None = None  # no effect: the schema is always enforced strictly
+    schema_: Schema = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """The required format of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    _schema_where_it_is_named = goes_with("json_schema", "json_schema")
+
+
+class StreamOptions(Body):
+    """Additional parts of a stream."""
+
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False  # with include_usage: the usage so far in every chunk
+    include_obfuscation: Flag = False  # no effect: on loopback or over TLS a stream needs none
+
+
+class OpenAiBody(GenerationFields):
+    """Fields of both OpenAI routes."""
+
+    usual_temperature = OPENAI_TEMPERATURE
+
+    n: UInt32 | None = None
+    max_tokens: UInt32 | None = None
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat | None = None
+    return_speculation_stats: Flag = False
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether every chunk of a stream tells the usage so far."""
+        return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
+
+    def request(self, max_tokens: int | None) -> pb.GenerateRequest:
+        request = super().request(max_tokens)
+        request.output.prompt_token_ids = self.has_running_usage  # their number is the usage before the end
+        return request
+
+    def structures(self) -> Iterator[Structure]:
+        yield from super().structures()
+        wanted = self.response_format
+        if wanted is not None and wanted.json_schema is not None:
+            yield Structure("response_format.json_schema.schema", "json", wanted.json_schema.schema_)
+        elif wanted is not None and wanted.type == "json_object":
+            yield Structure("response_format", "json", ANY_OBJECT)
+
+    def conflicts(self) -> Iterator[Violation]:
+        yield from super().conflicts()
+        if self.event_ids and self.has_running_usage:
+            yield Violation("event_ids", "is true; not served with stream_options.continuous_usage_stats")
+
+
+def _kind_of_prompts(value: Any) -> int:
+    """0: a text; 1: token ids; 2: several prompts."""
+    is_list = isinstance(value, list)
+    return is_list + (is_list and bool(value) and isinstance(value[0], str | list))
+
+
+Prompt = Annotated[Text | Ids, TEXT_OR_LIST]
+PromptList = Annotated[list[Prompt], Field(fail_fast=True), at_most(MAX_PROMPTS)]
+Prompts = Annotated[Text | Ids | PromptList, OneOf(_kind_of_prompts)]
+
+
+class CompletionBody(OpenAiBody):
+    """Body of `POST /v1/completions`."""
+
+    prompt: Prompts
+    logprobs: UInt32 | None = None  # number of likeliest tokens beside each; 0: only the token's own
+    echo: Flag = False
+    suffix: Annotated[None, not_served("the model only continues texts at their end")] = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, of which most requests have one."""
+        is_list = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return self.prompt if is_list else [self.prompt]  # type: ignore[return-value,list-item]
+
+    @property
+    def is_only_scored(self) -> bool:
+        """Whether only the prompt is wanted, and nothing after it."""
+        return self.echo and self.max_tokens == 0
+
+    def names(self) -> dict[str, str]:
+        return super().names() | {"token_ids": "prompt", "top_logprobs": "logprobs"}
+
+    def requests(self) -> list[pb.GenerateRequest]:
+        common = self.request(1 if self.is_only_scored else self.max_tokens)  # the token is left out
+        if self.logprobs is not None:
+            common.output.logprobs, common.output.top_logprobs = True, self.logprobs
+        if self.echo:
+            common.output.prompt_logprobs = common.output.logprobs
+            common.output.prompt_token_ids = True
+        requests = []
+        for prompt in self.prompts:
+            given: Any = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
+            requests.append(pb.GenerateRequest(**given))
+            requests[-1].MergeFrom(common)
+        return requests
+
+    def conflicts(self) -> Iterator[Violation]:
+        yield from super().conflicts()
+        if self.event_ids and len(self.prompts) > 1:
+            yield Violation("event_ids", f"is true; not served with several prompts, here {len(self.prompts)}")
+        if self.event_ids and self.echo:
+            yield Violation("event_ids", "is true; not served with echo")
+
+
+class ToolBody(Body):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+Tools = Annotated[list[ToolBody], Field(fail_fast=True), at_most(MAX_TOOLS)]
+
+
+class ToolChoiceBody(Body):
+    """Whether, or which function, the model has to call."""
+
+    type: Literal["none", "auto", "required", "function"]
+    function: FunctionBody | None = None  # of which only the name counts
+    _function_where_it_is_named = goes_with("function", "function")
+
+    @property
+    def choice(self) -> pb.ToolChoice:
+        if self.function is not None:
+            return pb.ToolChoice(name=self.function.name)
+        return pb.ToolChoice(mode=pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{self.type.upper()}"))
+
+
+def _as_tool_choice(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        raise ValueError("is of type 'allowed_tools', which is not served; send only the allowed tools as tools")
+    if isinstance(value, str) and value not in ("none", "auto", "required"):
+        raise ValueError(f"is {shown(value)}; expected 'none', 'auto', 'required' or a function")
+    return {"type": value} if isinstance(value, str) else value
+
+
+ToolChoiceField = Annotated[ToolChoiceBody, BeforeValidator(_as_tool_choice)]
+
+
+class CalledFunction(Body):
+    """The function of a call, and the JSON text of its arguments."""
+
+    name: Text
+    arguments: Text = ""
+
+
+class ToolCallBody(Body):
+    """A call that the assistant made."""
+
+    id: Text = ""
+    type: Literal["function"] = "function"
+    index: UInt32 | None = None  # no effect: a client may send a stream's deltas back
+    function: CalledFunction
+
+
+ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True), at_most(MAX_TOOLS)]
+
+
+_ROLES = {"developer": "system", "function": "tool"}  # newer and older names, which few templates know
+
+
+class ChatTurn(Body):
+    """A message of a conversation."""
+
+    role: Text
+    content: TextContent | None = None
+    name: Text | None = None
+    tool_calls: ToolCalls = []  # noqa: RUF012  # pydantic copies it
+    tool_call_id: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None  # another name of `reasoning`
+    function_call: Annotated[None, not_served("use tool_calls")] = None
+
+    @property
+    def message(self) -> pb.ChatMessage:
+        return pb.ChatMessage(
+            role=_ROLES.get(self.role, self.role),
+            content=text_of(self.content),
+            name=self.name,
+            tool_calls=[
+                pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+                for call in self.tool_calls
+            ],
+            tool_call_id=self.tool_call_id,
+            reasoning=self.reasoning_content if self.reasoning is None else self.reasoning,
+        )
+
+
+_CHAT_NAMES = {
+    "prompt": "messages",
+    r"tools\[(\d+)\](?=\.)": r"tools[\2].function",
+    r"tool_choice\.name": "tool_choice.function.name",
+    r"tool_choice\.mode": "tool_choice",
+    "template_arguments": "chat_template_kwargs",
+}
+
+
+class ChatBody(OpenAiBody):
+    """Body of `POST /v1/chat/completions`."""
+
+    no_input = ("messages", [])
+
+    messages: Annotated[list[ChatTurn], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+    max_completion_tokens: UInt32 | None = None
+    logprobs: Flag | None = None
+    top_logprobs: UInt32 | None = None
+    tools: Tools = []  # noqa: RUF012  # pydantic copies it
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: Flag | None = None
+    functions: Annotated[None, not_served("use tools")] = None
+    function_call: Annotated[None, not_served("use tool_choice")] = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag = False
+    chat_template_kwargs: Schema | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    thinking_budget: UInt32 | None = None
+    thinking_token_budget: UInt32 | None = None  # another name of `thinking_budget`
+
+    def requests(self) -> list[pb.GenerateRequest]:
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        request = self.request(limit)
+        request.messages.CopyFrom(self.conversation())
+        request.stopping.stop_in_answer = True
+        request.output.logprobs = bool(self.logprobs)
+        request.output.top_logprobs = self.top_logprobs or 0
+        return [request]
+
+    def conversation(self) -> pb.ChatMessages:
+        """Return the messages, the tools, and all that the template and the structure of the answer depend on."""
+        return pb.ChatMessages(
+            messages=[turn.message for turn in self.messages],
+            tools=[tool.function.declared for tool in self.tools],
+            tool_choice=None if self.tool_choice is None else self.tool_choice.choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            template_arguments=template_arguments(self.reasoning_effort, self.verbosity, self.chat_template_kwargs),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            thinking_budget=self.thinking_token_budget if self.thinking_budget is None else self.thinking_budget,
+        )
+
+    def names(self) -> dict[str, str]:
+        newer = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return super().names() | newer | _CHAT_NAMES
+
+    def conflicts(self) -> Iterator[Violation]:
+        yield from super().conflicts()
+        for i, turn in enumerate(self.messages):
+            if turn.content is None and not (
+                turn.role == "assistant" and (turn.tool_calls or turn.reasoning or turn.reasoning_content)
+            ):
+                yield Violation(f"messages[{i}].content", "is missing")
+        newer, older = self.max_completion_tokens, self.max_tokens
+        if newer is not None and older is not None and newer != older:
+            yield Violation("body", f"has max_completion_tokens {newer} and max_tokens, its older name, {older}")
+        budget, other = self.thinking_budget, self.thinking_token_budget
+        if budget is not None and other is not None and budget != other:
+            yield Violation("body", f"has thinking_budget {budget} and thinking_token_budget, its other name, {other}")
