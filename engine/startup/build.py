@@ -38,8 +38,7 @@ from engine.model.decoder.share import Share
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.runner import ModelRunner, Runner, end_tokens, known_positions, layout_of_model
 from engine.model.tap import Tap
-from engine.parallel.group import Ranks
-from engine.parallel.shards import ShardedRunner, worker_loop
+from engine.parallel import Ranks, ShardedRunner, worker_loop
 from engine.proposers import Proposer, Proposers
 from engine.proposers.heads.load import load_heads
 from engine.proposers.vocab import VocabMap
@@ -106,7 +105,7 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     make_runner, ragged = _way(config, target)
     ways = Ways.of(config, target, None, ragged)
     ranks.minimum(kv_gib(config, device, target.config))
-    num_pages, page_size = ranks.receive()
+    num_pages, page_size = ranks.receive(list[int])
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
     progress(f"rank {ranks.place.rank} follows")
     return partial(worker_loop, ranks, make_runner(config, target, make_arena, StatePlan.of(config, {}, 0), ways))

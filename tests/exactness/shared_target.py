@@ -11,14 +11,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
+from engine import parallel
+from engine.kv.batch import Feed
 from engine.llm import LLM, CompletionOutput
 from engine.machine.rank import RankInfo
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from tests import zoo
 
 NEW_TOKENS, LONGEST = 16, 96
+parallel._FRAME = 512  # so that some messages are longer
 LAWS = (
     SamplingParams(max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True),
     SamplingParams(max_tokens=NEW_TOKENS, temperature=0.8, top_p=0.9, seed=5, n=3),
@@ -51,9 +55,9 @@ def watch(llm: LLM) -> Counter[str]:
         counts.update({name: getattr(output.stats, name) for name in COUNTED})
         return output
 
-    def saying(numbers: Seq[int]) -> None:
-        counts["longest_message"] = max(counts["longest_message"], len(numbers))
-        broadcast(numbers)
+    def saying(feeds: Seq[Feed]) -> None:
+        counts["longest_message"] = max(counts["longest_message"], len(msgspec.msgpack.encode(feeds, enc_hook=list)))
+        broadcast(feeds)
 
     llm.engine.step, ranks.broadcast = counting, saying
     return counts

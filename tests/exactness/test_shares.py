@@ -102,7 +102,7 @@ def test_that_was_what_it_says(folder, family):
     assert counts["prefix_hits"] > 0
     assert 0 < counts["accepted"] < counts["drafted"]
     assert counts["draft_failures"] == 0
-    assert (counts["longest_message"] > 1024) == (family == "qwen3")
+    assert counts["longest_message"] > 512, "none was sent in two parts"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

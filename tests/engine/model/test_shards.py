@@ -2,28 +2,62 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from engine import parallel
 from engine.config import EngineConfig
 from engine.errors import ModelError, RankLost
 from engine.kv.batch import Feed
 from engine.machine.rank import RankInfo
-from engine.parallel.shards import ShardedRunner, decoded, encoded, worker_loop
+from engine.parallel import Ranks, ShardedRunner, worker_loop
+from engine.types import StateSpan
 
 NUMBERS = st.integers(0, 2**31)
+STATES = st.none() | st.builds(StateSpan, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.none() | st.tuples(NUMBERS, NUMBERS))
 FEEDS = st.builds(
-    Feed, st.lists(NUMBERS, min_size=1, max_size=9), NUMBERS, st.lists(NUMBERS, max_size=9), NUMBERS, st.integers(0, 1)
-)
+    Feed, st.lists(NUMBERS, min_size=1, max_size=9), NUMBERS, st.lists(NUMBERS, max_size=9), NUMBERS, st.integers(0, 1),
+    STATES, NUMBERS,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Two ends of a group: what one broadcasts, the other receives."""
+    sent = deque()
+
+    def broadcast(part, _, group):
+        if group == "hears":
+            part.copy_(sent.popleft())
+        else:
+            sent.append(part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel.dist, "new_group", lambda **_: "says")
+        patch.setattr(parallel.dist, "broadcast", broadcast)
+        ends = Ranks(RankInfo()), Ranks(RankInfo())
+        ends[1]._talk = "hears"
+        yield ends
 
 
 @settings(max_examples=30)
 @given(st.lists(FEEDS, max_size=4))
-def test_what_is_said_is_what_was_meant(feeds):
-    assert decoded(encoded(feeds)) == feeds
+def test_what_is_said_is_what_was_meant(ranks, feeds):
+    ranks[0].broadcast(feeds)
+    assert ranks[1].receive(list[Feed]) == feeds
+
+
+@pytest.mark.parametrize("count", [1, 5400, 5430, 5440, 50_000])
+def test_long_messages_are_said_in_two_parts(ranks, count):
+    """Feeds may have ranges in place of lists."""
+    ranks[0].broadcast([Feed(range(1 << 16, (1 << 16) + count), 0, [0])])
+    [feed] = ranks[1].receive(list[Feed])
+    assert feed.tokens == [*range(1 << 16, (1 << 16) + count)]
 
 
 class Recorded:
@@ -32,10 +66,10 @@ class Recorded:
     def __init__(self, *said):
         self.said = list(said)
 
-    def broadcast(self, numbers):
-        self.said.append(list(numbers))
+    def broadcast(self, feeds):
+        self.said.append(list(feeds))
 
-    def receive(self):
+    def receive(self, _):
         if not self.said:
             raise RankLost("rank 1 has lost another one: connection closed by peer")
         return self.said.pop(0)
@@ -71,7 +105,7 @@ def test_others_run_what_rank_0_runs_until_it_has_ended():
 
 def test_a_fault_of_a_follower_is_its_end():
     with pytest.raises(ValueError, match="broken"):
-        worker_loop(Recorded(encoded(A), encoded(B)), Echo(ValueError("broken")))
+        worker_loop(Recorded(A, B), Echo(ValueError("broken")))
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("connection closed by peer"), ValueError("anything")])

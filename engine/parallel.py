@@ -1,4 +1,7 @@
-"""The group of processes that hold one target, and broadcasts of integers from rank 0 to the others. Knows no model.
+"""One target in shards on several processes: the process group, and passes that all ranks run together. Knows feeds.
+
+Rank 0 has the requests. A pass is the same call in each process, with the same batch: rank 0 first broadcasts it to the
+others. All ranks compute whole logits; only rank 0 uses them. How matrices are cut is in `model/decoder/share.py`.
 
 There are two separate kinds of traffic. What layers compute is summed where it lies, on the devices. The broadcasts of
 rank 0 are small, start on the host, and always go through gloo, whatever the device is.
@@ -7,11 +10,13 @@ rank 0 are small, start on the host, and always go through gloo, whatever the de
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,16 +24,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from engine.errors import ModelError, RankLost
+from engine.kv.batch import Feed
 from engine.machine.rank import RankInfo
+from engine.model.runner import Runner
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _MEET = timedelta(minutes=10)  # the longest wait for the other processes at the start
 _IDLE = timedelta(days=365)  # the longest wait for work: a server may be without requests for a long time
-_FRAME = 1024  # integers in one broadcast; a longer message is sent in two parts
+_FRAME, _LENGTH = 1 << 14, 8  # bytes of one broadcast, a longer message is sent in two parts; of these, for its length
 
 
 class Ranks:
@@ -61,27 +66,26 @@ class Ranks:
         log.info("rank %d of %d, on %s", place.rank, place.size, device.type)
         return ranks
 
-    def broadcast(self, numbers: Seq[int]) -> None:
-        """Broadcast integers from rank 0 to all other ranks. Raises RankLost."""
-        message = torch.zeros(max(_FRAME, 1 + len(numbers)), dtype=torch.int64)
-        message[0] = len(numbers)
-        message[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+    def broadcast(self, message: object) -> None:
+        """Broadcast numbers, dataclasses or lists of them from rank 0 to all other ranks. Raises RankLost."""
+        coded = msgspec.msgpack.encode(message, enc_hook=list)  # hook: ranges
+        framed = len(coded).to_bytes(_LENGTH, "little") + coded.ljust(_FRAME - _LENGTH, b"\0")
         with _losses_told(self.place):
-            dist.broadcast(message[:_FRAME], 0, group=self._talk)
-            if len(message) > _FRAME:
-                dist.broadcast(message[_FRAME:], 0, group=self._talk)
+            for part in (framed[:_FRAME], framed[_FRAME:]):
+                if part:
+                    dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 0, group=self._talk)
 
-    def receive(self) -> list[int]:
-        """Wait for the next broadcast of rank 0 and return it. Raises RankLost."""
-        message = torch.empty(_FRAME, dtype=torch.int64)
+    def receive(self, kind: type[T]) -> T:
+        """Wait for the next broadcast of rank 0, of this kind, and return it. Raises RankLost."""
+        message = torch.empty(_FRAME, dtype=torch.uint8)
         with _losses_told(self.place):
             dist.broadcast(message, 0, group=self._talk)
-            stop = 1 + int(message[0])
+            stop = _LENGTH + int.from_bytes(message[:_LENGTH].numpy().tobytes(), "little")
             if stop > _FRAME:
-                rest = torch.empty(stop - _FRAME, dtype=torch.int64)
+                rest = torch.empty(stop - _FRAME, dtype=torch.uint8)
                 dist.broadcast(rest, 0, group=self._talk)
                 message = torch.cat((message, rest))
-        return message[1:stop].tolist()
+        return msgspec.msgpack.decode(message[_LENGTH:stop].numpy().tobytes(), type=kind)
 
     def total(self, part: Tensor) -> Tensor:
         """Return the sum of the tensors of this shape that all ranks pass, in the order of ranks, where they lie.
@@ -104,6 +108,42 @@ class Ranks:
         with _losses_told(self.place):
             dist.all_reduce(brought, dist.ReduceOp.MIN, group=self._talk)
         return brought.item()
+
+
+class ShardedRunner:
+    """The Runner of rank 0: it broadcasts each pass, so that the other ranks run it with their shards."""
+
+    def __init__(self, inner: Runner, ranks: Ranks) -> None:
+        self._inner, self._ranks = inner, ranks
+        self.vocab_size = inner.vocab_size
+        self._is_whole = True
+
+    def forward(self, feeds: Seq[Feed]) -> Tensor:
+        """Do what `Runner.forward` does.
+
+        Raises:
+            RankLost: this pass or an earlier one failed, for any reason. Some rank may still be in a collective of the
+                failed pass, and would mix it up with the collectives of the next pass.
+        """
+        if not self._is_whole:
+            raise RankLost("an earlier pass over all ranks failed: they are not in step any more")
+        self._is_whole = False
+        try:
+            self._ranks.broadcast(feeds)
+            logits = self._inner.forward(feeds)
+        except Exception as error:
+            raise RankLost(f"a pass over all ranks failed: {error}") from error
+        self._is_whole = True
+        return logits
+
+
+def worker_loop(ranks: Ranks, runner: Runner) -> None:
+    """Run every pass of rank 0, until it broadcasts an empty message or ends. An error in a pass ends this process."""
+    try:
+        while feeds := ranks.receive(list[Feed]):
+            runner.forward(feeds)
+    except RankLost as error:
+        log.info("rank 0 has ended: %s", error)
 
 
 def _meeting_place(place: RankInfo) -> Store:
