@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
 from engine.kv.states import StatePool
 from engine.types import KVCursor
 
-Key = tuple[Hashable, tuple[int, ...]]
+Key = tuple[int | None, Any, tuple[int, ...]]  # what a `CacheChange` has besides its number
 
 
 class CacheChange(NamedTuple):
@@ -31,22 +30,6 @@ class CacheChange(NamedTuple):
     before: int | None = None  # number of its predecessor; None: it holds the beginning of a text
     salt: Any = None  # of a page without a predecessor
     tokens: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _CachedPage:
-    """A page in the prefix cache: its number there, and its key."""
-
-    number: int
-    key: Key
-
-    def as_entered(self) -> CacheChange:
-        """The change that entered this page."""
-        before, tokens = self.key
-        if isinstance(before, int):
-            return CacheChange(self.number, before, tokens=tokens)
-        assert isinstance(before, tuple), "neither a number nor a salt"
-        return CacheChange(self.number, salt=before[1], tokens=tokens)
 
 
 class PagePool:
@@ -66,7 +49,7 @@ class PagePool:
         self._holders = [0] * num_pages
         self._numbers = count()
         self._pages: dict[Key, int] = {}  # the prefix cache
-        self._entries: dict[int, _CachedPage] = {}  # by page
+        self._entries: dict[int, CacheChange] = {}  # by page: what entered it
         self._kept: OrderedDict[int, None] = OrderedDict()  # cached pages that no page table holds, oldest first
         self._changes: list[CacheChange] | None = None  # of the prefix cache, not taken yet; None: nobody watches
 
@@ -143,9 +126,9 @@ class PagePool:
     def find(self, tokens: Seq[int], salt: Hashable) -> list[int]:
         """The cached pages that hold the beginning of `tokens`, in order; they never cover the newest token."""
         found: list[int] = []
-        before: Hashable = ("salt", salt)
+        before: int | None = None
         while self.prefix_cache and (len(found) + 1) * self.page_size < len(tokens):
-            page = self._pages.get((before, self._span(tokens, len(found))))
+            page = self._pages.get(self._key(before, salt, tokens, len(found)))
             if page is None:
                 break
             found.append(page)
@@ -174,8 +157,8 @@ class PagePool:
         """Enter the cursor's full pages with written K/V into the prefix cache, if they are not there yet."""
         while self.prefix_cache and (len(cursor.shared) + 1) * self.page_size <= cursor.kv_len:
             i = len(cursor.shared)
-            before: Hashable = cursor.shared[-1] if i else ("salt", salt)
-            cursor.shared.append(self._enter((before, self._span(tokens, i)), cursor.page_table[i]))
+            key = self._key(cursor.shared[-1] if i else None, salt, tokens, i)
+            cursor.shared.append(self._enter(key, cursor.page_table[i]))
         if self.states is not None:
             self.states.keep(cursor, self.page_size)
 
@@ -189,7 +172,7 @@ class PagePool:
 
     def watch(self) -> None:
         """Keep the changes of the prefix cache from now on; the first ones enter the pages that are in it already."""
-        self._changes = [entry.as_entered() for entry in self._entries.values()]  # in the order of their numbers
+        self._changes = [*self._entries.values()]  # in the order of their numbers
 
     def take_changes(self) -> tuple[CacheChange, ...]:
         """The changes since the last call, in order; none where nobody watches."""
@@ -200,21 +183,22 @@ class PagePool:
         """Enter a page under `key` and return the number of the entry; an existing entry with this key stays."""
         known = self._pages.get(key)
         if known is None:
-            entry = _CachedPage(next(self._numbers), key)
+            known, entry = page, CacheChange(next(self._numbers), *key)
             self._pages[key], self._entries[page] = page, entry
-            known = page
             if self._changes is not None:
-                self._changes.append(entry.as_entered())
+                self._changes.append(entry)
         return self._entries[known].number
 
     def _remove(self, page: int) -> None:
         entry = self._entries.pop(page)
-        del self._pages[entry.key]
+        del self._pages[entry[1:]]
         if self._changes is not None:
             self._changes.append(CacheChange(entry.number))
 
-    def _span(self, tokens: Seq[int], i: int) -> tuple[int, ...]:
-        return tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
+    def _key(self, before: int | None, salt: Hashable, tokens: Seq[int], i: int) -> Key:
+        """Of page i of a text: only the first one, which has no predecessor, has the salt."""
+        span = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
+        return before, salt if before is None else None, span
 
     def check_invariants(self, cursors: Iterable[KVCursor]) -> None:
         """Check I5: free, kept and held pages are disjoint and together all; no `kv_len` exceeds its page table.
@@ -233,4 +217,4 @@ class PagePool:
         assert holders == self._holders, "a page has other holders than was counted"
         held = [page for page, number in enumerate(holders) if number]
         assert sorted([*self._free, *self._kept, *held]) == list(range(self.num_pages)), "a page was lost or is twice"
-        assert {entry.key: page for page, entry in self._entries.items()} == self._pages, "the prefix cache disagrees"
+        assert {entry[1:]: page for page, entry in self._entries.items()} == self._pages, "the prefix cache disagrees"
