@@ -26,21 +26,10 @@ def conv(slots: PartSlots, x: Tensor, weight: Tensor, bias: Tensor | None, activ
     )  # fmt: skip
 
 
-def gated_delta(slots: PartSlots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """See `rules.gated_delta`."""
+def delta(slots: PartSlots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """See `rules.delta`."""
     if not fits(v, k.shape[2]):
-        return rules.gated_delta(slots, q, k, v, g, beta)
-    return _delta(slots, q, k, v, g, beta)
-
-
-def kimi_delta(slots: PartSlots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """See `rules.kimi_delta`."""
-    if not fits(v, k.shape[2]):
-        return rules.kimi_delta(slots, q, k, v, g, beta)
-    return _delta(slots, q, k, v, g, beta)
-
-
-def _delta(slots: PartSlots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return rules.delta(slots, q, k, v, g, beta)
     rows = [v, q.to(v.dtype), k.to(v.dtype), g.float(), beta.float()]
     return recurrent.scan(
         "delta", slots.states, slots.log, slots.plan.numbers, rows,

@@ -41,27 +41,16 @@ def conv(
     return out
 
 
-def gated_delta(
+def delta(
     slots: PartSlots,  # of states [slots, H, dk, dv] float32; logged: k, v, g
     q: Tensor,  # [T, G, dk], normalised and scaled; H / G heads share each
     k: Tensor,  # [T, G, dk], normalised
     v: Tensor,  # [T, H, dv]
-    g: Tensor,  # [T, H], logarithms of the decay
+    g: Tensor,  # [T, H], logarithms of the decay, or [T, H, dk], of that of each key channel
     beta: Tensor,  # [T, H]
 ) -> Tensor:
-    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464): `[T, H, dv]`, in the type of `v`."""
-    return kimi_delta(slots, q, k, v, g[..., None], beta)
-
-
-def kimi_delta(
-    slots: PartSlots,  # of states [slots, H, dk, dv] float32; logged: k, v, g
-    q: Tensor,  # [T, G, dk], normalised and scaled; H / G heads share each
-    k: Tensor,  # [T, G, dk], normalised
-    v: Tensor,  # [T, H, dv]
-    g: Tensor,  # [T, H, dk], logarithms of the decay of each key channel
-    beta: Tensor,  # [T, H]
-) -> Tensor:
-    """Kimi Delta Attention (arXiv:2510.26692), a gated delta rule by channels: `[T, H, dv]`, in the type of `v`."""
+    """The gated delta rule (arXiv:2412.06464), or Kimi's by channels (2510.26692): `[T, H, dv]`, in the type of `v`."""
+    g = g if g.dim() == 3 else g[..., None]
     keys, wanted, steps = _by_head(k, v.shape[1]), v.float(), beta.float()[..., None]
 
     def change(state: Tensor, row: int) -> Tensor:

@@ -16,9 +16,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from engine.kv.batch import Feed, RaggedBatch
 from engine.recurrent import rules
-from engine.recurrent.plan import ScanPlan
 from engine.recurrent.rules import silu, softplus
-from engine.recurrent.states import PartSlots, StatePart
+from engine.recurrent.states import PartSlots, ScanPlan, StatePart
 from engine.types import EMPTY_STATE, StateSpan
 
 ROWS, HEADS, GROUPS, KEYS, VALUES = 21, 4, 2, 6, 5
@@ -51,7 +50,7 @@ def test_gated_delta(heads: int) -> None:
     q, k, v = drawn(ROWS, GROUPS, KEYS), drawn(ROWS, GROUPS, KEYS) / KEYS, drawn(ROWS, heads, VALUES)
     given = {"g": -drawn(ROWS, heads).abs(), "beta": drawn(ROWS, heads).sigmoid()}
     own = slots((heads, KEYS, VALUES))
-    got = rules.gated_delta(own, q[0] * KEYS**-0.5, k[0], v[0], *(rows[0] for rows in given.values()))
+    got = rules.delta(own, q[0] * KEYS**-0.5, k[0], v[0], *(rows[0] for rows in given.values()))
     want, state = in_chunks(q, k, v, output_final_state=True, **given)
     close(got, want[0])
     close(own.states[1], state[0])
@@ -62,7 +61,7 @@ def test_kimi_delta() -> None:
     q, k, v = drawn(ROWS, HEADS, KEYS), drawn(ROWS, HEADS, KEYS) / KEYS, drawn(ROWS, HEADS, VALUES)
     given = {"g": -drawn(ROWS, HEADS, KEYS).abs(), "beta": drawn(ROWS, HEADS).sigmoid()}
     own = slots((HEADS, KEYS, VALUES))
-    got = rules.kimi_delta(own, q[0] * KEYS**-0.5, k[0], v[0], *(rows[0] for rows in given.values()))
+    got = rules.delta(own, q[0] * KEYS**-0.5, k[0], v[0], *(rows[0] for rows in given.values()))
     close(got, modeling_kimi_linear.chunk_kimi_delta_attention(q, k, v, chunk_size=8, **given)[0][0])
 
 

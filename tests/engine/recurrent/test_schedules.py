@@ -18,8 +18,7 @@ from engine.kv.states import StatePool
 from engine.machine.threads import exactly
 from engine.native import library
 from engine.recurrent import native, rules
-from engine.recurrent.plan import ScanPlan
-from engine.recurrent.states import PartSlots, StatePart
+from engine.recurrent.states import PartSlots, ScanPlan, StatePart
 from engine.types import EMPTY_STATE, KVCursor, StateSpan
 
 PAGE, LOG, LENGTH, TOKENS, DEVICE = 4, 4, 14, 7, torch.device("cpu")
@@ -50,11 +49,11 @@ def rule_of(name: str, keys: int, values: int) -> Rule:
         ),
         "gated_delta": Rule(
             state, (key, key, value, few, few), slice(1, 4),
-            lambda how, slots, q, k, v, g, beta: how.gated_delta(slots, q, k, v, -g.abs(), beta),
+            lambda how, slots, q, k, v, g, beta: how.delta(slots, q, k, v, -g.abs(), beta),
         ),
         "kimi_delta": Rule(
             state, (key, key, value, key, few), slice(1, 4),
-            lambda how, slots, q, k, v, g, beta: how.kimi_delta(slots, q, k, v, -g.abs(), beta),
+            lambda how, slots, q, k, v, g, beta: how.delta(slots, q, k, v, -g.abs(), beta),
         ),
         "mamba2": Rule(
             state, (value, few, *pair), slice(3),

@@ -123,7 +123,7 @@ class GatedDelta(nn.Module):
         value = value.unflatten(-1, (-1, layer.value_dim)).contiguous()
         steps = ELEMENTWISE[torch.sigmoid](step.float().contiguous()) * layer.step
         parts = query * layer.key_dim**-0.5, key, value, self._decays(decay.float().contiguous()), steps
-        out = (rules.kimi_delta if layer.by_channel else rules.gated_delta)(states.slots(layer.rule), *parts)
+        out = rules.delta(states.slots(layer.rule), *parts)
         norm, matmul = map(self.get_submodule, layer.ends)
         made = norm(out, gate.unflatten(-1, (-1, layer.value_dim)))
         return cast("Tensor", matmul(made.flatten(1).to(x.dtype)[None]))
