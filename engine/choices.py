@@ -6,6 +6,7 @@ from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionKind = Literal["auto", "native", "triton", "rows", "sdpa", "reference", "fixed"]
 KVType = Literal["auto", "int8"]
 Loop = Literal["auto", "plain", "rounds"]
 Rounded = Literal["int8", "int4"]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from engine.choices import ADAPTER_NAME, Device, DType, KVType, Loop, Weights
+from engine.choices import ADAPTER_NAME, AttentionKind, Device, DType, KVType, Loop, Weights
 from engine.errors import shown
 from engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
 
@@ -155,7 +155,7 @@ class EngineConfig(Bounds):
         None, ge=1, description="Tokens per K/V page; default 32, or one page per sequence without prefix cache."
     )
     prefix_cache: bool = Field(True, description="Keep K/V of past requests for those that begin with the same tokens.")
-    attention: Literal["auto", "native", "triton", "rows", "sdpa", "reference", "fixed"] = Field(
+    attention: AttentionKind = Field(
         "auto",
         description="Attention implementation; native is our C kernel for CPUs, triton the one for CUDA, fixed is for "
         "reproducible.",

@@ -26,14 +26,20 @@ def attend(
         where = batch.once(("rows", i), partial(arena_rows, batch, i, k.device))
         positions = batch.positions[rows]
         key, value = (floats_of(x[where], torch.float32) for x in (k, v))  # [kv_len, kv_heads, dim]
-        q = query[rows].float().unflatten(1, (k.shape[1], -1))  # [t, kv_heads, group, key_dim]
-        scores = torch.einsum("tkgd,jkd->kgtj", q, key) * spec.scale
-        if spec.softcap is not None:
-            scores = torch.tanh(scores / spec.softcap) * spec.softcap
-        seen = causal_mask(positions, range(kv_len), spec)
-        weights = _softmax(scores.masked_fill(~seen, float("-inf")), spec.sinks)
-        out[rows] = torch.einsum("kgtj,jkd->tkgd", weights, value).flatten(1, 2).to(query.dtype)
+        out[rows] = attended(query[rows], key, value, causal_mask(positions, range(kv_len), spec), spec)
     return out
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """[t, heads, key_dim] over [s, kv_heads, dim] in float32; `seen` `[t, s]`: None where every token sees all keys."""
+    q = query.float().unflatten(1, (key.shape[1], -1))  # [t, kv_heads, group, key_dim]
+    scores = torch.einsum("tkgd,jkd->kgtj", q, key.float()) * spec.scale
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    found: Tensor = torch.einsum("kgtj,jkd->tkgd", _softmax(scores, spec.sinks), value.float()).flatten(1, 2)
+    return found.to(query.dtype)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from engine.attention import fixed, native, paged, reference, rows, sdpa
+from engine.attention import fixed, native, paged, reference, sdpa
 from engine.attention.spec import AttentionSpec
+from engine.choices import AttentionKind
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, is_interpreted
 from engine.kv.arena import KVArena
@@ -22,8 +22,6 @@ from engine.kv.batch import RaggedBatch
 from engine.native import library
 
 log = logging.getLogger(__name__)
-
-AttentionName = Literal["auto", "native", "triton", "rows", "sdpa", "reference", "fixed"]
 
 # Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
 ATTENTION_NAME = "pilotfish_ragged"
@@ -76,14 +74,14 @@ def running(ragged: Ragged) -> Iterator[None]:
 _BY_NAME: Mapping[str, Attend] = {
     "native": native.attend,
     "triton": paged.attend,
-    "rows": rows.attend,
+    "rows": sdpa.attend_rows,
     "sdpa": sdpa.attend,
     "reference": reference.attend,
     "fixed": fixed.attend,
 }
 
 
-def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False) -> Attend:
+def choose(name: AttentionKind, device: torch.device, *, row_wise: bool = False) -> Attend:
     """Pick an implementation; `auto` is the fastest here, or if `row_wise` that of those whose rows see no other.
 
     `fixed` is the one whose order of sums hangs on absolute positions alone: our kernel with tiles of one size where
@@ -100,8 +98,8 @@ def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False)
         )
     if name == "triton" and not has_kernel and not is_interpreted():
         raise ModelError(f"attention is triton; it needs a CUDA device and Triton, and this is {device.type}")
-    others: AttentionName = "rows" if row_wise else "sdpa"
-    fastest: AttentionName = "native" if has_native else "triton" if has_kernel else others
+    others: AttentionKind = "rows" if row_wise else "sdpa"
+    fastest: AttentionKind = "native" if has_native else "triton" if has_kernel else others
     chosen = fastest if name == "auto" else name
     if chosen == "fixed" and has_kernel:
         log.info("attention on %s: triton, all rows in tiles of one size", device.type)
@@ -111,7 +109,7 @@ def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False)
 
 
 def fitting(
-    name: AttentionName, device: torch.device, try_out: Callable[[Attend], None], *, row_wise: bool = False
+    name: AttentionKind, device: torch.device, try_out: Callable[[Attend], None], *, row_wise: bool = False
 ) -> Attend:
     """As `choose`; where `auto` takes our kernel and `try_out` shows that it does not compile or fit, torch's own.
 
@@ -130,7 +128,7 @@ def fitting(
     return chosen
 
 
-def _hook(
+def hook(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, key_dim]
     key: Tensor,  # [1, kv_heads, T, key_dim]
@@ -158,10 +156,3 @@ def _hook(
     spec = AttentionSpec(scale, sliding_window, None, softcap, s_aux)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     return ragged.attend_layer(layer, q, k, v, spec)[None], None  # [1, T, heads, value_dim]
-
-
-def register_hook() -> None:
-    """Let transformers' models find our attention by its name; called before one is made."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, _hook)

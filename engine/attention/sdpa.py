@@ -18,9 +18,7 @@ from engine.kv.rounded import floats_of, width_of
 
 
 def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
-    """Same contract as `reference.attend`. SDPA has neither softcap nor sinks: those layers take the reference."""
-    if spec.softcap is not None or spec.sinks is not None:
-        return reference.attend(query, k, v, batch, spec)
+    """Same contract as `reference.attend`."""
     out = query.new_empty(*query.shape[:2], width_of(v))
     for i, kv_len in enumerate(batch.kv_lens):
         rows = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
@@ -31,7 +29,23 @@ def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: Attent
             make = partial(reference.causal_mask, batch.positions[rows], range(oldest, kv_len), spec)
             mask = batch.once(("mask", i, spec.reach), make)
         key, value = (floats_of(positions(arena, batch, i, oldest), query.dtype) for arena in (k, v))
-        out[rows] = _one_sequence(query[rows], key, value, mask, spec.scale)
+        out[rows] = _one_sequence(query[rows], key, value, mask, spec)
+    return out
+
+
+def attend_rows(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
+    """Same contract as `reference.attend`, one row at a time: a row's bits depend on its own sequence alone.
+
+    A verified draft and a token decoded alone are then the same operation on operands of the same shape. int8 models
+    want this by default: where a float model shrugs a last bit off, rounding to int8 may turn it into a whole step.
+    """
+    out = query.new_empty(*query.shape[:2], width_of(v))
+    for i, kv_len in enumerate(batch.kv_lens):
+        rows = range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
+        key, value = (floats_of(positions(arena, batch, i), query.dtype) for arena in (k, v))
+        for row, position in zip(rows, range(kv_len - len(rows), kv_len), strict=True):
+            seen = slice(spec.oldest(position), position + 1)
+            out[row] = _one_sequence(query[row : row + 1], key[seen], value[seen], None, spec)[0]
     return out
 
 
@@ -44,18 +58,21 @@ def positions(arena: Tensor, batch: RaggedBatch, i: int, oldest: int = 0) -> Ten
     return arena.index_select(0, rows[oldest:])
 
 
-def _one_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _one_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
     """[t, heads, key_dim] over [s, kv_heads, dim]. The query heads that share a KV head become further rows of it.
 
-    torch's own grouping (`enable_gqa`) expands the K/V instead, which was 12 times slower on CPU.
+    torch's own grouping (`enable_gqa`) expands the K/V instead, which was 12 times slower on CPU. SDPA has neither
+    softcap nor sinks.
     """
+    if spec.softcap is not None or spec.sinks is not None:
+        return reference.attended(query, key, value, mask, spec)
     num_rows, kv_heads = query.shape[0], key.shape[1]
     folded = query.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group * t, key_dim]
     group = folded.shape[1] // num_rows
     if mask is not None:
         mask = mask.repeat(group, 1)[None]
     result: Tensor = scaled_dot_product_attention(
-        folded[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], mask, scale=scale
+        folded[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], mask, scale=spec.scale
     )
     unfolded: Tensor = result[0].unflatten(1, (group, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)
     return unfolded

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from engine.attention.registry import ATTENTION_NAME, register_hook
+from engine.attention.registry import ATTENTION_NAME, hook
 from engine.kv.arena import KVLayout, LayerKV
 from engine.model.checkpoint import (
     check_complete,
@@ -98,7 +98,7 @@ def _read(read: Callable[..., Any], config: PreTrainedConfig) -> tuple[Any, Any]
 
 def prepare(config: PreTrainedConfig) -> None:
     """Change a config of any family so that the model can run ragged batches, and register our attention."""
-    register_hook()
+    AttentionInterface.register(ATTENTION_NAME, hook)
     # Some embeddings treat the pad token specially and read its place on the host; a ragged batch has no padding.
     if getattr(config, "pad_token_id", None) is not None:
         config.pad_token_id = None

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention import choose, fixed, native, paged, reference, registry, rows, sdpa
+from engine.attention import choose, fixed, native, paged, reference, registry, sdpa
 from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kv.batch import Feed, RaggedBatch
@@ -91,7 +91,7 @@ KINDS = st.sampled_from(["floats", "int8", "latent"])
 @settings(max_examples=15)
 @given(st.integers(0, 1000), LENS, st.sampled_from([1, 3, 16, 64]), SHAPES, WINDOW, SOFTCAP, KINDS)
 @example(0, [(1, 64), (1, 4)], 16, (2, 2, 7), None, None, "floats")  # the newest key of each begins a block
-@pytest.mark.parametrize("attend", [reference.attend, rows.attend, sdpa.attend, fixed.attend])
+@pytest.mark.parametrize("attend", [reference.attend, sdpa.attend_rows, sdpa.attend, fixed.attend])
 def test_each_equals_the_reference_in_floats(
     attend: registry.Attend, seed: int, lens: list[tuple[int, int]], page: int, shape: tuple[int, int, int],
     window: int | None, softcap: float | None, kind: str,
@@ -115,9 +115,9 @@ def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("reference", cpu) is reference.attend
     assert choose("fixed", cpu) is fixed.attend
     assert choose("auto", meta) is sdpa.attend
-    assert choose("auto", meta, row_wise=True) is rows.attend
+    assert choose("auto", meta, row_wise=True) is sdpa.attend_rows
     monkeypatch.setattr(registry, "library", lambda: object())
-    for row_wise, otherwise in ((False, sdpa.attend), (True, rows.attend)):
+    for row_wise, otherwise in ((False, sdpa.attend), (True, sdpa.attend_rows)):
         chosen = choose("auto", cpu, row_wise=row_wise)
         assert (chosen.func, chosen.keywords) == (native.attend, {"otherwise": otherwise})
     monkeypatch.setattr(registry, "library", lambda: None)
