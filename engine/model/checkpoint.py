@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError, PilotfishError
@@ -26,12 +24,8 @@ from engine.model.text_part import text_part
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Types by their names in safetensors headers.
-_STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_LENGTH, _ABOUT = (
-    8,
-    "__metadata__",
-)  # bytes of a safetensors file that contain the length of its header; the one header entry that is no tensor
+_LENGTH = 8  # bytes of a safetensors file that contain the length of its header
+_ABOUT = "__metadata__"  # the one entry of a header that is no tensor
 _MOST_HEADER = 1 << 24  # bytes of the header of a safetensors file: 100,000 tensors
 _LARGEST = (1 << 31) - 1
 # Fields of configs with the least and the most that a whole number may be; a model may have no experts.
@@ -129,30 +123,6 @@ def named_type(config: PreTrainedConfig) -> torch.dtype | None:
     """The type of weights that a config names, for the whole checkpoint or its text part; None if it names none."""
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return found if isinstance(found, torch.dtype) else None
-
-
-def stored_type(name: str, revision: str | None) -> torch.dtype | None:
-    """The type of most numbers of a checkpoint, from the headers of its files; None where no float is stored.
-
-    Raises:
-        ModelError: the checkpoint has no safetensors, or they cannot be read.
-    """
-    with told_as_model_error(name):
-        found = find_file(name, "config.json", revision)
-        if found is None:
-            raise ModelError(f"{name!r} has no config.json")
-        folder, counts = found.parent, Counter[str]()
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                parts = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118 - it is no mapping
-                for part in parts:
-                    counts[part.get_dtype()] += math.prod(part.get_shape())
-        if not counts and not Path(name).is_dir():  # on the hub and not downloaded yet: the hub returns the headers
-            from huggingface_hub import get_safetensors_metadata
-
-            counts.update(get_safetensors_metadata(name, revision=revision).parameter_count)
-    floats = [kind for kind, _ in counts.most_common() if kind in _STORED]
-    return _STORED[floats[0]] if floats else None
 
 
 def end_tokens_of(config: PreTrainedConfig, generation: list[int] | int | None) -> frozenset[int]:

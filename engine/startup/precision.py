@@ -6,6 +6,8 @@ weights.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,10 +17,11 @@ import torch
 from engine.choices import Weights
 from engine.errors import ModelError
 from engine.kernels import has_triton
-from engine.model.checkpoint import named_type, read_config, stored_type
+from engine.model.checkpoint import named_type, read_config, told_as_model_error
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.shapes import is_aligned
 from engine.model.decoder.share import share_of
+from engine.model.published.files import tensor_infos
 from engine.model.published.methods import Quantisation, quantisation_of
 from engine.model.quantize import quantised_as
 from engine.native import multiplies
@@ -32,6 +35,8 @@ Multiplies = Callable[[torch.dtype], bool]
 
 _OWN = "the checkpoint's own"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Types by their names in safetensors headers.
+_STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROUNDED_WEIGHTS = {
     "int8": "weights to 8 bits in groups of 32 inputs",
     "int4": "weights to 4 bits (the output head 8) in groups of 32 inputs",
@@ -167,7 +172,12 @@ def _own(name: str, revision: str | None, described: PreTrainedConfig) -> tuple[
     """The checkpoint's own type, and where it was found."""
     own, why = named_type(described), _OWN
     if own is None:
-        own, why = stored_type(name, revision), "as its weights are stored; its config names no type"
+        counts = Counter[str]()
+        with told_as_model_error(name):
+            for _, kind, shape in tensor_infos(name, revision):
+                counts[kind] += math.prod(shape)
+        most = next((kind for kind, _ in counts.most_common() if kind in _STORED), "")
+        own, why = _STORED.get(most), "as its weights are stored; its config names no type"
     if own in _FLOATS:
         return own, why
     found = "no type" if own is None else str(own).removeprefix("torch.")

@@ -47,7 +47,7 @@ def read_headers(name: str, revision: str | None) -> dict[str, Tensor]:
     with told_as_model_error(name):
         return {
             key: torch.empty(shape, dtype=_type(key, kind), device="meta")
-            for key, kind, shape in _infos(name, revision)
+            for key, kind, shape in tensor_infos(name, revision)
         }
 
 
@@ -58,8 +58,8 @@ def _type(key: str, kind: str) -> torch.dtype:
     return found
 
 
-def _infos(name: str, revision: str | None) -> Iterator[tuple[str, str, list[int]]]:
-    """Names, types and shapes: from files on this machine, or else from the hub."""
+def tensor_infos(name: str, revision: str | None) -> Iterator[tuple[str, str, list[int]]]:
+    """Names, types as headers have them, and shapes: from files on this machine, or else from the hub."""
     config = find_file(name, "config.json", revision)
     paths = [] if config is None else sorted(config.parent.glob(_FILES))
     for path in paths:
@@ -67,7 +67,7 @@ def _infos(name: str, revision: str | None) -> Iterator[tuple[str, str, list[int
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 part = file.get_slice(key)
                 yield key, part.get_dtype(), part.get_shape()
-    if not paths:
+    if not paths and not Path(name).is_dir():
         from huggingface_hub import get_safetensors_metadata
 
         for found in get_safetensors_metadata(name, revision=revision).files_metadata.values():

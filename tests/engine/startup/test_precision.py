@@ -15,7 +15,6 @@ from transformers import AutoConfig, LlamaConfig, MixtralConfig, PreTrainedConfi
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.model.checkpoint import stored_type
 from engine.model.decoder.decoder import is_batch_invariant
 from engine.model.decoder.shapes import is_aligned
 from engine.model.fallback import load_model
@@ -90,7 +89,6 @@ def test_of_a_config_that_names_no_type_the_files_are_asked(tmp_path: Path) -> N
     ]
     for i, tensors in enumerate(files):
         save_file(tensors, tmp_path / f"model-{i}.safetensors")
-    assert stored_type(name, None) == torch.float16
     assert str(held(name, CUDA)) == "float16: as its weights are stored; its config names no type"
     save_file({"a": torch.zeros(4, 4, dtype=torch.int8)}, tmp_path / "model-0.safetensors")
     (tmp_path / "model-1.safetensors").unlink()
