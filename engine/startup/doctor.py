@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,114 +82,86 @@ class DoctorReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
-    """What the shapes of a model's weights tell.
+class Facts:
+    """The properties of one checkpoint that can be read without its weights.
 
     Attributes:
-        width: of the logits.
+        config: of the checkpoint.
+        device: what it would run on.
+        layout: of its arena.
+        held: how it would be held in memory.
+        runs_in: the code that would run it.
         weight_bytes: of all weights in memory.
-        class_name: of transformers' module; None of a decoder.
+        class_name: of transformers' module; empty for a decoder.
+        codec: its tokenizer.
+        vocabulary: its tokens, and the width of the logits.
+        end_tokens: at which it was trained to stop.
     """
 
-    width: int
-    weight_bytes: int
-    class_name: str | None = None
-
-    @classmethod
-    def decoder(
-        cls, name: str, revision: str | None, config: PreTrainedConfig, runs_in: Implementation, held: HeldPrecision, *,
-        on_cuda: bool,
-    ) -> Weighed:  # fmt: skip
-        """The decoder that is built from a checkpoint; of codes the headers of its files are read."""
-        made_of, share = runs_in.architecture, runs_in.share
-        assert made_of is not None
-        assert share is not None
-        codes: dict[str, Codes] = {}
-        if held.quantisation is not None:
-            names = (names_in_whole(config) or {}).items()
-            weights = prepared(read_weights(name, revision, held.quantisation, read_headers), made_of, names)
-            check_shapes(name, made_of, weights)
-            codes = {key: found for key, found in weights.items() if not isinstance(found, torch.Tensor)}
-            codes = {key: found for key, found in codes.items() if held.keeps_codes and found.num_bytes() is not None}
-        size = shapes.num_bytes(share, held.dtype, held.weights, codes, on_cuda=on_cuda)
-        return cls(made_of.vocab_size, size)
-
-    @classmethod
-    def module(cls, name: str, revision: str | None, config: PreTrainedConfig, held: HeldPrecision) -> Weighed:
-        """Transformers' module, built on the meta device, where weights take no memory."""
-        from engine.model.fallback import on_meta
-
-        if held.quantisation is not None:
-            read_weights(name, revision, held.quantisation, read_headers)  # refuses what is not whole
-        with checkpoint.told_as_model_error(name):
-            model = on_meta(without_quantisation(config))
-        size = sum(weight.numel() for weight in model.parameters()) * held.dtype.itemsize
-        return cls(model.get_output_embeddings().weight.shape[0], size, type(model).__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The properties of one checkpoint that can be read without its weights."""
-
     config: PreTrainedConfig
+    device: torch.device
     layout: KVLayout
     held: HeldPrecision
     runs_in: Implementation
-    weighed: Weighed
-    kernel: str  # the kernel that multiplies rounded weights
+    weight_bytes: int
+    class_name: str
     codec: Codec | None
     vocabulary: DraftVocabulary
     end_tokens: frozenset[int]
     has_chat_template: bool
-    rounding: str  # what is rounded, in words
 
     @classmethod
     def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig) -> Facts:
-        """Read configs and tokenizer of a checkpoint."""
+        """Read configs and tokenizer of a checkpoint, and the headers of its files where it has codes."""
         described, device = checkpoint.read_config(name, revision), pick_device(config.device)
-        runs_in = Implementation.of(config, described, device)
+        runs_in, class_name = Implementation.of(config, described, device), ""
         held = held_as(config, name, revision, asked, device, described=described)
         checkpoint.check_weights(name)
-        on_cuda = device.type == "cuda"
-        if runs_in.share is None:
-            described = checkpoint.read_config(name, revision, of_transformers=True)
-            from engine.model.fallback import kv_layout
+        weights: Mapping[str, torch.Tensor | Codes] = {}
+        if held.quantisation is not None:  # also refuses what is not whole
+            weights = read_weights(name, revision, held.quantisation, read_headers)
+        if runs_in.share is None or runs_in.architecture is None:
+            from engine.model.fallback import kv_layout, on_meta
 
-            weighed = Weighed.module(name, revision, described, held)
-            layout = kv_layout(described, held.dtype)
+            described = checkpoint.read_config(name, revision, of_transformers=True)
+            with checkpoint.told_as_model_error(name):
+                model = on_meta(without_quantisation(described))
+            layout, class_name = kv_layout(described, held.dtype), type(model).__name__
+            weight_bytes = sum(weight.numel() for weight in model.parameters()) * held.dtype.itemsize
+            width = model.get_output_embeddings().weight.shape[0]
         else:
-            layout = KVLayout(runs_in.share.kv, held.dtype)
-            weighed = Weighed.decoder(name, revision, described, runs_in, held, on_cuda=on_cuda)
+            layout, width = KVLayout(runs_in.share.kv, held.dtype), runs_in.architecture.vocab_size
+            codes: dict[str, Codes] = {}
+            if weights:
+                weights = prepared(weights, runs_in.architecture, (names_in_whole(described) or {}).items())
+                check_shapes(name, runs_in.architecture, weights)
+                codes = {key: found for key, found in weights.items() if not isinstance(found, torch.Tensor)}
+                codes = {key: found for key, found in codes.items() if held.keeps_codes and found.num_bytes()}
+            on_cuda = device.type == "cuda"
+            weight_bytes = shapes.num_bytes(runs_in.share, held.dtype, held.weights, codes, on_cuda=on_cuda)
         with checkpoint.told_as_model_error(name):
             generation = checkpoint.read_end_tokens(name, revision)
             ends = checkpoint.end_tokens_of(described, generation)
             has_chat_template = checkpoint.has_chat_template(name, revision)
         return cls(
-            config=described,
-            layout=layout.stored_as(config.kv_cache_dtype),
-            held=held,
-            runs_in=runs_in,
-            weighed=weighed,
-            kernel="torch's" if held.weights == "fp8" else "our Triton" if on_cuda else kernel_name(),
-            codec=Codec.load(name, revision),
-            vocabulary=read_vocabulary(name, revision, weighed.width, described, ends),
-            end_tokens=ends,
-            has_chat_template=has_chat_template,
-            rounding=held.rounding(device),
-        )
+            described, device, layout.stored_as(config.kv_cache_dtype), held, runs_in, weight_bytes, class_name,
+            Codec.load(name, revision), read_vocabulary(name, revision, width, described, ends), ends,
+            has_chat_template,
+        )  # fmt: skip
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """The lines of the report: names and values."""
         known = checkpoint.positions(self.config)
-        name = self.weighed.class_name
-        yield "family", self.config.model_type + (f" ({name})" if name else "")
+        yield "family", self.config.model_type + (f" ({self.class_name})" if self.class_name else "")
         yield "runs in", str(self.runs_in)
         yield "layers", _layers(self.layout)
         rounded, dtype = self.held.matrices, self.held.type_name
-        held = dtype if rounded == "native" else f"{rounded} ({self.kernel} kernel), the rest in {dtype}"
+        kernel = "our Triton" if self.device.type == "cuda" else kernel_name()
+        kernel = "torch's" if self.held.weights == "fp8" else kernel
+        held = dtype if rounded == "native" else f"{rounded} ({kernel} kernel), the rest in {dtype}"
         yield "type", str(self.held)
-        yield "weights", f"{_size(self.weighed.weight_bytes)} in {held}"
-        yield "rounded", self.rounding
+        yield "weights", f"{_size(self.weight_bytes)} in {held}"
+        yield "rounded", self.held.rounding(self.device)
         rounded = " in int8" if self.layout.is_rounded else ""
         yield "K/V", f"{self.layout.bytes_per_token} bytes per token{rounded}"
         yield "context", f"{known.limit} tokens ({known.reason})"
@@ -353,11 +325,11 @@ def _pages(config: EngineConfig, models: list[Facts]) -> str:
 
 def _memory_after(models: list[Facts], device: torch.device) -> DeviceMemory:
     """A GPU's memory once the weights are loaded."""
-    return DeviceMemory.of(device).holding(sum(model.weighed.weight_bytes for model in models))
+    return DeviceMemory.of(device).holding(sum(model.weight_bytes for model in models))
 
 
 def _weights(models: list[Facts]) -> str:
-    wanted, free = sum(model.weighed.weight_bytes for model in models), _free_memory()
+    wanted, free = sum(model.weight_bytes for model in models), _free_memory()
     return _size(wanted) + (f", more than the {_size(free)} that are free" if wanted > free else "")
 
 
