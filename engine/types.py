@@ -49,14 +49,6 @@ class StateSpan:
     settled: int
     snapshot: tuple[int, int] | None = None
 
-    def part(self, first: int, start: int, stop: int) -> StateSpan:
-        """The same for positions start .. stop - 1 alone, where a pass that begins at `first` is cut into parts."""
-        base = self.base if start == first else max(self.base, min(start, self.settled))
-        settled = max(base, min(stop, self.settled))
-        read = self.write if base > self.base else self.read
-        within = self.snapshot is not None and base < self.snapshot[1] <= settled
-        return StateSpan(read, base, self.write if settled > base else read, settled, self.snapshot if within else None)
-
 
 @dataclass(slots=True)
 class KVCursor:

@@ -50,7 +50,7 @@ class HeadProducts(nn.Module):
     def __init__(self, weight: Tensor, *, row_wise: bool, packs: bool = True) -> None:
         super().__init__()
         self._packed: PackedMatrices | None = None
-        self._row_wise = row_wise
+        self.row_wise = row_wise
         self.weight: Tensor | None
         self.register_buffer("weight", None, persistent=False)  # a parameter of such a shape would be stacked experts
         if packs and weight.is_cpu and multiplies(weight.dtype) and not weight.shape[2] % ALIGNED:
@@ -64,7 +64,7 @@ class HeadProducts(nn.Module):
         if self._packed is not None:
             return self._packed.multiply(by_head.contiguous()).transpose(0, 1)
         assert self.weight is not None
-        if not self._row_wise:
+        if not self.row_wise:
             return torch.bmm(by_head, self.weight).transpose(0, 1)
         # A product of always the same shape has always the same order of sums.
         rows = [torch.bmm(row[:, None].contiguous(), self.weight)[:, 0] for row in x]

@@ -25,8 +25,10 @@ from engine.kv.arena import KVArena, KVLayout, LayerKV
 from engine.kv.batch import Feed
 
 _NOTHING: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer that keeps nothing; older transformers have none
-_TOKENS = LayerKV(heads=1, key_dim=1, value_dim=1, is_latent=True)  # in float32, which holds all ids below 2**24
+# Of an arena that keeps the tokens of each sequence and nothing else, in float32, which holds all ids below 2**24.
+TOKENS = KVLayout((LayerKV(heads=1, key_dim=1, value_dim=1, is_latent=True),), torch.float32)
 _CACHE_NAMES = ("cache", "past_key_values")  # the second is its name before transformers 5.2x
+_NO_CACHE = "transformers has no cache of keys and values for it"
 _PROBE = 2  # tokens of the pass that records the shapes of keys and values
 
 
@@ -43,42 +45,35 @@ def use_own_attention(model: PreTrainedModel) -> None:
     model.config._attn_implementation = "eager"  # noqa: SLF001  # its setter refuses such classes
 
 
-def tokens_layout() -> KVLayout:
-    """The layout of an arena that keeps the tokens of each sequence and nothing else."""
-    return KVLayout((_TOKENS,), torch.float32)
-
-
 @torch.inference_mode()
-def cache_layout(model: PreTrainedModel) -> KVLayout | None:
-    """The layout of what `model` gives to its cache, from a pass over two tokens; None where an arena cannot hold it.
+def cache_layout(model: PreTrainedModel) -> KVLayout:
+    """The layout of what `model` gives to its cache, from a pass over two tokens.
 
-    Layers that keep anything but keys and values by position (states, compressed or indexed keys) are such.
+    Raises:
+        ModelError: an arena cannot hold it: layers that keep anything but keys and values by position (states,
+            compressed or indexed keys) are such.
     """
     name = _cache_name(model)
     if name is None:
-        return None
+        raise ModelError(_NO_CACHE)
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros((1, _PROBE), dtype=torch.int64, device=model.device)
     model(input_ids=ids, use_cache=True, **{name: cache})
-    shapes = [_shape_of(layer) for layer in cache.layers]
-    known = [shape for shape in shapes if shape is not None]
-    if not known or any(shape is _UNKNOWN for shape in known):
-        return None
-    dtype = next(layer.keys.dtype for layer in cache.layers if layer.keys is not None)
-    return KVLayout(tuple(shapes), dtype)
-
-
-_UNKNOWN = LayerKV(0, 0, 0)
+    shapes = tuple(_shape_of(layer) for layer in cache.layers)
+    keys = next((layer.keys for layer in cache.layers if layer.keys is not None), None)
+    if keys is None:
+        raise ModelError(_NO_CACHE)
+    return KVLayout(shapes, keys.dtype)
 
 
 def _shape_of(layer: Any) -> LayerKV | None:
-    """What a layer of transformers' cache keeps of a position; None if nothing, `_UNKNOWN` if it is something else."""
+    """What a layer of transformers' cache keeps of a position; None if nothing, ModelError if it is something else."""
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, _NOTHING):
-        return _UNKNOWN
+        raise ModelError(_NO_CACHE)
     if layer.keys is None:
         return None
     if layer.keys.shape[0] != 1 or layer.keys.ndim != 4 or layer.keys.shape[2] != _PROBE:
-        return _UNKNOWN
+        raise ModelError(_NO_CACHE)
     return LayerKV(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
 
 
@@ -130,7 +125,7 @@ class OneByOneRunner:
     def __init__(self, model: PreTrainedModel, arena: KVArena) -> None:
         self.model, self.arena, self.device = model.eval(), arena, model.device
         self.vocab_size = plain_logits(model, [0]).shape[1]
-        self._keeps_tokens = arena.layout.layers == (_TOKENS,)
+        self._keeps_tokens = arena.layout == TOKENS
         self._cache_name = _cache_name(model)
         self._takes = inspect.signature(model.forward).parameters.keys()
 

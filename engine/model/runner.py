@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -13,14 +14,12 @@ from engine.attention.registry import Attend, Ragged, running
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.checkpoint import end_tokens_of, positions
+from engine.model.checkpoint import end_tokens_of
 from engine.model.decoder.architecture import architecture_of
 from engine.model.linear.rows import matmul_shape
 from engine.recurrent.states import StateArena
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from engine.model.decoder.decoder import Model
 
 
@@ -37,14 +36,6 @@ class Runner(Protocol):
         ...
 
 
-class RowAdapters(Protocol):
-    """The low-rank adapters of a model, of which each feed may have one (`adapters.store.Adapters`)."""
-
-    def during(self, feeds: Seq[Feed]) -> AbstractContextManager[None]:
-        """Within it the model runs a pass over `feeds`."""
-        ...
-
-
 class ModelRunner:
     """One model with its arena; with states if its layers keep some, and adapters that rows may have."""
 
@@ -53,10 +44,11 @@ class ModelRunner:
         model: Model,
         arena: KVArena,
         attend: Attend,
-        adapters: RowAdapters | None = None,
+        during: Callable[[Seq[Feed]], AbstractContextManager[object]] = nullcontext,
         states: StateArena | None = None,
     ) -> None:
-        self.model, self.arena, self.attend, self._adapters = model.eval(), arena, attend, adapters
+        """`during`: within it the model runs a pass over feeds, of which each may have an adapter."""
+        self.model, self.arena, self.attend, self._during = model.eval(), arena, attend, during
         self.states = states
         self.vocab_size = vocab_size(model)
         self.device = model.device
@@ -67,7 +59,7 @@ class ModelRunner:
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
         states = None if self.states is None else self.states.during(batch)
         ragged = Ragged(batch, self.arena, self.attend, states)
-        with nullcontext() if self._adapters is None else self._adapters.during(feeds):
+        with self._during(feeds):
             return logits_of(self.model, ragged).float()
 
 
@@ -86,15 +78,10 @@ def layout_of_model(model: Model) -> KVLayout:
     """The shape of K/V of a loaded model."""
     architecture = architecture_of(model)
     if architecture is not None:
-        return KVLayout(architecture.kv, model.dtype)
+        return KVLayout(architecture.kv[: len(model.model.layers)], model.dtype)  # a draft may have its first ones
     from engine.model.fallback import kv_layout
 
     return kv_layout(model.config, model.dtype)
-
-
-def known_positions(config: PreTrainedConfig) -> int:
-    """The number of positions that a model supports in a ragged batch."""
-    return positions(config).limit
 
 
 def vocab_size(model: Model) -> int:

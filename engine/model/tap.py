@@ -40,11 +40,3 @@ class Tap:
     def keep(self, place: int, rows: Tensor) -> None:
         """Rows `[T, hidden]` of the pass that runs; they are read before the next one."""
         self._rows[place] = rows
-
-    def take(self, rows: int) -> dict[int, Tensor]:
-        """The first `rows` rows of the last pass at each place."""
-        return {place: kept[:rows] for place, kept in self._rows.items()}
-
-    def join(self, passes: Seq[dict[int, Tensor]]) -> None:
-        """Keep the rows of several passes as those of one."""
-        self._rows = {place: torch.cat([one[place] for one in passes]) for place in passes[0]}

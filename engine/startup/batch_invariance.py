@@ -1,26 +1,32 @@
-"""Tests batch invariance at load, for a model that will run in fixed-shape passes (`engine.model.fixed_shape`).
+"""Makes a row's bits independent of its batch (`reproducible`) in a model whose matmuls torch computes.
 
-A tile fixes every shape. A row's bits can still depend on its place in the tile, on its neighbours and on the number of
-threads, and no library promises that they do not. So the model's matmuls are tested, one shape at a time, and then the
-whole model. Every result is compared with a run on one thread, so that a later start with more threads gives the same
-bits.
+A matmul library chooses its kernel, and with it the order of its sums, by the shape of the operands. So each matmul
+runs in tiles of `TILE` rows, the last filled up with zeros: its operands never change their shape. Its bits can still
+depend on a row's place in the tile, on its neighbours there and on the number of threads, and no library promises that
+they do not. So matmuls are tested at load, one shape at a time; those that fail run row by row. Then the whole model is
+tested. Every result is compared with a run on one thread, so that a later start with more threads gives the same bits.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from engine.attention import choose
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
+from engine.kv.latent import HeadProducts
 from engine.machine.threads import exactly
-from engine.model.fixed_shape import TILE, FixedShapeRunner
-from engine.model.linear.experts import RoutedExperts
+from engine.model.decoder.decoder import is_batch_invariant
+from engine.model.decoder.experts import RowProducts
+from engine.model.linear.experts import StackedExperts
+from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.w4 import W4Linear
 from engine.model.runner import ModelRunner
 from engine.recurrent.states import StateArena
 
@@ -29,85 +35,87 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TILE = 16
 _SHIFTS = (1, 6, TILE - 5)
+_TILED = (nn.Linear, Fp8Linear, W4Linear, StackedExperts, RowProducts)
 
 
-class RowByRow(nn.Module):
-    """A matmul that computes one row at a time: slow, but its rows are always independent."""
+class Tiled(nn.Module):
+    """A module whose rows do not see each other, computed `rows` rows at a time; all else is as in `inner`."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, rows: int = TILE) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.rows = inner, rows
 
-    @property
-    def weight(self) -> Tensor:
-        """The matrix of the inner matmul, for callers that need its size."""
-        found = self.inner.weight
-        assert isinstance(found, Tensor)
-        return found
+    def __getattr__(self, name: str) -> Any:
+        """What this module has not itself: sizes, weights, what adapters ask for."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., rows, in]` -> `[..., rows, out]`; each row is copied, so that all are aligned alike."""
-        return torch.cat([self.inner(row.clone()) for row in x.split(1, -2)], -2)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Each `[..., n]` -> `[..., out]`; tiles are copied, so that all are aligned alike."""
+        rows = [x.flatten(0, -2) for x in inputs]
+        count = len(rows[0])
+        filled = (F.pad(x, (0, 0, 0, -count % self.rows)) for x in rows)
+        tiles = zip(*(x.split(self.rows) for x in filled), strict=True)
+        made = [self.inner(*(x.clone(memory_format=torch.contiguous_format) for x in tile)) for tile in tiles]
+        return torch.cat(made)[:count].view(*inputs[0].shape[:-1], made[0].shape[-1])
 
 
 @torch.inference_mode()
 def ensure_batch_invariance(model: Model, layout: KVLayout) -> None:
-    """Ensure that a row's bits depend only on its own context; matmuls that need it are computed row by row.
+    """Ensure that a row's bits depend only on its own context; a model whose matmuls are our C's is left as it is.
 
     Raises:
         ModelError: the bits still depend on something else.
     """
+    if is_batch_invariant(model):
+        return
     with exactly(torch.get_num_threads()):  # instead of the number of threads that is fastest
-        _hold_bits(model, layout)
+        tiled, rows = dict[nn.Module, Tiled](), dict[str, int]()
+        for path, parent in list(model.named_modules()):
+            if isinstance(parent, HeadProducts):
+                parent.row_wise = True
+            if isinstance(parent, Tiled):  # an earlier engine of this model has made it
+                continue
+            for name, child in parent.named_children():
+                if isinstance(child, _TILED):
+                    tiled[child] = tiled.get(child) or _tiled(f"{path}.{name}".lstrip("."), child, rows)
+                    setattr(parent, name, tiled[child])
+        _check_whole(model, layout)
 
 
-def _hold_bits(model: Model, layout: KVLayout) -> None:
-    _take_experts_row_by_row(model)
-    sound: dict[str, bool] = {}
-    for name, module in list(model.named_modules()):
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), RowByRow):
-            continue  # an earlier engine of this model has replaced it
-        if isinstance(module, nn.Linear):
-            shape = shape_of(module)
-            if shape not in sound:
-                sound[shape] = is_independent(module)
-            if not sound[shape]:
-                _replace(model, name, _row_by_row(name, module, shape))
-                log.warning("reproducible: %s (%s) is computed row by row", name, shape)
-    _check_whole(model, layout)
-
-
-def _take_experts_row_by_row(model: Model) -> None:
-    """Give each row of a mixture products of its own: no tile fixes how many rows meet an expert.
-
-    Raises:
-        ModelError: a row's bits still depend on its place.
-    """
-    shapes: set[str] = set()
-    for name, experts in [(name, m) for name, m in model.named_modules() if isinstance(m, RoutedExperts)]:
-        for matmuls in (experts.ups, experts.downs):
-            for index, matmul in enumerate(matmuls):
-                if isinstance(matmul, nn.Linear):  # else it is in int8, or an earlier engine of this model replaced it
-                    shape = shape_of(matmul)
-                    matmuls[index] = RowByRow(matmul) if shape in shapes else _row_by_row(name, matmul, shape)
-                    shapes.add(shape)
+def _tiled(name: str, module: nn.Module, rows: dict[str, int]) -> Tiled:
+    """`module` in tiles; `rows` has the rows of a tile by shape, and receives new ones."""
+    if not isinstance(module, nn.Linear):  # our kernels, and matrices that `_check_whole` tests
+        return Tiled(module)
+    shape = shape_of(module)
+    if shape not in rows:
+        fitting = (size for size in (TILE, 1) if is_independent(Tiled(module, size)))
+        rows[shape] = next(fitting, 0)
+        if not rows[shape]:
+            raise ModelError(
+                f"reproducible: {name} ({shape}) gives a row other bits beside other rows, or on more threads"
+            )
+    if rows[shape] == 1:
+        log.warning("reproducible: %s (%s) is computed row by row", name, shape)
+    return Tiled(module, rows[shape])
 
 
 def shape_of(module: nn.Module) -> str:
     """Describe a matmul by the properties that decide which kernel runs it."""
-    assert isinstance(module.weight, Tensor)
-    size = " x ".join(map(str, module.weight.shape))
+    weight = cast("Tensor", module.weight)
+    size = " x ".join(map(str, weight.shape))
     bias = " with bias" if isinstance(module.bias, Tensor) else ""
-    return f"{type(module).__name__} {size} {str(module.weight.dtype).removeprefix('torch.')}{bias}"
+    return f"{type(module).__name__} {size} {str(weight.dtype).removeprefix('torch.')}{bias}"
 
 
-def is_independent(matmul: nn.Module) -> bool:
+def is_independent(matmul: Tiled) -> bool:
     """Whether a row gets the same bits at every place of a tile, beside any rows, with one thread and with all."""
-    assert isinstance(matmul.weight, Tensor)
     weight, generator = matmul.weight, torch.Generator().manual_seed(0)
-    width = weight.shape[1]
-    mine, others = torch.randn(2, 1, TILE, width, generator=generator).to(weight)
+    mine, others = torch.randn(2, 1, TILE, weight.shape[1], generator=generator).to(weight)
     with exactly(1):
         want = matmul(mine)[0]
     moved = [matmul(mine.roll(shift, 1))[0].roll(-shift, 0) for shift in (0, *_SHIFTS)]
@@ -120,27 +128,14 @@ def is_independent(matmul: nn.Module) -> bool:
     )
 
 
-def _row_by_row(name: str, module: nn.Module, shape: str) -> RowByRow:
-    slow = RowByRow(module)
-    if not is_independent(slow):
-        raise ModelError(f"reproducible: {name} ({shape}) gives a row other bits beside other rows, or on more threads")
-    return slow
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
 def _check_whole(model: Model, layout: KVLayout) -> None:
-    """Test the whole model: the logits of one sequence must have the same bits wherever it is in its tiles.
+    """Test the whole model: the logits of one sequence must have the same bits wherever it is in its batch.
 
     This covers norms, activations, attention, routers and heads.
     """
-    arena = KVArena(layout, num_pages=TILE, page_size=TILE, device=model.device, spare_rows=TILE)
-    attend = choose("fixed", model.device)
-    inner = ModelRunner(model, arena, attend, states=StateArena.of(model, TILE + 2, TILE, model.device))
-    runner = FixedShapeRunner(inner, scratch=TILE, scratch_state=TILE + 1)
+    arena = KVArena(layout, num_pages=TILE, page_size=TILE, device=model.device)
+    states = StateArena.of(model, TILE + 1, TILE, model.device)
+    runner = ModelRunner(model, arena, choose("fixed", model.device), states=states)
     tokens = [(7 * i + 3) % runner.vocab_size for i in range(2 * TILE)]
     mine, other = tokens[:TILE], tokens[TILE:]
     with exactly(1):
@@ -148,9 +143,9 @@ def _check_whole(model: Model, layout: KVLayout) -> None:
     _check_equal(model, runner.forward([Feed.begun(mine, 0, TILE)]), want, "the number of threads")
     for shift in _SHIFTS:
         got = runner.forward([Feed.begun(other[:shift], 1, 0), Feed.begun(mine, 0, TILE)])
-        _check_equal(model, got, want, "its neighbours in a tile")
+        _check_equal(model, got, want, "its neighbours in a batch")
     everywhere = runner.forward([Feed.begun(mine[:1], page, 1) for page in range(TILE)])
-    _check_equal(model, everywhere, want[:1].expand_as(everywhere), "its place in a tile")
+    _check_equal(model, everywhere, want[:1].expand_as(everywhere), "its place in a batch")
 
 
 def _check_equal(model: Model, got: Tensor, want: Tensor, on_what: str) -> None:

@@ -12,10 +12,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from engine import attention
-from engine.attention import native
-from engine.attention.registry import AttentionName
-from engine.attention.spec import AttentionSpec
 from engine.choices import Weights
 from engine.control.adaptive import AdaptiveK
 from engine.control.prefill_budget import PrefillBudget
@@ -24,32 +20,32 @@ from engine.engine import Engine
 from engine.errors import ModelError
 from engine.kernels import has_triton, reference
 from engine.kv.arena import KVArena, KVLayout
-from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.pages import PagePool
 from engine.machine.mapped import ReadProgress, told
 from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
 from engine.model.adapters.store import Adapters
-from engine.model.checkpoint import longrope_border, read_config, shape_of, weights_size
-from engine.model.decoder.decoder import DecoderModel, is_batch_invariant, runs_in_c
+from engine.model.checkpoint import longrope_border, positions, read_config, weights_size
+from engine.model.decoder.decoder import DecoderModel, runs_in_c
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.share import Share
-from engine.model.fixed_shape import TILE, FixedShapeRunner
-from engine.model.runner import ModelRunner, Runner, end_tokens, known_positions, layout_of_model
+from engine.model.runner import ModelRunner, Runner, end_tokens
 from engine.model.tap import Tap
 from engine.parallel import Ranks, ShardedRunner, worker_loop
 from engine.proposers import Proposer, Proposers
+from engine.proposers.heads.base import HeadContext
 from engine.proposers.heads.load import load_heads
 from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
+from engine.startup.batch_invariance import ensure_batch_invariance
 from engine.startup.drafters import Drafters, match_vocabularies
 from engine.startup.implementation import Implementation
 from engine.startup.loop import rounds_for, wants_rounds
 from engine.startup.memory import GIB, kv_gib
 from engine.startup.precision import held_as
-from engine.startup.runners import Ways, alone, check_allowed
+from engine.startup.runners import Way, check_allowed
 from engine.startup.states import TARGET, StatePlan
 from engine.types import AUTO
 
@@ -62,7 +58,6 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
 log = logging.getLogger(__name__)
 
 PAGE_SIZE = 32  # tokens; the prefix cache keeps only whole pages
-_HEADS = "num_attention_heads"
 
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Engine:
@@ -101,14 +96,15 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     device = pick_device(config.device)
     target, ranks = _load_target(config, device, progress)
     assert ranks is not None, "a share of a whole target"
-    # In the order of `assemble`: the passes of the self-test are of all ranks together.
-    make_runner, ragged = _way(config, target)
-    ways = Ways.of(config, target, None, ragged)
+    # In the order of `assemble`: the passes of a test are of all ranks together.
+    way = Way.of(config, target, fixed=config.reproducible)
+    if config.reproducible:
+        ensure_batch_invariance(target, way.layout)
     ranks.minimum(kv_gib(config, device, target.config))
     num_pages, page_size = ranks.receive(list[int])
-    make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
+    arena = KVArena(way.layout, num_pages, page_size, target.device)
     progress(f"rank {ranks.place.rank} follows")
-    return partial(worker_loop, ranks, make_runner(config, target, make_arena, StatePlan.of(config, {}, 0), ways))
+    return partial(worker_loop, ranks, way.runner(arena))
 
 
 def _load_target(
@@ -201,55 +197,54 @@ def assemble(
     heads = load_heads(config, cast("DecoderModel", target))  # `check_allowed` said so
     # Before the self-test, which shows that it works.
     tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else tap
-    make_runner, ragged = _way(config, target, tap)
-    ways = Ways.of(config, target, draft, ragged)
-    drafters = Drafters.load(config, target, draft, vocab, ways, heads, tap)
-    # After a draft of the target's own layers was copied: it has none.
+    way = Way.of(config, target, fixed=config.reproducible)
+    drafters = Drafters.load(config, target, draft, vocab, heads)
+    # After a draft of the target's own layers was copied: under the coupled rule its bits change no output, so it need
+    # not compute in slower tiles. It has no adapters either.
+    if config.reproducible:
+        ensure_batch_invariance(target, way.layout)
     adapters = _adapters(config, target, ranks)
     own = {name: adapters.load_unlisted(name, head.adapter) for name, head in heads.items() if head.adapter is not None}
-    sizes = _sizes(config, target, drafters, ranks, ways)
-    limit, page_size, num_pages, states = sizes.limit, sizes.page_size, sizes.num_pages, sizes.states
-    spare = page_size if wants_rounds(config, target.device) else 0  # rows for what rounds write without a sequence
-    make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
+    sizes = _sizes(config, way, drafters, ranks)
+    num_pages, states = sizes.num_pages, sizes.states
+    spare = sizes.page_size if wants_rounds(config, target.device) else 0  # for what rounds write without a sequence
+    make_arena = partial(
+        KVArena, num_pages=num_pages, page_size=sizes.page_size, device=target.device, spare_rows=spare
+    )
     if ranks is not None:
-        ranks.broadcast([num_pages, page_size])
-    runner: Runner = make_runner(config, target, make_arena, states, ways, adapters=adapters)
+        ranks.broadcast([num_pages, sizes.page_size])
+    runner: Runner = way.runner(make_arena(way.layout), adapters, states.arena(TARGET, target.device))
     runner = runner if ranks is None else ShardedRunner(runner, ranks)
-    # Under the coupled rule the bits of a draft change no output, so only the target runs in slower fixed-shape passes.
-    row_wise = is_batch_invariant(target)
-    runners = drafters.runners(make_arena, partial(_attention, config.attention, row_wise=row_wise), states, ways)
-    # Attention that fits a draft model also fits a head.
-    attend = next((own.attend for own in runners.values() if isinstance(own, ModelRunner)), None)
-    attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
+    arenas = {name: make_arena(layout) for name, layout in drafters.layouts.items()}
+    runners = {
+        name: drafter.runner(arenas[name], states=states.arena(name, target.device))
+        for name, drafter in drafters.models.items()
+    }
     prefill = PrefillBudget(config.max_step_ms / 1000, config.max_batch_tokens)
-    by_name = drafters.proposers(runner, runners, make_arena, attend, prefill, own) | dict(extra_proposers)
+
+    def context_of(name: str) -> HeadContext:
+        assert tap is not None, "a head has places"
+        assert way.attend is not None, "a target with heads is a decoder"
+        return HeadContext(runner, tap, arenas.get(name), way.attend, prefill, own.get(name))
+
+    by_name = drafters.proposers(runners, prefill, context_of) | dict(extra_proposers)
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     proposers = Proposers(by_name, runner.vocab_size, drafters.any_of)
     if config.proposer is not None and config.proposer not in proposers.names:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(proposers.names)}")
     scheduler = _scheduler(config, proposers, prefill, sizes)
     borders = [longrope_border(model.config) for model in (target, draft or target)]
-    limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
+    longest = min(sizes.limit, num_pages * sizes.page_size)
+    limits = Limits(runner.vocab_size, longest, end_tokens(target), *borders)
     mine, dtype = runners.get("model") if vocab is None else None, str(target.dtype).removeprefix("torch.")
     # Rounds draft with the draft model alone: `auto` is theirs where it has no other model or head to choose.
     by_draft = ("model", AUTO) if drafters.any_of == ("model", "suffix") else ("model",)
     on_device = frozenset(by_draft if isinstance(mine, ModelRunner) else ()) - {*extra_proposers, *wrappers}
     mine = mine if on_device and isinstance(mine, ModelRunner) else None
-    rounds = rounds_for(config, runner, mine, limits.max_model_len, on_device, ops)
-    if all(map(runs_in_c, (target, *drafters.models.values()))):
+    rounds = rounds_for(config, runner, mine, longest, on_device, ops)
+    if all(map(runs_in_c, (target, *(drafter.model for drafter in drafters.models.values())))):
         leave_to_pool()
     return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype, adapters=adapters)
-
-
-def _way(
-    config: EngineConfig, target: Model, tap: Tap | None = None
-) -> tuple[Callable[..., Runner], Callable[[Model], attention.Attend]]:
-    """What makes the target's runner, and what chooses the attention of a model in ragged batches."""
-    # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
-    row_wise = is_batch_invariant(target)
-    needs_tiles = config.reproducible and not row_wise
-    make_runner = partial(_tiled_runner, tap=tap) if needs_tiles else _runner
-    return make_runner, partial(_ragged, config, target, needs_tiles=needs_tiles, row_wise=row_wise)
 
 
 def _adapters(config: EngineConfig, target: Model, ranks: Ranks | None) -> Adapters:
@@ -271,15 +266,15 @@ class _Sizes:
     states: StatePlan
 
 
-def _sizes(config: EngineConfig, target: Model, drafters: Drafters, ranks: Ranks | None, ways: Ways) -> _Sizes:
+def _sizes(config: EngineConfig, target: Way, drafters: Drafters, ranks: Ranks | None) -> _Sizes:
     """Divide the memory for keys, values and states among the arenas of the target and of what drafts for it."""
-    limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
+    ways = {TARGET: target, **drafters.models}
+    limit = max_model_len(config, [way.model.config for way in ways.values()])
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
-    memory = kv_gib(config, target.device, target.config)
+    memory = kv_gib(config, target.model.device, target.model.config)
     memory = memory if ranks is None else ranks.minimum(memory)
-    ragged = {name: m for name, m in {TARGET: target, **drafters.models}.items() if m not in ways.alone}
-    states = StatePlan.of(config, ragged, memory)
-    layouts = [ways.alone.get(target) or layout_of(config, target), *drafters.layouts.values()]
+    states = StatePlan.of(config, {name: way.model for name, way in ways.items()}, memory)
+    layouts = [target.layout, *drafters.layouts.values()]
     num_pages = pages_within(memory - states.gib, config.max_batch_size, layouts, page_size, limit)
     return _Sizes(limit, page_size, num_pages, states)
 
@@ -290,10 +285,10 @@ def _scheduler(config: EngineConfig, proposers: Proposers, prefill: PrefillBudge
     make_pool = partial(PagePool, sizes.num_pages, sizes.page_size, run=run, prefix_cache=config.prefix_cache)
     makers = {name: trait._replace(find=None) for name, trait in traits.items()}  # rounds look nothing up
     return Scheduler(
-        make_pool(states=sizes.states.target_pool),
+        make_pool(states=sizes.states.pool(TARGET)),
         config.max_batch_size,
         config.max_batch_tokens,
-        {name: make_pool(states=sizes.states.pool_of(name)) for name in proposers.draft_kv_users},
+        {name: make_pool(states=sizes.states.pool(name)) for name in proposers.draft_kv_users},
         proposers.draft_kv_sharers,
         AdaptiveK(traits),
         AdaptiveK(makers),
@@ -311,14 +306,9 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def layout_of(config: EngineConfig, model: Model) -> KVLayout:
-    """The K/V layout of a model, or of this process's shard of it."""
-    return layout_of_model(model).stored_as(config.kv_cache_dtype)
-
-
 def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
     """The smaller of what is asked and what the models' positions allow; ModelError where more is asked."""
-    known = [known_positions(model) for model in models]
+    known = [positions(model).limit for model in models]
     if config.max_model_len is not None and config.max_model_len > min(known):
         raise ModelError(f"max_model_len is {config.max_model_len}; the models know positions up to {min(known)}")
     return config.max_model_len or min(known)
@@ -341,75 +331,3 @@ def _check_reproducible(config: EngineConfig, device: torch.device) -> None:
         raise ModelError(f"reproducible is for cpu and cuda: on {device.type} no order of sums is known to be fixed")
     if config.reproducible and device.type == "cuda" and not has_triton():
         raise ModelError("reproducible on cuda needs Triton: the order of sums of other attention hangs on lengths")
-
-
-def _runner(
-    config: EngineConfig,
-    model: Model,
-    make_arena: Callable[..., KVArena],
-    states: StatePlan,
-    ways: Ways,
-    adapters: Adapters | None = None,
-) -> Runner:
-    if model in ways.alone:
-        return alone(model, make_arena(ways.alone[model]))
-    arena = make_arena(layout_of(config, model))
-    return ModelRunner(model, arena, ways.attends[model], adapters, states.arena(TARGET, model.device))
-
-
-def _ragged(
-    config: EngineConfig,
-    target: Model,
-    model: Model,
-    *,
-    row_wise: bool,
-    needs_tiles: bool = False,
-) -> attention.Attend:
-    """The attention with which the target, or this process's shard of it, or a draft passes the self-test.
-
-    `needs_tiles`: passes of the target are tiles of one shape, for which there is one attention.
-    """
-    name: AttentionName = "fixed" if model is target and needs_tiles else config.attention
-    return _attention(name, model, layout_of(config, model), row_wise=row_wise)
-
-
-def _attention(name: AttentionName, model: Model, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
-    """Choose the attention of this name, or else the fastest that fits; transformers' module is tested with it."""
-
-    def try_out(attend: attention.Attend) -> None:
-        if not isinstance(model, DecoderModel):
-            from engine.startup.self_test import check_ragged_contract
-
-            check_ragged_contract(model, layout, attend)
-        elif getattr(attend, "func", attend) is not native.attend:  # kernels are compiled when they first run
-            _run_once(attend, layout, model)
-
-    return attention.fitting(name, model.device, try_out, row_wise=row_wise)
-
-
-def _run_once(attend: attention.Attend, layout: KVLayout, model: Model) -> None:
-    """Attend from one row in each kind of layer."""
-    arena = KVArena(layout, num_pages=1, page_size=PAGE_SIZE, device=model.device)
-    batch, heads = RaggedBatch.of([Feed.begun([0], 0, 1)], PAGE_SIZE, model.device), shape_of(model.config, _HEADS)
-    for kind in dict.fromkeys(layer for layer in layout.layers if layer is not None):
-        k, v = (rows[layout.layers.index(kind)] for rows in (arena.k, arena.v))
-        query = torch.zeros(1, max(heads, kind.heads), kind.key_dim, dtype=model.dtype, device=model.device)
-        attend(query, k, v, batch, AttentionSpec(1.0))
-
-
-def _tiled_runner(
-    config: EngineConfig,
-    model: Model,
-    make_arena: Callable[..., KVArena],
-    states: StatePlan,
-    ways: Ways,
-    tap: Tap | None,
-    adapters: Adapters | None = None,
-) -> Runner:
-    from engine.startup.batch_invariance import ensure_batch_invariance
-
-    layout = layout_of(config, model)
-    ensure_batch_invariance(model, layout)
-    arena = make_arena(layout, spare_rows=TILE)
-    inner = ModelRunner(model, arena, ways.attends[model], adapters, states.arena(TARGET, model.device))
-    return FixedShapeRunner(inner, scratch=arena.num_pages, tap=tap, scratch_state=states.scratch)

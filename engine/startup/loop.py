@@ -15,9 +15,9 @@ from engine.device_loop.repertoire import allows_rounds
 from engine.device_loop.round import RoundOps
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, reference
-from engine.model.checkpoint import longrope_border
+from engine.model.checkpoint import longrope_border, positions
 from engine.model.decoder.decoder import is_batch_invariant
-from engine.model.runner import ModelRunner, Runner, known_positions
+from engine.model.runner import ModelRunner, Runner
 from engine.sampling.distribution import choose_unread
 from engine.startup.memory import graph_budget
 
@@ -62,7 +62,7 @@ def _rounds(
 ) -> RoundLoop:  # fmt: skip
     """Build rounds; a ModelError gives the reason why they cannot run."""
     if not isinstance(target, ModelRunner):
-        raise ModelError("no rounds: its passes have a shape of their own (reproducible), or one sequence each")
+        raise ModelError("no rounds: its passes have one sequence each")
     why_not, device = _why_not(config, target, draft), target.device
     if why_not is not None:
         raise ModelError(f"no rounds: {why_not}")
@@ -100,6 +100,8 @@ def _why_not(config: EngineConfig, target: ModelRunner, draft: ModelRunner | Non
         return "Triton is not installed"
     if is_gpu and config.attention not in ("auto", "triton"):
         return f"attention is {config.attention}, and lengths are on the device, where only our kernel reads them"
+    if config.reproducible:
+        return "its matmuls have a shape of their own (reproducible)"
     if longrope_border(target.model.config) is not None:
         return "the model has two rotary tables"
     if is_batch_invariant(target.model):
@@ -114,4 +116,4 @@ def _why_not(config: EngineConfig, target: ModelRunner, draft: ModelRunner | Non
 
 
 def _fed(runner: ModelRunner) -> DeviceModel:
-    return DeviceModel(runner.model, runner.arena, known_positions(runner.model.config))
+    return DeviceModel(runner.model, runner.arena, positions(runner.model.config).limit)

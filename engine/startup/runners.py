@@ -1,86 +1,100 @@
 """How the models of an engine run: all sequences in one pass, or one sequence at a time where a model's code cannot.
 
-Every model is tried in ragged batches first. One that fails the self-test there is tried alone, with transformers' own
-attention: first with its keys and values in our arena, then fed its whole text in every pass. A self-test decides each
-time, by the same comparisons.
+A decoder runs ragged batches. A module of transformers is tried in them first, and then alone, with transformers' own
+attention: with its keys and values in our arena, or else fed its whole text in every pass. A self-test decides each
+time, by the same comparisons: one that has its own attention code, or keeps state besides K/V, would load and run, but
+it would mix the contexts of different requests; one whose attention needs more than our hook receives would run and
+give wrong results. A few passes over tiny sequences detect both. A model that fails them never serves a request.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from engine.attention import Attend
+from engine.attention import Attend, fitting, native
 from engine.attention.registry import ATTENTION_NAME
+from engine.attention.spec import AttentionSpec
 from engine.choices import HEADS
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
-from engine.kv.batch import Feed
+from engine.kv.batch import Feed, RaggedBatch
 from engine.model.checkpoint import shape_of
-from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.decoder import DecoderModel, is_batch_invariant
+from engine.model.runner import ModelRunner, Runner, layout_of_model
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from engine.config import EngineConfig
+    from engine.model.adapters.store import Adapters
     from engine.model.decoder.decoder import Model
     from engine.model.one_by_one import OneByOneRunner
+    from engine.recurrent.states import StateArena
 
 log = logging.getLogger(__name__)
 
 _LENGTH, _PAGE = 12, 5  # tokens of each sequence of the self-test, in pages of a size that divides no part of it
 _MINE, _OTHER = (4, 0, 2), (1, 3, 5)  # their pages
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _NEVER = {"xlm": "takes the tokens of its text that equal its pad token for padding"}  # by model type
-
-
-# What the code of a model raises that is not made for a cache like ours.
+# What the code of a model raises that is not made for a batch or a cache like ours.
 _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """How each model runs: its attention in ragged batches, or what its arena holds where it runs alone."""
+class Way:
+    """How one model runs.
 
-    attends: Mapping[Model, Attend] = field(default_factory=dict)
-    alone: Mapping[Model, KVLayout] = field(default_factory=dict)
+    Attributes:
+        model: the model, or this process's shard of it.
+        layout: of its arena.
+        attend: its attention in ragged batches; None where it runs one sequence at a time.
+    """
+
+    model: Model
+    layout: KVLayout
+    attend: Attend | None
 
     @classmethod
-    def of(
-        cls,
-        config: EngineConfig,
-        target: Model,
-        draft: Model | None,
-        ragged: Callable[[Model], Attend],
-    ) -> Ways:
-        """Find the way of each model; `ragged` chooses the attention that passes the self-test of ragged batches.
+    def of(cls, config: EngineConfig, model: Model, *, fixed: bool = False) -> Way:
+        """Find the way of a model; with `fixed` its attention sums in the same order in any batch.
 
         Raises:
-            ModelError: a model runs in no way; the message gives the reason for each.
+            ModelError: it runs in no way; the message gives the reason for each.
         """
-        attends, alone = dict[Any, Attend](), dict[Any, KVLayout]()
-        for model in (target,) if draft is None else (target, draft):
-            if isinstance(model, DecoderModel):
-                attends[model] = ragged(model)
-                continue
-            try:
-                attends[model] = _tried(model, ragged)
-            except ModelError as error:
-                alone[model] = _layout_alone(model, error)
-        return cls(attends, alone)
+        if isinstance(model, DecoderModel):
+            layout, row_wise = layout_of_model(model).stored_as(config.kv_cache_dtype), is_batch_invariant(model)
+            name = "fixed" if fixed and not row_wise else config.attention
+            run = partial(_run_once, model, layout)
+            return cls(model, layout, fitting(name, model.device, run, row_wise=row_wise))
+        try:
+            layout = layout_of_model(model).stored_as(config.kv_cache_dtype)
+            attend = fitting(config.attention, model.device, partial(check_ragged_contract, model, layout))
+        except (ModelError, *_FAULTS) as error:
+            is_told = isinstance(error, ModelError)
+            reason = str(error) if is_told else f"{_name(model)} cannot run a ragged batch: {error!r}"
+            layout = _layout_alone(model, reason)
+            log.warning("%s runs one sequence at a time, which is slower: %s", _name(model), reason)
+            return cls(model, layout, None)
+        return cls(model, layout, attend)
 
+    def runner(
+        self, arena: KVArena, adapters: Adapters | None = None, states: StateArena | None = None
+    ) -> ModelRunner | OneByOneRunner:
+        """The model over its arena."""
+        if self.attend is not None:
+            during: Any = nullcontext if adapters is None else adapters.during
+            return ModelRunner(self.model, arena, self.attend, during, states)
+        from engine.model.one_by_one import OneByOneRunner  # imports transformers
 
-def _tried(model: PreTrainedModel, ragged: Callable[[Model], Attend]) -> Attend:
-    if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
-        raise ModelError(f"{_name(model)} attends in code of its own, which knows nothing of ragged batches")
-    try:
-        return ragged(model)
-    except (AttributeError, KeyError, TypeError) as error:  # its config lacks what those of other families have
-        raise ModelError(f"{_name(model)} cannot run a ragged batch: {error!r}") from error
+        return OneByOneRunner(self.model, arena)  # type: ignore[arg-type]  # no decoder
 
 
 def check_allowed(config: EngineConfig, target: Model) -> None:
@@ -114,73 +128,130 @@ def check_allowed(config: EngineConfig, target: Model) -> None:
         )
 
 
-def _layout_alone(model: PreTrainedModel, error: ModelError) -> KVLayout:
-    """What the arena of a model holds that runs one sequence at a time; `error` says why it runs in no other way."""
-    from engine.model.one_by_one import plain_logits, tokens_layout, use_own_attention
+def _run_once(model: DecoderModel, layout: KVLayout, attend: Attend) -> None:
+    """Attend from one row in each kind of layer: kernels are compiled when they first run."""
+    if getattr(attend, "func", attend) is native.attend:
+        return
+    arena = KVArena(layout, num_pages=1, page_size=_PAGE, device=model.device)
+    batch = RaggedBatch.of([Feed.begun([0], 0, 1)], _PAGE, model.device)
+    heads = shape_of(model.config, "num_attention_heads")
+    for kind in dict.fromkeys(layer for layer in layout.layers if layer is not None):
+        k, v = (rows[layout.layers.index(kind)] for rows in (arena.k, arena.v))
+        query = torch.zeros(1, max(heads, kind.heads), kind.key_dim, dtype=model.dtype, device=model.device)
+        attend(query, k, v, batch, AttentionSpec(1.0))
 
-    _check_kinds(model)
+
+# --------------------------------------------------------------------------- the self-test of transformers' modules
+
+
+def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> None:
+    """Refuse a model whose logits in ragged batches are not those of its own plain pass.
+
+    Raises:
+        ModelError: the model fails; the message says how.
+    """
+    from engine.model.one_by_one import plain_logits
+
+    if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
+        raise ModelError(f"{_name(model)} attends in code of its own, which knows nothing of ragged batches")
+    text = model.config.get_text_config()
+    # Some types of layers differ from ours only beyond the length of the self-test.
+    kinds = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if kinds:
+        known = ", ".join(sorted(_LAYER_TYPES))
+        raise ModelError(f"{_name(model)} has layers of type {', '.join(sorted(kinds))}; known are {known}")
+    arena, asked = _arena(model, layout), dict[int, set[int | None]]()
+
+    def watch(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
+        asked.setdefault(k.data_ptr(), set()).add(spec.window)
+        return attend(query, k, v, batch, spec)
+
+    runner = ModelRunner(model, arena, watch)
+    runner.forward([Feed(_tokens(model)[:1], 0, _MINE)])
+    for layer, k in enumerate(arena.k):
+        if k.data_ptr() not in asked:
+            raise ModelError(f"{_name(model)}: layer {layer} does not go through the attention interface")
+    model.set_attn_implementation("eager")
+    try:
+        plain = plain_logits(model, _tokens(model)[:_LENGTH])
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    _check_logits(model, runner, plain)
+    # Each layer passes on the window of the config; otherwise only transformers' mask would contain it.
+    for layer, k in enumerate(arena.k):
+        windows, wanted = asked[k.data_ptr()], _window(text, layer)
+        if windows != {wanted}:
+            told = ", ".join(map(str, windows))
+            raise ModelError(f"{_name(model)}: layer {layer} should see {wanted} positions; it asked for {told}")
+
+
+def _window(text: PreTrainedConfig, layer: int) -> int | None:
+    kinds = getattr(text, "layer_types", None)
+    window: int | None = getattr(text, "sliding_window", None)
+    return window if kinds is None or kinds[layer] == "sliding_attention" else None
+
+
+def _layout_alone(model: PreTrainedModel, reason: str) -> KVLayout:
+    """What the arena of a model holds that runs one sequence at a time; `reason`: why it runs in no other way.
+
+    Raises:
+        ModelError: it does not run so either.
+    """
+    from engine.model.one_by_one import TOKENS, OneByOneRunner, cache_layout, plain_logits, use_own_attention
+
+    never = _NEVER.get(model.config.model_type)
+    # By name what shows only in texts unlike those of the self-test, or there by an error of torch alone.
+    if "lsh" in (getattr(model.config.get_text_config(), "attn_layers", None) or ()):
+        never = "has layers of type lsh, which find what to attend to by hashes of the text"
+    if never is not None:
+        raise ModelError(f"{_name(model)} {never}")
     use_own_attention(model)
     try:
         plain = plain_logits(model, _tokens(model)[:_LENGTH])
-        layout, why = _with_cache(model, plain)
-        if layout is None:
-            layout = tokens_layout()
-            _check_alone(model, layout, plain)
-            log.warning("%s is fed its whole text for every token: %s", _name(model), why)
-    except (ModelError, *_FAULTS) as other:
-        told = str(other) if isinstance(other, ModelError) else repr(other)
-        raise ModelError(f"{error}; one sequence at a time: {told}") from error
-    log.warning("%s runs one sequence at a time, which is slower: %s", _name(model), error)
+        try:
+            layout = cache_layout(model)
+            _check_logits(model, OneByOneRunner(model, _arena(model, layout)), plain)
+        except (ModelError, *_FAULTS) as error:
+            layout = TOKENS
+            _check_logits(model, OneByOneRunner(model, _arena(model, layout)), plain)
+            log.warning("%s is fed its whole text for every token: %r", _name(model), error)
+    except (ModelError, *_FAULTS) as error:
+        told = str(error) if isinstance(error, ModelError) else repr(error)
+        raise ModelError(f"{reason}; one sequence at a time: {told}") from error
     return layout
 
 
-def _check_kinds(model: PreTrainedModel) -> None:
-    """Refuse by name what shows only in texts unlike those of the self-test, or there by an error of torch alone."""
-    if "lsh" in (getattr(model.config.get_text_config(), "attn_layers", None) or ()):
-        raise ModelError(f"{_name(model)} has layers of type lsh, which find what to attend to by hashes of the text")
-    reason = _NEVER.get(model.config.model_type)
-    if reason is not None:
-        raise ModelError(f"{_name(model)} {reason}")
-
-
-def _with_cache(model: PreTrainedModel, plain: Tensor) -> tuple[KVLayout | None, str]:
-    """The layout of the model's keys and values if it runs with them; else None, and why not."""
-    from engine.model.one_by_one import cache_layout
-
-    try:
-        layout = cache_layout(model)
-        if layout is None:
-            return None, "transformers has no cache of keys and values for it"
-        _check_alone(model, layout, plain)
-    except (ModelError, *_FAULTS) as error:
-        return None, f"with a cache of keys and values {error!r}"
-    return layout, ""
-
-
-def _check_alone(model: PreTrainedModel, layout: KVLayout, plain: Tensor) -> None:
+def _check_logits(model: PreTrainedModel, runner: Runner, plain: Tensor) -> None:
     """Refuse a model whose logits depend on other sequences, on drafts taken back or on borders of chunks.
 
     `plain` are the logits of its own plain pass over the first text: `[_LENGTH, vocab]`.
     """
-    from engine.startup.self_test import check_equal
-
-    arena = KVArena(layout, num_pages=len(_MINE) + len(_OTHER), page_size=_PAGE, device=model.device)
-    runner = alone(model, arena)
     mine, other = _tokens(model)[:_LENGTH], _tokens(model)[_LENGTH:]
     whole = runner.forward([Feed(mine, 0, _MINE, _LENGTH), Feed(other, 0, _OTHER, 0)])
-    drafted = [Feed(mine[:4], 0, _MINE, 4), Feed([*mine[4:6], *other[:3]], 4, _MINE, 5)]
-    rest = [Feed(other[:1], _LENGTH, _OTHER, 0), Feed(mine[6:-1], 6, _MINE, _LENGTH - 7)]
-    parts = runner.forward([*drafted, *rest, Feed(mine[-1:], _LENGTH - 1, _MINE, 1)])
-    kept = torch.cat([parts[:6], parts[9:]])  # without the rows of the three drafts, which are taken back
-    check_equal(model, whole, plain, "its logits are others than those of a pass without a cache")
-    check_equal(model, kept, plain, "its logits depend on how its text is cut into passes, or on later tokens")
+    _check_equal(model, whole, plain, "its logits are others than those of a pass of its own over one sequence")
+    parts = [
+        runner.forward([Feed(mine[:4], 0, _MINE, 4)]),
+        runner.forward([Feed(other[:1], _LENGTH, _OTHER, 0), Feed([*mine[4:6], *other[:3]], 4, _MINE, 5)])[:2],
+        runner.forward([Feed(mine[6:-1], 6, _MINE, _LENGTH - 7)]),  # over the three drafts, which are taken back
+        runner.forward([Feed(mine[-1:], _LENGTH - 1, _MINE, 1)]),
+    ]
+    told = "its logits depend on how its text is cut into passes, or on later tokens"
+    _check_equal(model, torch.cat(parts), plain, told)
 
 
-def alone(model: Any, arena: KVArena) -> OneByOneRunner:
-    """The runner of a model whose sequences run one at a time."""
-    from engine.model.one_by_one import OneByOneRunner  # imports transformers
+def _check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, problem: str) -> None:
+    """Raise a ModelError that states `problem` where logits differ by more than rounding."""
+    spread, off = max(float(want.std()), 1e-3), (got - want).abs()
+    # bfloat16 keeps 8 bits, and another batch shape rounds otherwise in every layer; a wrong context gives a far larger
+    # error. We compare the error of a whole row: among the logits of a large vocabulary one is always an outlier.
+    is_exact = model.dtype == torch.float32
+    furthest = off.max() if is_exact else off.square().mean(-1).sqrt().max()
+    if not furthest <= (1e-3 if is_exact else 0.1) * spread:
+        raise ModelError(f"{_name(model)}: {problem}")
 
-    return OneByOneRunner(model, arena)
+
+def _arena(model: PreTrainedModel, layout: KVLayout) -> KVArena:
+    return KVArena(layout, num_pages=len(_MINE) + len(_OTHER), page_size=_PAGE, device=model.device)
 
 
 def _tokens(model: PreTrainedModel) -> list[int]:

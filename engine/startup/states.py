@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
 
 TARGET = "target"  # as a key beside the names of proposers
 _SHARE = 0.5  # of the memory for keys and values, at most
-_SPARE = 2  # slots that no sequence gets: the empty state, and one that padding may write
+_SPARE = 1  # slots that no sequence gets: the empty state
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,9 @@ class StatePlan:
     """The states of a target and of the models that draft for it, by `TARGET` and by proposer name."""
 
     parts: Mapping[str, tuple[StatePart, ...]]
-    num_slots: int  # of the target's arena
-    num_draft_slots: int  # of each draft model's arena
+    slots: Mapping[str, int]  # of each arena
     log_rows: int
-    snapshots: bool  # whether the prefix cache keeps states
+    prefix_cache: bool  # whether it keeps states of the target
 
     @classmethod
     def of(cls, config: EngineConfig, models: Mapping[str, Model], memory: float) -> StatePlan:
@@ -45,53 +44,34 @@ class StatePlan:
         """
         parts = {name: found for name, model in models.items() if (found := parts_of(model))}
         log_rows, most = max(1, config.num_draft_tokens), config.max_batch_size
-        each = {name: bytes_per_slot(found, log_rows) for name, found in parts.items()}
-        target, drafts = each.pop(TARGET, 0), sum(each.values())
-        own, own_draft = (slots_per_sequence(snapshots=kept) for kept in (config.prefix_cache, False))
-        budget = int(memory * GIB * _SHARE) - _SPARE * (target + drafts)
-        one = own * target + own_draft * drafts
+        sizes = {name: bytes_per_slot(found, log_rows) for name, found in parts.items()}
+        own = {name: slots_per_sequence(snapshots=config.prefix_cache and name == TARGET) for name in parts}
+        budget = int(memory * GIB * _SHARE) - _SPARE * sum(sizes.values())
+        one = sum(own[name] * size for name, size in sizes.items())
         if parts and budget < one:
             raise ModelError(
                 f"kv_memory is {memory} GiB, and states take at most half of it; those of one sequence take {one} "
                 "bytes: give more, or fewer num_draft_tokens"
             )
         running = min(most, budget // one) if parts else 0
-        kept = min(2 * most, (budget - running * one) // target) if target and config.prefix_cache else 0
-        return cls(
-            parts,
-            _SPARE + running * own + kept,
-            _SPARE + running * own_draft,
-            log_rows,
-            snapshots=config.prefix_cache,
-        )
+        slots = {name: _SPARE + running * own[name] for name in parts}
+        if TARGET in parts and config.prefix_cache:
+            slots[TARGET] += min(2 * most, (budget - running * one) // sizes[TARGET])
+        return cls(parts, slots, log_rows, config.prefix_cache)
 
     @property
     def gib(self) -> float:
         """GiB that all arenas of states take."""
-        sizes = {name: bytes_per_slot(parts, self.log_rows) for name, parts in self.parts.items()}
-        target = sizes.pop(TARGET, 0) * self.num_slots
-        return (target + sum(sizes.values()) * self.num_draft_slots) / GIB
+        return sum(bytes_per_slot(parts, self.log_rows) * self.slots[name] for name, parts in self.parts.items()) / GIB
 
     def arena(self, name: str, device: torch.device) -> StateArena | None:
         """The arena of a model; None where its layers keep no state."""
-        parts = self.parts.get(name)
-        slots = self.num_slots if name == TARGET else self.num_draft_slots
-        return None if parts is None else StateArena(parts, slots, self.log_rows, device)
-
-    @property
-    def target_pool(self) -> StatePool | None:
-        """A new pool of the target's slots."""
-        if TARGET not in self.parts:
-            return None
-        return StatePool(self.num_slots - 1, self.log_rows, snapshots=self.snapshots)
-
-    def pool_of(self, name: str) -> StatePool | None:
-        """A new pool of the slots of what drafts under this name; None where it keeps no state."""
         if name not in self.parts:
             return None
-        return StatePool(self.num_draft_slots - 1, self.log_rows, snapshots=False)
+        return StateArena(self.parts[name], self.slots[name], self.log_rows, device)
 
-    @property
-    def scratch(self) -> int:
-        """The target's slot that padding may write: it is behind those of the pool."""
-        return self.num_slots - 1
+    def pool(self, name: str) -> StatePool | None:
+        """A new pool of the slots of a model; None where it keeps no state."""
+        if name not in self.parts:
+            return None
+        return StatePool(self.slots[name], self.log_rows, snapshots=self.prefix_cache and name == TARGET)

@@ -208,7 +208,7 @@ def test_same_bits_over_a_cached_answer(family: str, dtype: torch.dtype) -> None
 def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dtype) -> None:
     """What a prefix cache hands on: the K/V that a stranger's pass left is the K/V of one's own."""
     runner = engine_of(family, dtype, page_size=4).runner
-    arena, prompt = runner._inner.arena, [(5 * i + 3) % zoo.VOCAB for i in range(20)]
+    arena, prompt = runner.arena, [(5 * i + 3) % zoo.VOCAB for i in range(20)]
     others = [Feed(PROMPTS[i], 0, range(20 * i + 20, 20 * i + 40)) for i in range(3)]
     runner.forward([Feed(prompt, 0, [0, 1, 2, 3, 4])])
     runner.forward([*others, Feed([*prompt, 5, 6], 0, [9, 8, 12, 10, 11, 15])])

@@ -201,13 +201,6 @@ def test_cached_pages_count_as_far_as_their_state_is_kept() -> None:
     assert len(pool.find(tokens[:8], None)) == 0, "and that at position 4 was not"
 
 
-def test_a_part_of_a_span_begins_where_the_part_before_ended() -> None:
-    span = StateSpan(read=1, base=2, write=2, settled=9, snapshot=(3, 8))
-    assert span.part(3, 3, 5) == StateSpan(1, 2, 2, 5)
-    assert span.part(3, 5, 10) == StateSpan(2, 5, 2, 9, (3, 8))
-    assert span.part(3, 10, 12) == StateSpan(2, 9, 2, 9)
-
-
 def test_a_lost_slot_is_noticed() -> None:
     pool, cursor = PagePool(4, PAGE, states=StatePool(4, LOG, snapshots=False)), KVCursor()
     pool.reserve(cursor, 8)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
-from engine.model.one_by_one import OneByOneRunner, cache_layout, plain_logits, tokens_layout, use_own_attention
+from engine.model.one_by_one import TOKENS, OneByOneRunner, cache_layout, plain_logits, use_own_attention
 from tests import zoo
 from tests.classes import tiny
 
@@ -37,7 +38,7 @@ def model_of(kind: str) -> PreTrainedModel:
 )
 def test_chunks_drafts_and_batch_mates_change_nothing(kind: str, keeps: str) -> None:
     model = model_of(kind)
-    layout = cache_layout(model) if keeps == "cache" else tokens_layout()
+    layout = cache_layout(model) if keeps == "cache" else TOKENS
     runner, expected = runner_of(model, layout), plain_logits(model, TEXT)
     first = runner.forward([Feed(TEXT[:11], 0, MINE, 11), Feed(OTHER, 0, OTHERS, 1)])
     assert same(first[:11], expected[:11])
@@ -50,12 +51,13 @@ def test_chunks_drafts_and_batch_mates_change_nothing(kind: str, keeps: str) -> 
 
 @pytest.mark.parametrize("kind", ["openai-gpt", "mamba", "deepseek_v32"])
 def test_what_is_no_keys_and_values_by_position_has_no_layout(kind: str) -> None:
-    assert cache_layout(model_of(kind)) is None
+    with pytest.raises(ModelError, match="has no cache of keys and values"):
+        cache_layout(model_of(kind))
 
 
 def test_a_prompt_without_logits_is_only_written_down() -> None:
     model = model_of("rwkv")
-    runner, passes = runner_of(model, tokens_layout()), list[int]()
+    runner, passes = runner_of(model, TOKENS), list[int]()
     model.register_forward_hook(lambda *_: passes.append(1))
     assert runner.forward([Feed(TEXT[:20], 0, MINE, 0)]).shape == (0, zoo.VOCAB)
     assert not passes

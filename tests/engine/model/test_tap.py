@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
+from engine import attention
 from engine.attention import reference
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
@@ -17,7 +18,6 @@ from engine.model.decoder.stack import Stack
 from engine.model.runner import ModelRunner, layout_of_model
 from engine.model.tap import FINAL, Tap
 from engine.native import library
-from engine.startup.build import attention
 from tests import zoo
 
 TOKENS = [3, 7, 11, 2, 9, 4]

@@ -11,7 +11,7 @@ from engine.errors import ModelError, Unsupported
 from engine.model.runner import layout_of_model
 from engine.params import SpeculationParams, Verification
 from engine.startup import build
-from engine.startup.batch_invariance import RowByRow, ensure_batch_invariance, is_independent
+from engine.startup.batch_invariance import TILE, Tiled, ensure_batch_invariance, is_independent
 from engine.startup.build import assemble
 from engine.types import Request
 from tests import zoo
@@ -54,10 +54,22 @@ def spoil(model: torch.nn.Module, kind: type[nn.Linear]) -> None:
 @pytest.mark.parametrize("kind", [ByPlace, ByNeighbour])
 def test_a_matmul_that_fails_is_taken_row_by_row(model: torch.nn.Module, kind: type[nn.Linear]) -> None:
     spoil(model, kind)
-    assert not is_independent(model.model.layers[1].mlp.down_proj)
+    assert not is_independent(Tiled(model.model.layers[1].mlp.down_proj))
     ensure_batch_invariance(model, layout_of_model(model))
-    assert isinstance(model.model.layers[1].mlp.down_proj, RowByRow)
-    assert isinstance(model.model.layers[0].mlp.down_proj, nn.Linear)
+    assert [layer.mlp.down_proj.rows for layer in model.model.layers[:2]] == [TILE, 1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 37])
+def test_each_product_has_one_shape_and_nobody_but_the_padding_notices(count: int) -> None:
+    class Seen(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.shape)
+            return super().forward(x)
+
+    seen: list[torch.Size] = []
+    matmul, x = Seen(8, 5), torch.randn(1, count, 8)
+    assert torch.allclose(Tiled(matmul)(x), nn.functional.linear(x, matmul.weight, matmul.bias), atol=1e-6)
+    assert set(seen) == {(TILE if count else 0, 8)}
 
 
 def test_a_matmul_that_fails_even_so_is_refused_by_its_shape(model: torch.nn.Module) -> None:
@@ -72,7 +84,7 @@ def test_what_is_no_matmul_is_found_by_the_whole_model(model: torch.nn.Module) -
             return x + 1e-6 * x.mean(-2, keepdim=True)
 
     model.model.norm = nn.Sequential(model.model.norm, Mixing())
-    with pytest.raises(ModelError, match="its neighbours in a tile"):
+    with pytest.raises(ModelError, match="its place in a batch"):
         ensure_batch_invariance(model, layout_of_model(model))
 
 
