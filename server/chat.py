@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import InvalidRequest, ModelError, shown
 from engine.model.bounded import find_file
-from engine.model.gguf.files import open_gguf
+from engine.model.gguf.container import open_gguf
 from engine.model.gguf.tokenizer import chat_template_in, special_tokens_in
 from server.formats.base import Tool
 

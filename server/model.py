@@ -11,7 +11,7 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.model.bounded import find_file
-from engine.model.gguf.files import open_gguf
+from engine.model.gguf.container import open_gguf
 from engine.params import Guided, SpeculationSettings
 from engine.stats import EngineLoad
 from engine.text.codec import Codec

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from engine.errors import ModelError
-from engine.model.gguf.files import gguf_file
+from engine.model.gguf.container import gguf_file
 from engine.model.hub import file_from_hub
 
 _MOST = 1 << 22  # bytes of configs and chat templates; published ones have a quarter of it at most

@@ -17,7 +17,7 @@ from engine.errors import ModelError, PilotfishError
 from engine.model.bounded import check_folder, find_file
 from engine.model.decoder.families.described import described_by
 from engine.model.gguf.architectures import config_of
-from engine.model.gguf.files import gguf_file, open_gguf
+from engine.model.gguf.container import gguf_file, open_gguf
 from engine.model.gguf.tokenizer import chat_template_in
 from engine.model.text_part import text_part
 

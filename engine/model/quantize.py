@@ -22,8 +22,7 @@ from engine.model.decoder.load import check, prepared, renamed
 from engine.model.decoder.weights import HEAD, TABLE, WeightReader
 from engine.model.linear.grouped import GroupedCodes
 from engine.model.published.files import folder_of, read_tensors
-from engine.model.published.methods import quantisation_of
-from engine.model.published.saved import CODES, SCALES
+from engine.model.published.methods import CODES, SCALES, quantisation_of
 from engine.model.text_part import names_in_whole
 
 if TYPE_CHECKING:

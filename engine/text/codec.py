@@ -15,8 +15,7 @@ from tokenizers.models import BPE
 from engine import heap
 from engine.errors import InvalidRequest
 from engine.model.bounded import find_file
-from engine.model.gguf.container import Container
-from engine.model.gguf.files import open_gguf
+from engine.model.gguf.container import Container, open_gguf
 from engine.model.gguf.tokenizer import tokenizer_faults, tokenizer_in
 from engine.text.spelling import Spelling, steps_of
 from engine.text.stops import NO_ASIDES, NO_STOPS, Asides, Stop, StopSearch, StopStrings

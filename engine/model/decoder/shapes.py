@@ -147,7 +147,7 @@ def num_bytes(
         wanted[HEAD] = wanted[TABLE]  # its panels; the table keeps the codes
     kept = dict[str, int]()
     for key, each in codes.items():
-        kept[stack_of(key)] = kept.get(stack_of(key), 0) + (each.num_bytes() or 0)
+        kept[stack_of(key)] = kept.get(stack_of(key), 0) + (each.num_bytes or 0)
 
     def size(name: str, weight: ReadWeight) -> int:
         found = kept.get(name, kept.get(HEAD) if is_tied and name == TABLE else None)

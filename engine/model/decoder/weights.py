@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,16 @@ from torch import Tensor, nn
 from engine.choices import Rounded, Weights
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.fp8 import Fp8Linear
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide, are_finite
 from engine.model.linear.packed import PackedLinear
 from engine.model.linear.rounding import bits_of, round_weight
 from engine.model.linear.w4 import W4Linear
-from engine.model.published.stacked import StackedCodes
+from engine.model.published.base import CodedEmbedding, Codes, of_groups
 from engine.native import PackedMatrix, multiplies, rows_for
 
 if TYPE_CHECKING:
     from engine.model.decoder.architecture import Architecture
-    from engine.model.published.base import Codes
 
 CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -156,7 +154,7 @@ class WeightReader:
         matrices: Seq[Tensor | Codes]
         if found is None:
             matrices = cast("Seq[Codes]", saved)
-        elif isinstance(found, StackedCodes):
+        elif isinstance(found, Codes) and found.matrices:
             matrices = found.matrices
         else:
             floats = found if isinstance(found, Tensor) else found.dequantised()
@@ -210,26 +208,27 @@ class WeightReader:
 
     def _table(self, name: str, table: Tensor | Codes, shared: GroupedCodes | None, scale: float | None) -> nn.Module:
         """A table of embeddings; `shared` are the codes of a head that has the same weights."""
-        place = Embedding(torch.empty(table.shape, device="meta"), scale)
-        if self._keeps(table) and hasattr(table, "embedding"):
-            return cast("nn.Module", cast("Any", table).embedding(place, self.dtype))
+        if self._keeps(table) and table.rows is not None:
+            return CodedEmbedding(table, self.dtype, scale)
         if self.rounded is None:
             return Embedding(self._plain(table), scale)
         weight = table if isinstance(table, Tensor) else self._plain(table)
         codes = shared or self._rounded(name, weight, bits_of(self.rounded, "", weight))
-        return CodedEmbedding.of(codes, place, self.dtype)
+        return CodedEmbedding(of_groups(codes), self.dtype, scale)
 
-    def _keeps(self, weight: Tensor | Codes) -> bool:
-        return self.keeps_codes and not isinstance(weight, Tensor) and weight.num_bytes() is not None
+    def _keeps(self, weight: Tensor | Codes) -> TypeGuard[Codes]:
+        return self.keeps_codes and isinstance(weight, Codes) and weight.num_bytes is not None
 
     def _codes(
         self, name: str, weight: Tensor | Codes, bias: Tensor | None, dtype: torch.dtype | None = None
     ) -> GroupedLinear:
         """A matmul of codes: those of the checkpoint, or floats that are rounded here."""
         if self._keeps(weight):
-            made = cast("Codes", weight).linear(bias, dtype)
-            assert isinstance(made, GroupedLinear), "it has a form"
-            return made
+            assert weight.grouped is not None, "it has a form"
+            try:
+                return GroupedLinear(replace(weight.grouped(), bias=bias), dtype)
+            except ValueError as error:
+                raise ModelError(f"{name}.weight: {error}") from error
         assert self.rounded is not None
         floats = weight if isinstance(weight, Tensor) else self._plain(weight)
         bits = bits_of(self.rounded, name, floats, is_head=name == "lm_head")

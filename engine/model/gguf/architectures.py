@@ -1,29 +1,17 @@
-"""The config of the model in a GGUF file, and the names and forms of its weights.
-
-llama.cpp's converter renames weights and changes a few: it reorders the rows of a Llama's queries and keys for a
-rotation of neighbouring pairs, adds 1 to a Gemma's norms, and parts the two halves of a mixture's first matrices. All
-of it is undone here, on codes without any rounding.
-"""
+"""The config of the model in a GGUF file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.decoder.families.described import described_by
 from engine.model.gguf.blocks import float_type
 from engine.model.gguf.container import Container
-from engine.model.gguf.families import architecture_of
-from engine.model.gguf.keys import EPSILON, Keys
-from engine.model.gguf.names import GATE_UP, GGUFFamily, part_of
-from engine.model.gguf.ropes import TABLES, rope_of
-from engine.model.gguf.sizes import check_sizes
+from engine.model.gguf.families import family_of
+from engine.model.gguf.keys import EPSILON, Keys, rope_of
 from engine.model.gguf.tokenizer import check_tokens, end_tokens_in
 
 if TYPE_CHECKING:
@@ -40,8 +28,7 @@ def config_of(container: Container, *, of_transformers: bool = False) -> PreTrai
         ModelError: the file holds a model that is not read, or lacks a number of its config.
     """
     keys = Keys(container)
-    family = architecture_of(keys)
-    check_sizes(keys)
+    family = family_of(keys)
     has_codes = any(not tensor.kind.is_float for tensor in container.tensors.values())
     fields = _common(keys) | family.describe(keys)
     _check_heads(keys, fields["rope_parameters"])
@@ -97,74 +84,3 @@ def _float_type(container: Container) -> torch.dtype:
         counts[kind] = counts.get(kind, 0) + tensor.num_weights
     most = max(counts, key=lambda kind: counts[kind])
     return torch.bfloat16 if most is None else most
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A weight of the model: the tensors of the file that hold it, and what undoes the converter's changes.
-
-    Attributes:
-        stored: names of tensors, whose rows follow each other.
-        order: of so many rows in the file, which of them each row of the weight is; None where they are the same.
-        axis: the dimension of rows, of floats.
-        transposed: whether the matrices of a stack are `[in, out]` in the model.
-        undo: what is done to floats; None where nothing is.
-    """
-
-    stored: tuple[str, ...]
-    order: Callable[[int], Tensor] | None = None
-    axis: int = 0
-    transposed: bool = False
-    undo: Callable[[Tensor], Tensor] | None = None
-
-
-def weights_of(container: Container) -> dict[str, Weight]:
-    """The weights of the model in a file, by transformers' names.
-
-    Raises:
-        ModelError: the file holds a tensor for which its family has no place.
-    """
-    keys = Keys(container)
-    family = architecture_of(keys)
-    found = dict[str, Weight]()
-    drafting = tuple(f"blk.{layer}." for layer in range(keys.layers, keys.blocks))
-    for name in container.tensors:
-        if name in TABLES or name.startswith(drafting):
-            continue
-        renamed = family.renamed(name)
-        if renamed is None:
-            raise ModelError(f"{container.path} holds {name}, for which a {family.model_type} model has no place")
-        earlier = found.get(renamed)
-        stored = (name,) if earlier is None else tuple(sorted((*earlier.stored, name)))
-        found[renamed] = _weight(keys, family, stored)
-    return found
-
-
-def _weight(keys: Keys, family: GGUFFamily, stored: tuple[str, ...]) -> Weight:
-    part = part_of(stored[0])
-    in_pairs = family.pairs_experts and part.endswith("_exps")
-    return Weight(
-        stored,
-        order=_order(keys, family, part),
-        axis=-1 if in_pairs and stored[0].endswith(".bias") else 0,
-        transposed=in_pairs and stored[0].endswith(".weight"),
-        undo=family.undone(part),
-    )
-
-
-def _order(keys: Keys, family: GGUFFamily, part: str) -> Callable[[int], Tensor] | None:
-    heads = {"attn_q": keys.heads, "attn_k": keys.kv_heads}
-    if family.permuted and part in heads:
-        return partial(_halves, heads[part])
-    if family.pairs_experts and part in GATE_UP:
-        return lambda count: torch.arange(count).view(2, -1).t().reshape(-1)
-    made = family.order.get(part)
-    return None if made is None else partial(made, keys)
-
-
-def _halves(heads: int, count: int) -> Tensor:
-    """Neighbouring pairs of each head as two halves of it.
-
-    A head of 4: file rows [0, 1, 2, 3] are the pairs (0, 2) and (1, 3) of the weight -> [0, 2, 1, 3].
-    """
-    return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.gguf.container import StoredTensor
-from engine.model.gguf.kinds import BlockKind
+from engine.model.gguf.header import BlockKind
 from engine.model.linear.grouped import GroupedCodes
 from engine.native.blocks import StoredCodes, splits
 

@@ -1,4 +1,4 @@
-"""Reads the container: header, metadata and the table of tensors. Knows bytes, and no tensor library.
+"""Finds and reads the container: header, metadata and the table of tensors. Knows bytes, and no tensor library.
 
 Source: "GGUF" in the documents of ggml (github.com/ggml-org/ggml/blob/master/docs/gguf.md), versions 2 and 3, which
 differ in nothing that a reader of little-endian files sees.
@@ -19,12 +19,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine.errors import ModelError, shown
-from engine.model.gguf.header import MOST_ENTRIES, Cursor, Numbers, Strings, Text
-from engine.model.gguf.kinds import KINDS, BlockKind, unreadable
+from engine.model.gguf.header import MOST_ENTRIES, BlockKind, Cursor, Numbers, Strings, Text
+from engine.model.hub import file_from_hub
 
 T = TypeVar("T")
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_SUFFIX = ".gguf"
+_CHECKPOINT = ("config.json", "*.safetensors")  # what a folder holds that is another kind of checkpoint
 _ALIGNMENT = 32  # bytes, where the file says nothing else
 _WORDS: dict[type, str] = {
     bool: "true or false",
@@ -168,38 +170,30 @@ class Container:
         found = self.get(key, Numbers)
         return None if found is None else self._cursor.array(found)
 
-    def _placed(self, table: list[tuple[str, tuple[int, ...], int, int]]) -> dict[str, StoredTensor]:
+    def _placed(self, table: list[tuple[str, tuple[int, ...], BlockKind, int]]) -> dict[str, StoredTensor]:
         found = self.get("general.alignment", int)
         alignment = _ALIGNMENT if found is None else found
         if alignment < 1 or alignment % 8:
             raise ModelError(f"{self.path}: general.alignment is {alignment}; expected a multiple of 8")
         data = -(-self.header_bytes // alignment) * alignment
         placed = dict[str, StoredTensor]()
-        for name, shape, number, offset in table:
+        for name, shape, kind, offset in table:
             if name in placed:
                 raise ModelError(f"{self.path} holds two tensors of the name {name}")
             if offset % alignment:
                 raise ModelError(f"{self.path}: {name} is at byte {offset} of the data; expected whole {alignment}s")
-            placed[name] = self._checked(StoredTensor(name, shape, self._kind(name, number), data + offset, self.path))
+            if shape[-1] % kind.weights:
+                rows = f"rows of {shape[-1]}; {kind.name} is for multiples of {kind.weights}"
+                raise ModelError(f"{self.path}: {name} has {rows}")
+            tensor = placed[name] = StoredTensor(name, shape, kind, data + offset, self.path)
+            end = tensor.start + tensor.num_bytes
+            if end > self.size:
+                raise ModelError(f"{self.path} is cut short: {name} ends at byte {end}, the file at {self.size}")
         # One part of a file in many tensors would be a model that is larger than its file.
         for before, after in pairwise(sorted(placed.values(), key=lambda tensor: tensor.start)):
             if before.start + before.num_bytes > after.start:
                 raise ModelError(f"{self.path}: {before.name} ends after {after.name} starts, at byte {after.start}")
         return placed
-
-    def _kind(self, name: str, number: int) -> BlockKind:
-        if number not in KINDS:
-            raise ModelError(f"{self.path}: {name} is stored as {unreadable(number)}")
-        return KINDS[number]
-
-    def _checked(self, tensor: StoredTensor) -> StoredTensor:
-        kind, end = tensor.kind, tensor.start + tensor.num_bytes
-        if tensor.shape[-1] % kind.weights:
-            rows = f"rows of {tensor.shape[-1]}; {kind.name} is for multiples of {kind.weights}"
-            raise ModelError(f"{self.path}: {tensor.name} has {rows}")
-        if end > self.size:
-            raise ModelError(f"{self.path} is cut short: {tensor.name} ends at byte {end}, the file at {self.size}")
-        return tensor
 
 
 def names_of_parts(name: str) -> list[str]:
@@ -237,3 +231,52 @@ def _counts(cursor: Cursor) -> tuple[int, int]:
         if count > MOST_ENTRIES:
             raise ModelError(f"{cursor.path} says that it has {count} {what}; expected at most {MOST_ENTRIES}")
     return num_tensors, num_values
+
+
+def open_gguf(name: str | Path, revision: str | None = None) -> Container | None:
+    """The opened file of `gguf_file`; None if the name means another kind of checkpoint.
+
+    Raises:
+        ModelError: there is no such file, or it cannot be read.
+    """
+    path = gguf_file(name, revision)
+    return None if path is None else Container.open(path)
+
+
+def gguf_file(name: str | Path, revision: str | None = None) -> Path | None:
+    """The GGUF file that a model name means; None if it means another kind of checkpoint.
+
+    The name is that of a file, of a folder that holds one such file and no other checkpoint, or of a file on the hub,
+    `owner/model/file.gguf`. Of a model in several files it is that of any, or of a folder with all of them.
+
+    Raises:
+        ModelError: there is no such file, or the folder holds several.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return _only_one(path)
+    if path.suffix != _SUFFIX:
+        return None
+    if path.is_file():
+        return path
+    owner, _, rest = str(name).partition("/")
+    model, _, file = rest.partition("/")
+    if not file or owner in ("", ".", "..", "~"):
+        raise ModelError(f"cannot load model {str(name)!r}: there is no such file")
+    try:
+        folder, slash, last = file.rpartition("/")
+        parts = [f"{folder}{slash}{part}" for part in names_of_parts(last)]
+        first, *_ = [file_from_hub(f"{owner}/{model}", part, revision) for part in parts]
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{str(name)!r} is no local file, and no such file came from the hub: {error}") from error
+    return first
+
+
+def _only_one(folder: Path) -> Path | None:
+    found = sorted(folder.glob(f"*{_SUFFIX}"))
+    if not found or any(any(folder.glob(pattern)) for pattern in _CHECKPOINT):
+        return None
+    if [path.name for path in found] != names_of_parts(found[0].name):
+        names = ", ".join(path.name for path in found)
+        raise ModelError(f"{str(folder)!r} holds {len(found)} GGUF files: name one of {names}")
+    return found[0]

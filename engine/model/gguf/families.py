@@ -6,38 +6,160 @@ it does not write are those that its own graphs have.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import ModelError, shown
-from engine.model.gguf.hybrids import HYBRIDS
-from engine.model.gguf.keys import EPSILON, Keys
-from engine.model.gguf.mixtures import MIXTURES
-from engine.model.gguf.names import NORMS_OF_HEADS, GGUFFamily, scales_of
-from engine.model.gguf.ropes import llama3, longrope, partly, rope_of
+import torch
+from torch import Tensor
 
+from engine.errors import ModelError, shown
+from engine.model.gguf.keys import EPSILON, Keys, llama3, longrope, partly, rope_of
+
+_GROWTH = "attention.temperature_scale"  # by which queries grow with their positions
+GATE_UP = ("ffn_gate_exps", "ffn_up_exps")  # together the first matrices of a layer's experts
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NORMS_OF_HEADS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_SCALES = {  # Granite's numbers, and their keys
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "logits_scaling": "logit_scale",
+    "residual_multiplier": "residual_scale",
+}
 _GEMMA = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_GLM4 = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+}
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GPT_OSS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+    "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
+_GLM4_MOE = {
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_GRANITE_MOE = {name: place.replace("mlp.", "block_sparse_moe.") for name, place in _EXPERTS.items()} | {
+    "ffn_gate_inp": "block_sparse_moe.router"
+}
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
+_QWEN3_NEXT = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkvz",
+    "attn_gate": "linear_attn.in_proj_qkvz",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # of older files, in the model's order
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 
 
-def architecture_of(keys: Keys) -> GGUFFamily:
-    """The family of a file.
+@dataclass(frozen=True, slots=True)
+class GGUFFamily:
+    """One family.
 
-    Raises:
-        ModelError: it is none of ours.
+    Attributes:
+        model_type: of transformers.
+        describe: the fields of the config besides those that all families have.
+        names: of parts of a block, besides `_BLOCK`; with `.weight` or `.bias` where the model has neither.
+        outer: of parts outside of blocks, besides `_OUTER`.
+        undo: what undoes a change of floats, by parts of a block.
+        order: by parts of a block: for a number of rows of the file, which of them each row of the weight is.
+        permuted: whether rows of queries and keys are reordered.
+        norms_plus_one: whether norms have 1 more in the file.
+        pairs_experts: whether the model has matrices of experts as `[in, out]`, and gate and up by turns.
     """
-    container = keys.container
-    name = container.need("general.architecture", str)
-    if name == "mistral3" and keys.real(_GROWTH) is None:  # the text part of an older model that sees
-        name = "llama"
-    mixture = bool(keys.integer("expert_count", least=0))
-    found = HYBRIDS.get(name) or (MIXTURES if mixture else ARCHITECTURES).get(name)
-    if found is None:
-        known, kind = ", ".join(sorted({*ARCHITECTURES, *HYBRIDS, *MIXTURES})), " with experts" if mixture else ""
-        raise ModelError(f"{container.path} is a {shown(name)} model{kind}; GGUF files are read of {known}")
-    return found
+
+    model_type: str
+    describe: Callable[[Keys], dict[str, Any]] = lambda _keys: {}
+    names: Mapping[str, str] = field(default_factory=dict)
+    outer: Mapping[str, str] = field(default_factory=dict)
+    undo: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    order: Mapping[str, Callable[[Keys, int], Tensor]] = field(default_factory=dict)
+    permuted: bool = False
+    norms_plus_one: bool = False
+    pairs_experts: bool = False
+
+    def renamed(self, name: str, layers: Collection[str]) -> str | None:
+        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None where the model has no such part."""
+        stem, _, kind = name.rpartition(".")
+        outer_names = {**_OUTER, **self.outer}
+        if stem in outer_names:
+            return f"{outer_names[stem]}.{kind}"
+        first, _, rest = name.partition(".")
+        layer, _, part = rest.partition(".")
+        names = {**_BLOCK, **self.names}
+        found = names.get(part) or (f"{names[outer]}.{kind}" if (outer := part.rpartition(".")[0]) in names else None)
+        return f"model.layers.{layer}.{found}" if first == "blk" and layer in layers and found else None
+
+    def undone(self, part: str) -> Callable[[Tensor], Tensor] | None:
+        """What undoes the converter's change of a float part; None where there is none."""
+        if part in self.undo or not (self.norms_plus_one and part.endswith("norm")):
+            return self.undo.get(part)
+        return lambda stored: stored.float() - 1
+
+
+def part_of(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `attn_q`; `blk.3.ssm_a` -> `ssm_a`; `output_norm.weight` -> `output_norm`."""
+    inner = name.split(".", 2)[-1] if name.startswith("blk.") else name
+    return inner.removesuffix(".weight").removesuffix(".bias")
+
+
+def _scales_of(keys: Keys) -> dict[str, Any]:
+    """The factors of a Granite; a file lacks those that are 1."""
+    return {field: keys.real(key, 1.0) for field, key in _SCALES.items()}
 
 
 def _llama(keys: Keys) -> dict[str, Any]:
@@ -82,7 +204,7 @@ def _phi3(keys: Keys) -> dict[str, Any]:
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
-    return _llama(keys) | scales_of(keys)
+    return _llama(keys) | _scales_of(keys)
 
 
 def _glm4(keys: Keys) -> dict[str, Any]:
@@ -138,33 +260,164 @@ def _seed_oss(keys: Keys) -> dict[str, Any]:
     return {field: keys.has(f"blk.0.{part}.bias") for field, part in biases.items()}
 
 
-_GROWTH = "attention.temperature_scale"
-_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-_GLM4 = {
-    "post_attention_norm": "post_self_attn_layernorm",
-    "post_ffw_norm": "post_mlp_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-}
-# By llama.cpp's names; Mistral's models are llama. `MIXTURES` has those with experts.
-ARCHITECTURES = {
+def _mixture(keys: Keys) -> dict[str, Any]:
+    """Numbers of experts; Mixtral and gpt-oss call them `num_local_experts`."""
+    count = keys.size("expert_count")
+    used = keys.need("expert_used_count", most=count)
+    return {"num_experts": count, "num_local_experts": count, "num_experts_per_tok": used}
+
+
+def _qwen2_moe(keys: Keys) -> dict[str, Any]:
+    """Experts, one of which all tokens share."""
+    width, shared = keys.size("expert_feed_forward_length"), keys.integer("expert_shared_feed_forward_length")
+    sizes = {"moe_intermediate_size": width, "shared_expert_intermediate_size": shared}
+    return _mixture(keys) | sizes | {"norm_topk_prob": False}
+
+
+def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    return _mixture(keys) | {"moe_intermediate_size": keys.size("expert_feed_forward_length"), "norm_topk_prob": True}
+
+
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    rope = rope_of(keys)
+    exact = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False} if rope["rope_type"] == "yarn" else {}
+    width, window = keys.size("expert_feed_forward_length"), keys.need("attention.sliding_window")
+    fields = {"intermediate_size": width, "sliding_window": window, "rope_parameters": rope | exact}
+    return _mixture(keys) | fields
+
+
+def _glm4_moe(keys: Keys) -> dict[str, Any]:
+    return {
+        "n_routed_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count", most=keys.size("expert_count")),
+        "n_shared_experts": keys.size("expert_shared_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.need("leading_dense_block_count", least=0, most=keys.layers),
+        "routed_scaling_factor": keys.real("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.flag("expert_weights_norm", default=True),
+        "attention_bias": keys.has("blk.0.attn_q.bias"),
+        "use_qk_norm": keys.has("blk.0.attn_q_norm.weight"),
+        "rope_parameters": partly(keys, rope_of(keys)),
+    }
+
+
+def _granite_moe(keys: Keys) -> dict[str, Any]:
+    return _mixture(keys) | _scales_of(keys)
+
+
+def _olmoe(keys: Keys) -> dict[str, Any]:
+    keys.refuse("attention.clamp_kqv", "clipped queries, keys and values are not read")
+    return _mixture(keys) | {"norm_topk_prob": False}
+
+
+def _row(stored: Tensor) -> Tensor:
+    """A matrix of one row, which a file holds as a vector."""
+    return stored.reshape(1, -1)
+
+
+def _lfm2(keys: Keys) -> dict[str, Any]:
+    kinds = ["full_attention" if heads else "conv" for heads in keys.of_layers("attention.head_count_kv")]
+    eps, width = keys.epsilon("attention.layer_norm_rms_epsilon"), keys.size("shortconv.l_cache")
+    return {"layer_types": kinds, "norm_eps": eps, "conv_L_cache": width, "block_auto_adjust_ff_dim": False}
+
+
+def _channels(stored: Tensor) -> Tensor:
+    """A convolution of single channels, which a file holds as a matrix."""
+    return stored.unsqueeze(1)
+
+
+def _qwen3_next(keys: Keys) -> dict[str, Any]:
+    values, key_heads, inner = (keys.size(f"ssm.{key}") for key in ("time_step_rank", "group_count", "inner_size"))
+    if values % key_heads or inner % values:
+        raise keys.fault("ssm.time_step_rank", values, f"a multiple of {key_heads} groups that divides {inner}")
+    return _qwen2_moe(keys) | {
+        "norm_topk_prob": True,
+        "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.size("ssm.state_size"),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": inner // values,
+        "full_attention_interval": keys.integer("full_attention_interval", 4),
+        "rope_parameters": partly(keys, rope_of(keys)),
+    }
+
+
+def _by_key_heads(keys: Keys, count: int) -> Tensor:
+    """Rows of a file, all gates, then all queries, keys and values -> for each key head, query, key, values, gates."""
+    heads, keys_size = keys.need("ssm.group_count"), keys.need("ssm.group_count") * keys.need("ssm.state_size")
+    sizes = [keys.need("ssm.inner_size"), keys_size, keys_size, keys.need("ssm.inner_size")]
+    gate, *others = torch.arange(count).split(sizes)
+    return torch.cat([part.view(heads, -1) for part in (*others, gate)], 1).reshape(-1)
+
+
+def _decay(stored: Tensor) -> Tensor:
+    """The logarithm of a decay, which a file holds as the decay, less than 0."""
+    return stored.float().neg().log()
+
+
+def _as_it_is(stored: Tensor) -> Tensor:
+    return stored
+
+
+_OF_SHARED_GATE = {"ffn_gate_inp_shexp": _row}
+# By llama.cpp's names, which has Mistral's and Mixtral's models as llama.
+FAMILIES = {
     "cohere2": GGUFFamily("cohere2", _cohere2),
     "ernie4_5": GGUFFamily("ernie4_5"),
-    "exaone4": GGUFFamily("exaone4", _exaone4, names=_AFTER | NORMS_OF_HEADS),
+    "exaone4": GGUFFamily("exaone4", _exaone4, names=_AFTER | _NORMS_OF_HEADS),
     "gemma": GGUFFamily("gemma", norms_plus_one=True),
     "gemma2": GGUFFamily("gemma2", _gemma2, names=_GEMMA, norms_plus_one=True),
-    "gemma3": GGUFFamily("gemma3_text", _gemma3, names=_GEMMA | NORMS_OF_HEADS, norms_plus_one=True),
+    "gemma3": GGUFFamily("gemma3_text", _gemma3, names=_GEMMA | _NORMS_OF_HEADS, norms_plus_one=True),
     "glm4": GGUFFamily("glm4", _glm4, names=_GLM4),
     "granite": GGUFFamily("granite", _granite, permuted=True),
     "hunyuan-dense": GGUFFamily("hunyuan_v1_dense", names=_HUNYUAN),
     "llama": GGUFFamily("llama", _llama, permuted=True),
     "mistral3": GGUFFamily("ministral3", _mistral3, permuted=True),
-    "olmo2": GGUFFamily("olmo2", _olmo2, names=_AFTER | NORMS_OF_HEADS),
+    "olmo2": GGUFFamily("olmo2", _olmo2, names=_AFTER | _NORMS_OF_HEADS),
     "phi3": GGUFFamily("phi3", _phi3, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "qwen2": GGUFFamily("qwen2"),
-    "qwen3": GGUFFamily("qwen3", names=NORMS_OF_HEADS),
+    "qwen3": GGUFFamily("qwen3", names=_NORMS_OF_HEADS),
     "seed_oss": GGUFFamily("seed_oss", _seed_oss, names={"post_attention_norm": "post_attention_layernorm"}),
     "smollm3": GGUFFamily("smollm3", _llama, permuted=True),
     "stablelm": GGUFFamily("stablelm", _stablelm),
     "starcoder2": GGUFFamily("starcoder2", _starcoder2, names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "glm4moe": GGUFFamily("glm4_moe", _glm4_moe, names=_EXPERTS | _NORMS_OF_HEADS | _GLM4_MOE),
+    "gpt-oss": GGUFFamily("gpt_oss", _gpt_oss, names=_EXPERTS | _GPT_OSS, pairs_experts=True),
+    "granitemoe": GGUFFamily("granitemoe", _granite_moe, names=_GRANITE_MOE, permuted=True),
+    "mixtral": GGUFFamily("mixtral", _mixture, names=_EXPERTS, permuted=True),
+    "olmoe": GGUFFamily("olmoe", _olmoe, names=_EXPERTS | _NORMS_OF_HEADS),
+    "qwen2moe": GGUFFamily("qwen2_moe", _qwen2_moe, names=_EXPERTS | _SHARED_EXPERT, undo=_OF_SHARED_GATE),
+    "qwen3moe": GGUFFamily("qwen3_moe", _qwen3_moe, names=_EXPERTS | _NORMS_OF_HEADS),
+    "lfm2": GGUFFamily(
+        "lfm2",
+        _lfm2,
+        names=_LFM2,
+        outer=dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm"),
+        undo={"shortconv.conv": _channels},
+    ),
+    "qwen3next": GGUFFamily(
+        "qwen3_next",
+        _qwen3_next,
+        names=_EXPERTS | _SHARED_EXPERT | _NORMS_OF_HEADS | _QWEN3_NEXT,
+        undo=_OF_SHARED_GATE | {"ssm_conv1d": _channels, "ssm_a": _decay, "ssm_norm": _as_it_is},
+        order={"attn_gate": _by_key_heads},
+        norms_plus_one=True,
+    ),
 }
+
+
+def family_of(keys: Keys) -> GGUFFamily:
+    """The family of a file.
+
+    Raises:
+        ModelError: it is none of ours.
+    """
+    name = keys.architecture
+    if name == "mistral3" and keys.real(_GROWTH) is None:  # the text part of an older model that sees
+        name = "llama"
+    if name == "llama" and keys.integer("expert_count", least=0):
+        name = "mixtral"
+    if name not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ModelError(f"{keys.container.path} is a {shown(name)} model; GGUF files are read of {known}")
+    return FAMILIES[name]

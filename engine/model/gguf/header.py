@@ -30,6 +30,52 @@ _LENGTH = struct.Struct("<Q")  # before each string
 
 
 @dataclass(frozen=True, slots=True)
+class BlockKind:
+    """A type in which numbers are stored (`ggml.h`). A row of `weights * n` numbers takes `size * n` bytes."""
+
+    name: str
+    weights: int  # of a block; 1 where numbers are stored as floats
+    size: int  # bytes of a block
+
+    @property
+    def is_float(self) -> bool:
+        """Whether numbers are stored as floats, and not as codes."""
+        return self.weights == 1
+
+
+# By their numbers in files.
+KINDS = {
+    0: BlockKind("F32", 1, 4),
+    1: BlockKind("F16", 1, 2),
+    30: BlockKind("BF16", 1, 2),
+    2: BlockKind("Q4_0", 32, 18),
+    3: BlockKind("Q4_1", 32, 20),
+    6: BlockKind("Q5_0", 32, 22),
+    7: BlockKind("Q5_1", 32, 24),
+    8: BlockKind("Q8_0", 32, 34),
+    12: BlockKind("Q4_K", 256, 144),
+    13: BlockKind("Q5_K", 256, 176),
+    14: BlockKind("Q6_K", 256, 210),
+    10: BlockKind("Q2_K", 256, 84),
+    11: BlockKind("Q3_K", 256, 110),
+    20: BlockKind("IQ4_NL", 32, 18),
+    23: BlockKind("IQ4_XS", 256, 136),
+    39: BlockKind("MXFP4", 32, 17),
+    16: BlockKind("IQ2_XXS", 256, 66),
+    17: BlockKind("IQ2_XS", 256, 74),
+    22: BlockKind("IQ2_S", 256, 82),
+    18: BlockKind("IQ3_XXS", 256, 98),
+    21: BlockKind("IQ3_S", 256, 110),
+    19: BlockKind("IQ1_S", 256, 50),
+    29: BlockKind("IQ1_M", 256, 56),
+    34: BlockKind("TQ1_0", 256, 54),
+    35: BlockKind("TQ2_0", 256, 66),
+}
+# Names of types that are not read, for messages.
+_OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4"}
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
     """A string that is still in the file: bytes `start` to `stop`."""
 
@@ -87,8 +133,7 @@ class Cursor:
 
     def string(self) -> str:
         """Read a length and as many bytes of UTF-8."""
-        found = self._text()
-        return self.text("a name", found)
+        return self.text("a name", self._text())
 
     def text(self, key: str, found: Text) -> str:
         """Decode a text, which is of the value of `key`; ModelError as `texts`."""
@@ -131,7 +176,7 @@ class Cursor:
             raise ModelError(f"{self.path}: {key} is an array of the unknown type {inner}")
         return key, self._strings(key, count)
 
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+    def tensor(self) -> tuple[str, tuple[int, ...], BlockKind, int]:
         """Read name, shape, type and offset of the next tensor of the table."""
         self._about = name = self.string()
         (dimensions,) = self.numbers("I")
@@ -141,7 +186,10 @@ class Cursor:
         if not all(shape):
             raise ModelError(f"{self.path}: {name} is of shape {list(shape)}; expected sizes of 1 or more")
         number, offset = self.numbers("IQ")
-        return name, shape, number, offset
+        if number not in KINDS:
+            kind, known = _OTHERS.get(number, f"type {number}"), ", ".join(kind.name for kind in KINDS.values())
+            raise ModelError(f"{self.path}: {name} is stored as {kind}, which is not read; what is read: {known}")
+        return name, shape, KINDS[number], offset
 
     def _strings(self, key: str, count: int) -> Strings:
         self._strings_left -= count

@@ -20,13 +20,14 @@ from tokenizers.processors import TemplateProcessing
 from engine.errors import ModelError, shown
 from engine.model.gguf.container import Container
 from engine.model.gguf.header import Strings
-from engine.model.gguf.merges import merges_of
 
+_Array = np.ndarray[Any, Any]
 _NONE = (None, "none", "no_vocab")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
 # More than published vocabularies have: 256 bytes of a token, 2.3 MB of text, 2.2 merges for each token, and 0.7 MB of
 # tokens that are found before text is split, those of speech. A small file may have what takes minutes and all memory.
 _LONGEST_TOKEN, _MOST_TEXT, _MOST_MERGES, _MOST_ADDED = 1 << 9, 1 << 22, 8, 1 << 20
+_CHAR_BITS, _ID_BITS = 21, 31  # of a character's number, and of a token's
 _IDS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
 _SPACE = "▁"  # stands for the space in vocabularies of SentencePiece
 # Texts of control tokens that end a turn; few files name them beside the end of a text.
@@ -170,7 +171,7 @@ class _Vocabulary:
     """Tokens in the order of their ids, and their types."""
 
     tokens: list[str]
-    kinds: np.ndarray[Any, Any]
+    kinds: _Array
     ids: dict[str, int]
 
     @classmethod
@@ -208,7 +209,7 @@ class _Vocabulary:
         made.add_tokens([AddedToken(t, normalized=False) for t in self.of_kind(_USER_DEFINED)])
 
 
-def _types(container: Container, tokens: Sized) -> np.ndarray[Any, Any]:
+def _types(container: Container, tokens: Sized) -> _Array:
     """The types of tokens; all are normal where the file does not say."""
     found = container.numbers("tokenizer.ggml.token_type")
     found = np.ones(len(tokens), np.int32) if found is None else found
@@ -267,10 +268,50 @@ def _of_pieces(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     return made
 
 
+def merges_of(ids: Mapping[str, int], scores: _Array) -> tuple[_Array, _Array]:
+    """The merges that scores imply: of each token any two that make it, those of the best first; ids of both parts.
+
+    Tokens a 0, b 0, ab -1, aba -2 -> (a, b), (ab, a). To look each beginning and end of each text up in a dictionary
+    takes seconds for 262,144 tokens. Here all texts go on by one character at a time, and those that began alike share
+    a number.
+    """
+    texts, tokens = list(ids), np.fromiter(ids.values(), np.int32)
+    chars = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)
+    sizes = np.fromiter(map(len, texts), np.int64)
+    stops = np.cumsum(sizes)
+    first = _names(chars, tokens, sizes, stops - sizes, 1)[:-1]  # of what is before each cut
+    second = _names(chars, tokens, sizes, stops - 1, -1)[1:]
+    whole = np.repeat(tokens, sizes)
+    cuts = np.flatnonzero((first >= 0) & (second >= 0) & (whole[1:] == whole[:-1]))
+    first, second, best = first[cuts], second[cuts], -scores[whole[cuts]].astype(float)
+    order = np.argsort(first.astype(np.int64) << _ID_BITS | second)
+    order = order[np.argsort(best[order], kind="stable")]
+    return first[order], second[order]
+
+
+def _names(chars: _Array, tokens: _Array, sizes: _Array, starts: _Array, step: int) -> _Array:
+    """For each character of all texts, the token that is its text from the start to there; -1 where none is.
+
+    Texts a, ab, b of tokens 5, 6, 7: of the characters a, ab, b -> 5, 5 6, 7. With a step of -1 texts are read
+    backwards from their last characters, `starts` -> 5, 6 7, 7.
+    """
+    names, live = np.full(len(chars), -1, np.int32), np.flatnonzero(sizes)
+    nodes = np.zeros(len(live), np.int64)  # the number of what each text is so far
+    for done in range(int(sizes.max())):
+        at = starts[live] + step * done
+        found, nodes = np.unique(nodes << _CHAR_BITS | chars[at], return_inverse=True)
+        ends = sizes[live] == done + 1
+        named = np.full(len(found), -1, np.int32)
+        named[nodes[ends]] = tokens[live[ends]]
+        names[at] = named[nodes]
+        live, nodes = live[~ends], nodes[~ends]
+    return names
+
+
 class _Pairs(Sequence[tuple[str, str]]):
     """Tokens side by side, each pair made when it is read: half a million tuples take as long as all the rest."""
 
-    def __init__(self, tokens: list[str], *halves: np.ndarray[Any, Any]) -> None:
+    def __init__(self, tokens: list[str], *halves: _Array) -> None:
         self._tokens, self._halves = tokens, halves
 
     def __len__(self) -> int:

@@ -7,164 +7,109 @@ they are asked. So the same reader works on tensors of the meta device, of which
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.machine.mapped import release_mapped
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear
+from engine.model.linear.grouped import GroupedCodes
 
 _SMALLEST_GROUP = 16  # inputs; groups of our kernels are multiples of it
-_MIDDLE = {4: 8, 8: 0}  # the code that means 0 where there are no zero points: of 4 bits unsigned, of 8 bits signed
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Codes(Protocol):
-    """One weight of a checkpoint that is not stored as floats."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Codes:
+    """One weight of a checkpoint that is not stored as floats.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the float weight."""
-        ...
+    Attributes:
+        shape: of the float weight.
+        dequantised: computes it in float32, as the format defines it, to the last bit.
+        num_bytes: of the form that our integer kernels multiply; None where there is none, so that it is dequantised.
+        grouped: gives that form, no code rounded again.
+        rows: of a table that need not be read as a whole: ids `[n]` -> float32 `[n, in]`.
+        matrices: of a stack, each `[out, in]`, by experts.
+    """
 
-    def num_bytes(self) -> int | None:
-        """Bytes of the form that our integer kernels multiply; None where there is none, so that it is dequantised."""
-        ...
+    shape: tuple[int, ...]
+    dequantised: Callable[[], Tensor]
+    num_bytes: int | None = None
+    grouped: Callable[[], GroupedCodes] | None = None
+    rows: Callable[[Tensor], Tensor] | None = None
+    matrices: Seq[Codes] = ()
 
-    def dequantised(self) -> Tensor:
-        """The weight in float32, as the format defines it, to the last bit."""
-        ...
 
-    def linear(self, bias: Tensor | None, dtype: torch.dtype | None) -> nn.Module | None:
-        """A matmul of these codes, none rounded again; `dtype` is that of its output. None where there is none."""
-        ...
+class CodedEmbedding(nn.Module):
+    """`nn.Embedding` over a table of codes, whose rows are dequantised when they are looked up."""
+
+    def __init__(self, codes: Codes, dtype: torch.dtype, scale: float | None) -> None:
+        """Rows of `codes`, which has them, are multiplied by `scale` (Gemma)."""
+        super().__init__()
+        self.codes = codes
+        self.num_embeddings, self.embedding_dim = codes.shape
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)  # holds nothing but a type
+        self.scale: Tensor | None
+        self.register_buffer("scale", None if scale is None else torch.tensor(scale), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids `[...]` -> rows `[..., embedding_dim]`."""
+        assert self.codes.rows is not None
+        rows = self.codes.rows(ids.reshape(-1))
+        found = rows.to(self.weight.dtype).view(*ids.shape, self.embedding_dim)
+        return found if self.scale is None else found * self.scale.to(found.dtype)
 
 
 Weights: TypeAlias = "dict[str, Tensor | Codes]"  # by the names that a float checkpoint of the model has
 
 
-@dataclass(frozen=True, slots=True)
-class CodeParts:
-    """The parts of integer codes: weight = (code - zero) * scale.
-
-    Attributes:
-        codes: 4 bits: uint8 `[out, in / 2]`, two codes of 0 to 15 in a byte, the first input low; 8 bits: int8
-            `[out, in]`.
-        scale: a float type, `[out, groups]`.
-        zero: int32 `[out, groups]`, in steps of a code; None for 8 (4 bits) or 0 (8 bits).
-        order: int64 `[in]`: column j of the codes multiplies input `order[j]`; None where they are in the same order.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor | None = None
-    order: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class IntegerCodes:
+def integers(
+    name: str, shape: tuple[int, int], bits: int, scale: Tensor, read: Callable[[], GroupedCodes], *, has_zero: bool
+) -> Codes:
     """A matrix of integers of 4 or 8 bits in groups of inputs, with a scale and perhaps a zero point for each group.
 
-    Attributes:
+    Args:
         name: of the weight, for messages.
         shape: (out, in).
         bits: 4 or 8.
-        groups: groups of an output.
-        scale_type: how scales are stored.
+        scale: of any order, one for each output and group.
+        read: reads codes, scales, zero points and the order of inputs; the middle code is 0 without zero points.
         has_zero: whether there are zero points, as far as is known before they are read.
-        read: reads the parts.
-        sources: tensors of the checkpoint that are not needed once the parts have been read.
     """
+    out, width = shape
+    group, rest = divmod(width * out, scale.numel())
+    fits = not rest and not group % _SMALLEST_GROUP and scale.dtype in _SCALES
+    size = out * width * bits // 8 + scale.numel() * (scale.dtype.itemsize + has_zero)
 
-    name: str
-    shape: tuple[int, int]
-    bits: int
-    groups: int
-    scale_type: torch.dtype
-    has_zero: bool
-    read: Callable[[], CodeParts]
-    sources: tuple[Tensor, ...] = ()
+    def grouped() -> GroupedCodes:
+        found = read()
+        if not found.scale.float().abs().amax().isfinite():
+            raise ModelError(f"the scales of {name} have a number that is not finite")
+        return found
 
-    def num_bytes(self) -> int | None:
-        """See `Codes`."""
-        if not self._fits():
-            return None
-        out, width = self.shape
-        of_scales = out * self.groups * (self.scale_type.itemsize + self.has_zero)
-        return out * width * self.bits // 8 + of_scales
+    return Codes(shape, lambda: grouped().dequantised(), size if fits else None, grouped)
 
-    def _fits(self) -> bool:
-        group, rest = divmod(self.shape[1], self.groups)
-        return not rest and not group % _SMALLEST_GROUP and self.scale_type in _SCALES
 
-    def dequantised(self) -> Tensor:
-        """See `Codes`: the difference of code and zero point is exact, so that only the product is rounded."""
-        parts = self._parts()
-        plain = (unpack4(parts.codes) if self.bits == 4 else parts.codes).float().unflatten(1, (self.groups, -1))
-        zero = _MIDDLE[self.bits] if parts.zero is None else parts.zero.float()[..., None]
-        flat = plain.sub_(zero).mul_(parts.scale.float()[..., None]).flatten(1)
-        self._release()
-        return flat if parts.order is None else torch.empty_like(flat).index_copy_(1, parts.order, flat)
+def of_groups(codes: GroupedCodes) -> Codes:
+    """A matrix that is held in that form already."""
+    shape = len(codes.codes), codes.in_features
+    return Codes(shape, codes.dequantised, codes.nbytes, lambda: codes, lambda ids: codes.rows(ids).dequantised())
 
-    def linear(self, bias: Tensor | None, dtype: torch.dtype | None) -> nn.Module | None:
-        """See `Codes`."""
-        if not self._fits():
-            return None
-        parts = self._parts()
-        made = GroupedLinear(self._grouped(parts, bias), dtype)
-        self._release()
+
+def stacked(matrices: Seq[Codes], *, transposed: bool) -> Codes:
+    """The matrices of a mixture's experts, `[experts, out, in]`, or `[experts, in, out]` where it is `transposed`."""
+    one, sizes = matrices[0].shape, [size for matrix in matrices if (size := matrix.num_bytes) is not None]
+    shape = len(matrices), *(one[::-1] if transposed else one)
+
+    def dequantised() -> Tensor:
+        made = torch.empty(shape)
+        for place, matrix in zip(made, matrices, strict=True):
+            (place.t() if transposed else place).copy_(matrix.dequantised())
         return made
 
-    def _grouped(self, parts: CodeParts, bias: Tensor | None) -> GroupedCodes:
-        zeros = offset = None
-        if parts.zero is not None:
-            zeros = parts.zero.to(parts.codes.dtype)
-            if not torch.equal(zeros.int(), parts.zero):  # 128, beside codes of -128 to 127
-                zeros, offset = None, -parts.zero * parts.scale.float()
-        return GroupedCodes(parts.codes, self.bits, parts.scale, offset, parts.order, bias, zeros=zeros)
-
-    def _parts(self) -> CodeParts:
-        parts = self.read()
-        if not parts.scale.float().abs().amax().isfinite():
-            raise ModelError(f"the scales of {self.name} have a number that is not finite")
-        return parts
-
-    def _release(self) -> None:
-        for tensor in self.sources:
-            release_mapped(tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class FloatCodes:
-    """A weight of small floats with scales, which no kernel here multiplies without rounding it again.
-
-    Attributes:
-        shape: of the float weight.
-        read: computes it in float32.
-        sources: tensors of the checkpoint that are not needed afterwards.
-    """
-
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-    sources: tuple[Tensor, ...] = ()
-
-    def num_bytes(self) -> int | None:
-        """See `Codes`."""
-        return None
-
-    def dequantised(self) -> Tensor:
-        """See `Codes`."""
-        made = self.read()
-        for tensor in self.sources:
-            release_mapped(tensor)
-        return made
-
-    def linear(self, bias: Tensor | None, dtype: torch.dtype | None) -> nn.Module | None:
-        """See `Codes`."""
-        return None
+    return Codes(shape, dequantised, sum(sizes) if len(sizes) == len(matrices) else None, matrices=matrices)
 
 
 def with_codes(
@@ -202,6 +147,34 @@ def pack4(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """int32 `[n, words]` -> uint8 `[n, numbers]` of 4 or 8 bits, from the low bits of a word upwards."""
+    flat = words.contiguous().view(torch.uint8)
+    return unpack4(flat) if bits == 4 else flat
+
+
+def in_words(
+    words: Tensor, bits: int, scale: Tensor, zero: Tensor | None, index: Tensor | None, name: str
+) -> GroupedCodes:
+    """Codes of consecutive inputs in words, from the low bits upwards, each plus half of its range.
+
+    Args:
+        words: int32 `[out, in * bits / 32]`.
+        bits: 4 or 8.
+        scale: `[out, groups]`.
+        zero: uint8 `[out, groups]`, zero points of 0 to 15 or 255; None for half of the range.
+        index: `[in]`, the group of each input; None where they are in order.
+        name: of `index`, for messages.
+    """
+    flat = words.contiguous().view(torch.uint8)
+    order = None if index is None else in_groups(index, scale.shape[1], name)
+    if order is not None:
+        flat = flat[:, order] if bits == 8 else pack4(unpack4(flat)[:, order])
+    if bits == 8:
+        flat, zero = signed8(flat), None if zero is None else signed8(zero)
+    return GroupedCodes(flat, bits, scale.contiguous(), None, order, zeros=None if zero is None else zero.contiguous())
+
+
 def signed8(codes: Tensor) -> Tensor:
     """uint8 numbers of 0 to 255 as int8, less 128."""
     return (codes ^ 128).view(torch.int8)
@@ -226,6 +199,14 @@ def taken(tensors: Mapping[str, Tensor], name: str, beside: str) -> Tensor:
     found = tensors.get(name)
     if found is None:
         raise ModelError(f"the checkpoint lacks {name}, which belongs to {beside}")
+    return found
+
+
+def words_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The codes `name`; ModelError where they are no words in a matrix."""
+    found = tensors[name]
+    if found.ndim != 2 or found.dtype != torch.int32:
+        raise ModelError(f"{name} is {found.dtype} {list(found.shape)}; expected int32 of two dimensions")
     return found
 
 

@@ -18,21 +18,20 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.model.linear.grouped import GroupedCodes
 from engine.model.published.base import (
-    CodeParts,
     Codes,
-    FloatCodes,
-    IntegerCodes,
     Weights,
     expect,
     in_groups,
-    pack4,
-    signed8,
+    in_words,
+    integers,
     taken,
-    unpack4,
+    unpacked,
     with_codes,
+    words_of,
 )
-from engine.model.published.fp8 import FP8, scaled
+from engine.model.published.floats import FP8, scaled
 
 _FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _PACKED, _SCALE, _ZERO, _INDEX, _SHAPE = (
@@ -107,80 +106,50 @@ def _bits(settings: Mapping[str, Any], path: str) -> int:
     return by_class[0] if by_class else 4
 
 
-def _packed(path: str, bits: int, tensors: Mapping[str, Tensor]) -> IntegerCodes:
-    codes = tensors[f"{path}.{_PACKED}"]
-    scale = taken(tensors, f"{path}.{_SCALE}", f"{path}.{_PACKED}")
+def _packed(path: str, bits: int, tensors: Mapping[str, Tensor]) -> Codes:
+    codes = words_of(tensors, f"{path}.{_PACKED}")
     zero, index, shape = (tensors.get(f"{path}.{kind}") for kind in (_ZERO, _INDEX, _SHAPE))
-    if codes.ndim != 2 or codes.dtype != torch.int32:
-        raise ModelError(f"{path}.{_PACKED} is {codes.dtype} {list(codes.shape)}; expected int32 of two dimensions")
     out, width = len(codes), codes.shape[1] * _WORD // bits
     if shape is not None and not shape.is_meta and shape.tolist() != [out, width]:
         raise ModelError(f"{path}.{_SHAPE} is {shape.tolist()}; {_PACKED} has {[out, width]} codes of {bits} bits")
-    groups = scale.shape[-1] if scale.ndim > 1 else 1
+    scale = _scale_of(tensors, path, _PACKED, out)
     if zero is not None:
-        expect(f"{path}.{_ZERO}", zero, (-(-out * bits // _WORD), groups), torch.int32)
-    return IntegerCodes(
-        name=f"{path}.weight",
-        shape=(out, width),
-        bits=bits,
-        groups=groups,
-        scale_type=_scale_of(path, scale, out).dtype,
-        has_zero=zero is not None,
-        read=partial(_packed_parts, path, bits, codes, scale, zero, index),
-    )
+        expect(f"{path}.{_ZERO}", zero, (-(-out * bits // _WORD), scale.shape[1]), torch.int32)
+
+    def grouped() -> GroupedCodes:
+        zeros = None if zero is None else unpacked(zero.t(), bits)[:, :out].t()
+        return in_words(codes, bits, scale, zeros, index, f"{path}.{_INDEX}")
+
+    return integers(f"{path}.weight", (out, width), bits, scale, grouped, has_zero=zero is not None)
 
 
-def _scale_of(path: str, scale: Tensor, out: int) -> Tensor:
+def _scale_of(tensors: Mapping[str, Tensor], path: str, beside: str, out: int) -> Tensor:
     """The scales as `[out, groups]`, where there may be one for the whole matrix."""
+    scale = taken(tensors, f"{path}.{_SCALE}", f"{path}.{beside}")
     wide = scale.reshape(1, 1).expand(out, 1) if scale.numel() == 1 else scale
-    return expect(f"{path}.{_SCALE}", wide, (out, wide.shape[-1]))
-
-
-def _packed_parts(
-    path: str, bits: int, codes: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None
-) -> CodeParts:
-    flat, scale = codes.contiguous().view(torch.uint8), _scale_of(path, scale, len(codes)).contiguous()
-    order = None if index is None else in_groups(index, scale.shape[1], f"{path}.{_INDEX}")
-    if order is not None:
-        flat = _repacked(flat, bits, order)
-    if zero is not None:
-        words = zero.t().contiguous().view(torch.uint8)
-        zero = (unpack4(words) if bits == 4 else words)[:, : len(codes)].t().int()
-        zero = zero.contiguous() if bits == 4 else zero.contiguous() - 128
-    return CodeParts(flat if bits == 4 else signed8(flat), scale, zero, order)
-
-
-def _repacked(flat: Tensor, bits: int, order: Tensor) -> Tensor:
-    """The columns of codes in another order."""
-    if bits == 8:
-        return flat[:, order]
-    return pack4(unpack4(flat)[:, order])
+    return expect(f"{path}.{_SCALE}", wide, (out, wide.shape[-1] if wide.ndim > 1 else 1))
 
 
 def _plain(path: str, tensors: Mapping[str, Tensor]) -> Codes:
     """A matrix of one code in each element."""
-    codes, scale = tensors[f"{path}.weight"], taken(tensors, f"{path}.{_SCALE}", f"{path}.weight")
+    codes = tensors[f"{path}.weight"]
     if codes.dtype in FP8:
-        return FloatCodes(tuple(codes.shape), partial(scaled, f"{path}.weight", codes, scale, None), (codes,))
+        scale = taken(tensors, f"{path}.{_SCALE}", f"{path}.weight")
+        return Codes(tuple(codes.shape), partial(scaled, f"{path}.weight", codes, scale, None))
     if codes.ndim != 2:
         raise ModelError(f"{path}.weight is int8 {list(codes.shape)}; expected two dimensions")
-    zero, index, wide = (
-        tensors.get(f"{path}.{_ZERO}"),
-        tensors.get(f"{path}.{_INDEX}"),
-        _scale_of(path, scale, len(codes)),
-    )
-    return IntegerCodes(
-        name=f"{path}.weight",
-        shape=(codes.shape[0], codes.shape[1]),
-        bits=8,
-        groups=wide.shape[1],
-        scale_type=scale.dtype,
-        has_zero=zero is not None,
-        read=partial(_plain_parts, path, codes, wide, zero, index),
-    )
+    scale = _scale_of(tensors, path, "weight", len(codes))
+    zero, index = tensors.get(f"{path}.{_ZERO}"), tensors.get(f"{path}.{_INDEX}")
 
+    def grouped() -> GroupedCodes:
+        order = None if index is None else in_groups(index, scale.shape[1], f"{path}.{_INDEX}")
+        zeros = None
+        if zero is not None and zero.any():
+            zeros = zero.to(torch.int8)
+            if not torch.equal(zeros, zero):
+                raise ModelError(f"{path}.{_ZERO} has a number that is none of 8 bits")
+            zeros = zeros.reshape(-1, zero.shape[-1]).expand(scale.shape).contiguous()
+        each = codes if order is None else codes[:, order]
+        return GroupedCodes(each, 8, scale.contiguous(), None, order, zeros=zeros)
 
-def _plain_parts(path: str, codes: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None) -> CodeParts:
-    order = None if index is None else in_groups(index, scale.shape[1], f"{path}.{_INDEX}")
-    wide = None if zero is None or not zero.any() else zero.reshape(-1, zero.shape[-1]).expand(scale.shape).int()
-    return CodeParts(codes if order is None else codes[:, order], scale.contiguous(), wide, order)
+    return integers(f"{path}.weight", (len(codes), codes.shape[1]), 8, scale, grouped, has_zero=zero is not None)

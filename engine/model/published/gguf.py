@@ -1,112 +1,131 @@
-"""The weights of a GGUF file as `Codes`: blocks of codes go to our integer kernels, and no weight is rounded again."""
+"""The weights of a GGUF file by transformers' names: blocks of codes go to our integer kernels as they are.
+
+llama.cpp's converter renames weights and changes a few: it reorders the rows of a Llama's queries and keys for a
+rotation of neighbouring pairs, adds 1 to a Gemma's norms, and parts the two halves of a mixture's first matrices. All
+of it is undone here, on codes without any rounding.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import cache, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.gguf.architectures import Weight, weights_of
 from engine.model.gguf.blocks import codes_of, dequantised, raw_of, size_of_codes
 from engine.model.gguf.container import Container, StoredTensor
-from engine.model.linear.embedding import CodedEmbedding
-from engine.model.linear.grouped import GroupedLinear
-from engine.model.published.base import Weights
-from engine.model.published.stacked import StackedCodes
+from engine.model.gguf.families import GATE_UP, GGUFFamily, family_of, part_of
+from engine.model.gguf.keys import TABLES, Keys
+from engine.model.linear.grouped import GroupedCodes
+from engine.model.published.base import Codes, Weights, stacked
 
 _STACKED = 3  # dimensions of the matrices of all experts of a layer
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCodes:
-    """One matrix of a file that is stored in blocks of codes, or as floats in several tensors."""
-
-    tensors: tuple[StoredTensor, ...]  # their rows follow each other
-    weight: Weight
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `Codes`."""
-        return sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:]
-
-    def num_bytes(self) -> int | None:
-        """See `Codes`."""
-        kind, *others = {tensor.kind for tensor in self.tensors}
-        size = None if others else size_of_codes(kind)
-        return None if size is None else sum(tensor.num_weights for tensor in self.tensors) // kind.weights * size
-
-    def dequantised(self) -> Tensor:
-        """See `Codes`."""
-        raws = self._raws()
-        parts = [dequantised(tensor.kind, raw) for tensor, raw in zip(self.tensors, raws, strict=True)]
-        found = _reordered(parts[0] if len(parts) == 1 else torch.cat(parts), self.weight)
-        _release(raws)
-        return found
-
-    def linear(self, bias: Tensor | None, dtype: torch.dtype | None) -> nn.Module | None:
-        """See `Codes`."""
-        raws, order = self._raws(), self.weight.order
-        codes = codes_of(self.tensors[0].kind, *raws)
-        if len(raws) > 1:  # one is released when it is packed
-            _release(raws)
-        try:
-            return GroupedLinear(
-                replace(codes if order is None else codes.rows(order(self.shape[0])), bias=bias), dtype
-            )
-        except ValueError as error:
-            raise ModelError(f"{self.tensors[0].path}: {self.tensors[0].name}: {error}") from error
-
-    def embedding(self, table: nn.Embedding, dtype: torch.dtype) -> nn.Module:
-        """What takes the place of `table`, over the blocks, which stay in the file."""
-        (raw,), kind = self._raws(), self.tensors[0].kind
-        shape = len(raw), raw.shape[1] // kind.size * kind.weights
-        scale = getattr(table, "embed_scale", None)
-        return CodedEmbedding(lambda ids: dequantised(kind, raw[ids]).float(), shape, dtype, scale)
-
-    def _raws(self) -> list[Tensor]:
-        return [raw_of(tensor) for tensor in self.tensors]
-
-
-def _release(raws: list[Tensor]) -> None:
-    for raw in raws:
-        release_mapped(raw)
-
-
 def weights_in(container: Container) -> Weights:
-    """All weights of the model in a file, by transformers' names; nothing is read yet.
+    """All weights of the model in a file, by transformers' names; no codes are read yet.
 
     Raises:
         ModelError: the file holds a tensor for which its family has no place.
     """
-    found: Weights = {}
-    for name, weight in weights_of(container).items():
-        tensors = tuple(container.tensors[stored] for stored in weight.stored)
-        if len(tensors[0].shape) == _STACKED:
-            found[name] = _stack(tensors, weight)
-        elif tensors[0].kind.is_float:
-            parts = [dequantised(tensor.kind, raw_of(tensor)) for tensor in tensors]
-            found[name] = _reordered(parts[0] if len(parts) == 1 else torch.cat(parts, weight.axis), weight)
-        else:
-            found[name] = BlockCodes(tensors, weight)
-    return found
+    keys = Keys(container)
+    family, stored = family_of(keys), dict[str, list[StoredTensor]]()
+    layers = set(map(str, range(keys.layers)))
+    drafting = tuple(f"blk.{layer}." for layer in range(keys.layers, keys.blocks))
+    for name, tensor in sorted(container.tensors.items()):  # the gates of experts before what they gate
+        if name in TABLES or name.startswith(drafting):
+            continue
+        renamed = family.renamed(name, layers)
+        if renamed is None:
+            model = f"{family.model_type} model of {keys.blocks} layers"
+            raise ModelError(f"{container.path} holds {name}, for which a {model} has no place")
+        stored.setdefault(renamed, []).append(tensor)
+    return {name: _weight(keys, family, tensors) for name, tensors in stored.items()}
 
 
-def _stack(tensors: tuple[StoredTensor, ...], weight: Weight) -> Tensor | StackedCodes:
-    """Matrices of experts; those of floats that lie in one tensor, as they must, stay in the file."""
-    (first, *others) = tensors
-    if first.kind.is_float and not others and not weight.transposed:
-        return dequantised(first.kind, raw_of(first))
-    matrices = [
-        BlockCodes(tuple(tensor.part(expert) for tensor in tensors), weight) for expert in range(first.shape[0])
-    ]
-    return StackedCodes(matrices, weight.transposed)
+def _weight(keys: Keys, family: GGUFFamily, tensors: Seq[StoredTensor]) -> Tensor | Codes:
+    """A weight whose rows lie in these tensors, without the converter's changes."""
+    first, part = tensors[0], part_of(tensors[0].name)
+    is_stack, in_pairs = len(first.shape) == _STACKED, family.pairs_experts and part.endswith("_exps")
+    order, undo, axis = _order(keys, family, first), family.undone(part), -1 if in_pairs and not is_stack else 0
+
+    def floats(parts: Seq[StoredTensor], raws: Seq[Tensor]) -> Tensor:
+        several = [dequantised(x.kind, raw) for x, raw in zip(parts, raws, strict=True)]
+        found = several[0] if len(several) == 1 else torch.cat(several, axis)
+        ordered = found if order is None else found.index_select(axis, order(found.shape[axis]))
+        return ordered if undo is None else undo(ordered)
+
+    if is_stack and (not first.kind.is_float or len(tensors) > 1 or in_pairs):
+        experts = ([x.part(expert) for x in tensors] for expert in range(first.shape[0]))
+        return stacked([_matrix(parts, order, floats) for parts in experts], transposed=in_pairs)
+    if first.kind.is_float:  # a stack of floats in one tensor stays in the file
+        return floats(tensors, [raw_of(x) for x in tensors])
+    return _matrix(tensors, order, floats)
 
 
-def _reordered(stored: Tensor, weight: Weight) -> Tensor:
-    """Undo what the converter to GGUF did to numbers."""
-    size = stored.shape[weight.axis]
-    ordered = stored if weight.order is None else stored.index_select(weight.axis, weight.order(size))
-    return ordered if weight.undo is None else weight.undo(ordered)
+def _matrix(
+    tensors: Seq[StoredTensor],
+    order: Callable[[int], Tensor] | None,
+    floats: Callable[[Seq[StoredTensor], Seq[Tensor]], Tensor],
+) -> Codes:
+    """A matrix that is stored in blocks of codes, or as floats in several tensors."""
+    first, shape = tensors[0], (sum(x.shape[0] for x in tensors), *tensors[0].shape[1:])
+    size = size_of_codes(first.kind) if len({x.kind for x in tensors}) == 1 else None
+    mapped = cache(partial(raw_of, first))  # once for all rows that are looked up
+
+    def plain() -> Tensor:
+        raws = [raw_of(x) for x in tensors]
+        found = floats(tensors, raws)
+        _release(raws)
+        return found
+
+    def grouped() -> GroupedCodes:
+        raws = [raw_of(x) for x in tensors]
+        codes = codes_of(first.kind, *raws)
+        if len(raws) > 1:  # one is released when it is packed
+            _release(raws)
+        return codes if order is None else codes.rows(order(shape[0]))
+
+    def rows(ids: Tensor) -> Tensor:
+        return dequantised(first.kind, mapped()[ids]).float()
+
+    num_bytes = None if size is None else sum(x.num_weights for x in tensors) // first.kind.weights * size
+    return Codes(shape, plain, num_bytes, grouped, rows if order is None and len(tensors) == 1 else None)
+
+
+def _release(raws: Seq[Tensor]) -> None:
+    for raw in raws:
+        release_mapped(raw)
+
+
+def _order(keys: Keys, family: GGUFFamily, tensor: StoredTensor) -> Callable[[int], Tensor] | None:
+    part = part_of(tensor.name)
+    heads = {"attn_q": keys.heads, "attn_k": keys.kv_heads}
+    if family.pairs_experts and part in GATE_UP:
+        return lambda count: torch.arange(count).view(2, -1).t().reshape(-1)
+    if family.permuted and part in heads:
+        made = partial(_halves, heads[part])
+    elif part in family.order:
+        made = partial(family.order[part], keys)
+    else:
+        return None
+
+    def order(count: int) -> Tensor:
+        try:
+            return made(count)
+        except RuntimeError as error:
+            raise ModelError(f"{tensor.path}: {tensor.name} has {count} rows, no multiple of its heads") from error
+
+    return order
+
+
+def _halves(heads: int, count: int) -> Tensor:
+    """Neighbouring pairs of each head as two halves of it.
+
+    A head of 4: file rows [0, 1, 2, 3] are the pairs (0, 2) and (1, 3) of the weight -> [0, 2, 1, 3].
+    """
+    return torch.arange(count).view(heads, -1, 2).transpose(1, 2).reshape(-1)

@@ -1,4 +1,8 @@
-"""The methods of quantisation that are read, by the name that a config gives them; others are refused by that name."""
+"""The methods of quantisation that are read, by the name that a config gives them; others are refused by that name.
+
+Of a matrix that Pilotfish has rounded and saved (`quantize.save_quantised`) there are `weight_codes`, and of
+`GroupedCodes` the fields `weight_scale`, `weight_offset`, `weight_steps` and `weight_zeros` that it has.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.gguf.architectures import HAS_CODES, METHOD
-from engine.model.gguf.files import open_gguf
-from engine.model.published import awq, compressed, fp8, gptq, mxfp4
-from engine.model.published.base import Weights
+from engine.model.gguf.container import open_gguf
+from engine.model.linear.grouped import GroupedCodes
+from engine.model.published import compressed, floats, gptq
+from engine.model.published.base import Codes, Weights, of_groups, with_codes
 from engine.model.published.files import read_tensors
 from engine.model.published.gguf import weights_in
-from engine.model.published.saved import with_saved_codes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -25,23 +30,26 @@ _OURS = "pilotfish-"  # `engine.model.quantize` reads these
 _FIELDS = ("quantization_config", "compression_config")  # the second one is of early compressed-tensors
 
 
+# Names that other software does not mistake for the name of a float weight. `SCALES` are fields of `GroupedCodes`.
+CODES = "weight_codes"
+SCALES = ("scale", "offset", "steps", "zeros")
+
+
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """A module of this package as an entry of the table."""
-
     check: Callable[[_Settings], None]  # raises ModelError for a variant that is not read
     read: Callable[[_Settings, Mapping[str, Tensor]], Weights]
-    has_integers: Callable[[_Settings], bool]
+    has_integers: Callable[[_Settings], bool] = lambda _: False
 
 
 _METHODS = {
-    "awq": _Method(awq.check, awq.read, lambda _: True),
+    "awq": _Method(gptq.check_awq, gptq.read_awq, lambda _: True),
     "compressed-tensors": _Method(compressed.check, compressed.read, compressed.has_integers),
-    "fbgemm_fp8": _Method(fp8.check, fp8.read, lambda _: False),
-    "fp8": _Method(fp8.check, fp8.read, lambda _: False),
+    "fbgemm_fp8": _Method(floats.check_fp8, floats.read_fp8),
+    "fp8": _Method(floats.check_fp8, floats.read_fp8),
     METHOD: _Method(lambda _: None, lambda _, weights: dict(weights), lambda settings: bool(settings[HAS_CODES])),
     "gptq": _Method(gptq.check, gptq.read, lambda _: True),
-    "mxfp4": _Method(mxfp4.check, mxfp4.read, lambda _: False),
+    "mxfp4": _Method(lambda _: None, floats.read_mxfp4),
 }
 
 
@@ -83,7 +91,24 @@ def read_weights(
     if gguf is not None:
         return weights_in(gguf)
     tensors = read(name, revision)
-    return with_saved_codes(tensors) if quantisation is None else quantisation.read(tensors)
+    if quantisation is not None:
+        return quantisation.read(tensors)
+    kinds = (CODES, *(f"weight_{field}" for field in SCALES))
+    return with_codes(tensors, kinds, lambda kind, _: kind == CODES, lambda path: _saved(tensors, path))
+
+
+def _saved(tensors: Mapping[str, Tensor], path: str) -> Codes:
+    """The codes of one matrix that Pilotfish has saved."""
+    codes, key = tensors[f"{path}.{CODES}"], f"{path}.{CODES}"
+    scale, offset, steps, zeros = (tensors.get(f"{path}.weight_{field}") for field in SCALES)
+    if scale is None:
+        raise ModelError(f"the checkpoint lacks the scales of {key}")
+    made = GroupedCodes(codes, 8 if codes.dtype == torch.int8 else 4, scale, offset, steps=steps, zeros=zeros)
+    try:
+        made.check()
+    except ValueError as error:
+        raise ModelError(f"{key}: {error}") from error
+    return of_groups(made)
 
 
 def quantisation_of(name: str, config: PreTrainedConfig) -> Quantisation | None:

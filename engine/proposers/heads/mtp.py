@@ -31,7 +31,7 @@ from engine.model.decoder.load import check, prepared
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.shapes import Shapes, shapes_of
 from engine.model.decoder.weights import HEAD, TABLE, WeightReader, stack_of
-from engine.model.gguf.files import gguf_file
+from engine.model.gguf.container import gguf_file
 from engine.model.published.methods import quantisation_of, read_weights
 from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head

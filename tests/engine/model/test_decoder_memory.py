@@ -14,9 +14,8 @@ from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.load import prepared
 from engine.model.decoder.shapes import num_bytes
 from engine.model.decoder.weights import TABLE, WeightReader, converted_by
-from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedCodes
-from engine.model.published.saved import SavedCodes
+from engine.model.published.base import CodedEmbedding, of_groups
 from tests import zoo
 
 OF_TABLE = [family for family in zoo.EVERY_FAMILY if architecture_for(zoo.family_config(family)) is not None]
@@ -53,8 +52,8 @@ def held_and_foretold(model: PreTrainedModel, weights: Weights, *, on_cuda: bool
         if not _NO_WEIGHTS.search(name)
     }
     table = made.get_input_embeddings()
-    several = [*codes.values(), *([table.codes] if isinstance(table, CodedEmbedding) and TABLE not in codes else [])]
-    total = sum(held.values()) + sum(each.nbytes for each in several)
+    total = sum(held.values()) + sum(each.nbytes for each in codes.values())
+    total += table.codes.num_bytes if isinstance(table, CodedEmbedding) and TABLE not in codes else 0
     return total, num_bytes(architecture, model.dtype, weights, {}, on_cuda=on_cuda)
 
 
@@ -79,5 +78,5 @@ def test_codes_that_are_kept_take_their_own_bytes(family: str) -> None:
     assert architecture is not None
     codes = GroupedCodes(torch.zeros(97, 32, dtype=torch.int8), 8, torch.ones(97, 1, dtype=torch.float16), None)
     plain = num_bytes(architecture, torch.float32, "native", {})
-    kept = num_bytes(architecture, torch.float32, "native", {TABLE: SavedCodes(codes)})
+    kept = num_bytes(architecture, torch.float32, "native", {TABLE: of_groups(codes)})
     assert plain - kept == 97 * 32 * 4 - codes.nbytes

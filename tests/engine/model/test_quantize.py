@@ -15,9 +15,9 @@ from engine.choices import Rounded, Weights
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedLinear, has_codes
 from engine.model.linear.packed import PackedLinear
+from engine.model.published.base import CodedEmbedding
 from engine.model.quantize import save_quantised
 from engine.startup.build import load, pick_device
 from models import embedded_target
@@ -88,7 +88,7 @@ def test_what_is_rounded_and_what_is_not() -> None:
     assert len(matmuls) == 4 * 10 + 1, "of queries, keys and values one, and of gate and up"
     table, head, ids = model.get_input_embeddings(), model.get_output_embeddings(), torch.tensor([[3, 9, 700]])
     assert isinstance(table, CodedEmbedding)
-    assert (table.codes.codes is head.codes.codes) == model.config.tie_word_embeddings
+    assert (table.codes.grouped().codes is head.codes.codes) == model.config.tie_word_embeddings
     assert torch.equal(table(ids)[0], table.codes.dequantised()[ids[0]].bfloat16())
     assert logits(model).dtype == torch.float32
 

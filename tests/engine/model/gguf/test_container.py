@@ -12,8 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from engine.errors import ModelError
-from engine.model.gguf.container import Container
-from engine.model.gguf.files import gguf_file
+from engine.model.gguf.container import Container, gguf_file
 from engine.model.gguf.header import Strings
 from tests import gguf_files
 

@@ -17,8 +17,7 @@ from tokenizers.models import BPE
 
 from engine.errors import ModelError
 from engine.model.gguf.container import Container
-from engine.model.gguf.merges import merges_of
-from engine.model.gguf.tokenizer import chat_template_in, end_tokens_in, special_tokens_in, tokenizer_in
+from engine.model.gguf.tokenizer import chat_template_in, end_tokens_in, merges_of, special_tokens_in, tokenizer_in
 from engine.text.codec import Codec
 from models import embedded_target
 from server.chat import ChatTemplate

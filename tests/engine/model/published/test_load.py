@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -22,9 +23,9 @@ from engine.errors import ModelError
 from engine.model.checkpoint import read_config
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.fallback import load_model
-from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.packed import PackedLinear
+from engine.model.published.base import CodedEmbedding
 from engine.model.published.methods import quantisation_of, read_weights
 from engine.model.quantize import save_quantised
 from engine.model.runner import end_tokens
@@ -108,7 +109,10 @@ def test_native_keeps_every_code_and_dequantised_equals_the_formula(name: str, f
     for number, layer in enumerate(native.model.layers if form(name).on_kernels else ()):
         for matmul, names in JOINED.items():
             paths = [f"model.layers.{number}.{each}" for each in names]
-            alone = [codes[f"{path}.weight"].linear(codes.get(f"{path}.bias"), None) for path in paths]
+            alone = [
+                GroupedLinear(replace(codes[f"{path}.weight"].grouped(), bias=codes.get(f"{path}.bias")))
+                for path in paths
+            ]
             for made, path in zip(alone, paths, strict=True):
                 assert torch.equal(made.dequantised(), reference.get_submodule(path).weight)
             x = numbers(3, alone[0].in_features)
@@ -300,9 +304,8 @@ def test_the_doctor_knows_how_much_memory_it_will_take(
     model = loaded(folder, weights)
     parts = [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if "rotations" not in name)]
     table = model.get_input_embeddings()
-    parts += [table.codes] if isinstance(table, CodedEmbedding) else []
     parts += [m.packed or m.codes for m in model.modules() if isinstance(m, PackedLinear | GroupedLinear)]
-    held = sum(part.nbytes for part in parts)
+    held = sum(part.nbytes for part in parts) + (table.codes.num_bytes if isinstance(table, CodedEmbedding) else 0)
     size, unit = said.split()[:2]
     assert unit == "MiB"
     assert float(size) == pytest.approx(held / 2**20, rel=0.02, abs=0.06)

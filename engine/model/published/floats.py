@@ -1,0 +1,116 @@
+"""Weights in small floats with scales, which no kernel here multiplies without rounding them again.
+
+Floats of 8 bits have a scale for the tensor, for each output, or for each block of 128 x 128. `fp8` is how DeepSeek and
+Qwen publish them, `fbgemm_fp8` how Llama 3.1 405B was. Beside `X` there is `X_scale_inv` or `X_scale`; both multiply
+the weight, despite the first one's name. `X` may be a stack of experts.
+
+MXFP4 (OCP microscaling, 2023) is how gpt-oss is published: floats of 4 bits, 32 with a power of two, experts stacked.
+Beside `X_blocks` uint8 `[experts, out, in / 32, 16]` there is `X_scales` uint8 `[experts, out, in / 32]`, exponents
+plus 127. The float weight `X` is `[experts, in, out]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.machine.mapped import release_mapped
+from engine.model.published.base import Codes, Weights, expect, stacked, taken, unpack4
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OF_FP8 = ("_scale_inv", "_scale")
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_LEVELS = torch.tensor([*_POSITIVE, *(-level for level in _POSITIVE)])
+
+
+def check_fp8(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError for a variant that is not read."""
+    found = settings.get("fmt", "e4m3")
+    if found not in ("e4m3", "e5m2"):
+        raise ModelError(f"FP8 of the kind {found}; Pilotfish reads e4m3 and e5m2")
+
+
+def read_fp8(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
+    """The weights of a checkpoint, by the names of a float checkpoint.
+
+    Raises:
+        ModelError: a scale is missing, or of another shape.
+    """
+    block = settings.get("weight_block_size")
+    weights: Weights = {}
+    for key, tensor in tensors.items():
+        if tensor.dtype in FP8:
+            name = next((key + end for end in _OF_FP8 if key + end in tensors), key + _OF_FP8[0])
+            scale = taken(tensors, name, key)
+            weights[key] = Codes(tuple(tensor.shape), partial(scaled, key, tensor, scale, block))
+        elif not key.endswith(_OF_FP8):
+            weights[key] = tensor
+    return weights
+
+
+def scaled(name: str, codes: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """Codes `[..., out, in]` times their scales, in float32.
+
+    Args:
+        name: of the weight, for messages.
+        codes: floats of 8 bits.
+        scale: one number, or `[..., out, 1]`, `[..., out]`, or `[..., ceil(out / rows), ceil(in / columns)]`.
+        block: (rows, columns) of a block; None: 128 of each.
+
+    Raises:
+        ModelError: the scales are of another shape, or not finite.
+    """
+    out, width = codes.shape[-2:]
+    rows, columns = block or (128, 128)
+    wide = scale.float()
+    if not wide.isfinite().all():
+        raise ModelError(f"the scales of {name} have a number that is not finite")
+    plain = codes.float()
+    release_mapped(codes)
+    if wide.numel() == 1:
+        return plain.mul_(wide.reshape(()))
+    if wide.shape in (codes.shape[:-1], (*codes.shape[:-1], 1)):
+        return plain.mul_(wide.reshape(*codes.shape[:-1], 1))
+    if wide.shape != (*codes.shape[:-2], -(-out // rows), -(-width // columns)):
+        found, of = list(scale.shape), list(codes.shape)
+        raise ModelError(f"the scales of {name} are {found}; its shape is {of}, its blocks {rows} x {columns}")
+    wide = wide.repeat_interleave(rows, -2)[..., :out, :].repeat_interleave(columns, -1)[..., :width]
+    return plain.mul_(wide)
+
+
+def read_mxfp4(_settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
+    """The weights of a checkpoint, by the names of a float checkpoint.
+
+    Raises:
+        ModelError: a tensor is missing, or of another shape or type.
+    """
+    weights: Weights = {}
+    for key, tensor in tensors.items():
+        stem = key.removesuffix(_BLOCKS).removesuffix(_SCALES)
+        if key == stem + _BLOCKS:
+            weights[stem] = _experts(stem, tensor, taken(tensors, stem + _SCALES, key))
+        elif key != stem + _SCALES or stem + _BLOCKS not in tensors:
+            weights[key] = tensor
+    return weights
+
+
+def _experts(name: str, blocks: Tensor, scales: Tensor) -> Codes:
+    if blocks.ndim != 4 or blocks.dtype != torch.uint8:
+        raise ModelError(f"{name}{_BLOCKS} is {blocks.dtype} {list(blocks.shape)}; expected uint8 of four dimensions")
+    experts, out, groups, half = blocks.shape
+    expect(name + _SCALES, scales, (experts, out, groups), torch.uint8)
+    pairs, shape = zip(blocks, scales, strict=True), (out, groups * half * 2)
+    return stacked([Codes(shape, partial(_expert, *pair)) for pair in pairs], transposed=True)
+
+
+def _expert(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The matrix `[out, in]` of an expert; of each byte the low half comes first."""
+    floats = _LEVELS[unpack4(blocks).int()]
+    release_mapped(blocks)
+    return torch.ldexp(floats, scales.int()[..., None] - 127).flatten(1)
