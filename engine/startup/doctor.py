@@ -136,7 +136,7 @@ class Facts:
                 weights = prepared(weights, runs_in.architecture, (names_in_whole(described) or {}).items())
                 check_shapes(name, runs_in.architecture, weights)
                 codes = {key: found for key, found in weights.items() if not isinstance(found, torch.Tensor)}
-                codes = {key: found for key, found in codes.items() if held.keeps_codes and found.num_bytes()}
+                codes = {key: found for key, found in codes.items() if held.keeps_codes and found.num_bytes}
             on_cuda = device.type == "cuda"
             weight_bytes = shapes.num_bytes(runs_in.share, held.dtype, held.weights, codes, on_cuda=on_cuda)
         with checkpoint.told_as_model_error(name):

@@ -315,9 +315,9 @@ FAULTS = tuple(
 73 | formats | server/formats/json_text.py | control characters in strings stay as they are
 -char if char == '"' else json.dumps(char)[1:-1]
 +char
-74 | GGUF | engine/model/gguf/sizes.py | no layer of the metadata is looked for among the tensors
--min(set(range(keys.layers)) - found, default=None)
-+None
+74 | GGUF | engine/model/gguf/families.py | tensors of layers beyond those of the metadata are left out
+-first == "blk" and layer in layers and found
++first == "blk" and found
 =tests/engine/model/gguf/test_strangers.py
 75 | GGUF | engine/model/gguf/header.py | an array of texts may be as long as it says
 -if self._strings_left < 0:

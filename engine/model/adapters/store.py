@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.kv.batch import Feed
+from engine.kv.latent import latent_of
 from engine.model.adapters.peft import LoraMatrices, read_adapter
-from engine.model.adapters.places import Place, find_place
+from engine.model.decoder.attention import JoinedPart
+from engine.model.linear.fp8 import Fp8Linear
 from engine.model.linear.low_rank import (
     AdapterHook,
-    AdapterPass,
     LowRankProduct,
     PassRows,
     Products,
     block_diagonal,
     grouped,
 )
+from engine.model.linear.rows import matmul_shape
 from engine.types import Adapter
 
 if TYPE_CHECKING:
@@ -37,6 +40,54 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TRANSPOSED = "gpt2"  # the family whose matrices are `[in, out]`
+_EXPANDING = "kv_b_proj"  # latents to keys and values
+_FP8 = "its rows are rounded to 8-bit floats before it gets them, and an adapter needs them as they were"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A matmul of the checkpoint in the model that runs: the outputs from `start` on of `matmul`."""
+
+    matmul: nn.Module
+    start: int
+    inputs: int
+    outputs: int
+    total: int  # outputs of the whole `matmul`
+    order: Tensor | None = None  # which output in the checkpoint each output is; None where they are the same
+
+    def ordered(self, b: Tensor) -> Tensor:
+        """The rows of a matrix `[outputs, rank]` of the checkpoint, in the order of the outputs here."""
+        return b if self.order is None else b[self.order]
+
+
+def find_place(model: DecoderModel, path: str) -> Place:
+    """The place of the matmul that the checkpoint has at `path`, as in `model.layers.0.self_attn.q_proj`.
+
+    Raises:
+        ModelError: the model has no matmul there, or it is one that adapters cannot change.
+    """
+    module, own = cast("nn.Module", model), f"{path}."  # a decoder has the same names in all families
+    for pattern, becomes in model.architecture.names:
+        own = re.sub(pattern, becomes, own)
+    for name in own.removesuffix(".").split("."):
+        if name == _EXPANDING and latent_of(module) is not None:
+            raise ModelError(f"{path!r} expands latents, kept as they are: name an adapter of it at start")
+        children = dict(module.named_children())
+        if name not in children:
+            raise ModelError(f"{path!r} is no matmul of {type(model).__name__}: it has no {name!r} there")
+        module = children[name]
+    part = module if isinstance(module, JoinedPart) else None
+    matmul = module if part is None else part.joined.matmul
+    shape = matmul_shape(matmul)
+    if shape is None:
+        raise ModelError(f"{path!r} of {type(model).__name__} is a {type(module).__name__}, and no matmul")
+    if isinstance(matmul, Fp8Linear):
+        raise ModelError(f"{path!r} has fp8 weights: {_FP8}")
+    inputs, total = shape
+    if part is None:
+        return Place(matmul, 0, inputs, total, total, getattr(matmul, "outputs_order", None))
+    sizes, index = part.joined.sizes, part.index
+    return Place(matmul, sum(sizes[:index]), inputs, sizes[index], total, part.order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +108,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._model, self._row_wise = model, row_wise
         self._by_name: dict[str, LoadedAdapter] = {}
         self._by_number: WeakValueDictionary[int, LoadedAdapter] = WeakValueDictionary()
-        self._numbers, self._current = count(1), AdapterPass()
-        self._hooks: dict[nn.Module, AdapterHook] = {}
+        self._numbers, self._hooks = count(1), dict[nn.Module, AdapterHook]()
+        self._running: PassRows | None = None  # the rows of the current pass; None: none has an adapter
 
     def __getitem__(self, name: str) -> LoadedAdapter:
         return self._by_name[name]
@@ -104,18 +155,27 @@ class Adapters(Mapping[str, LoadedAdapter]):
             raise ModelError(f"adapter {name!r} is not loaded")
         del self._by_name[name]
 
-    def during(self, feeds: Seq[Feed]) -> AbstractContextManager[None]:
-        """Within it the model runs a pass over `feeds`."""
-        if not any(feed.adapter for feed in feeds):
-            return nullcontext()
-        return self._current.running(self._rows(feeds))
+    @contextmanager
+    def during(self, feeds: Seq[Feed]) -> Iterator[None]:
+        """Within it the model runs a pass over `feeds`.
+
+        Raises:
+            ValueError: a part of an adapter was not added.
+        """
+        rows = self._running = self._rows(feeds) if any(feed.adapter for feed in feeds) else None
+        try:
+            yield
+        finally:
+            self._running = None
+        if rows is not None:
+            rows.check()
 
     def _rows(self, feeds: Seq[Feed]) -> PassRows:
         assert self._model is not None, "who has an adapter?"
         device = self._model.device
         spans = []
         for counts in ([len(feed.tokens) for feed in feeds], [feed.num_logits for feed in feeds]):
-            ends = [0, *_sums(counts)]
+            ends = [*accumulate(counts, initial=0)]
             ranges = (range(start, stop) for start, stop in pairwise(ends))
             with_adapter = [(feed, span) for feed, span in zip(feeds, ranges, strict=True) if feed.adapter]
             found = [(self._by_number[feed.adapter].products, span) for feed, span in with_adapter]
@@ -145,16 +205,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
     ) -> LowRankProduct:
         if matmul not in self._hooks:
             is_head = matmul is model.get_output_embeddings()
-            self._hooks[matmul] = AdapterHook(self._current, matmul, is_head=is_head)
+            self._hooks[matmul] = AdapterHook(lambda: self._running, matmul, is_head=is_head)
         a, b = block_diagonal(
             [(place.start, part.a, place.ordered(part.b)) for place, part in parts], parts[0][0].total
         )
         dtype = torch.float32 if model.device.type == "cpu" else model.dtype
         return LowRankProduct(a.to(model.device, dtype), b.to(model.device, dtype), row_wise=self._row_wise)
-
-
-def _sums(counts: Seq[int]) -> Iterator[int]:
-    total = 0
-    for number in counts:
-        total += number
-        yield total

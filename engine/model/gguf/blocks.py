@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -64,17 +64,13 @@ def _plain(kind: BlockKind, rows: Tensor) -> Tensor:
 
 def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
     """Rows of blocks, each uint8 `[out, bytes]` -> the matrix of all rows as codes; for types that have a size."""
-    if splits(kind.name):
-        one, blocks = _of_zeros(kind), raws[0] if len(raws) == 1 else torch.cat(raws)
-        parts = [getattr(one, name) for name in _FIELDS]
-        codes = StoredCodes(kind.name, blocks.unflatten(-1, (-1, kind.size)), parts)
-        split: dict[str, Any] = dict(zip(_FIELDS, (codes, *codes.scales()), strict=True))
-        return replace(one, **split)
-    chunks = (chunk for raw in raws for chunk in raw.split(_CHUNK))
-    made = [_SPLITS[kind.name](chunk.unflatten(-1, (-1, kind.size))) for chunk in chunks]
-    fields = {name: [getattr(part, name) for part in made] for name in _FIELDS}
-    joined: dict[str, Any] = {name: torch.cat(found) for name, found in fields.items() if found[0] is not None}
-    return replace(made[0], **joined)
+    blocks = (raws[0] if len(raws) == 1 else torch.cat(raws)).unflatten(-1, (-1, kind.size))
+    if not splits(kind.name):
+        return GroupedCodes.stacked([_SPLITS[kind.name](chunk) for chunk in blocks.split(_CHUNK)])
+    one = _of_zeros(kind)
+    codes = StoredCodes(kind.name, blocks, [getattr(one, name) for name in _FIELDS])
+    split: dict[str, Any] = dict(zip(_FIELDS, (codes, *codes.scales()), strict=True))
+    return replace(one, **split)
 
 
 def size_of_codes(kind: BlockKind) -> int | None:
@@ -120,40 +116,18 @@ def _q8_0(blocks: Tensor) -> GroupedCodes:
     return GroupedCodes(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), 8, scale, None)
 
 
-def _q4_0(blocks: Tensor) -> GroupedCodes:
-    (scale,) = _halves(blocks, 0)
-    return GroupedCodes(_paired(blocks[..., 2:]), 4, scale, None)
+def _by_group(blocks: Tensor, bits: int, num_floats: int) -> GroupedCodes:
+    """A scale, and where there are two floats an offset; the fifth bits of codes; their low halves."""
+    scale, *others = _halves(blocks, *range(0, 2 * num_floats, 2))
+    offset = others[0] if others else None
+    if bits == 4:
+        return GroupedCodes(_paired(blocks[..., 2 * num_floats :]), 4, scale, offset)
+    high, low = blocks[..., 2 * num_floats :].split((4, 16), -1)
+    return GroupedCodes((_nibbles(low) | _bits(high) << 4).flatten(1), 5, scale, offset)
 
 
-def _q4_1(blocks: Tensor) -> GroupedCodes:
-    scale, offset = _halves(blocks, 0, 2)
-    return GroupedCodes(_paired(blocks[..., 4:]), 4, scale, offset)
-
-
-def _q5_0(blocks: Tensor) -> GroupedCodes:
-    (scale,) = _halves(blocks, 0)
-    codes = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
-    return GroupedCodes(codes.flatten(1), 5, scale, None)
-
-
-def _q5_1(blocks: Tensor) -> GroupedCodes:
-    scale, offset = _halves(blocks, 0, 2)
-    codes = _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
-    return GroupedCodes(codes.flatten(1), 5, scale, offset)
-
-
-def _q4_k(blocks: Tensor) -> GroupedCodes:
-    return _in_two_levels(blocks, _paired(blocks[..., 16:].unflatten(-1, (4, 32))), 4)
-
-
-def _q5_k(blocks: Tensor) -> GroupedCodes:
-    low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
-    high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [out, blocks, 8, 32]
-    return _in_two_levels(blocks, (low | high << 4).flatten(1), 5)
-
-
-def _in_two_levels(blocks: Tensor, codes: Tensor, bits: int) -> GroupedCodes:
-    """Codes of Q4_K and Q5_K: two float16 of a block, times 6 bits each for the step and the offset of a group of 32.
+def _in_two_levels(blocks: Tensor, bits: int) -> GroupedCodes:
+    """Q4_K and Q5_K: two float16 of a block, times 6 bits each for the step and the offset of a group of 32.
 
     Bytes 4 to 15 hold them: 0-3 the steps of groups 0-3, 4-7 their offsets, 8-11 the low bits of groups 4-7, whose two
     high bits are those of the first eight bytes.
@@ -162,6 +136,12 @@ def _in_two_levels(blocks: Tensor, codes: Tensor, bits: int) -> GroupedCodes:
     first, second, low = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     steps = torch.cat([first & 63, low & 15 | first >> 2 & 48], -1).to(torch.int8)
     zeros = torch.cat([second & 63, low >> 4 | second >> 2 & 48], -1)
+    halves = blocks[..., -128:].unflatten(-1, (4, 32))
+    if bits == 4:
+        codes = _paired(halves)
+    else:
+        high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [out, blocks, 8, 32]
+        codes = (_nibbles(halves).unflatten(-1, (2, 32)).flatten(-3, -2) | high << 4).flatten(1)
     return GroupedCodes(codes, bits, scale, offset.neg(), steps=steps.flatten(1), zeros=zeros.flatten(1))
 
 
@@ -236,13 +216,13 @@ def _levels(bytes_: Tensor, levels: tuple[int, ...]) -> Tensor:
 
 # By the names of types: blocks, uint8 `[out, blocks, size]` -> codes.
 _SPLITS: dict[str, Callable[[Tensor], GroupedCodes]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+    "Q4_0": partial(_by_group, bits=4, num_floats=1),
+    "Q4_1": partial(_by_group, bits=4, num_floats=2),
+    "Q5_0": partial(_by_group, bits=5, num_floats=1),
+    "Q5_1": partial(_by_group, bits=5, num_floats=2),
     "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
+    "Q4_K": partial(_in_two_levels, bits=4),
+    "Q5_K": partial(_in_two_levels, bits=5),
     "Q6_K": _q6_k,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,

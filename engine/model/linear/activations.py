@@ -49,10 +49,7 @@ class RowWise(nn.Module):
 
 ELEMENTWISE: dict[Callable[..., Any], nn.Module] = {
     torch.sigmoid: RowWise(nn.Sigmoid()),
-    Tensor.sigmoid: RowWise(nn.Sigmoid()),
     torch.tanh: RowWise(nn.Tanh()),
-    Tensor.tanh: RowWise(nn.Tanh()),
     F.silu: RowWise(nn.SiLU()),
     F.softplus: RowWise(nn.Softplus()),
-    F.logsigmoid: RowWise(nn.LogSigmoid()),
 }

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.args import ExpertStacks
-from engine.model.linear.grouped import GroupedLinear
-from engine.native import PackedMatrix, rows_for
+from engine.model.linear.packed import packed_of
+from engine.native import rows_for
 from engine.native.experts import ExpertGate, ExpertMatrices
 
 
@@ -48,10 +48,9 @@ class RoutedExperts(nn.Module):
     def _native(self, rows: Tensor) -> ExpertMatrices | None:
         """All experts in our C, where it multiplies all their matrices and knows what lies between; else None."""
         if self._ready is None:
-            ups, downs = ([_packed_of(matmul) for matmul in matmuls] for matmuls in (self.ups, self.downs))
-            known = [part for part in (*ups, *downs) if part is not None]
-            if len(known) == len(ups) + len(downs):
-                halves = known[: len(ups)], known[len(ups) :]
+            ups, downs = ([packed_of(matmul) or () for matmul in matmuls] for matmuls in (self.ups, self.downs))
+            if all(len(parts) == 1 for parts in (*ups, *downs)):
+                halves = [part for (part,) in ups], [part for (part,) in downs]
                 self._ready = ExpertMatrices(*halves, self.gate) if ExpertMatrices.fits(*halves, self.gate) else None
         ready = self._ready
         serves = ready is not None and rows.is_cpu and rows_for(rows.dtype, ready.in_features) is not None
@@ -92,8 +91,3 @@ class StackedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As `RoutedExperts.forward`."""
         return self.mix(hidden_states, top_k_index, top_k_weights, self.stacks)
-
-
-def _packed_of(matmul: nn.Module) -> PackedMatrix | None:
-    found = matmul.pack() if isinstance(matmul, GroupedLinear) else getattr(matmul, "packed", None)
-    return found if isinstance(found, PackedMatrix) else None

@@ -126,6 +126,14 @@ class GroupedCodes:
             codes = codes.index_select(0, which) if isinstance(codes, Tensor) else codes.rows(which)
         return GroupedCodes(codes, self.bits, scale, offset, self.order, bias, steps, zeros)
 
+    @classmethod
+    def stacked(cls, parts: Seq[GroupedCodes]) -> GroupedCodes:
+        """The outputs of several matrices of one form, one after the other."""
+        names = ("codes", "scale", "offset", "bias", "steps", "zeros")
+        fields = {name: [getattr(part, name) for part in parts] for name in names}
+        joined: dict[str, Any] = {name: torch.cat(found) for name, found in fields.items() if found[0] is not None}
+        return replace(parts[0], **joined)
+
     def dequantised(self) -> Tensor:
         """The weights as float32 `[out, in]`, inputs in the order of the rows."""
         step, offset = self.worth()
@@ -194,19 +202,10 @@ class GroupedLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
     @property
-    def weight(self) -> Tensor:
-        """An empty tensor of a type that rows may have: Mamba's models ask their head for it."""
-        return torch.empty(0)
-
-    @property
     def codes(self) -> GroupedCodes:
         """The codes, until they are packed."""
         assert self._codes is not None, "already packed"
         return self._codes
-
-    def dequantised(self) -> Tensor:
-        """The weights as float32 `[out, in]`, until they are packed; inputs in the order of the rows."""
-        return self.codes.dequantised()
 
     def of_rows(self, which: Tensor) -> GroupedLinear:
         """A matmul of some of the outputs, in any order."""
@@ -215,18 +214,13 @@ class GroupedLinear(nn.Module):
     @classmethod
     def joined(cls, parts: Seq[GroupedLinear]) -> GroupedLinear:
         """Join matrices that read the same rows, if they are of one form (`joins`); nothing is rounded again."""
-        several = [part.codes for part in parts]
-        first = several[0]
-        offset, bias, steps, zeros = (
-            None if getattr(first, name) is None else torch.cat([getattr(codes, name) for codes in several])
-            for name in ("offset", "bias", "steps", "zeros")
-        )
-        scale = torch.cat([codes.scale for codes in several])
         # The codes are packed side by side; there never is a copy of all of them.
-        codes = [codes.codes for codes in several]
-        place = torch.empty(len(scale), codes[0].shape[1], dtype=codes[0].dtype, device="meta")
-        together = GroupedCodes(place, first.bits, scale, offset, first.order, bias, steps, zeros)
-        made = cls(together, parts[0].dtype)
+        codes = [part.codes.codes for part in parts]
+        places = (torch.empty(each.shape, dtype=each.dtype, device="meta") for each in codes)
+        made = cls(
+            GroupedCodes.stacked([replace(part.codes, codes=x) for part, x in zip(parts, places, strict=True)]),
+            parts[0].dtype,
+        )
         made._keep_packed(codes)
         return made
 
@@ -297,11 +291,6 @@ class SideBySide(nn.Module):
 def kernel_name() -> str:
     """What multiplies codes on this machine."""
     return "native" if multiplies(torch.int8) else "portable"
-
-
-def has_codes(model: nn.Module) -> bool:
-    """Whether any matmul of `model` is of codes."""
-    return any(isinstance(module, GroupedLinear) for module in model.modules())
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

@@ -8,9 +8,8 @@ adapter in its result, so all other rows keep their bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -86,31 +85,11 @@ class PassRows:
             raise ValueError(f"{len(missing)} matmuls with an adapter did not run as modules, the first {missing[0]}")
 
 
-class AdapterPass:
-    """The pass that a model runs now, for the hooks of its matmuls."""
-
-    def __init__(self) -> None:
-        self.rows: PassRows | None = None  # None: no row has an adapter
-
-    @contextmanager
-    def running(self, rows: PassRows) -> Iterator[None]:
-        """Within it the model runs a pass with these rows.
-
-        Raises:
-            ValueError: a part of an adapter was not added.
-        """
-        self.rows = rows
-        try:
-            yield
-        finally:
-            self.rows = None
-        rows.check()
-
-
 class AdapterHook:
     """The hook of one matmul: adds to its result what the adapters of the current pass have for it."""
 
-    def __init__(self, current: AdapterPass, matmul: nn.Module, *, is_head: bool) -> None:
+    def __init__(self, current: Callable[[], PassRows | None], matmul: nn.Module, *, is_head: bool) -> None:
+        """`current` gives the rows of the current pass; None where no row has an adapter."""
         self._current, self._is_head = current, is_head
         matmul.register_forward_hook(self)
 
@@ -124,7 +103,7 @@ class AdapterHook:
         Raises:
             ValueError: the matmul does not get each row of the pass, so nobody knows which adapter its rows have.
         """
-        rows = self._current.rows
+        rows = self._current()
         if rows is None:
             return
         rows.calls[matmul] += 1

@@ -21,11 +21,6 @@ class PackedLinear(nn.Module):
         self.packed, self.dtype = packed, dtype  # dtype of the output; None for the type of the input
         self.in_features, self.out_features = packed.in_features, packed.out_features
 
-    @property
-    def weight(self) -> Tensor:
-        """An empty tensor of the weight's type: Mamba's models ask their head for it."""
-        return torch.empty(0, dtype=self.packed.dtype)
-
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         dtype = self.dtype or x.dtype

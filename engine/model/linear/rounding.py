@@ -6,7 +6,6 @@ Every operation is elementwise or a sum in a fixed order, so that the codes of a
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,13 +63,8 @@ def round_weight(weight: Tensor, bits: int, bias: Tensor | None = None) -> Group
 
 
 def _in_torch(weight: Tensor, bits: int, bias: Tensor | None) -> GroupedCodes:
-    parts = [_round(part.float(), bits) for part in weight.split(max(1, _CHUNK // weight.shape[1]))]
-    joined: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("codes", "scale", "offset", "steps", "zeros")
-        if getattr(parts[0], name) is not None
-    }
-    return replace(parts[0], bias=bias, **joined)
+    parts = weight.split(max(1, _CHUNK // weight.shape[1]))
+    return replace(GroupedCodes.stacked([_round(part.float(), bits) for part in parts]), bias=bias)
 
 
 def _round(part: Tensor, bits: int) -> GroupedCodes:

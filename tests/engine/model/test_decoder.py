@@ -18,7 +18,7 @@ from engine.attention import choose
 from engine.kernels import faults, reference
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
-from engine.model.adapters.places import find_place
+from engine.model.adapters.store import find_place
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.experts import MixtureMLP
 from engine.model.decoder.families.table import FAMILIES, architecture_for

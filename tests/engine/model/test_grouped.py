@@ -39,7 +39,7 @@ def test_weights_and_products_are_those_of_the_format(form: str, bits: int, monk
     """In C, which unpacks once for many rows, and in torch, which has the same bits."""
     drawn = replace(codes(70, INPUTS, form, bits), bias=numbers(70))
     linear, x = GroupedLinear(drawn), numbers(2, 20, INPUTS)
-    weight = linear.dequantised().double()
+    weight = linear.codes.dequantised().double()
     few = (0, 1, 35, 69)
     want = [[element(drawn, row, column) for column in range(INPUTS)] for row in few]
     assert torch.allclose(weight[few, :], torch.tensor(want).double(), rtol=1e-6)
@@ -58,7 +58,7 @@ def test_columns_in_another_order_read_their_inputs(in_c: bool, monkeypatch: pyt
     order = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0))
     drawn = codes(70, INPUTS, "zeros")
     plain, moved = GroupedLinear(drawn), GroupedLinear(replace(drawn, order=order))
-    assert torch.equal(moved.dequantised()[:, order], plain.dequantised())
+    assert torch.equal(moved.codes.dequantised()[:, order], plain.codes.dequantised())
     x = numbers(5, INPUTS)
     assert torch.equal(moved(x), plain(x[:, order]))
 

@@ -20,7 +20,7 @@ from engine.kv.arena import KVArena, LayerKV
 from engine.kv.batch import Feed
 from engine.kv.latent import HeadProducts
 from engine.machine.threads import exactly
-from engine.model.adapters.places import find_place
+from engine.model.adapters.store import find_place
 from engine.model.decoder.decoder import is_batch_invariant
 from engine.model.decoder.families.table import architecture_for
 from engine.model.fallback import kv_layout

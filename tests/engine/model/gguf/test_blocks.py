@@ -13,7 +13,6 @@ from gguf import GGMLQuantizationType as Type
 from engine.errors import ModelError
 from engine.model.gguf.blocks import codes_of, dequantised, float_type, size_of_codes
 from engine.model.gguf.header import KINDS
-from engine.model.linear.grouped import GroupedLinear
 from engine.native.blocks import splits
 
 ROWS, BLOCKS = 5, 3
@@ -61,7 +60,7 @@ def test_floats_are_those_of_the_reference(number: int) -> None:
 def test_codes_are_the_same_numbers(number: int) -> None:
     raw, kind = drawn(number), KINDS[number]
     codes = codes_of(kind, torch.from_numpy(raw))
-    assert same_bits(GroupedLinear(codes).dequantised(), gguf.quants.dequantize(raw, Type(number)))
+    assert same_bits(codes.dequantised(), gguf.quants.dequantize(raw, Type(number)))
     assert codes.nbytes == size_of_codes(kind) * ROWS * BLOCKS
 
 

@@ -47,7 +47,7 @@ def test_equals_the_formula_and_so_do_matmuls_of_codes_which_take_the_memory_of_
     assert (codes.num_bytes is not None) == published.FORMATS[form].on_kernels
     if codes.num_bytes is not None:
         made = GroupedLinear(replace(codes.grouped(), bias=bias))
-        assert torch.equal(made.dequantised(), plain)
+        assert torch.equal(made.codes.dequantised(), plain)
         x = numbers(3, 128, seed=2)
         want = torch.nn.functional.linear(x, plain, bias)
         assert float((made(x) - want).abs().max()) < 0.05 * float(want.std())

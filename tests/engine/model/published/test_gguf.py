@@ -82,7 +82,7 @@ def test_each_expert_keeps_its_codes(family: str, kind: Type | str, tmp_path: Pa
     stacks = next(m for m in written.model.modules() if hasattr(m, "down_proj") and hasattr(m, "gate_up_proj"))
     for name, matmuls in (("gate_up_proj", experts.ups), ("down_proj", experts.downs)):
         expected = getattr(stacks, name).transpose(1, 2) if family == "gpt-oss" else getattr(stacks, name)
-        found = torch.stack([cast("GroupedLinear", matmul).dequantised() for matmul in matmuls])
+        found = torch.stack([cast("GroupedLinear", matmul).codes.dequantised() for matmul in matmuls])
         assert torch.equal(found, expected)
     container = Container.open(written.path)
     counted = [codes.num_bytes for codes in weights_in(container).values() if not isinstance(codes, torch.Tensor)]

@@ -114,7 +114,7 @@ def test_native_keeps_every_code_and_dequantised_equals_the_formula(name: str, f
                 for path in paths
             ]
             for made, path in zip(alone, paths, strict=True):
-                assert torch.equal(made.dequantised(), reference.get_submodule(path).weight)
+                assert torch.equal(made.codes.dequantised(), reference.get_submodule(path).weight)
             x = numbers(3, alone[0].in_features)
             assert torch.equal(layer.get_submodule(matmul)(x), torch.cat([each(x) for each in alone], -1))
 
