@@ -69,7 +69,8 @@ def _common(keys: Keys) -> dict[str, Any]:
 
 
 def _check_heads(keys: Keys, rope: dict[str, Any]) -> None:
-    """Refuse heads whose values have another size than keys, or of which only a part is rotated in such a family."""
+    """Refuse heads that are too many, have values of another size, or of which only a part is rotated in the family."""
+    keys.check_width("attention.head_count", keys.heads * keys.head_dim)
     if keys.integer("attention.value_length", keys.head_dim) != keys.head_dim:
         raise keys.fault("attention.value_length", keys.need("attention.value_length"), f"{keys.head_dim}, as of keys")
     if "partial_rotary_factor" not in rope and keys.rotated != keys.head_dim:

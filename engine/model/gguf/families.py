@@ -330,6 +330,7 @@ def _qwen3_next(keys: Keys) -> dict[str, Any]:
     values, key_heads, inner = (keys.size(f"ssm.{key}") for key in ("time_step_rank", "group_count", "inner_size"))
     if values % key_heads or inner % values:
         raise keys.fault("ssm.time_step_rank", values, f"a multiple of {key_heads} groups that divides {inner}")
+    keys.check_width("ssm.group_count", key_heads * keys.size("ssm.state_size"))
     return _qwen2_moe(keys) | {
         "norm_topk_prob": True,
         "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),

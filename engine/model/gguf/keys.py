@@ -111,6 +111,11 @@ class Keys:
         """The error for a value that cannot be."""
         return ModelError(f"{self.container.path}: {self.full(key)} is {shown(found)}; expected {expected}")
 
+    def check_width(self, key: str, width: int) -> None:
+        """Refuse rows that are longer than any of the file: orders of their numbers are made before these are read."""
+        if width > self._largest:
+            raise self.fault(key, self.need(key), f"what gives rows of at most {self._largest} numbers")
+
     def has(self, name: str) -> bool:
         """Whether the file holds a tensor."""
         return name in self.container.tensors

@@ -151,6 +151,10 @@ KEYS: Mapping[str, tuple[Mapping[str, bytes | None], str]] = {
     "odd heads": ({"llama.attention.head_count": number(4, 3)}, "is 2; expected a divisor of 3 heads"),
     "width": ({"llama.embedding_length": number(4, 32)}, "its config says ["),
     "keys": ({"llama.attention.key_length": number(4, 7)}, "llama.attention.key_length is 7; expected"),
+    "wide heads": (
+        {"llama.attention.key_length": number(4, 420)},
+        "llama.attention.head_count is 4; expected what gives rows of at most 420 numbers",
+    ),
     "values": ({"llama.attention.value_length": number(4, 8)}, "llama.attention.value_length is 8; expected 16"),
     "rotated": ({"llama.rope.dimension_count": number(4, 8)}, "llama.rope.dimension_count is 8; expected the size of"),
     "one position": ({"llama.context_length": number(4, 1)}, "llama.context_length is 1; expected 2 to"),
