@@ -127,12 +127,15 @@ class GroupedCodes:
         return GroupedCodes(codes, self.bits, scale, offset, self.order, bias, steps, zeros)
 
     @classmethod
-    def stacked(cls, parts: Seq[GroupedCodes]) -> GroupedCodes:
-        """The outputs of several matrices of one form, one after the other."""
-        names = ("codes", "scale", "offset", "bias", "steps", "zeros")
-        fields = {name: [getattr(part, name) for part in parts] for name in names}
-        joined: dict[str, Any] = {name: torch.cat(found) for name, found in fields.items() if found[0] is not None}
-        return replace(parts[0], **joined)
+    def stacked(cls, parts: Seq[GroupedCodes], codes: Tensor | None = None) -> GroupedCodes:
+        """The outputs of several matrices of one form, one after the other; `codes`: what to take for all of theirs."""
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts])
+            for name in ("scale", "offset", "bias", "steps", "zeros")
+            if getattr(parts[0], name) is not None
+        }
+        whole = torch.cat([part.codes[:] for part in parts]) if codes is None else codes
+        return replace(parts[0], codes=whole, **joined)
 
     def dequantised(self) -> Tensor:
         """The weights as float32 `[out, in]`, inputs in the order of the rows."""
@@ -216,11 +219,8 @@ class GroupedLinear(nn.Module):
         """Join matrices that read the same rows, if they are of one form (`joins`); nothing is rounded again."""
         # The codes are packed side by side; there never is a copy of all of them.
         codes = [part.codes.codes for part in parts]
-        places = (torch.empty(each.shape, dtype=each.dtype, device="meta") for each in codes)
-        made = cls(
-            GroupedCodes.stacked([replace(part.codes, codes=x) for part, x in zip(parts, places, strict=True)]),
-            parts[0].dtype,
-        )
+        place = torch.empty(sum(map(len, codes)), codes[0].shape[1], dtype=codes[0].dtype, device="meta")
+        made = cls(GroupedCodes.stacked([part.codes for part in parts], place), parts[0].dtype)
         made._keep_packed(codes)
         return made
 
