@@ -25,8 +25,9 @@ from engine.request.validation import structure_field, structure_texts, structur
 from engine.text.codec import Codec
 from engine.text.matcher import CompiledGrammar, GrammarVocabulary, Unrestricted, first_line
 from engine.text.schemas.keywords import parsed, parsed_part
+from engine.text.schemas.numbers import is_library_schema
 from engine.text.schemas.patterns import escaped
-from engine.text.schemas.rules import is_library_schema, schema_rule
+from engine.text.schemas.rules import SchemaRules
 from engine.text.thinking import Budgeted
 from engine.types import Grammar
 
@@ -225,19 +226,20 @@ def rule_of(guided: Guided) -> str:
     return f"/{regex_to_lark(regex, use_ascii='')}/"
 
 
-def json_rule(schema: str, *, is_object: bool = False, lenient: bool = False) -> str:
+def json_rule(schema: str, *, is_object: bool = False, lenient: bool = False, quote: str = "") -> str:
     """A JSON Schema as the right-hand side of a Lark rule.
 
     Args:
         schema: the text of the schema.
         is_object: only objects are valid.
         lenient: a keyword that would be refused is ignored.
+        quote: a token around strings; empty: the documents are JSON. See `SchemaRules`.
 
     Raises:
         ValueError: the schema is wrong, or cannot be followed exactly.
     """
     root = parsed(schema)
-    return schema_rule({"allOf": [root, {"type": "object"}]} if is_object else root, root, lenient=lenient)
+    return SchemaRules(root, lenient=lenient, quote=quote).text(root, {"type": "object"} if is_object else True)
 
 
 def _with_own_schemas(grammar: str) -> str:
@@ -250,7 +252,7 @@ def _with_own_schemas(grammar: str) -> str:
             name = grammar[found.start() : end]
             if not is_library_schema(schema):
                 name = f"json-schema-{len(rules)}"
-                rules.append(f"{name}: {schema_rule(schema)}")
+                rules.append(f"{name}: {SchemaRules(schema).text(schema)}")
             parts += [grammar[at : found.start()], name]
             at = end
     return "\n".join(["".join([*parts, grammar[at:]]), *rules])

@@ -376,6 +376,9 @@ def without(*marks: str) -> str:
     return f" & ~/(?s:.*)({'|'.join(map(pattern, marks))})(?s:.*)/"
 
 
-def arguments_rule(tool: Tool) -> str:
-    """The right-hand side of a Lark rule that matches a JSON object that is valid under the schema of the tool."""
-    return json_rule(tool.parameters, is_object=True, lenient=not tool.strict)
+def arguments_rule(tool: Tool, quote: str = "") -> str:
+    """The right-hand side of a Lark rule that matches an object that is valid under the schema of the tool.
+
+    `quote` is the token around its strings, in Lark; empty: it is JSON.
+    """
+    return json_rule(tool.parameters, is_object=True, lenient=not tool.strict, quote=quote)

@@ -14,13 +14,7 @@ from typing import ClassVar
 
 from server.formats.base import ChatFormat, Tool, quoted
 from server.formats.reasoning import CallParser, Steps
-from server.formats.value_rules import STRING, Parameters, ValueEnd, ValueRules
-
-# What a schema may say of all arguments together. They are written one by one, so this cannot be held.
-_UNWRITABLE = (
-    *("anyOf", "oneOf", "allOf", "not", "if", "const", "enum", "patternProperties", "propertyNames", "minProperties"),
-    *("maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
-)
+from server.formats.value_rules import STRING, Parameters, ValueEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +136,13 @@ class TaggedFormat(ChatFormat):
         """As the chat templates write calls: parameters in the order of the schema."""
         calls = [f"call_{i}" for i in range(len(tools))]
         begin, before_name = self.literal(self.tags.begin), "line " if self.tags.name[0] else ""
-        values = ValueRules(self._value_end())
+        values = dict[str, str]()  # names of rules by what they match: parameters with the same schema share them
         return "\n".join([
             f"rest: function (line {begin} function)*" if several else "rest: function",
             f"function: {before_name}({' | '.join(calls)}) {self._lark(self.tags.end[1])}",
             f"line: {self.tags.line}",
             *(f"{call}: {self._call(tool, values)}" for call, tool in zip(calls, tools, strict=True)),
-            *values.rules,
+            *(f"{name}: {body}" for body, name in values.items()),
         ])  # fmt: skip
 
     def _value_end(self) -> ValueEnd:
@@ -160,31 +154,26 @@ class TaggedFormat(ChatFormat):
             followers=self.tags.after_value,
         )
 
-    def _call(self, tool: Tool, values: ValueRules) -> str:
+    def _call(self, tool: Tool, values: dict[str, str]) -> str:
         """A call from the name of the function to the end of its parameters, in Lark."""
         parameters, tags = Parameters(tool), self.tags
-        schema = parameters.schema
-        if found := next((key for key in _UNWRITABLE if key in schema), None):
-            parameters.refuse(f"has {found}")
-        required = schema.get("required", ())
         parts = [self._lark(tags.name[0]), quoted(tool.name), self._lark(tags.name[1]), "line"]
         parts += [
-            f"({self._parameter(parameters, name, values)}){'' if name in required else '?'}"
-            for name in dict.fromkeys([*schema.get("properties", {}), *required])
+            f"({self._parameter(parameters, name, values)}){'' if is_required else '*' if name is None else '?'}"
+            for name, is_required in parameters.declared().items()
         ]
-        if "properties" not in schema and schema.get("additionalProperties") is not False:
-            parts.append(f"({self._parameter(parameters, None, values)})*")
         return " ".join([*parts, f"{self._lark(tags.end[0])} line" if tags.end[0] else ""])
 
-    def _parameter(self, parameters: Parameters, name: str | None, values: ValueRules) -> str:
+    def _parameter(self, parameters: Parameters, name: str | None, values: dict[str, str]) -> str:
         """A parameter in Lark; with None one that has any name."""
         tags = self.tags
         if name is not None and (tags.key[1] in name or name != name.strip()):
             parameters.refuse(f"has a parameter named {name!r}")
         key = quoted(name) if name is not None else r"/[^<>\s]+/"
         before = f"line {self._lark(tags.value[0])}" if tags.value[0] else ""
-        value = f"{self._lark(self._line_break)} {values.name(parameters, name or '')}"
-        return f"{self._lark(tags.key[0])} {key} {self._lark(tags.key[1])} {before} {value} line"
+        value = values.setdefault(parameters.rule(name, self._value_end()), f"value_{len(values)}")
+        line_break = self._lark(self._line_break)
+        return f"{self._lark(tags.key[0])} {key} {self._lark(tags.key[1])} {before} {line_break} {value} line"
 
     @property
     def _line_break(self) -> str:

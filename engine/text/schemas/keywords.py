@@ -105,11 +105,11 @@ def _parts(part: Any, base: str, place: str) -> Iterator[tuple[dict[str, Any], s
 
 Branch: TypeAlias = list[Schema]  # schemas that apply together, without those that combine others
 
-JSON = Alphabet(is_json=True)
+JSON, TEXT = Alphabet(is_json=True), Alphabet(is_json=False)
 VALUES = object()  # a key of our own schemas: the values of one type that `const` or `enum` has
 _MAX_SIZE = 2**31 - 1  # of what a keyword counts: the library counts in 32 bits
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
-_WITH_INTEGERS = frozenset({*_TYPES, "integer"})
+WITH_INTEGERS = frozenset({*_TYPES, "integer"})
 _KINDS = {dict: "an object", list: "an array", str: "a string", Decimal: "a number"}
 _BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 
@@ -120,10 +120,11 @@ class Keywords:
     Args:
         document: the whole schema.
         is_lenient: keywords that cannot be followed are ignored; `ignored` has them, each with the reason.
+        alphabet: in which names and strings are written.
     """
 
-    def __init__(self, document: Document, *, is_lenient: bool) -> None:
-        self.document, self.is_lenient = document, is_lenient
+    def __init__(self, document: Document, *, is_lenient: bool, alphabet: Alphabet = JSON) -> None:
+        self.document, self.is_lenient, self.alphabet = document, is_lenient, alphabet
         self.ignored: dict[str, str] = {}
 
     def refuse(self, keyword: str, problem: str, part: Schema = None) -> None:
@@ -196,17 +197,17 @@ class Keywords:
         is_open = other >= value if inclusive == "minimum" else other <= value
         return Bound(other if is_open else value, is_open)
 
-    def patterns(self, branch: Branch) -> Iterator[str | None]:
+    def patterns(self, branch: Branch, alphabet: Alphabet) -> Iterator[str | None]:
         """Regexes of all patterns and formats of a string."""
         for part in branch:
             if (pattern := self.read(part, "pattern", str, None)) is not None:
                 try:
-                    yield searched(pattern, JSON)
+                    yield searched(pattern, alphabet)
                 except ValueError as problem:
                     self.refuse("pattern", f"is refused: {problem}", part)
             if (name := self.read(part, "format", str, None)) is not None:
                 try:
-                    yield from [searched(pattern, JSON) for pattern in patterns_of(name)]
+                    yield from [searched(pattern, alphabet) for pattern in patterns_of(name)]
                 except ValueError as problem:
                     self.refuse("format", str(problem), part)
 
@@ -230,25 +231,30 @@ class Keywords:
     def name_terminal(self, pattern: str, part: Schema) -> str | None:
         """The names that match a pattern of `patternProperties`."""
         try:
-            regex = searched(pattern, JSON)
+            regex = searched(pattern, self.alphabet)
         except ValueError as problem:
             self.refuse("patternProperties", f"is refused: {problem}", part)
             return None
-        return None if regex is None else f'/"{regex}"/'
+        return None if regex is None else self.alphabet.terminal(regex)
 
     def types(self, branch: Branch) -> Iterator[str]:
         """The types of the values of a branch; an integer is a number with another condition."""
-        allowed = set(_WITH_INTEGERS)
+        allowed = self.allowed(branch)
+        return (kind for kind in _TYPES if kind in allowed or (kind == "number" and "integer" in allowed))
+
+    def allowed(self, branch: Branch) -> set[str]:
+        """The types that all parts of a branch name; with `number` always `integer`."""
+        allowed = set(WITH_INTEGERS)
         for part in branch:
             if "type" not in part:
                 continue
             given = part["type"]
             names = given if isinstance(given, list) else [given]
-            if not all(isinstance(name, str) and name in _WITH_INTEGERS for name in names):
+            if not all(isinstance(name, str) and name in WITH_INTEGERS for name in names):
                 self.refuse("type", f"has {str(given)[:40]!r}, which is no type", part)
             else:
                 allowed &= {*names, "integer"} if "number" in names else set(names)
-        return (kind for kind in _TYPES if kind in allowed or (kind == "number" and "integer" in allowed))
+        return allowed
 
 
 def values_of(branch: Branch, default: list[Any] | None) -> list[Any] | None:

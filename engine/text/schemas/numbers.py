@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 INTEGER = "(?:0|[1-9][0-9]*)"
 _DECIMALS = r"(?:\.[0-9]+)?"
@@ -20,6 +21,9 @@ _MAX_ENDINGS = 1000  # how many endings the multiples of a number may have
 # The automaton of the library that divides has a state for each remainder, which none of its limits covers: the
 # multiples of 999,983 took 14 s and 391 MB. Its bounds are doubles, of which these integers are exact.
 MAX_MULTIPLE, _MAX_BOUND = 20_000, 2**53
+MAX_WHITESPACE = 64  # so that a small model cannot write spaces for ever
+SPACES = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+_OPTIONS = {"whitespace_pattern": SPACES}  # as elsewhere in a document, so that the library joins the lexers
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class NumberSet:
         given = {key: int(bound.value) for key, bound in bounds.items() if bound is not None}
         if any(abs(value) > _MAX_BOUND for value in given.values()):
             raise ValueError(f"{step} is not supported beside a bound beyond {_MAX_BOUND}")
-        return {"type": "integer", "multipleOf": int(step), **given}
+        return {"type": "integer", "multipleOf": int(step), **given, "x-guidance": _OPTIONS}
 
     def without_step(self) -> NumberSet:
         """The same without the step, but for integers."""
@@ -122,6 +126,20 @@ class NumberSet:
             count = Fraction(high.value) / self.step
             high = Bound(_decimal((math.ceil(count) - 1 if high.is_open else math.floor(count)) * self.step))
         return NumberSet(low=low, high=high, step=self.step)
+
+
+def is_library_schema(schema: Any) -> bool:
+    """Whether it is one of those that the library is to compile. ValueError: it has options of the library's own."""
+    if not isinstance(schema, dict) or "x-guidance" not in schema:
+        return False
+    rest = {key: value for key, value in schema.items() if key != "x-guidance"}
+    numbers = [value for key, value in rest.items() if key != "type"]
+    if schema["x-guidance"] == _OPTIONS and all(isinstance(number, Decimal) for number in numbers):
+        low, high = (Bound(rest[key]) if key in rest else None for key in ("minimum", "maximum"))
+        found = NumberSet(low=low, high=high, step=Fraction(rest.get("multipleOf", 1)))
+        if schema == found.library_schema():
+            return True
+    raise ValueError("x-guidance in a schema is not supported")
 
 
 def checked(value: Decimal) -> Decimal:

@@ -105,6 +105,14 @@ class Alphabet:
         """A regex that matches exactly this text as it is written."""
         return escaped(json_text(text) if self._escapes else text)
 
+    def string(self, text: str) -> str:
+        """How a whole string is written. ValueError: it needs escapes that are not allowed."""
+        return f'"{json_text(text)}"' if self._escapes else text
+
+    def terminal(self, regex: str) -> str:
+        """A terminal of Lark of the strings whose text a regex matches."""
+        return f'/"{regex}"/' if self._escapes else f"/{regex}/"
+
     def _plain(self, chars: _Chars) -> str | None:
         outside = (*self._excluded, _SURROGATES)
         if chars.properties:

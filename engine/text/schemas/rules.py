@@ -15,71 +15,67 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from decimal import Decimal
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
+from typing import TypeVar
 
 from engine.text.schemas.branches import Branches
-from engine.text.schemas.keywords import JSON, Branch, Document, Keywords, Schema, values_of
-from engine.text.schemas.numbers import Bound, NumberSet
-from engine.text.schemas.patterns import escaped, json_text, texts
+from engine.text.schemas.keywords import JSON, TEXT, Branch, Document, Keywords, Schema, values_of
+from engine.text.schemas.numbers import SPACES, NumberSet
+from engine.text.schemas.patterns import Alphabet, texts
 from engine.text.schemas.terminals import Texts, is_empty
 
-MAX_WHITESPACE = 64  # so that a small model cannot write spaces for ever
 _MAX_STATES = 2_000  # of an object whose properties are counted
 _MAX_CLASSES = 64  # of the names that match some of the patterns
 _QUESTION, _NAME = 100, 4  # parts: what it costs to ask whether a terminal is empty, and whether a name fits
-_STRING = f'/"{JSON.any}*"/'
-_SPACES = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
-_OPTIONS = {"x-guidance": {"whitespace_pattern": _SPACES}}  # as ours, so that the library joins the lexers
-_HEAD = f'%llguidance {{"ignore_once": true}}\n%ignore /{_SPACES}/\n'
+_NAME_CHAR, _NAME_END = r'[^\x00-\x1f:,{}\[\]"<>]', r'[^\s\x00-\x1f:,{}\[\]"<>]'
+_BARE_NAME = f"{_NAME_END}(?:{_NAME_CHAR}*{_NAME_END})?"  # one that needs no marks around it
+_HEAD = f'%llguidance {{"ignore_once": true}}\n%ignore /{SPACES}/\n'
 
+_T = TypeVar("_T")
 log = logging.getLogger(__name__)
-
-
-def schema_rule(schema: Schema, root: Schema | None = None, *, lenient: bool = False) -> str:
-    """A JSON Schema as the right-hand side of a Lark rule.
-
-    Args:
-        schema: what `documents.parsed` has read.
-        root: the document that references are looked up in; None: the schema itself.
-        lenient: a keyword that would be refused is ignored, with a line in the log.
-
-    Raises:
-        ValueError: the schema is wrong, cannot be followed exactly, or no document is valid under it.
-    """
-    keywords = Keywords(Document(schema if root is None else root), is_lenient=lenient)
-    text = _SchemaRules(keywords).text(schema)
-    for keyword, problem in keywords.ignored.items():
-        log.warning("a schema that is not strict is not enforced in full: %s %s", keyword, problem)
-    return text
-
-
-def is_library_schema(schema: Schema) -> bool:
-    """Whether it is one of those that the library is to compile. ValueError: it has options of the library's own."""
-    if not isinstance(schema, dict) or "x-guidance" not in schema:
-        return False
-    rest = {key: value for key, value in schema.items() if key != "x-guidance"}
-    numbers = [value for key, value in rest.items() if key != "type"]
-    if schema["x-guidance"] == _OPTIONS["x-guidance"] and all(isinstance(number, Decimal) for number in numbers):
-        low, high = (Bound(rest[key]) if key in rest else None for key in ("minimum", "maximum"))
-        if rest == NumberSet(low=low, high=high, step=Fraction(rest.get("multipleOf", 1))).library_schema():
-            return True
-    raise ValueError("x-guidance in a schema is not supported")
 
 
 class _Unsatisfiable(Exception):
     """A rule that another one counted on matches nothing: all is written again."""
 
 
-class _SchemaRules:
-    def __init__(self, keywords: Keywords) -> None:
-        self._keywords, self._branches = keywords, Branches(keywords)
+@dataclass(slots=True)
+class PlainText:
+    """A value that is its text if it is a string, and JSON if it is anything else.
+
+    Args:
+        strings: terminals of strings, as they are.
+        others: terminals of other values.
+        json: the right-hand side of a rule of values that are no terminals; "": there are none.
+        kinds: their types.
+    """
+
+    strings: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    json: str = ""
+    kinds: set[str] = field(default_factory=set)
+
+
+class SchemaRules:
+    """Writes rules of schemas in one document.
+
+    Args:
+        root: what `keywords.parsed` has read; references are looked up in it.
+        lenient: a keyword that would be refused is ignored, with a line in the log.
+        quote: a token around strings, in Lark. Then documents are no JSON: names stand without quotes where they can,
+            in the order of their letters, and there is no white space. Empty: they are JSON.
+    """
+
+    def __init__(self, root: Schema, *, lenient: bool = False, quote: str = "") -> None:
+        self.keywords = Keywords(Document(root), is_lenient=lenient, alphabet=TEXT if quote else JSON)
+        self.branches = Branches(self.keywords)
+        self._alphabet, self._quote = self.keywords.alphabet, quote
         self._nowhere = ""  # the first place where no value is valid
         self._names_in: dict[str, Texts] = {}
         self._empty: set[tuple[int, ...]] = set()  # sets of schemas that no value satisfies
-        self._clear()
+        self._apart: set[int] = set()  # schemas with `oneOf` that were checked
 
     def _clear(self) -> None:
         self._names: dict[tuple[int, ...], str | None] = {}
@@ -89,20 +85,53 @@ class _SchemaRules:
         self._shared: dict[str, str] = {}  # names by what they stand for
         self._terminals: dict[str, str] = {}
 
-    def text(self, schema: Schema) -> str:
-        """All rules, in the braces of a grammar within another one."""
-        try:
-            start = self.value([schema])
-            self._check_one_ofs()
-        except _Unsatisfiable:
+    def text(self, *schemas: Schema) -> str:
+        """The values that satisfy all schemas, as the right-hand side of a Lark rule.
+
+        Raises:
+            ValueError: a schema is wrong, cannot be followed exactly, or no value satisfies all.
+        """
+        return self._complete(lambda: self._nested(self.value(schemas)))
+
+    def plain(self, *schemas: Schema) -> PlainText:
+        """The same values in a text without quotes of JSON around the whole. Raises ValueError as `text`."""
+        return self._complete(lambda: self._plain(self.branches.of(schemas)))
+
+    def _plain(self, branches: list[Branch]) -> PlainText:
+        found, rules = PlainText(), list[str]()
+        for branch in branches:
+            for kind in self.keywords.types(branch):
+                body = self._terminal_of(branch, TEXT) if kind == "string" else getattr(self, f"_{kind}")(branch)
+                if body is None:
+                    continue
+                if body.startswith("/"):
+                    (found.strings if kind == "string" else found.others).append(body)
+                else:
+                    rules.append(body)
+                    found.kinds.add(kind)
+        if rules or not (found.strings or found.others):
+            found.json = self._nested(self._rule(" | ".join(rules)) if rules else None)
+        return found
+
+    def _complete(self, make: Callable[[], _T]) -> _T:
+        """Write all rules, until none counts on one that matches nothing."""
+        while True:
             self._clear()
-            return self.text(schema)
+            try:
+                found = make()
+                self._check_one_ofs()
+                break
+            except _Unsatisfiable:
+                continue
+        for keyword, problem in self.keywords.ignored.items():
+            log.warning("a schema that is not strict is not enforced in full: %s %s", keyword, problem)
+        self.keywords.ignored.clear()
+        return found
+
+    def _nested(self, start: str | None) -> str:
+        """The rules that a document needs, in the braces of a grammar: not those that were made to compare schemas."""
         if start is None:
             raise ValueError(f"no document is valid under the schema: nothing is at {self._nowhere or '#'}")
-        return f"%lark {{\n{_HEAD}start: {start}\n{self._reachable(start)}}}"
-
-    def _reachable(self, start: str) -> str:
-        """The rules that a document needs: not those that were made to compare schemas."""
         bodies = self._lines | {name: body for body, name in self._terminals.items()}
         found, waiting = dict[str, None](), [start]
         while waiting:
@@ -111,18 +140,18 @@ class _SchemaRules:
                 continue
             found[name] = None
             waiting += [word for word in _WORD.findall(bodies[name]) if word in bodies]
-        return "".join(f"{name}: {bodies[name]}\n" for name in found)
+        head, rules = "" if self._quote else _HEAD, "".join(f"{name}: {bodies[name]}\n" for name in found)
+        return f"%lark {{\n{head}start: {start}\n{rules}}}"
 
     def _check_one_ofs(self) -> None:
         """`oneOf` is `anyOf` where no value satisfies two of its schemas."""
-        done = set[int]()
-        while waiting := self._branches.one_ofs.keys() - done:
+        while waiting := self.branches.one_ofs.keys() - self._apart:
             for key in waiting:
-                done.add(key)
-                schema, (rest, *options) = self._branches.one_ofs[key]
+                self._apart.add(key)
+                schema, (rest, *options) = self.branches.one_ofs[key]
                 for (i, one), (j, other) in combinations(enumerate(options), 2):
                     if self.value([rest, one, other]) is not None:
-                        self._keywords.refuse("oneOf", f"has schemas that may be valid together: {i} and {j}", schema)
+                        self.keywords.refuse("oneOf", f"has schemas that may be valid together: {i} and {j}", schema)
                         return
 
     # ---------------------------------------------------------------------------------------------------- values
@@ -136,14 +165,14 @@ class _SchemaRules:
         if key in self._open:
             self._assumed.add(key)
         if key not in self._names:
-            self._branches.keep(list(apply.values()))
+            self.branches.keep(list(apply.values()))
             self._names[key] = f"v{len(self._names)}"
             self._open.add(key)
-            found = self._alternatives(self._branches.of(apply.values()))
+            found = self._alternatives(self.branches.of(apply.values()))
             self._open.discard(key)
             if found is None:
                 self._nowhere = self._nowhere or next(
-                    filter(None, map(self._keywords.document.place, apply.values())), ""
+                    filter(None, map(self.keywords.document.place, apply.values())), ""
                 )
             if key in self._assumed:
                 if found is None:
@@ -157,8 +186,8 @@ class _SchemaRules:
     def _alternatives(self, branches: list[Branch]) -> str | None:
         leaves, rules = dict[str, None](), dict[str, None]()
         for branch in branches:
-            for kind in self._keywords.types(branch):
-                self._branches.count()
+            for kind in self.keywords.types(branch):
+                self.branches.count()
                 found = getattr(self, f"_{kind}")(branch)
                 if found is not None:
                     (leaves if found.startswith("/") else rules)[found] = None
@@ -189,49 +218,55 @@ class _SchemaRules:
     def _number(self, branch: Branch) -> str | None:
         found = NumberSet()
         for part in branch:
-            further = self._keywords.numbers(part)
+            further = self.keywords.numbers(part)
             try:
                 found &= further
             except ValueError as problem:
-                self._keywords.refuse("multipleOf", str(problem), part)
+                self.keywords.refuse("multipleOf", str(problem), part)
         try:
             return found.terminal()
         except ValueError as endings:
             try:
-                return self._rule(f"%json {json.dumps(found.library_schema() | _OPTIONS)}")
+                return self._rule(f"%json {json.dumps(found.library_schema())}")
             except ValueError as problem:
-                self._keywords.refuse("multipleOf", f"{endings}; {problem}", *branch[:1])
+                self.keywords.refuse("multipleOf", f"{endings}; {problem}", *branch[:1])
                 return found.without_step().terminal()
 
     # --------------------------------------------------------------------------------------------------- strings
 
     def _string(self, branch: Branch) -> str | None:
-        low, high = self._keywords.sizes(branch, "minLength", "maxLength")
+        found = self._terminal_of(branch, self._alphabet)
+        return found if found is None or not self._quote else f"{self._quote} {self._terminal(found)} {self._quote}"
+
+    def _terminal_of(self, branch: Branch, alphabet: Alphabet) -> str | None:
+        """A terminal of the strings of a branch."""
+        low, high = self.keywords.sizes(branch, "minLength", "maxLength")
         values = values_of(branch, None)
         if high is not None and low > high:
             return None
-        found = list(dict.fromkeys(self._keywords.patterns(branch)))
-        if None in found:
+        patterns = dict.fromkeys(self.keywords.patterns(branch, alphabet))
+        if None in patterns:
             return None
+        found = [*filter(None, patterns)]
         if values is not None:
             values = [value for value in values if low <= len(value) <= (len(value) if high is None else high)]
             if not values:
                 return None
-            found.insert(0, texts(values, JSON))
-        elif low or high is not None:
-            found.append(f"{JSON.any}{{{low},{'' if high is None else high}}}")
-        terminal = " & ".join(f'/"{one}"/' for one in found) or _STRING
+            found.insert(0, texts(values, alphabet))
+        elif low or high is not None or not found:
+            found.append(f"{alphabet.any}{{{low},{'' if high is None else high}}}")
+        terminal = " & ".join(map(alphabet.terminal, found))
         return None if len(found) > 1 and self._is_empty(terminal) else terminal
 
     def _is_empty(self, terminal: str) -> bool:
-        self._branches.count(_QUESTION)
+        self.branches.count(_QUESTION)
         return is_empty(terminal)
 
     # ---------------------------------------------------------------------------------------------------- arrays
 
     def _array(self, branch: Branch) -> str | None:
-        low, high = self._keywords.sizes(branch, "minItems", "maxItems")
-        tuples = [self._keywords.items(part) for part in branch]
+        low, high = self.keywords.sizes(branch, "minItems", "maxItems")
+        tuples = [self.keywords.items(part) for part in branch]
         places = max((len(first) for first, _ in tuples), default=0)
         firsts, others = list[str](), None
         for i in range(places):
@@ -262,43 +297,51 @@ class _SchemaRules:
     # --------------------------------------------------------------------------------------------------- objects
 
     def _object(self, branch: Branch) -> str | None:
-        low, high = self._keywords.sizes(branch, "minProperties", "maxProperties")
-        required = dict.fromkeys(name for part in branch for name in self._keywords.required(part))
-        named = dict.fromkeys(name for part in branch for name in self._keywords.read(part, "properties", dict, {}))
-        members, taken = list[tuple[str, bool]](), list[str]()
-        values = dict[str, str | None]()
+        low, high = self.keywords.sizes(branch, "minProperties", "maxProperties")
+        required = dict.fromkeys(name for part in branch for name in self.keywords.required(part))
+        named = dict.fromkeys(name for part in branch for name in self.keywords.read(part, "properties", dict, {}))
+        members, values = list[tuple[str, bool]](), dict[str, str | None]()
         for name in {**required, **named}:  # the required ones first: one that has no value is the end
-            values[name] = self.value(self._of_property(branch, name))
+            values[name] = self.value(self.of_property(branch, name))
             if values[name] is None and name in required:
                 return None
-        for name in {**named, **required}:
-            value = values[name]
-            taken.append(json_text(name))
-            if value is not None:
-                quoted = json.dumps(f'"{taken[-1]}"', ensure_ascii=False)
-                members.append((f'{quoted} ":" {value}', name in required))
-        others = self._others(branch, taken)
+        names = [*{**named, **required}]
+        for name in sorted(names, key=str.lower) if self._quote else names:
+            if (value := values[name]) is not None:
+                members.append((f"{self._name(name)} {value}", name in required))
+        others = self._others(branch, names)
         return self._members(members, others, low, high, branch)
 
-    def _of_property(self, branch: Branch, name: str) -> Iterator[Schema]:
+    def _name(self, name: str) -> str:
+        """The name of a member, and the colon, in Lark."""
+        written = json.dumps(self._alphabet.string(name), ensure_ascii=False)
+        if not self._quote:
+            return f'{written} ":"'
+        if re.fullmatch(_BARE_NAME, name):
+            return f'{written[:-1]}:"'
+        return f'{self._quote} {written if name else ""} {self._quote} ":"'
+
+    def of_property(self, branch: Branch, name: str) -> Iterator[Schema]:
         """All schemas that apply to a property."""
         for part in branch:
-            properties = self._keywords.read(part, "properties", dict, {})
+            properties = self.keywords.read(part, "properties", dict, {})
             found = [properties[name]] if name in properties else []
-            patterns = self._keywords.read(part, "patternProperties", dict, {})
+            patterns = self.keywords.read(part, "patternProperties", dict, {})
             found += [schema for pattern, schema in patterns.items() if self._fits(name, pattern, part)]
             yield from found or [part.get("additionalProperties", True)]
 
     def _fits(self, name: str, pattern: str, part: Schema) -> bool:
-        terminal = self._keywords.name_terminal(pattern, part)
+        terminal = self.keywords.name_terminal(pattern, part)
         if terminal not in self._names_in and terminal is not None:
             self._names_in[terminal] = Texts(terminal)
-        self._branches.count(_NAME)
-        return terminal is not None and f'"{json_text(name)}"' in self._names_in[terminal]
+        self.branches.count(_NAME)
+        return terminal is not None and self._alphabet.string(name) in self._names_in[terminal]
 
     def _others(self, branch: Branch, taken: Sequence[str]) -> str | None:
         """A rule of one member whose name is not declared; None if there must be none."""
-        found, without = list[str](), f' & ~/"(?:{"|".join(escaped(name) for name in taken)})"/' if taken else ""
+        found, without = list[str](), ""
+        if taken:
+            without = f" & ~{self._alphabet.terminal(texts(taken, self._alphabet))}"
         for names, matched in self._classes(branch):
             value = self.value(self._of_class(branch, matched))
             if value is not None and not (matched and self._is_empty(names + without)):
@@ -307,10 +350,10 @@ class _SchemaRules:
 
     def _classes(self, branch: Branch) -> list[tuple[str, frozenset[str]]]:
         """Terminals of names, each with the patterns that its names match: no name is in two of them."""
-        found = [(_STRING, frozenset[str]())]
-        patterns = {p: part for part in branch for p in self._keywords.read(part, "patternProperties", dict, {})}
+        found = [(self._alphabet.terminal(_BARE_NAME if self._quote else f"{JSON.any}*"), frozenset[str]())]
+        patterns = {p: part for part in branch for p in self.keywords.read(part, "patternProperties", dict, {})}
         for pattern, part in patterns.items():
-            terminal = self._keywords.name_terminal(pattern, part)
+            terminal = self.keywords.name_terminal(pattern, part)
             if terminal is None:
                 continue
             inside = [(f"{names} & {terminal}", matched | {pattern}) for names, matched in found]
@@ -322,7 +365,7 @@ class _SchemaRules:
 
     def _of_class(self, branch: Branch, matched: frozenset[str]) -> Iterator[Schema]:
         for part in branch:
-            patterns = self._keywords.read(part, "patternProperties", dict, {})
+            patterns = self.keywords.read(part, "patternProperties", dict, {})
             found = [schema for pattern, schema in patterns.items() if pattern in matched]
             yield from found or [part.get("additionalProperties", True)]
 
@@ -337,7 +380,7 @@ class _SchemaRules:
             low = 0
         most = max(1, min(len(members), max(low, high or 0)))
         if len(members) * most > _MAX_STATES and most > 1:
-            self._keywords.refuse(
+            self.keywords.refuse(
                 "maxProperties" if high else "minProperties", "makes too many ways to count", *branch[:1]
             )
             low, high, most = 0, None, 1
@@ -370,7 +413,7 @@ class _SchemaRules:
         if others is None:
             return "" if not least else None
         if least > 1:  # a name that comes twice is one property to a reader
-            self._keywords.refuse(
+            self.keywords.refuse(
                 "minProperties", "is not supported where it needs two names that are not declared", *branch[:1]
             )
             least = 0

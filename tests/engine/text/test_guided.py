@@ -25,7 +25,7 @@ from engine.params import Guided, ThinkingBudget
 from engine.text.codec import Codec
 from engine.text.guided import GrammarCompiler
 from engine.text.matcher import MAX_LEXER_STATES
-from engine.text.schemas.rules import MAX_WHITESPACE
+from engine.text.schemas.numbers import MAX_WHITESPACE
 from tests.engine.text.test_spelling import CODECS
 from tests.schemas import random_schema
 

@@ -117,7 +117,7 @@ def test_arguments_may_be_written_in_several_ways(written: str, arguments: dict[
 
 _STRICT = {
     "type": "object",
-    "properties": {"b": {"type": "string"}, "A": {"type": "integer"}, "c:": {"enum": ["", "x"]}},
+    "properties": {"b": {"type": "string", "pattern": "^y?$"}, "A": {"type": "integer"}, "c:": {"enum": ["", "x"]}},
     "required": ["A"],
     "additionalProperties": False,
 }
@@ -130,6 +130,7 @@ _STRICT = {
         (f"{{A:1,b:{QUOTE}{QUOTE}}}", True),
         (f"{{A:1,{QUOTE}c:{QUOTE}:{QUOTE}x{QUOTE}}}", True),
         (f"{{A:1,b:{QUOTE}y{QUOTE},{QUOTE}c:{QUOTE}:{QUOTE}{QUOTE}}}", True),
+        (f"{{A:1,b:{QUOTE}z{QUOTE}}}", False),
         (f"{{b:{QUOTE}y{QUOTE}}}", False),
         (f"{{b:{QUOTE}y{QUOTE},A:1}}", False),
         ("{A:1,d:2}", False),
