@@ -12,11 +12,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from engine.text.guided import json_rule
 from engine.text.stops import Asides, StopStrings
 from server.formats.json_text import JsonText
+
+if TYPE_CHECKING:
+    from server.formats.reasoning import Parser
 
 ANY_OBJECT = '{"type": "object"}'
 
@@ -130,16 +133,12 @@ class Scanner:
                 len(self._text) - self._at - (0 if self._is_over else num_open(self._text, markers, self._at))
             ), None
         text = self.take(found.start() - self._at)
-        return text, self.one_of(*markers)
-
-    def one_of(self, *markers: str) -> str | None:
-        """Take that of `markers` with which the text goes on: "" if with none, None if more text has to come first."""
         marker = self.next_of(*markers)
         self._at += len(marker or "")
-        return marker
+        return text, marker
 
     def next_of(self, *markers: str) -> str | None:
-        """Return the same as `one_of`, and take nothing."""
+        """That of `markers` with which the text goes on: "" if with none, None if more text has to come first."""
         found = _any_of(markers).match(self._text, self._at)
         rest = self._text[self._at : self._at + max(map(len, markers))]
         if not self._is_over and any(len(other) > len(rest) and other.startswith(rest) for other in markers):
@@ -163,10 +162,6 @@ class Scanner:
     def mark(self, back: int = 0) -> None:
         """Remember this place, or one so many characters before it that were taken just now."""
         self._before, self._mark = [], self._at - back
-
-    @property
-    def has_mark(self) -> bool:
-        return self._mark is not None
 
     def forget(self) -> None:
         """Forget the mark, and so the text since."""
@@ -233,41 +228,6 @@ class Trimmed:
         return space
 
 
-class Parser(ABC):
-    """Reads one output. The pieces of two readings of the same text join to the same, however the text was cut.
-
-    Text is never lost: what looks like a call and is none is content. The arguments of a call are a JSON object.
-    `is_in_call`: the pieces end inside of a call. Only a call that is passed on early can be cut so.
-    """
-
-    is_in_call = False
-
-    def __init__(self) -> None:
-        self._scanner, self._is_cut = Scanner(), False
-
-    @property
-    def held(self) -> str:
-        """The text that has come and was not read yet, because what it is depends on what comes next."""
-        return self._scanner.held
-
-    def push(self, text: str) -> list[Piece]:
-        self._scanner.push(text)
-        return self._read()
-
-    def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """Read what was held back: the text has ended.
-
-        `is_cut`: the model would have gone on. Then what begins a call at the end is neither a call nor content.
-        """
-        self._is_cut = is_cut
-        self._scanner.end()
-        return self._read()
-
-    @abstractmethod
-    def _read(self) -> list[Piece]:
-        """Read as much as is certain."""
-
-
 class ChatFormat(ABC):
     """A format, as one checkpoint has it.
 
@@ -280,7 +240,7 @@ class ChatFormat(ABC):
     """
 
     name: ClassVar[str]
-    reads: ClassVar[type[Any]]  # the class of its parsers
+    reads: ClassVar[type[Parser]]
     markers: tuple[str, ...] = ()  # of calls
     trigger: str = ""  # the marker that begins every call
     turns: ClassVar[tuple[str, ...]] = ()  # begin and end turns; where they are tokens, parsers drop them
@@ -307,8 +267,7 @@ class ChatFormat(ABC):
             starts_in_reasoning: whether the mark that begins the reasoning stands before the text.
             has_structure: calls have the structure of these rules, so arguments can be passed on before their end.
         """
-        made: Parser = self.reads(self, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
-        return made
+        return self.reads(self, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
 
     @abstractmethod
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
-from server.formats.reasoning import CallParser, Steps
+from server.formats.reasoning import Parser, Steps
 
 
 def _mark(name: str) -> str:
@@ -23,7 +23,7 @@ _TYPE, _FENCE, _FENCE_END = "function", "```json", "```"
 _LINES = f"\n{_FENCE}\n"
 
 
-class _DeepSeekParser(CallParser):
+class _DeepSeekParser(Parser):
     begins = (_BEGIN, _CALL)
     _end_of_broken = re.compile(_CALL_END)
 

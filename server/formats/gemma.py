@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from server.formats.base import ChatFormat, ReasoningMarks, Tool, arguments_rule, quoted
-from server.formats.reasoning import CallParser, Steps
+from server.formats.reasoning import Parser, Steps
 
 
 class _Marks(NamedTuple):
@@ -32,7 +32,7 @@ _KEY_ENDS = (*":,{}[]", *(mark for marks in _MARKS.values() for mark in marks)) 
 _ENDS = {marks.begin: marks.end for marks in _MARKS.values()}
 
 
-class _GemmaParser(CallParser):
+class _GemmaParser(Parser):
     """Writes arguments as JSON. It also reads JSON."""
 
     begins = tuple(_QUOTES)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from engine.text.stops import Asides, StopStrings
 from server.formats.base import ChatFormat, Reasoning, ReasoningMarks, Tool, Trimmed, arguments_rule, without
-from server.formats.reasoning import CallParser, Steps
+from server.formats.reasoning import Parser, Steps
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -24,7 +24,7 @@ _ANSWERS = ("final", f"final {_CONSTRAIN}json")
 _ANYTHING = "/(?s:.*)/"
 
 
-class _HarmonyParser(CallParser):
+class _HarmonyParser(Parser):
     """Reads message after message. Markers are never content; messages of one kind are lines of one text."""
 
     _end_of_broken = re.compile("|".join(map(re.escape, (_END, _RETURN, _CALL))))
@@ -33,18 +33,11 @@ class _HarmonyParser(CallParser):
         self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
     ) -> None:
         super().__init__(chat_format, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
-        self._steps, self._step = self._messages(_ANALYSIS if starts_in_reasoning else ""), self._advance
         self._thoughts, self._answer = _Messages(leading=True), _Messages(leading=False)
         self._text = self._answer
 
-    def _call(self, marker: str) -> Steps[bool]:
-        raise NotImplementedError
-
-    def _advance(self) -> bool:
-        next(self._steps, None)
-        return False
-
-    def _messages(self, header: str) -> Steps[None]:
+    def _run(self) -> Steps[None]:
+        header = _ANALYSIS if self._starts_in_reasoning else ""
         marker = _MESSAGE if header else (yield from self._beginning())
         while marker:
             if marker == _MESSAGE:
@@ -57,7 +50,7 @@ class _HarmonyParser(CallParser):
 
     def _beginning(self) -> Steps[str | None]:
         """Read what stands before the first marker: the recipient, or content."""
-        space = yield from self._gap()
+        space = yield from self._space()
         if (yield from self._sees(_RECIPIENT)):
             return _START
         self._write(space)

@@ -10,12 +10,12 @@ import re
 from collections.abc import Sequence
 
 from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
-from server.formats.reasoning import CallParser, Steps
+from server.formats.reasoning import Parser, Steps
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
-class _HermesParser(CallParser):
+class _HermesParser(Parser):
     begins = (_BEGIN,)
     _end_of_broken = re.compile(_END)
 

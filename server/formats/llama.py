@@ -13,25 +13,22 @@ from dataclasses import replace
 from engine.text.guided import json_rule
 from engine.text.stops import Asides, StopStrings
 from server.formats.base import ChatFormat, Tool, arguments_rule, pattern, quoted
-from server.formats.reasoning import CallParser, Steps
+from server.formats.reasoning import Parser, Steps
 
 _TAG, _SEPARATOR = "<|python_tag|>", "; "
 _NEXT = (_SEPARATOR + "{", ";{", "\n{")  # call
 
 
-class _LlamaParser(CallParser):
+class _LlamaParser(Parser):
     """Reads calls from the beginning of the answer on. After a call, also a broken one, the next one may begin."""
 
     begins = (_TAG,)
     _end_of_broken = re.compile(r"\}(?=(?:; ?|\n)\{)")
-    _has_begun = False
 
-    def _content(self) -> bool:
-        if self._has_begun or not self._names:
-            return super()._content()
-        self._has_begun = True
-        self._begin_call("")
-        return True
+    def _content(self) -> Steps[None]:
+        if self._names:
+            yield from self._try_call("")
+        yield from super()._content()
 
     def _call(self, marker: str) -> Steps[bool]:
         if marker in _NEXT:

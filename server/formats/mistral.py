@@ -11,14 +11,14 @@ import re
 from collections.abc import Sequence
 
 from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
-from server.formats.reasoning import CallParser, Steps
+from server.formats.reasoning import Parser, Steps
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NEXT = (", {", ",{")  # call in an array
 _CALL_ID = "/[a-zA-Z0-9]{9}/"
 
 
-class _MistralParser(CallParser):
+class _MistralParser(Parser):
     """Reads calls of every variant. After a broken call of an array the next one may begin."""
 
     begins = (_CALLS,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -15,92 +14,138 @@ from server.formats.base import (
     CallStart,
     ChatFormat,
     Content,
-    Parser,
     Piece,
     Reasoning,
+    ReasoningMarks,
+    Scanner,
     Tool,
     Trimmed,
     num_open,
 )
 from server.formats.json_text import JsonText
 
-Step: TypeAlias = Callable[[], bool]  # reads some text; returns False to wait for more
+_T = TypeVar("_T")
+Steps: TypeAlias = Generator[None, None, _T]  # yields where more text has to come first; at the end of the text nowhere
+
+_NAME, _ARGUMENTS, _IGNORED = '"name"', ('"arguments"', '"parameters"'), ('"id"', '"type"')
+_NOTHING = ('""', "null")  # in the place of arguments
 
 
-class TextParser(Parser):
-    """Reads reasoning at the beginning of the text, and then content. A subclass reads calls of functions.
+@dataclass(slots=True)
+class _JsonCall:
+    """What was read of an object. Arguments that stand before the name are kept."""
 
-    A subclass reads a call in steps: `_start_call`, `_add_arguments`, `_complete_call`. A call is passed on when it is
-    complete. Until then all that was taken can still become content, with `_no_call`. Where calls have a structure,
-    they are passed on as they come.
+    name: str = ""
+    early: str = ""
+    has_arguments: bool = False
+    has_more: bool = False  # members behind the arguments
+    has_others: bool = False  # some of them none of a call's
+    is_broken: bool = False
+
+
+class Parser:
+    """Reads one output: reasoning at its beginning, and then content and calls of `tools`, which subclasses read.
+
+    The pieces of two readings of the same text join to the same, however the text was cut. Text is never lost: what
+    looks like a call and is none is content. The arguments of a call are a JSON object.
+
+    A call is read in steps: `_start_call`, `_add_arguments`, `_complete_call`. It is passed on when it is complete.
+    Until then all that was taken can still become content. Where calls have a structure, they are passed on as they
+    come: only such a call can be cut so that the pieces end inside of it (`is_in_call`).
 
     Args:
         chat_format: whose marks and tokens the text has.
-        openings: the markers of which each may begin a call.
+        tools: without any no marker begins a call.
         starts_in_reasoning: whether the mark that begins the reasoning stands before the text.
         has_structure: whether calls are passed on as they come.
     """
 
+    begins: tuple[str, ...] = ()  # the markers of which each may begin a call
+    is_in_call = False
     _end_of_broken = re.compile("(?!)")  # where text goes on after a call that is none
     # Or where another call begins. Not where a string may quote a whole one, which would then be taken for a call.
     _reads_on_at_openings = True
 
     def __init__(
-        self, chat_format: ChatFormat, openings: Sequence[str] = (), *, starts_in_reasoning: bool = False,
-        has_structure: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
+        self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
+    ) -> None:
+        self._scanner, self._is_cut = Scanner(), False
         self._marks, self._starts_in_reasoning = chat_format.reasoning, starts_in_reasoning
-        self._dropped, self._openings = chat_format.dropped, tuple(openings)
-        self._spelled = [mark for mark in openings if mark not in chat_format.special]  # a token is never half a marker
+        self._dropped, self._openings = chat_format.dropped, self.begins if tools else ()
+        # A token is never half a marker.
+        self._spelled = [mark for mark in self._openings if mark not in chat_format.special]
         self._reasoning, self._text = Trimmed(leading=True), Trimmed(leading=False)
         self._pieces: list[Piece] = []
         self._num_calls, self._is_early = 0, has_structure
         self._name, self._arguments = "", list[str]()  # of the call that is read
         self._ran_out = False  # a call could have gone on where the text has ended
-        self._step: Step = self._begin if self._marks else self._content
+        self._names = tuple(tool.name for tool in tools)
+        escapes = (True, False)
+        self._written = {json.dumps(name, ensure_ascii=escape): name for name in self._names for escape in escapes}
+        self._steps = self._run()
+
+    @property
+    def held(self) -> str:
+        """The text that has come and was not read yet, because what it is depends on what comes next."""
+        return self._scanner.held
+
+    def push(self, text: str) -> list[Piece]:
+        """Read as much as is certain."""
+        self._scanner.push(text)
+        return self._read()
+
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Read what was held back: the text has ended.
+
+        `is_cut`: the model would have gone on. Then what begins a call at the end is neither a call nor content.
+        """
+        self._is_cut = is_cut
+        self._scanner.end()
+        return self._read()
 
     def _read(self) -> list[Piece]:
-        while self._step():
-            pass
+        next(self._steps, None)
         if self._scanner.is_over:
             self._add_content(self._text.end(keep=True))
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    # Reasoning
+    def _run(self) -> Steps[None]:
+        if self._marks is not None:
+            yield from self._reason(self._marks)
+        yield from self._content()
 
-    def _begin(self) -> bool:
-        assert self._marks is not None, "reads reasoning without marks"
-        if not self._scanner.has_mark:
-            self._scanner.mark()
-        if not self._skip_space() or (mark := self._accept(self._marks.begin)) is None:
-            return False
-        if not (mark or self._starts_in_reasoning):
+    def _reason(self, marks: ReasoningMarks) -> Steps[None]:
+        self._scanner.mark()
+        yield from self._space()
+        is_reasoning = bool((yield from self._expect(marks.begin))) or self._starts_in_reasoning
+        if not is_reasoning:
             self._scanner.rewind()
         self._scanner.forget()
-        self._step = self._reason if mark or self._starts_in_reasoning else self._content
-        return True
+        while is_reasoning:
+            text, marker = self._scanner.until(marks.end, *self._dropped)
+            if more := self._reasoning.add(text):
+                self._pieces.append(Reasoning(more))
+            if marker == marks.end:
+                self._text = Trimmed(leading=True)
+                return
+            if marker is None:
+                if self._scanner.is_over:
+                    return
+                yield
 
-    def _reason(self) -> bool:
-        assert self._marks is not None, "reads reasoning without marks"
-        text, marker = self._scanner.until(self._marks.end, *self._dropped)
-        if more := self._reasoning.add(text):
-            self._pieces.append(Reasoning(more))
-        if marker == self._marks.end:
-            self._text, self._step = Trimmed(leading=True), self._content
-        return marker is not None
-
-    # Content
-
-    def _content(self) -> bool:
-        text, marker = self._scanner.until(*self._openings, *self._dropped)
-        if marker is None and self._is_cut:
-            text = text[: len(text) - num_open(text, self._spelled)]
-        self._add_content(self._text.add(text))
-        if marker in self._openings:
-            self._begin_call(marker)
-        return marker is not None
+    def _content(self) -> Steps[None]:
+        while True:
+            text, marker = self._scanner.until(*self._openings, *self._dropped)
+            if marker is None and self._is_cut:
+                text = text[: len(text) - num_open(text, self._spelled)]
+            self._add_content(self._text.add(text))
+            if marker is None:
+                if self._scanner.is_over:
+                    return
+                yield
+            elif marker in self._openings:
+                yield from self._try_call(marker)
 
     def _add_content(self, text: str) -> None:
         if text:
@@ -108,26 +153,17 @@ class TextParser(Parser):
 
     # Calls
 
-    def _begin_call(self, marker: str) -> None:
-        """Remember where a call may begin: at a marker that was just taken."""
+    def _try_call(self, marker: str) -> Steps[None]:
+        """A call may begin at a marker that was just taken."""
         self._scanner.mark(len(marker))
         self._ran_out = False
-        self._open(marker)
+        if not (yield from self._call(marker)):
+            self._no_call()
+        self._scanner.forget()
 
-    def _open(self, marker: str) -> None:
-        """A call may begin: `_step` becomes what reads it."""
+    def _call(self, marker: str) -> Steps[bool]:
+        """Read calls after a marker; return whether all that was taken since the last complete one belongs to them."""
         raise NotImplementedError
-
-    def _accept(self, *markers: str) -> str | None:
-        """Take that of `markers` with which the text goes on: "" if with none, None if more text has to come first."""
-        marker = self._scanner.one_of(*markers)
-        self._ran_out |= marker == "" and self._scanner.is_cut(*markers)
-        return marker
-
-    def _skip_space(self) -> bool:
-        """Take white space; return whether something else has come, or no more will come."""
-        self._scanner.take_space()
-        return not self._scanner.is_waiting
 
     def _start_call(self, name: str) -> None:
         self._name, self._arguments = name, []
@@ -185,92 +221,7 @@ class TextParser(Parser):
         self._scanner.rewind(length)
         self._add_content(self._text.add(text[:length]))
 
-
-class PlainFormat(ChatFormat):
-    """Reasoning or none, and content. Calls are not known."""
-
-    name = "plain"
-
-    def parser(
-        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
-    ) -> Parser:
-        return TextParser(self, starts_in_reasoning=starts_in_reasoning)
-
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Refuse: there is no text that would be a call."""
-        raise InvalidRequest.of(
-            "tools", "cannot be called: the chat template of this model knows no calls of functions"
-        )
-
-
-_T = TypeVar("_T")
-Steps: TypeAlias = Generator[None, None, _T]
-
-_NAME, _ARGUMENTS, _IGNORED = '"name"', ('"arguments"', '"parameters"'), ('"id"', '"type"')
-_NOTHING = ('""', "null")  # in the place of arguments
-
-
-@dataclass(slots=True)
-class _JsonCall:
-    """What was read of an object. Arguments that stand before the name are kept."""
-
-    name: str = ""
-    early: str = ""
-    has_arguments: bool = False
-    has_more: bool = False  # members behind the arguments
-    has_others: bool = False  # some of them none of a call's
-    is_broken: bool = False
-
-
-class CallParser(TextParser):
-    """Reads calls of `tools` with a generator. At the end of the text its steps find nothing more, and it ends."""
-
-    begins: tuple[str, ...] = ()  # the markers of which each may begin a call; without tools none does
-
-    def __init__(
-        self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
-    ) -> None:
-        openings = self.begins if tools else ()
-        super().__init__(chat_format, openings, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
-        self._names = tuple(tool.name for tool in tools)
-        escapes = (True, False)
-        self._written = {json.dumps(name, ensure_ascii=escape): name for name in self._names for escape in escapes}
-        self._steps: Steps[None] = self._run("")
-
-    def _open(self, marker: str) -> None:
-        self._steps, self._step = self._run(marker), self._advance
-
-    def _advance(self) -> bool:
-        return next((False for _ in self._steps), True)
-
-    def _run(self, marker: str) -> Steps[None]:
-        if not (yield from self._call(marker)):
-            self._no_call()
-        self._scanner.forget()
-        self._step = self._content
-
-    @abstractmethod
-    def _call(self, marker: str) -> Steps[bool]:
-        """Read calls after a marker; return whether all that was taken since the last complete one belongs to them."""
-
     # Steps
-
-    def _expect(self, *markers: str) -> Steps[str]:
-        """Take that of `markers` with which the text goes on; "" if with none."""
-        while (found := self._accept(*markers)) is None:
-            yield
-        return found
-
-    def _space(self) -> Steps[None]:
-        while not self._skip_space():
-            yield
-
-    def _gap(self) -> Steps[str]:
-        parts = [self._scanner.take_space()]
-        while self._scanner.is_waiting:
-            yield
-            parts.append(self._scanner.take_space())
-        return "".join(parts)
 
     def _sees(self, *markers: str) -> Steps[str]:
         """Return that of `markers` with which the text goes on, which stays; "" if with none."""
@@ -278,6 +229,18 @@ class CallParser(TextParser):
             yield
         self._ran_out |= found == "" and self._scanner.is_cut(*markers)
         return found
+
+    def _expect(self, *markers: str) -> Steps[str]:
+        """Take that of `markers` with which the text goes on; "" if with none."""
+        return self._scanner.take(len((yield from self._sees(*markers))))
+
+    def _space(self) -> Steps[str]:
+        """Take white space."""
+        parts = [self._scanner.take_space()]
+        while self._scanner.is_waiting:
+            yield
+            parts.append(self._scanner.take_space())
+        return "".join(parts)
 
     def _until(self, *markers: str) -> Steps[tuple[str, str]]:
         """Take the text before the first of `markers`, and the marker; "" if the text has ended before."""
@@ -290,6 +253,18 @@ class CallParser(TextParser):
                 return "".join(parts), marker or ""
             yield
 
+    def _json(self, write: Callable[[str], None]) -> Steps[bool]:
+        """Take a JSON value and write it as it comes; return whether it is complete."""
+        value = JsonText()
+        while True:
+            written: list[str] = []
+            self._scanner.take_json(value, written)
+            write("".join(written))
+            if value.is_over or value.is_broken or self._scanner.is_over:
+                self._ran_out |= not (value.is_over or value.is_broken)
+                return value.is_over
+            yield
+
     def _object(self, name: str) -> Steps[bool]:
         """Read the arguments of a call of this function; return whether they are a JSON object that is complete."""
         if not (yield from self._sees("{")):
@@ -298,25 +273,12 @@ class CallParser(TextParser):
                 self._add_arguments("{}")
             return bool(found)
         self._start_call(name)
-        value = JsonText()
-        while True:
-            written: list[str] = []
-            self._scanner.take_json(value, written)
-            self._add_arguments("".join(written))
-            if value.is_over or value.is_broken or self._scanner.is_over:
-                self._ran_out |= not (value.is_over or value.is_broken)
-                return value.is_over
-            yield
+        return (yield from self._json(self._add_arguments))
 
     def _value(self) -> Steps[str]:
         """Take a JSON value; "" if it is none, or not complete."""
-        value, written = JsonText(), list[str]()
-        while True:
-            self._scanner.take_json(value, written)
-            if value.is_over or value.is_broken or self._scanner.is_over:
-                self._ran_out |= not (value.is_over or value.is_broken)
-                return "".join(written) if value.is_over else ""
-            yield
+        written: list[str] = []
+        return "".join(written) if (yield from self._json(written.append)) else ""
 
     def _call_of(self, name: str, *ends: str, has_end: bool) -> Steps[bool]:
         """Read the arguments of a call of this function: an object, or nothing before what `ends` a call.
@@ -420,3 +382,16 @@ class CallParser(TextParser):
         colon = yield from self._expect(":")
         yield from self._space()
         return key if colon else ""
+
+
+class PlainFormat(ChatFormat):
+    """Reasoning or none, and content. Calls are not known."""
+
+    name = "plain"
+    reads = Parser
+
+    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """Refuse: there is no text that would be a call."""
+        raise InvalidRequest.of(
+            "tools", "cannot be called: the chat template of this model knows no calls of functions"
+        )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from server.formats.base import ChatFormat, Tool, quoted
-from server.formats.reasoning import CallParser, Steps
+from server.formats.reasoning import Parser, Steps
 from server.formats.value_rules import STRING, Parameters, ValueEnd
 
 
@@ -39,7 +39,7 @@ class Tags:
         return tuple(filter(None, (self.key[0], *self.end)))
 
 
-class _TaggedParser(CallParser):
+class _TaggedParser(Parser):
     """Reads a call tag by tag. The value of a parameter that is always a string is passed on as it comes."""
 
     _reads_on_at_openings = False
@@ -114,7 +114,7 @@ class _TaggedParser(CallParser):
                 yield
                 continue
             has_ended |= mark != begin
-            gap = yield from self._gap()
+            gap = yield from self._space()
             if mark == self._tags.value[1]:
                 tag = yield from self._expect(*self._tags.after_value)
                 if tag or self._scanner.is_cut(*self._tags.after_value):

@@ -14,11 +14,11 @@ from server.formats.base import (
     CallStart,
     ChatFormat,
     Content,
-    Parser,
     Piece,
     Reasoning,
     ReasoningMarks,
 )
+from server.formats.reasoning import Parser
 
 TOKENS_PER_TURN = 256  # that are read before others have a turn
 
