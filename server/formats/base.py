@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
@@ -269,9 +269,23 @@ class ChatFormat(ABC):
         """
         return self.reads(self, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
 
-    @abstractmethod
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Lark rules of which `rest` matches a call of a tool after its trigger; with `several` also further calls."""
+        """Lark rules of which `rest` matches a call of a tool after its trigger; with `several` also further calls.
+
+        Raises ValueError if the schema of a tool cannot be followed.
+        """
+        shared: dict[str, str] = {}
+        calls = choices(self._call(tool, shared) for tool in tools)
+        rules = (f"{name}: {body}" for body, name in shared.items())
+        return "\n".join([f"rest: {self._sequence(several=several)}", *calls, *rules])
+
+    @abstractmethod
+    def _sequence(self, *, several: bool) -> str:
+        """What `rest` is in Lark, where `call` is that of a tool."""
+
+    @abstractmethod
+    def _call(self, tool: Tool, shared: dict[str, str]) -> str:
+        """A call of a tool in Lark; `shared`: the names of rules that several may use, by their right-hand sides."""
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
         """Lark rules of which `calls` matches one call of a tool, or with `several` one or more."""
@@ -318,6 +332,12 @@ class ChatFormat(ABC):
             parts += [f"<[{self.special[token]}]>"] if token else []
             rest = rest[at + len(token) :]
         return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
+
+
+def choices(calls: Iterable[str]) -> list[str]:
+    """Lark rules of which `call` matches one of these."""
+    rules = [f"call_{i}: {one}" for i, one in enumerate(calls)]
+    return [f"call: {' | '.join(f'call_{i}' for i in range(len(rules)))}", *rules]
 
 
 def quoted(text: str) -> str:

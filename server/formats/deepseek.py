@@ -7,7 +7,6 @@ V3 and R1: `<|tool▁call▁begin|>function<|tool▁sep|>f`, a line "```json", t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
 from server.formats.reasoning import Parser, Steps
@@ -72,17 +71,15 @@ class DeepSeekFormat(ChatFormat):
     def _is_fenced(self) -> bool:
         return self._variant == "v3"
 
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        more = (' ("\\n" call)*' if self._is_fenced else " call*") if several else ""
+    def _sequence(self, *, several: bool) -> str:
         close = quoted(f"\n{_FENCE_END}") if self._is_fenced else ""
-        choices = " | ".join(f"call_{i}" for i in range(len(tools)))
-        return "\n".join([
-            f"rest: call{more} {self.literal(_END)}",
-            f"call: {self.literal(_CALL)} ({choices}) {close} {self.literal(_CALL_END)}",
-            *(f"call_{i}: {self._head(tool)} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
-        ])  # fmt: skip
+        one = f"{self.literal(_CALL)} call {close} {self.literal(_CALL_END)}"
+        more = f"({quoted(chr(10)) if self._is_fenced else ''} {one})*" if several else ""
+        return f"{one} {more} {self.literal(_END)}"
 
-    def _head(self, tool: Tool) -> str:
+    def _call(self, tool: Tool, shared: dict[str, str]) -> str:
         if self._is_fenced:
-            return f'"{_TYPE}" {self.literal(_SEPARATOR)} {quoted(tool.name + _LINES)}'
-        return f"{quoted(tool.name)} {self.literal(_SEPARATOR)}"
+            head = f'"{_TYPE}" {self.literal(_SEPARATOR)} {quoted(tool.name + _LINES)}'
+        else:
+            head = f"{quoted(tool.name)} {self.literal(_SEPARATOR)}"
+        return f"{head} {arguments_rule(tool)}"

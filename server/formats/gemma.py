@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from server.formats.base import ChatFormat, ReasoningMarks, Tool, arguments_rule, quoted
@@ -135,11 +135,10 @@ class GemmaFormat(ChatFormat):
         self._marks = _MARKS[variant]
         self.trigger = self._marks.begin
 
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+    def _sequence(self, *, several: bool) -> str:
+        one = f"call {self.literal(self._marks.end)}"
+        return f"{one} ({self.literal(self._marks.begin)} {one})*" if several else one
+
+    def _call(self, tool: Tool, shared: dict[str, str]) -> str:
         """As the chat templates write calls, with the properties in the order of their names."""
-        begin, end, quote = map(self.literal, self._marks)
-        return "\n".join([
-            f"rest: call ({begin} call)*" if several else "rest: call",
-            f"call: ({' | '.join(f'call_{i}' for i in range(len(tools)))}) {end}",
-            *(f"call_{i}: {quoted(_WORD + tool.name)} {arguments_rule(tool, quote)}" for i, tool in enumerate(tools)),
-        ])  # fmt: skip
+        return f"{quoted(_WORD + tool.name)} {arguments_rule(tool, self.literal(self._marks.quote))}"

@@ -132,18 +132,18 @@ class HarmonyFormat(ChatFormat):
         bodies = StopStrings(f"{header}{_MESSAGE}" for header in headers)
         return Asides((_RECIPIENT,), bodies, StopStrings(_MARKERS), bodies, is_open=starts_in_reasoning)
 
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """As the chat template writes calls, after what may begin the message."""
-        more = f" ({self.literal(f'{_END}{_START}assistant')} call)*" if several else ""
-        return "\n".join([
-            f"rest: call{more}",
-            f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
-            *(f"call_{i}: {self.literal(_head(tool))} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
-        ])  # fmt: skip
+    def _sequence(self, *, several: bool) -> str:
+        """Calls as the chat template writes them, after what may begin the message."""
+        return f"call ({self.literal(f'{_END}{_START}assistant')} call)*" if several else "call"
+
+    def _call(self, tool: Tool, shared: dict[str, str]) -> str:
+        head = f"{_CHANNEL}commentary {_RECIPIENT}{_NAMESPACE}{tool.name} {_CONSTRAIN}json{_MESSAGE}"
+        return f"{self.literal(head)} {arguments_rule(tool)}"
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
         """Calls; their message may be the first one of the answer, or follow another one."""
-        return f"calls: role? rest\n{self._role()}\n{self.rest(tools, several=several)}"
+        role = self.literal(f"{_START}assistant")
+        return f"calls: role? rest\nrole: {role}\n{self.rest(tools, several=several)}"
 
     def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:
         """A final message, or calls with or without a message to the user before them."""
@@ -160,15 +160,8 @@ class HarmonyFormat(ChatFormat):
     def prefix(self, *, has_reasoned: bool) -> str:
         return self.literal(f"{_START}assistant{_FINAL}" if has_reasoned else _FINAL)
 
-    def _role(self) -> str:
-        return f"role: {self.literal(f'{_START}assistant')}"
-
 
 _FINAL = f"{_CHANNEL}final{_MESSAGE}"
-
-
-def _head(tool: Tool) -> str:
-    return f"{_CHANNEL}commentary {_RECIPIENT}{_NAMESPACE}{tool.name} {_CONSTRAIN}json{_MESSAGE}"
 
 
 def _is_header_word(word: str) -> bool:

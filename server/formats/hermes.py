@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
 from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
 from server.formats.reasoning import Parser, Steps
@@ -33,16 +32,11 @@ class HermesFormat(ChatFormat):
     trigger = _BEGIN
     turns = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+    def _sequence(self, *, several: bool) -> str:
+        one = f'"\\n" call "}}\\n" {self.literal(_END)}'
+        return f'{one} ("\\n" {self.literal(_BEGIN)} {one})*' if several else one
+
+    def _call(self, tool: Tool, shared: dict[str, str]) -> str:
         """As the chat templates write calls, with the name first, so that arguments can be streamed."""
-        calls = [f"call_{i}" for i in range(len(tools))]
-        begin, end = self.literal(_BEGIN), self.literal(_END)
-        return "\n".join([
-            f'rest: object ("\\n" {begin} object)*' if several else "rest: object",
-            f'object: "\\n" ({" | ".join(calls)}) "}}\\n" {end}',
-            *(f"{call}: {_head(tool)} {arguments_rule(tool)}" for call, tool in zip(calls, tools, strict=True)),
-        ])  # fmt: skip
-
-
-def _head(tool: Tool) -> str:
-    return quoted(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
+        head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
+        return f"{quoted(head)} {arguments_rule(tool)}"

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.text.guided import json_rule
 from engine.text.stops import Asides, StopStrings
-from server.formats.base import ChatFormat, Tool, arguments_rule, pattern, quoted
+from server.formats.base import ChatFormat, Tool, arguments_rule, choices, pattern, quoted
 from server.formats.reasoning import Parser, Steps
 
 _TAG, _SEPARATOR = "<|python_tag|>", "; "
@@ -63,12 +63,18 @@ class LlamaFormat(ChatFormat):
         names = (f'{{"name": {json.dumps(tool.name)}' for tool in tools)
         return replace(found, opens=StopStrings((_TAG, *names))) if tools else found
 
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Calls as JSON, so that content of a JSON Schema may stand in their place: the lexer finds the same parts."""
-        objects = (
-            json_rule(json.dumps(_object(f"tool:{i}", tool)), lenient=not tool.strict) for i, tool in enumerate(tools)
-        )
-        return _calls(objects, several=several)
+    def _sequence(self, *, several: bool) -> str:
+        return f"call ({quoted(_SEPARATOR)} call)*" if several else "call"
+
+    def _call(self, tool: Tool, shared: dict[str, str]) -> str:
+        """A call as JSON, so that content of a JSON Schema may stand in its place: the lexer finds the same parts.
+
+        The schema of the arguments has an identifier, so that its references keep their meaning.
+        """
+        parameters = {"$id": f"tool:{tool.name}", "type": "object"} | json.loads(tool.parameters)
+        properties = {"name": {"const": tool.name}, "parameters": parameters}
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        return json_rule(json.dumps(schema), lenient=not tool.strict)
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
         return f"calls: {self.literal(_TAG)}? rest\n{self.rest(tools, several=several)}"
@@ -81,26 +87,11 @@ class LlamaFormat(ChatFormat):
         return "\n".join([
             f"auto: TEXT | {self.literal(_TAG)}? rest",
             rf"TEXT: /(?s:.*)/ & ~/{like_calls}(?s:.*)/ & ~/(?s:.*){pattern(_TAG)}(?s:.*)/{others}",
+            f"rest: {self._sequence(several=several)}",
             # A lexer that has read the beginning of a call as text does not go back: so it is one lexeme.
-            _calls((f'{_head(tool)} {arguments_rule(tool)} "}}"' for tool in tools), several=several),
+            *choices(f'{_head(tool)} {arguments_rule(tool)} "}}"' for tool in tools),
         ])  # fmt: skip
 
 
 def _head(tool: Tool) -> str:
     return quoted(f'{{"name": {json.dumps(tool.name)}, "parameters": ')
-
-
-def _object(identifier: str, tool: Tool) -> dict[str, object]:
-    """The schema of a call. That of the arguments has an identifier, so that its references keep their meaning."""
-    parameters = {"$id": identifier, "type": "object"} | json.loads(tool.parameters)
-    properties = {"name": {"const": tool.name}, "parameters": parameters}
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-
-
-def _calls(objects: Iterable[str], *, several: bool) -> str:
-    choices = [f"call_{i}: {matched}" for i, matched in enumerate(objects)]
-    return "\n".join([
-        f"rest: call ({quoted(_SEPARATOR)} call)*" if several else "rest: call",
-        f"call: {' | '.join(f'call_{i}' for i in range(len(choices)))}",
-        *choices,
-    ])  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
 from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
 from server.formats.reasoning import Parser, Steps
@@ -70,21 +69,16 @@ class MistralFormat(ChatFormat):
     newest = "v13"
     trigger = _CALLS
 
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        return "\n".join([
-            f"rest: {self._whole(several=several)}",
-            f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
-            *(f"call_{i}: {self._head(tool)} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
-        ])  # fmt: skip
-
-    def _whole(self, *, several: bool) -> str:
+    def _sequence(self, *, several: bool) -> str:
         if self._variant == "v3":
             call = f'call ", \\"id\\": \\"" {_CALL_ID} "\\"}}"'
             return f'"[" {call} (", " {call})* "]"' if several else f'"[" {call} "]"'
         return f"call ({self.literal(_CALLS)} call)*" if several else "call"
 
-    def _head(self, tool: Tool) -> str:
+    def _call(self, tool: Tool, shared: dict[str, str]) -> str:
         if self._variant == "v3":
-            return quoted(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-        call_id = f"{self.literal(_ID)} {_CALL_ID} " if self._variant == "v11" else ""
-        return f"{quoted(tool.name)} {call_id}{self.literal(_ARGUMENTS)}"
+            head = quoted(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
+        else:
+            call_id = f"{self.literal(_ID)} {_CALL_ID} " if self._variant == "v11" else ""
+            head = f"{quoted(tool.name)} {call_id}{self.literal(_ARGUMENTS)}"
+        return f"{head} {arguments_rule(tool)}"

@@ -390,7 +390,10 @@ class PlainFormat(ChatFormat):
     name = "plain"
     reads = Parser
 
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+    def _sequence(self, *, several: bool) -> str:
+        return "call"
+
+    def _call(self, tool: Tool, shared: dict[str, str]) -> str:
         """Refuse: there is no text that would be a call."""
         raise InvalidRequest.of(
             "tools", "cannot be called: the chat template of this model knows no calls of functions"

@@ -132,52 +132,38 @@ class TaggedFormat(ChatFormat):
     tags: ClassVar[Tags]
     reads = _TaggedParser
 
-    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """As the chat templates write calls: parameters in the order of the schema."""
-        calls = [f"call_{i}" for i in range(len(tools))]
-        begin, before_name = self.literal(self.tags.begin), "line " if self.tags.name[0] else ""
-        values = dict[str, str]()  # names of rules by what they match: parameters with the same schema share them
-        return "\n".join([
-            f"rest: function (line {begin} function)*" if several else "rest: function",
-            f"function: {before_name}({' | '.join(calls)}) {self._lark(self.tags.end[1])}",
-            f"line: {self.tags.line}",
-            *(f"{call}: {self._call(tool, values)}" for call, tool in zip(calls, tools, strict=True)),
-            *(f"{name}: {body}" for body, name in values.items()),
-        ])  # fmt: skip
+    def _sequence(self, *, several: bool) -> str:
+        tags = self.tags
+        one = f"{tags.line if tags.name[0] else ''} call {self._lark(tags.end[1])}"
+        return f"{one} ({tags.line} {self.literal(tags.begin)} {one})*" if several else one
 
-    def _value_end(self) -> ValueEnd:
-        mark = self.tags.value[1]
-        return ValueEnd(
-            line_break=self._line_break,
-            mark=mark,
-            token=self.literal(mark) if mark in self.special else None,
-            followers=self.tags.after_value,
-        )
-
-    def _call(self, tool: Tool, values: dict[str, str]) -> str:
-        """A call from the name of the function to the end of its parameters, in Lark."""
+    def _call(self, tool: Tool, shared: dict[str, str]) -> str:
+        """As the chat templates write it, from the name of the function to the end of its parameters."""
         parameters, tags = Parameters(tool), self.tags
-        parts = [self._lark(tags.name[0]), quoted(tool.name), self._lark(tags.name[1]), "line"]
+        parts = [self._lark(tags.name[0]), quoted(tool.name), self._lark(tags.name[1]), tags.line]
         parts += [
-            f"({self._parameter(parameters, name, values)}){'' if is_required else '*' if name is None else '?'}"
+            f"({self._parameter(parameters, name, shared)}){'' if is_required else '*' if name is None else '?'}"
             for name, is_required in parameters.declared().items()
         ]
-        return " ".join([*parts, f"{self._lark(tags.end[0])} line" if tags.end[0] else ""])
+        return " ".join([*parts, f"{self._lark(tags.end[0])} {tags.line}" if tags.end[0] else ""])
 
-    def _parameter(self, parameters: Parameters, name: str | None, values: dict[str, str]) -> str:
+    def _parameter(self, parameters: Parameters, name: str | None, shared: dict[str, str]) -> str:
         """A parameter in Lark; with None one that has any name."""
         tags = self.tags
         if name is not None and (tags.key[1] in name or name != name.strip()):
             parameters.refuse(f"has a parameter named {name!r}")
         key = quoted(name) if name is not None else r"/[^<>\s]+/"
-        before = f"line {self._lark(tags.value[0])}" if tags.value[0] else ""
-        value = values.setdefault(parameters.rule(name, self._value_end()), f"value_{len(values)}")
-        line_break = self._lark(self._line_break)
-        return f"{self._lark(tags.key[0])} {key} {self._lark(tags.key[1])} {before} {line_break} {value} line"
-
-    @property
-    def _line_break(self) -> str:
-        return "\n" if self.tags.is_indented else ""
+        before = f"{tags.line} {self._lark(tags.value[0])}" if tags.value[0] else ""
+        mark, line_break = tags.value[1], "\n" if tags.is_indented else ""
+        end = ValueEnd(
+            line_break=line_break,
+            mark=mark,
+            token=self.literal(mark) if mark in self.special else None,
+            followers=tags.after_value,
+        )
+        value = shared.setdefault(parameters.rule(name, end), f"value_{len(shared)}")
+        begin = f"{self._lark(tags.key[0])} {key} {self._lark(tags.key[1])}"
+        return f"{begin} {before} {self._lark(line_break)} {value} {tags.line}"
 
     def _lark(self, marker: str) -> str:
         return self.literal(marker) if marker else ""
