@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from engine.text.stops import Asides, StopStrings
-from server.formats.base import ChatFormat, Reasoning, ReasoningMarks, Tool, Trimmed, arguments_rule, without
+from server.formats.base import ChatFormat, ReasoningMarks, Tool, Trimmed, arguments_rule, without
 from server.formats.reasoning import Parser, Steps
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -82,7 +82,9 @@ class _HarmonyParser(Parser):
                 self._scanner.rewind()
             self._scanner.forget()
         (self._thoughts if is_reasoning else self._answer).begin()
-        return (yield from self._pass_on(self._write_reasoning if is_reasoning else self._write))
+        marker = yield from self._pass_on(self._write_reasoning if is_reasoning else self._write)
+        self.is_reasoning = False
+        return marker
 
     def _whole_call(self, name: str) -> Steps[bool]:
         if not (yield from self._call_of(name, *_MARKERS, has_end=False)):
@@ -112,8 +114,7 @@ class _HarmonyParser(Parser):
         self._add_content(self._answer.add(text))
 
     def _write_reasoning(self, text: str) -> None:
-        if more := self._thoughts.add(text):
-            self._pieces.append(Reasoning(more))
+        self._add_reasoning(self._thoughts.add(text))
 
 
 class HarmonyFormat(ChatFormat):

@@ -51,7 +51,8 @@ class Parser:
 
     A call is read in steps: `_start_call`, `_add_arguments`, `_complete_call`. It is passed on when it is complete.
     Until then all that was taken can still become content. Where calls have a structure, they are passed on as they
-    come: only such a call can be cut so that the pieces end inside of it (`is_in_call`).
+    come: only such a call can be cut so that the pieces end inside of it (`is_in_call`). `is_reasoning`: the reasoning
+    has begun, in its first piece or before the text, and its end mark has not come.
 
     Args:
         chat_format: whose marks and tokens the text has.
@@ -70,6 +71,7 @@ class Parser:
         self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
     ) -> None:
         self._scanner, self._is_cut = Scanner(), False
+        self.is_reasoning = starts_in_reasoning and chat_format.reasoning is not None
         self._marks, self._starts_in_reasoning = chat_format.reasoning, starts_in_reasoning
         self._dropped, self._openings = chat_format.dropped, self.begins if tools else ()
         # A token is never half a marker.
@@ -124,10 +126,9 @@ class Parser:
         self._scanner.forget()
         while is_reasoning:
             text, marker = self._scanner.until(marks.end, *self._dropped)
-            if more := self._reasoning.add(text):
-                self._pieces.append(Reasoning(more))
+            self._add_reasoning(self._reasoning.add(text))
             if marker == marks.end:
-                self._text = Trimmed(leading=True)
+                self.is_reasoning, self._text = False, Trimmed(leading=True)
                 return
             if marker is None:
                 if self._scanner.is_over:
@@ -146,6 +147,11 @@ class Parser:
                 yield
             elif marker in self._openings:
                 yield from self._try_call(marker)
+
+    def _add_reasoning(self, text: str) -> None:
+        if text:
+            self._pieces.append(Reasoning(text))
+            self.is_reasoning = True
 
     def _add_content(self, text: str) -> None:
         if text:

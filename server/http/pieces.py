@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from itertools import groupby
 
@@ -16,7 +16,6 @@ from server.formats.base import (
     Content,
     Piece,
     Reasoning,
-    ReasoningMarks,
 )
 from server.formats.reasoning import Parser
 
@@ -99,64 +98,27 @@ class CallReader:
             parser = chat_format.parser(
                 self._tools, starts_in_reasoning=is_reasoning, has_structure=self._has_structure
             )
-            self._outputs[index] = _OutputReader(parser, chat_format.reasoning, is_reasoning=is_reasoning)
+            self._outputs[index] = _OutputReader(parser)
         return self._outputs[index]
 
 
 class _OutputReader:
-    """Reads the text of one output; where it may be reasoning, token by token, so that these are counted.
+    """Reads the text of one output token by token, so that those of the reasoning are counted, and its end mark."""
 
-    The reasoning lasts from its first piece up to its end mark, which counts. A parser tells of what follows the mark
-    only when it knows what that is, so the marks are looked for here, too.
-    """
-
-    def __init__(self, parser: Parser, marks: ReasoningMarks | None, *, is_reasoning: bool) -> None:
-        self.parser, self._marks, self._is_reasoning = parser, marks, is_reasoning
-        self._may_begin = False  # the begin mark has come
-        self._newest = ""  # what may begin a mark
+    def __init__(self, parser: Parser) -> None:
+        self.parser = parser
         self.reasoning_tokens = 0
 
     async def read(self, part: pb.Output | pb.TokenDelta) -> AsyncIterator[Piece]:
         start = 0
-        for i in range(0, len(part.text_lengths), TOKENS_PER_TURN):
-            lengths = part.text_lengths[i : i + TOKENS_PER_TURN]
-            stop = start + sum(lengths)
-            for piece in self._tokens(part.text[start:stop], lengths):
+        for i, length in enumerate(part.text_lengths, 1):
+            is_reasoning = self.parser.is_reasoning
+            pieces = self.parser.push(part.text[start : start + length])
+            self.reasoning_tokens += is_reasoning or any(isinstance(piece, Reasoning) for piece in pieces[:1])
+            for piece in pieces:
                 yield piece
-            start = stop
-            if i + TOKENS_PER_TURN < len(part.text_lengths):
+            start += length
+            if i % TOKENS_PER_TURN == 0:
                 await asyncio.sleep(0)
         for piece in self.parser.push(part.text[start:]):  # it was held back until the end, and belongs to no token
             yield piece
-
-    def _tokens(self, text: str, lengths: Sequence[int]) -> Iterator[Piece]:
-        if self._marks is None or not (self._is_reasoning or self._may_begin or self._saw(self._marks.begin, text)):
-            yield from self.parser.push(text)
-            self._note(text)
-            return
-        self._may_begin, start = True, 0
-        for length in lengths:
-            yield from self._token(text[start : start + length], self._marks)
-            start += length
-
-    def _token(self, text: str, marks: ReasoningMarks) -> list[Piece]:
-        pieces = self.parser.push(text)
-        self.reasoning_tokens += self._is_reasoning or any(isinstance(piece, Reasoning) for piece in pieces[:1])
-        if pieces:
-            self._is_reasoning = isinstance(pieces[-1], Reasoning)
-            self._may_begin = self._is_reasoning
-        if self._saw(marks.begin, text):
-            self._may_begin = True
-        if self._saw(marks.end, text):
-            self._is_reasoning = False
-        self._note(text)
-        return pieces
-
-    def _saw(self, mark: str, text: str) -> bool:
-        """Whether `text` completes a mark."""
-        return mark in self._newest[max(0, len(self._newest) - len(mark) + 1) :] + text
-
-    def _note(self, text: str) -> None:
-        if self._marks is not None:
-            longest = max(len(self._marks.begin), len(self._marks.end)) - 1
-            self._newest = (self._newest + text)[-longest:]
