@@ -58,15 +58,10 @@ class Prediction:
 
 
 class TextAlignment:
-    """Follows one output through its prediction.
+    """Follows one output through its prediction."""
 
-    Args:
-        prediction: the predicted output.
-        most: most drafts in a step.
-    """
-
-    def __init__(self, prediction: Prediction, most: int = MAX_PREDICTED_DRAFTS) -> None:
-        self._prediction, self._text, self._most = prediction, prediction.tokens, most
+    def __init__(self, prediction: Prediction) -> None:
+        self._prediction, self._text = prediction, prediction.tokens
         self._is_predicted = bytearray()  # of each token of the output: whether the prediction has it
         self._is_had = bytearray(len(self._text))  # of each token of the prediction: whether the output has it
         self._num_predicted = self._num_had = 0  # how many of them are
@@ -98,7 +93,7 @@ class TextAlignment:
 
     def drafts(self, k: int) -> tuple[int, ...]:
         """What comes next, at most `k` tokens; nothing where the output has left the prediction."""
-        most = min(k, self._most if self._is_certain else _CAUTIOUS)
+        most = min(k, MAX_PREDICTED_DRAFTS if self._is_certain else _CAUTIOUS)
         at, found = self._place, list(self._rest)
         while at is not None and len(found) < most and at < len(self._text):
             old = self._replaced_at(at)

@@ -19,8 +19,7 @@ STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 def violations(request: Request, bounds: Bounds, vocab_size: int, max_model_len: int) -> Iterator[Violation]:
     """All violations of a request; `vocab_size` is the width of the logits."""
     sampling = request.sampling
-    yield from _number_violations(sampling)
-    yield from _count_violations(sampling, bounds)
+    yield from _value_violations(sampling, bounds)
     yield from _stop_violations(sampling, bounds)
     yield from _prompt_violations(request, bounds, max_model_len)
     yield from unknown_ids("token_ids", request.token_ids, vocab_size)
@@ -44,23 +43,14 @@ def unknown_adapter(name: str | None, loaded: Iterable[str]) -> Iterator[Violati
         yield Violation("adapter", f"is {shown(name)}; {there}")
 
 
-def _number_violations(sampling: SamplingParams) -> Iterator[Violation]:
-    limits = {  # field: least, most
-        "temperature": (0.0, 100.0),
-        "top_p": (0.0, 1.0),
-        "min_p": (0.0, 1.0),
-        "repetition_penalty": (0.01, 10.0),  # a smaller one makes logits infinite
-        "presence_penalty": (-2.0, 2.0),
-        "frequency_penalty": (-2.0, 2.0),
-    }
-    for name, (least, most) in limits.items():
-        value = getattr(sampling, name)
-        if not least <= value <= most:  # every comparison with a NaN is false
-            yield Violation(f"sampling.{name}", f"is {value}; expected {least:g} to {most:g}")
-
-
-def _count_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Violation]:
-    counts = {  # field: value, least, most
+def _value_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Violation]:
+    values = {  # field: value, least, most
+        "sampling.temperature": (sampling.temperature, 0, 100),
+        "sampling.top_p": (sampling.top_p, 0, 1),
+        "sampling.min_p": (sampling.min_p, 0, 1),
+        "sampling.repetition_penalty": (sampling.repetition_penalty, 0.01, 10),  # a smaller one makes logits infinite
+        "sampling.presence_penalty": (sampling.presence_penalty, -2, 2),
+        "sampling.frequency_penalty": (sampling.frequency_penalty, -2, 2),
         "sampling.top_k": (sampling.top_k, 0, None),
         "sampling.seed": (sampling.seed, MIN_SEED, MAX_SEED),
         "sampling.n": (sampling.n, 1, bounds.max_n),
@@ -69,7 +59,8 @@ def _count_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Viol
         "output.top_logprobs": (sampling.logprobs, 0, bounds.max_logprobs),
         "output.prompt_logprobs": (sampling.prompt_logprobs, 0, bounds.max_logprobs),
     }
-    for name, (value, least, most) in counts.items():
+    for name, (value, least, most) in values.items():
+        # Every comparison with a NaN is false.
         if value is not None and not (least <= value and (most is None or value <= most)):
             yield Violation(name, f"is {value}; expected {least} {'or more' if most is None else f'to {most}'}")
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -41,6 +42,7 @@ _STACK_BYTES = 256 * 2**20
 _STACK_LOCK = threading.Lock()  # the size is one of the process
 
 RENEWAL_SECONDS = 0.1  # longest time inside a step to give one state its own matcher
+_T = TypeVar("_T")
 _NAME = b"\xff"  # begins the name of a token that is no text
 _LEXER_FAILED = "lexer error"  # how the library's report begins; the stop reason is always `InternalError`
 
@@ -206,7 +208,8 @@ class MatcherState:
         if self._ended:
             allowed[:] = False
         else:
-            self._compute_bits()
+            pointer, num_bytes = self._bits.ctypes.data, self._bits.nbytes
+            self._tried(lambda matcher: matcher.unsafe_compute_mask_ptr(pointer, num_bytes))
             size = self._vocabulary.vocab_size
             allowed.view(np.uint8)[:] = np.unpackbits(self._bits.view(np.uint8), count=size, bitorder="little")
         allowed[list(self._vocabulary.end_tokens)] = self._ended or self._matcher.is_accepting()
@@ -235,20 +238,18 @@ class MatcherState:
     def _consume(self, tokens: list[int]) -> int:
         if not tokens:
             return 0
-        taken = self._matcher.try_consume_tokens(tokens)
-        if self._matcher.is_error():
-            self._renew()
-            taken = self._matcher.try_consume_tokens(tokens)
-            self._check()
+        taken = self._tried(lambda matcher: matcher.try_consume_tokens(tokens))
         self._tokens += tokens[:taken]
         return taken
 
-    def _compute_bits(self) -> None:
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+    def _tried(self, ask: Callable[[LLMatcher], _T]) -> _T:
+        """Ask the matcher, and if it has failed a new one."""
+        found = ask(self._matcher)
         if self._matcher.is_error():
             self._renew()
-            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+            found = ask(self._matcher)
             self._check()
+        return found
 
     def _check(self) -> None:
         if self._matcher.is_error():

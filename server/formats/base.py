@@ -85,13 +85,10 @@ class Scanner:
     """
 
     def __init__(self) -> None:
-        self._text, self._at, self._is_over = "", 0, False
+        self._text, self._at = "", 0
+        self.is_over = False  # no more text comes, so nothing is held back any longer
         self._mark: int | None = None
         self._before: list[str] = []  # what was taken since the mark and is in `_text` no more
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
 
     @property
     def held(self) -> str:
@@ -101,17 +98,13 @@ class Scanner:
     @property
     def is_waiting(self) -> bool:
         """Whether all text was taken and more will come."""
-        return self._at == len(self._text) and not self._is_over
+        return self._at == len(self._text) and not self.is_over
 
     def push(self, text: str) -> None:
         if self._mark is not None:
             self._before.append(self._text[self._mark : self._at])
             self._mark = 0
         self._text, self._at = self._text[self._at :] + text, 0
-
-    def end(self) -> None:
-        """No more text comes, so nothing is held back any longer."""
-        self._is_over = True
 
     def take(self, length: int) -> str:
         """Take so many characters, or all where there are fewer."""
@@ -130,7 +123,7 @@ class Scanner:
         found = _any_of(markers).search(self._text, self._at) if markers else None
         if found is None:
             return self.take(
-                len(self._text) - self._at - (0 if self._is_over else num_open(self._text, markers, self._at))
+                len(self._text) - self._at - (0 if self.is_over else num_open(self._text, markers, self._at))
             ), None
         text = self.take(found.start() - self._at)
         marker = self.next_of(*markers)
@@ -141,14 +134,14 @@ class Scanner:
         """That of `markers` with which the text goes on: "" if with none, None if more text has to come first."""
         found = _any_of(markers).match(self._text, self._at)
         rest = self._text[self._at : self._at + max(map(len, markers))]
-        if not self._is_over and any(len(other) > len(rest) and other.startswith(rest) for other in markers):
+        if not self.is_over and any(len(other) > len(rest) and other.startswith(rest) for other in markers):
             return None
         return found.group() if found else ""
 
     def is_cut(self, *markers: str) -> bool:
         """Whether the text has ended where one of `markers` could have gone on, or begun."""
         rest = self._text[self._at : self._at + max(map(len, markers))]
-        is_end = self._is_over and self._at + len(rest) == len(self._text)
+        is_end = self.is_over and self._at + len(rest) == len(self._text)
         return is_end and any(len(marker) > len(rest) and marker.startswith(rest) for marker in markers)
 
     def take_space(self) -> str:
@@ -157,7 +150,7 @@ class Scanner:
 
     def take_json(self, value: JsonText, written: list[str]) -> None:
         """Take what belongs to a JSON value, and append it to `written` as valid JSON."""
-        self._at = value.read(self._text, self._at, written, is_end=self._is_over)
+        self._at = value.read(self._text, self._at, written, is_end=self.is_over)
 
     def mark(self, back: int = 0) -> None:
         """Remember this place, or one so many characters before it that were taken just now."""

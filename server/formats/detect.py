@@ -15,32 +15,7 @@ from server.formats.mistral import MistralFormat
 from server.formats.reasoning import PlainFormat
 from server.formats.tagged import GlmFormat, QwenCoderFormat
 
-_REASONING = (ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]"))
-_GEMMA_REASONING = ReasoningMarks("<|channel>thought", "<channel|>")
 _DEEPSEEK_CALLS = "<\uff5ctool▁calls▁begin\uff5c>"
-
-
-def detect(template: str | None, special_tokens: Mapping[str, int], override: str | None = None) -> ChatFormat:
-    """Return the format of a checkpoint with this chat template; `override` names it if the template does not show it.
-
-    `special_tokens` are the ids of all tokens that were added to its tokenizer, by their texts. Raises ModelError if no
-    format has this name.
-    """
-    text = template or ""
-    if override is not None and override not in FORMATS:
-        raise ModelError(f"the chat format is {override!r}; expected one of {', '.join(FORMATS)}")
-    return _make(FORMATS[override or _family(text)], text, special_tokens, _reasoning(text))
-
-
-def _family(template: str) -> str:
-    """The name of the first family all of whose marks the template contains."""
-    return next((name for name, marks in _MARKS if all(mark in template for mark in marks)), "plain")
-
-
-def _reasoning(template: str) -> ReasoningMarks | None:
-    if "<|channel>" in template:
-        return _GEMMA_REASONING
-    return next((marks for marks in _REASONING if marks.end in template), None)
 
 
 # Some contain the marks of others, so the order counts.
@@ -55,6 +30,13 @@ _MARKS = (
     ("hermes", ("<tool_call>", "</tool_call>")),
     ("llama", ("<|start_header_id|>", '"parameters": ')),
 )
+
+# By what shows which marks a template writes.
+_REASONING = {
+    "<|channel>": ReasoningMarks("<|channel>thought", "<channel|>"),
+    "</think>": ReasoningMarks("<think>", "</think>"),
+    "[/THINK]": ReasoningMarks("[THINK]", "[/THINK]"),
+}
 
 # Of the families that have several: the first mark that the template contains shows which.
 _VARIANTS = {
@@ -72,10 +54,18 @@ FORMATS: dict[str, type[ChatFormat]] = {
 }
 
 
-def _make(
-    kind: type[ChatFormat], template: str, special: Mapping[str, int], reasoning: ReasoningMarks | None
-) -> ChatFormat:
-    if kind is HarmonyFormat:
-        return HarmonyFormat(special)  # has marks of its own
-    marks = _VARIANTS.get(kind.name, {})
-    return kind(special, reasoning, next((variant for mark, variant in marks.items() if mark in template), ""))
+def detect(template: str | None, special_tokens: Mapping[str, int], override: str | None = None) -> ChatFormat:
+    """Return the format of a checkpoint with this chat template; `override` names it if the template does not show it.
+
+    `special_tokens` are the ids of all tokens that were added to its tokenizer, by their texts. Raises ModelError if no
+    format has this name.
+    """
+    text = template or ""
+    name = override or next((name for name, marks in _MARKS if all(mark in text for mark in marks)), "plain")
+    if name not in FORMATS:
+        raise ModelError(f"the chat format is {name!r}; expected one of {', '.join(FORMATS)}")
+    if FORMATS[name] is HarmonyFormat:
+        return HarmonyFormat(special_tokens)  # has marks of its own
+    reasoning = next((marks for mark, marks in _REASONING.items() if mark in text), None)
+    variant = next((variant for mark, variant in _VARIANTS.get(name, {}).items() if mark in text), "")
+    return FORMATS[name](special_tokens, reasoning, variant)

@@ -128,11 +128,6 @@ def object_in(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def is_object(text: str) -> bool:
-    """Whether a text is a JSON object that every reader takes."""
-    return object_in(text) is not None
-
-
 def _finite(digits: str) -> float:
     if math.isinf(value := float(digits)):
         raise ValueError(f"{digits} is too large")

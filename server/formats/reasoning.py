@@ -102,7 +102,7 @@ class Parser:
         `is_cut`: the model would have gone on. Then what begins a call at the end is neither a call nor content.
         """
         self._is_cut = is_cut
-        self._scanner.end()
+        self._scanner.is_over = True
         return self._read()
 
     def _read(self) -> list[Piece]:

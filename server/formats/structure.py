@@ -66,15 +66,14 @@ def _arguments(tool: Tool) -> Guided:
 
 def structure_of(answer: Answer, chat_format: ChatFormat) -> Guided | None:
     """Return the structure of the whole text; None if it may be anything. Raises ValueError if a part is wrong."""
-    body = _body(answer, chat_format)
     thinking = _thinking(answer, chat_format)
-    if body is None:
+    if not answer.has_structure:
         return None if thinking is None else Guided(thinking=thinking)
     if chat_format.reasoning is None and answer.content is not None and not answer.tools and not chat_format.prefix(
         has_reasoned=False
     ):  # fmt: skip
         return answer.content  # as it is, so that its errors are the caller's
-    return Guided(grammar="\n".join([*_start(answer, chat_format), *body]), thinking=thinking)
+    return Guided(grammar="\n".join([*_start(answer, chat_format), *_rules(answer, chat_format)]), thinking=thinking)
 
 
 def _thinking(answer: Answer, chat_format: ChatFormat) -> ThinkingBudget | None:
@@ -104,12 +103,8 @@ def _start(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:
     yield _GAP
 
 
-def _body(answer: Answer, chat_format: ChatFormat) -> Iterator[str] | None:
-    """The rules `plain` and `reasoned`: an answer without reasoning before it, and with it."""
-    return _rules(answer, chat_format) if answer.has_structure else None
-
-
 def _rules(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:
+    """The rules `plain` and `reasoned`: an answer without reasoning before it, and with it."""
     marks = chat_format.reasoning
     calls = bool(answer.tools) and (answer.must_call or answer.content is not None)
     for name, has_reasoned in (("plain", False), ("reasoned", True))[: 1 + (marks is not None)]:

@@ -200,16 +200,12 @@ class Keywords:
     def patterns(self, branch: Branch, alphabet: Alphabet) -> Iterator[str | None]:
         """Regexes of all patterns and formats of a string."""
         for part in branch:
-            if (pattern := self.read(part, "pattern", str, None)) is not None:
-                try:
-                    yield searched(pattern, alphabet)
-                except ValueError as problem:
-                    self.refuse("pattern", f"is refused: {problem}", part)
-            if (name := self.read(part, "format", str, None)) is not None:
-                try:
-                    yield from [searched(pattern, alphabet) for pattern in patterns_of(name)]
-                except ValueError as problem:
-                    self.refuse("format", str(problem), part)
+            for keyword, patterns_in in (("pattern", lambda pattern: [pattern]), ("format", patterns_of)):
+                if (value := self.read(part, keyword, str, None)) is not None:
+                    try:
+                        yield from [searched(pattern, alphabet) for pattern in patterns_in(value)]
+                    except ValueError as problem:
+                        self.refuse(keyword, f"is refused: {problem}", part)
 
     def items(self, part: Schema) -> tuple[Sequence[Schema], Schema]:
         """The schemas of the first items, and of all others."""

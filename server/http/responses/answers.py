@@ -8,7 +8,7 @@ from functools import partial
 
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Call
-from server.formats.json_text import is_object
+from server.formats.json_text import object_in
 from server.http.agents import AgentAnswer, AnswerPart
 from server.http.calls import Json, Messages
 from server.http.errors import HttpError
@@ -64,7 +64,7 @@ class ResponsesAnswer(AgentAnswer):
     def _closed(self, part: AnswerPart) -> list[Json]:
         """End an item. A call is complete if its arguments are, whatever ended the answer."""
         text = part.text
-        if part.kind == "call" and is_object(text):
+        if part.kind == "call" and object_in(text) is not None:
             part.status = "completed"
         if part.kind != "call":
             name, more = _EVENTS[part.kind], _LOGPROBS[part.kind]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.formats.json_text import JsonText, is_object
+from server.formats.json_text import JsonText, object_in
 from tests.server.formats.walks import VALUES, cuts
 
 
@@ -64,8 +64,8 @@ def test_what_has_one_meaning_is_repaired(text, expected):
 )
 def test_all_else_is_broken(text):
     assert written([text])[1] is None
-    assert not is_object(f'{{"a": {text}}}') or text == "1" * 1001
+    assert object_in(f'{{"a": {text}}}') is None or text == "1" * 1001
 
 
 def test_infinite_numbers_are_not_for_every_reader():
-    assert not is_object('{"a": 1e400}')
+    assert object_in('{"a": 1e400}') is None

@@ -17,7 +17,8 @@ def split(parts: list[str]) -> list[tuple[str, str | None]]:
     """What `until` gives: the texts before the markers, joined, each with its marker."""
     scanner, found, text = Scanner(), [], ""
     for part in [*parts, None]:
-        scanner.end() if part is None else scanner.push(part)
+        scanner.is_over = part is None
+        scanner.push(part or "")
         while True:
             more, marker = scanner.until(*MARKERS)
             text += more
