@@ -107,7 +107,9 @@ class GrammarCompiler:
             InvalidRequest: it does not compile, or not in time.
             Unsupported: the library cannot use the tokenizer.
         """
-        num_bytes = check(guided, self._bounds)
+        if wrong := list(structure_violations(guided, self._bounds.max_structure_bytes, self._bounds.max_choices)):
+            raise InvalidRequest(wrong)
+        num_bytes = sum(len(text.encode()) for _, text in structure_texts(guided))
         if not guided.is_free:
             self._vocabulary.prepare()
         entry = self._entry(replace(guided, thinking=None), num_bytes)
@@ -152,20 +154,6 @@ def _is_useless(result: Future[_Result]) -> bool:
         return True
     grammar = result.result()
     return isinstance(grammar, CompiledGrammar) and grammar.worn
-
-
-# Checks before the structure is parsed
-
-
-def check(guided: Guided, bounds: Bounds) -> int:
-    """Return the bytes of the source; InvalidRequest unless there is exactly one and it is small enough.
-
-    The time is at most proportional to the length of the source.
-    """
-    found = list(structure_violations(guided, bounds.max_structure_bytes, bounds.max_choices))
-    if found:
-        raise InvalidRequest(found)
-    return sum(len(text.encode()) for _, text in structure_texts(guided))
 
 
 def _shown(guided: Guided) -> str:

@@ -316,7 +316,7 @@ class ChatFormat(ABC):
         )
 
     def literal(self, marker: str) -> str:
-        """A marker in Lark, and text around it; tokens are named by their ids."""
+        """A marker in Lark, and text around it; tokens are named by their ids; nothing for nothing."""
         parts, rest = [], marker
         while rest:
             found = [(rest.index(token), -len(token), token) for token in self.special if token in rest]
@@ -324,7 +324,7 @@ class ChatFormat(ABC):
             parts += [quoted(rest[:at])] if at else []
             parts += [f"<[{self.special[token]}]>"] if token else []
             rest = rest[at + len(token) :]
-        return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
+        return f"({' '.join(parts)})" if len(parts) > 1 else "".join(parts)
 
 
 def choices(calls: Iterable[str]) -> list[str]:

@@ -86,11 +86,6 @@ class Parser:
         self._written = {json.dumps(name, ensure_ascii=escape): name for name in self._names for escape in escapes}
         self._steps = self._run()
 
-    @property
-    def held(self) -> str:
-        """The text that has come and was not read yet, because what it is depends on what comes next."""
-        return self._scanner.held
-
     def push(self, text: str) -> list[Piece]:
         """Read as much as is certain."""
         self._scanner.push(text)

@@ -9,34 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from server.formats.base import ChatFormat, Tool, quoted
 from server.formats.reasoning import Parser, Steps
 from server.formats.value_rules import STRING, Parameters, ValueEnd
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tags:
-    """How a call is written. To the parser, white space between tags means nothing."""
-
-    begin: str  # what begins a call
-    name: tuple[str, str]  # what stands before and after the name of the function
-    key: tuple[str, str]  # what stands before and after the name of a parameter
-    value: tuple[str, str]  # what stands before and after a value
-    end: tuple[str, str]  # what ends the parameters, if anything does, and what ends the call
-    is_indented: bool  # whether a value has lines of its own: line breaks around it are not part of it
-    line: str  # the line break between tags, in Lark
-
-    @property
-    def after_key(self) -> tuple[str, ...]:
-        """What ends a key: the first one does, another one breaks it."""
-        return (self.key[1], "\n", *filter(None, (self.begin, self.value[0], *self.after_value)))
-
-    @property
-    def after_value(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.key[0], *self.end)))
 
 
 class _TaggedParser(Parser):
@@ -47,20 +24,20 @@ class _TaggedParser(Parser):
     def __init__(
         self, chat_format: TaggedFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
     ) -> None:
-        self._tags = tags = chat_format.tags
-        self.begins = (tags.begin,)
+        self._tags = tags = chat_format
+        self.begins = (tags.trigger,)
         super().__init__(chat_format, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
-        self._tools = {f"{tool.name}{tags.name[1]}": tool for tool in tools}
-        self._heads = (tags.name[0],) if tags.name[0] else tuple(self._tools)
+        self._tools = {f"{tool.name}{tags.around_name[1]}": tool for tool in tools}
+        self._heads = (tags.around_name[0],) if tags.around_name[0] else tuple(self._tools)
         self._next_call: int | None = None  # where in the text that was taken another call begins
-        self._end_of_broken = re.compile(tags.end[1])
+        self._end_of_broken = re.compile(tags.ends[1])
 
     def _length_of_broken(self, taken: str) -> int | None:
         return super()._length_of_broken(taken) if self._next_call is None else self._next_call
 
     def _call(self, marker: str) -> Steps[bool]:
         self._next_call = None
-        before_name = self._tags.name[0]
+        before_name = self._tags.around_name[0]
         if before_name and not (yield from self._next(before_name)):
             return False
         name = yield from self._next(*self._tools)
@@ -74,17 +51,17 @@ class _TaggedParser(Parser):
 
     def _parameters(self, parameters: Parameters, tag: str) -> Steps[bool]:
         separator = "{"
-        while tag == self._tags.key[0]:
+        while tag == self._tags.around_key[0]:
             name, key_end = yield from self._until(*self._tags.after_key)
-            before_value = self._tags.value[0]
-            if key_end != self._tags.key[1] or (before_value and not (yield from self._next(before_value))):
+            before_value = self._tags.around_value[0]
+            if key_end != self._tags.around_key[1] or (before_value and not (yield from self._next(before_value))):
                 return False
             tag = yield from self._value_of(_Value(parameters, name, separator, is_indented=self._tags.is_indented))
             separator = ", "
         if not tag:
             return False
         self._add_arguments("{}" if separator == "{" else "}")
-        end = self._tags.end[1]
+        end = self._tags.ends[1]
         if tag != end and not (yield from self._next(end)) and self._scanner.is_cut(end):
             self._scanner.take_all()
         self._complete_call()
@@ -100,12 +77,12 @@ class _TaggedParser(Parser):
 
         Where the call has no structure, a value also has no end if an end, and after it another call begins in it.
         """
-        begin, end = self._tags.begin, self._tags.end[1]
+        begin, end = self._tags.trigger, self._tags.ends[1]
         others = () if self._is_early else (begin, end)
         has_ended = False
         self._add_arguments(value.begin())
         while True:
-            text, mark = self._scanner.until(self._tags.value[1], *others)
+            text, mark = self._scanner.until(self._tags.around_value[1], *others)
             if mark is None and self._scanner.is_over:  # nothing is left but what may begin the mark
                 self._ran_out = True
                 return ""
@@ -115,7 +92,7 @@ class _TaggedParser(Parser):
                 continue
             has_ended |= mark != begin
             gap = yield from self._space()
-            if mark == self._tags.value[1]:
+            if mark == self._tags.around_value[1]:
                 tag = yield from self._expect(*self._tags.after_value)
                 if tag or self._scanner.is_cut(*self._tags.after_value):
                     self._add_arguments(value.end())
@@ -127,46 +104,64 @@ class _TaggedParser(Parser):
 
 
 class TaggedFormat(ChatFormat):
-    """A format whose calls have these tags."""
+    """How a call is written. To the parser, white space between tags means nothing.
 
-    tags: ClassVar[Tags]
+    Args:
+        around_name: what stands before and after the name of the function.
+        around_key: what stands before and after the name of a parameter.
+        around_value: what stands before and after a value.
+        ends: what ends the parameters, if anything does, and what ends the call.
+        is_indented: whether a value has lines of its own: line breaks around it are not part of it.
+        line: the line break between tags, in Lark.
+    """
+
+    around_name: ClassVar[tuple[str, str]]
+    around_key: ClassVar[tuple[str, str]]
+    around_value: ClassVar[tuple[str, str]]
+    ends: ClassVar[tuple[str, str]]
+    is_indented: ClassVar[bool]
+    line: ClassVar[str]
     reads = _TaggedParser
 
+    @property
+    def after_key(self) -> tuple[str, ...]:
+        """What ends a key: the first one does, another one breaks it."""
+        return (self.around_key[1], "\n", *filter(None, (self.trigger, self.around_value[0], *self.after_value)))
+
+    @property
+    def after_value(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.around_key[0], *self.ends)))
+
     def _sequence(self, *, several: bool) -> str:
-        tags = self.tags
-        one = f"{tags.line if tags.name[0] else ''} call {self._lark(tags.end[1])}"
-        return f"{one} ({tags.line} {self.literal(tags.begin)} {one})*" if several else one
+        one = f"{self.line if self.around_name[0] else ''} call {self.literal(self.ends[1])}"
+        return f"{one} ({self.line} {self.literal(self.trigger)} {one})*" if several else one
 
     def _call(self, tool: Tool, shared: dict[str, str]) -> str:
         """As the chat templates write it, from the name of the function to the end of its parameters."""
-        parameters, tags = Parameters(tool), self.tags
-        parts = [self._lark(tags.name[0]), quoted(tool.name), self._lark(tags.name[1]), tags.line]
+        parameters = Parameters(tool)
+        parts = [self.literal(self.around_name[0]), quoted(tool.name), self.literal(self.around_name[1]), self.line]
         parts += [
             f"({self._parameter(parameters, name, shared)}){'' if is_required else '*' if name is None else '?'}"
             for name, is_required in parameters.declared().items()
         ]
-        return " ".join([*parts, f"{self._lark(tags.end[0])} {tags.line}" if tags.end[0] else ""])
+        return " ".join([*parts, f"{self.literal(self.ends[0])} {self.line}" if self.ends[0] else ""])
 
     def _parameter(self, parameters: Parameters, name: str | None, shared: dict[str, str]) -> str:
         """A parameter in Lark; with None one that has any name."""
-        tags = self.tags
-        if name is not None and (tags.key[1] in name or name != name.strip()):
+        if name is not None and (self.around_key[1] in name or name != name.strip()):
             parameters.refuse(f"has a parameter named {name!r}")
         key = quoted(name) if name is not None else r"/[^<>\s]+/"
-        before = f"{tags.line} {self._lark(tags.value[0])}" if tags.value[0] else ""
-        mark, line_break = tags.value[1], "\n" if tags.is_indented else ""
+        before = f"{self.line} {self.literal(self.around_value[0])}" if self.around_value[0] else ""
+        mark, line_break = self.around_value[1], "\n" if self.is_indented else ""
         end = ValueEnd(
             line_break=line_break,
             mark=mark,
             token=self.literal(mark) if mark in self.special else None,
-            followers=tags.after_value,
+            followers=self.after_value,
         )
         value = shared.setdefault(parameters.rule(name, end), f"value_{len(shared)}")
-        begin = f"{self._lark(tags.key[0])} {key} {self._lark(tags.key[1])}"
-        return f"{begin} {before} {self._lark(line_break)} {value} {tags.line}"
-
-    def _lark(self, marker: str) -> str:
-        return self.literal(marker) if marker else ""
+        begin = f"{self.literal(self.around_key[0])} {key} {self.literal(self.around_key[1])}"
+        return f"{begin} {before} {self.literal(line_break)} {value} {self.line}"
 
 
 class _Value:
@@ -212,15 +207,12 @@ class GlmFormat(TaggedFormat):
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     trigger = "<tool_call>"
     turns = ("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "<|endoftext|>")
-    tags = Tags(
-        begin="<tool_call>",
-        name=("", ""),
-        key=("<arg_key>", "</arg_key>"),
-        value=("<arg_value>", "</arg_value>"),
-        end=("", "</tool_call>"),
-        is_indented=False,
-        line=r'"\n"?',
-    )
+    around_name = ("", "")
+    around_key = ("<arg_key>", "</arg_key>")
+    around_value = ("<arg_value>", "</arg_value>")
+    ends = ("", "</tool_call>")
+    is_indented = False
+    line = r'"\n"?'
 
 
 class QwenCoderFormat(TaggedFormat):
@@ -233,12 +225,9 @@ class QwenCoderFormat(TaggedFormat):
     markers = ("<tool_call>", "</tool_call>")
     trigger = "<tool_call>"
     turns = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-    tags = Tags(
-        begin="<tool_call>",
-        name=("<function=", ">"),
-        key=("<parameter=", ">"),
-        value=("", "</parameter>"),
-        end=("</function>", "</tool_call>"),
-        is_indented=True,
-        line=r'"\n"',
-    )
+    around_name = ("<function=", ">")
+    around_key = ("<parameter=", ">")
+    around_value = ("", "</parameter>")
+    ends = ("</function>", "</tool_call>")
+    is_indented = True
+    line = r'"\n"'

@@ -200,12 +200,13 @@ class Keywords:
     def patterns(self, branch: Branch, alphabet: Alphabet) -> Iterator[str | None]:
         """Regexes of all patterns and formats of a string."""
         for part in branch:
-            for keyword, patterns_in in (("pattern", lambda pattern: [pattern]), ("format", patterns_of)):
+            readers = (("pattern", "is refused: ", lambda pattern: [pattern]), ("format", "", patterns_of))
+            for keyword, refused, patterns_in in readers:
                 if (value := self.read(part, keyword, str, None)) is not None:
                     try:
                         yield from [searched(pattern, alphabet) for pattern in patterns_in(value)]
                     except ValueError as problem:
-                        self.refuse(keyword, f"is refused: {problem}", part)
+                        self.refuse(keyword, f"{refused}{problem}", part)
 
     def items(self, part: Schema) -> tuple[Sequence[Schema], Schema]:
         """The schemas of the first items, and of all others."""

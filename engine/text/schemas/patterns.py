@@ -175,23 +175,14 @@ def _either(nodes: Iterable[_Node]) -> _Node:
 
 def _then(first: _Node, second: _Node) -> _Node:
     """One after the other: before the begin of the text, and behind its end, only what is empty fits."""
-    pairs = (
-        _joined(one, a, two, b) for one, a in first.items() for two, b in second.items()
-    )  # fmt: skip
-    return _either(pair for pair in pairs if pair is not None)
-
-
-def _joined(one: _Anchors, first: _Part, two: _Anchors, second: _Part) -> _Node | None:
-    anchors = (one[0] or two[0], one[1] or two[1])
-    if two[0]:
-        if not first.is_nullable:
-            return None
-        first = replace(first, text="")
-    if one[1]:
-        if not second.is_nullable:
-            return None
-        second = replace(second, text="")
-    return {anchors: _Part(first.text + second.text, first.is_nullable and second.is_nullable)}
+    found = list[_Node]()
+    for (begins, ends), one in first.items():
+        for (begins_later, ends_later), two in second.items():
+            if (one.is_nullable or not begins_later) and (two.is_nullable or not ends):
+                text = ("" if begins_later else one.text) + ("" if ends else two.text)
+                part = _Part(text, one.is_nullable and two.is_nullable)
+                found.append({(begins or begins_later, ends or ends_later): part})
+    return _either(found)
 
 
 # ------------------------------------------------------------------------------------------------------ patterns
@@ -259,19 +250,14 @@ class _Parser:
         return node
 
     def _term(self) -> _Node:
-        if self._take("^"):
-            return self._once({(True, False): _Part("", True)})
-        if self._take("$"):
-            return self._once({(False, True): _Part("", True)})
+        if anchor := self._match(r"[\^$]"):
+            if self._quantifier():
+                raise self._error("repeats ^ or $")
+            return {(anchor[0] == "^", anchor[0] == "$"): _Part("", True)}
         if plain := self._match(r"[A-Za-z0-9 _]+(?![*+?{])"):  # at once, because patterns may be long
             return {(False, False): _Part(self._alphabet.text(plain[0]), False)}
         atom = self._group() if self._take("(") else self._chars(self._atom())
         return self._repeated(atom)
-
-    def _once(self, anchor: _Node) -> _Node:
-        if self._quantifier():
-            raise self._error("repeats ^ or $")
-        return anchor
 
     def _group(self) -> _Node:
         kind = self._match(r"\?(?:(?P<plain>:|P?<[\w$]+>)|<?[=!]|[^:]{0,3})")

@@ -16,6 +16,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TypeVar
@@ -321,13 +322,14 @@ class SchemaRules:
             return f'{written[:-1]}:"'
         return f'{self._quote} {written if name else ""} {self._quote} ":"'
 
-    def of_property(self, branch: Branch, name: str) -> Iterator[Schema]:
-        """All schemas that apply to a property."""
+    def of_property(self, branch: Branch, name: str, matched: AbstractSet[str] | None = None) -> Iterator[Schema]:
+        """All schemas that apply to a property; `matched`: its name is not declared, and matches these patterns."""
         for part in branch:
-            properties = self.keywords.read(part, "properties", dict, {})
+            properties = self.keywords.read(part, "properties", dict, {}) if matched is None else {}
             found = [properties[name]] if name in properties else []
-            patterns = self.keywords.read(part, "patternProperties", dict, {})
-            found += [schema for pattern, schema in patterns.items() if self._fits(name, pattern, part)]
+            for pattern, schema in self.keywords.read(part, "patternProperties", dict, {}).items():
+                if self._fits(name, pattern, part) if matched is None else pattern in matched:
+                    found.append(schema)
             yield from found or [part.get("additionalProperties", True)]
 
     def _fits(self, name: str, pattern: str, part: Schema) -> bool:
@@ -343,7 +345,7 @@ class SchemaRules:
         if taken:
             without = f" & ~{self._alphabet.terminal(texts(taken, self._alphabet))}"
         for names, matched in self._classes(branch):
-            value = self.value(self._of_class(branch, matched))
+            value = self.value(self.of_property(branch, "", matched))
             if value is not None and not (matched and self._is_empty(names + without)):
                 found.append(f'{self._terminal(names + without)} ":" {value}')
         return self._rule(" | ".join(found)) if found else None
@@ -363,12 +365,6 @@ class SchemaRules:
                 raise ValueError(f"patternProperties has more than {_MAX_CLASSES} classes of names")
         return found
 
-    def _of_class(self, branch: Branch, matched: frozenset[str]) -> Iterator[Schema]:
-        for part in branch:
-            patterns = self.keywords.read(part, "patternProperties", dict, {})
-            found = [schema for pattern, schema in patterns.items() if pattern in matched]
-            yield from found or [part.get("additionalProperties", True)]
-
     def _members(
         self, members: Sequence[tuple[str, bool]], others: str | None, low: int, high: int | None, branch: Branch
     ) -> str | None:
@@ -386,16 +382,9 @@ class SchemaRules:
             low, high, most = 0, None, 1
         states = [self._last(n, others, low, high, branch) for n in range(most + 1)]
         for member, is_required in reversed(members):
-            states = [
-                self._state(n, member, states[n] if not is_required else None, self._after(states, n, high))
-                for n in range(most + 1)
-            ]
+            after = [states[min(n + 1, most)] if high is None or n < high else None for n in range(most + 1)]
+            states = [self._state(n, member, None if is_required else states[n], after[n]) for n in range(most + 1)]
         return None if states[0] is None else f'"{{" {states[0]} "}}"'
-
-    def _after(self, states: Sequence[str | None], written: int, high: int | None) -> str | None:
-        if high is not None and written >= high:
-            return None
-        return states[min(written + 1, len(states) - 1)]
 
     def _state(self, written: int, member: str, skipped: str | None, taken: str | None) -> str | None:
         if taken is None:

@@ -217,6 +217,6 @@ def _work(chat_format: ChatFormat, tools: Sequence[Tool], text: str, *, is_cut: 
     with calls:
         for part in text if is_cut else [text]:
             parser.push(part)
-            held += len(parser.held)
+            held += len(parser._scanner.held)
         parser.finish()
     return held + sum(function.callcount for function in calls.getstats())
