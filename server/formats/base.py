@@ -12,14 +12,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from engine.text.guided import json_rule
 from engine.text.stops import Asides, StopStrings
 from server.formats.json_text import JsonText
-
-if TYPE_CHECKING:
-    from server.formats.reasoning import Parser
 
 ANY_OBJECT = '{"type": "object"}'
 
@@ -233,7 +230,7 @@ class ChatFormat(ABC):
     """
 
     name: ClassVar[str]
-    reads: ClassVar[type[Parser]]
+    reads: ClassVar[type[Any]]  # the kind of `Parser`, which knows formats, so that it cannot be named here
     markers: tuple[str, ...] = ()  # of calls
     trigger: str = ""  # the marker that begins every call
     turns: ClassVar[tuple[str, ...]] = ()  # begin and end turns; where they are tokens, parsers drop them
@@ -250,10 +247,8 @@ class ChatFormat(ABC):
         """The texts of the tokens that a parser drops."""
         return tuple(turn for turn in self.turns if turn in self.special)
 
-    def parser(
-        self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False
-    ) -> Parser:
-        """Make a parser of one output.
+    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False) -> Any:
+        """Make a `Parser` of one output.
 
         Args:
             tools: the functions that may be called. Without any it reads reasoning alone, and calls are content.
