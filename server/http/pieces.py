@@ -94,11 +94,8 @@ class CallReader:
 
     def _reader(self, index: int, chat_format: ChatFormat) -> _OutputReader:
         if index not in self._outputs:
-            is_reasoning = bool(self._starts_in_reasoning)
-            parser = chat_format.parser(
-                self._tools, starts_in_reasoning=is_reasoning, has_structure=self._has_structure
-            )
-            self._outputs[index] = _OutputReader(parser)
+            how = {"starts_in_reasoning": bool(self._starts_in_reasoning), "has_structure": self._has_structure}
+            self._outputs[index] = _OutputReader(chat_format.parser(self._tools, **how))
         return self._outputs[index]
 
 

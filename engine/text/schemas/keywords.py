@@ -51,17 +51,14 @@ class Document:
         self._resources: dict[str, Schema] = {"": root}
         self._anchors: dict[tuple[str, str], Schema] = {}
         for part, base, place in _parts(root, "", "#"):
-            self._index(part, base, place)
-
-    def _index(self, part: dict[str, Any], base: str, place: str) -> None:
-        self._places[id(part)], self._bases[id(part)] = place, base
-        self._resources.setdefault(base, part)
-        for keyword in ("$anchor", "$dynamicAnchor"):
-            if isinstance(part.get(keyword), str):
-                self._anchors[base, part[keyword]] = part
-        name = part.get("$id")
-        if isinstance(name, str) and name.startswith("#"):
-            self._anchors[base, name[1:]] = part
+            self._places[id(part)], self._bases[id(part)] = place, base
+            self._resources.setdefault(base, part)
+            for keyword in ("$anchor", "$dynamicAnchor"):
+                if isinstance(part.get(keyword), str):
+                    self._anchors[base, part[keyword]] = part
+            name = part.get("$id")
+            if isinstance(name, str) and name.startswith("#"):
+                self._anchors[base, name[1:]] = part
 
     def place(self, part: Schema) -> str:
         """Where a part is, as a JSON pointer; empty if it is no part of the document."""
