@@ -75,29 +75,10 @@ class DecoderModel(nn.Module):
         self.model: Any = nn.Module()
         self.model.embed_tokens = table
         self.model.layers = Stack(read_layers(architecture, weights))
-        self._read_ends(weights.below("model."))
+        read_ends(self.model, architecture, weights.below("model."))
         self.rotations = Rotations([layer.mixer.rotary for layer in architecture.layers])
         self.to(weights.device)
         self._joins_sums = False
-
-    def _read_ends(self, weights: WeightReader) -> None:
-        """Read what there is between the tables and the layers."""
-        made, trunk = self.architecture, self.model
-        width, size = made.width, made.embedding_width
-        for name, is_there in (("norm", made.has_final_norm), ("embed_norm", made.normed_embeddings)):
-            setattr(trunk, name, norm_of(made.norm, weights, name, width) if is_there else None)
-        trunk.project_in = None if size is None else weights.matrix({"project_in": width}, size, has_bias=False)
-        trunk.project_out = None if size is None else weights.matrix({"project_out": size}, width, has_bias=False)
-        trunk.per_layer = None
-        if made.per_layer is not None:
-            trunk.per_layer = PerLayerEmbeddings(cast("Any", made.per_layer), width, weights.below("per_layer."))
-        if made.positions is not None and made.positions.waves is not None:
-            trunk.embed_positions = Embedding(
-                _waves(made.positions.waves, made.positions.rows, width).to(weights.dtype), None
-            )
-        elif made.positions is not None:
-            table = weights.vector("embed_positions.weight", made.positions.rows, width)
-            trunk.embed_positions = Embedding(table, None)
 
     def use(self, ops: LayerOps) -> None:
         """Run these operations between matmuls, which a GPU has in place of our C."""
@@ -189,6 +170,25 @@ def _waves(waves: int, rows: int, width: int) -> Tensor:
     turns = 10000 ** (torch.arange(width // 2).float() / -waves)
     angles = torch.arange(rows).float()[:, None] * turns
     return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def read_ends(trunk: Any, made: Architecture, weights: WeightReader) -> None:
+    """Read what there is between the tables and the layers."""
+    width, size = made.width, made.embedding_width
+    for name, is_there in (("norm", made.has_final_norm), ("embed_norm", made.normed_embeddings)):
+        setattr(trunk, name, norm_of(made.norm, weights, name, width) if is_there else None)
+    trunk.project_in = None if size is None else weights.matrix({"project_in": width}, size, has_bias=False)
+    trunk.project_out = None if size is None else weights.matrix({"project_out": size}, width, has_bias=False)
+    trunk.per_layer = None
+    if made.per_layer is not None:
+        trunk.per_layer = PerLayerEmbeddings(cast("Any", made.per_layer), width, weights.below("per_layer."))
+    if made.positions is not None and made.positions.waves is not None:
+        trunk.embed_positions = Embedding(
+            _waves(made.positions.waves, made.positions.rows, width).to(weights.dtype), None
+        )
+    elif made.positions is not None:
+        table = weights.vector("embed_positions.weight", made.positions.rows, width)
+        trunk.embed_positions = Embedding(table, None)
 
 
 def read_layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLayer]:

@@ -1,19 +1,19 @@
-"""Which weights a decoder reads, with shapes and bytes: it is built on the meta device, and what it asks for kept."""
+"""Which weights a decoder reads, with shapes and bytes: its parts are built of nothing, what they ask for is kept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from engine.choices import Rounded, Weights
-from engine.model.decoder.architecture import Architecture
-from engine.model.decoder.decoder import DecoderModel
+from engine.model.decoder.architecture import Architecture, Layer
+from engine.model.decoder.decoder import DecoderLayer, read_ends
 from engine.model.decoder.weights import HEAD, TABLE, WeightReader, converted_by, linear, stack_of
 from engine.model.linear.rounding import bits_of, rounded_bytes
 from engine.native import ALIGNED
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from engine.model.linear.w4 import W4Linear
     from engine.model.published.base import Codes
 
-_META = torch.device("meta")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -48,14 +47,14 @@ class ReadWeight:
 
 @dataclass(frozen=True, slots=True)
 class ShapeReader(WeightReader):
-    """Keeps what it is asked for in `wanted`, and gives weights on the meta device."""
+    """Keeps what it is asked for in `wanted`. Gives zeros without memory: torch's meta device imports compilers."""
 
     wanted: dict[str, ReadWeight] = field(default_factory=dict)
 
     def vector(self, name: str, *size: int) -> Tensor:
         """See `WeightReader`."""
         self.wanted[self.path + name] = ReadWeight(size)
-        return torch.empty(size, dtype=self.dtype, device=_META)
+        return torch.zeros((), dtype=self.dtype).expand(size)
 
     floats = vector
 
@@ -68,7 +67,7 @@ class ShapeReader(WeightReader):
             self.wanted[f"{self.path}{name}.weight"] = ReadWeight(both, both, True, self.rounded, self.converted)
             if has_bias:
                 self.vector(f"{name}.bias", size)
-        return linear(torch.empty(sum(outputs.values()), inputs, device=_META), None)
+        return nn.Identity()
 
     def experts(
         self, stack: str, parts: object, count: int, outputs: int, inputs: int, *, has_bias: bool, transposed: bool
@@ -78,7 +77,7 @@ class ShapeReader(WeightReader):
         self.wanted[self.path + stack] = ReadWeight((count, *sizes), (count * outputs, inputs), True, self.rounded)
         if has_bias:
             self.vector(f"{stack}_bias", count, outputs)
-        return [linear(torch.empty(outputs, inputs, device=_META), None)] * count
+        return [linear(torch.zeros(1, 1), None)] * count
 
     def table(self, name: str, rows: int, size: int, scale: float) -> nn.Module:
         """See `WeightReader`."""
@@ -101,8 +100,17 @@ def wanted_by(
     architecture: Architecture, rounded: Rounded | None = None, converted: type[Fp8Linear | W4Linear] | None = None
 ) -> dict[str, ReadWeight]:
     """The weights of a decoder, by their names in a checkpoint."""
-    reader = ShapeReader({}, torch.bfloat16, rounded, device=_META, packs=False, converted=converted)
-    DecoderModel(architecture, cast("Any", None), reader)
+    reader = ShapeReader({}, torch.bfloat16, rounded, packs=False, converted=converted)
+    reader.head_and_table(architecture)
+    read_ends(nn.Module(), architecture, reader.below("model."))
+    alike: dict[Layer, dict[str, ReadWeight]] = {}
+    for number, layer in enumerate(architecture.layers):
+        if layer not in alike:
+            own = replace(reader, wanted={})
+            DecoderLayer(architecture, number, own)
+            alike[layer] = own.wanted
+        for key, weight in alike[layer].items():  # those of what layers share have whole names
+            reader.wanted[key if key.startswith("model.") else f"model.layers.{number}.{key}"] = weight
     return reader.wanted
 
 
@@ -162,7 +170,7 @@ def num_bytes(
             "" if name == TABLE else name.removesuffix(".weight"),
             name == HEAD or (is_tied and name == TABLE),
         )
-        floats = torch.empty(matrix, device=_META)
+        floats = torch.empty(matrix, device="meta")
         return rounded_bytes(floats, bits_of(weight.rounded, place, floats, is_head=is_head))
 
     return sum(size(name, weight) for name, weight in wanted.items())
