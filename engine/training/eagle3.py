@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +28,26 @@ KV = tuple[Tensor, Tensor]  # keys and values `[batch, heads, length, head_dim]`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Shape:
-    """Sizes of a head. Its hidden size is the target's, whose embedding it shares."""
+    """Sizes of a head, by their names in its config. Its hidden size is the target's, whose embedding it shares."""
 
-    hidden: int
-    intermediate: int
-    vocab: int  # of the target
-    draft_vocab: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int  # of the target
+    draft_vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
     rope_theta: float = 10000.0
-    eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
 
     @classmethod
-    def fitting(cls, hidden: int, vocab: int, draft_vocab: int, intermediate: int) -> Eagle3Shape:
+    def fitting(cls, hidden_size: int, **others: int) -> Eagle3Shape:
         """Attention as usual for this hidden size: heads of 64 where it allows that, up to four to a pair of K/V."""
-        head_dim = next(size for size in (64, 32, 16, 8, 4, 2) if hidden % size == 0 and hidden // size > 1)
-        heads = hidden // head_dim
+        dim = next(size for size in (64, 32, 16, 8, 4, 2) if hidden_size % size == 0 and hidden_size // size > 1)
+        heads = hidden_size // dim
         shared = next(n for n in (4, 2, 1) if (heads % n == 0 and heads // n > 1) or n == 1)
-        return cls(
-            hidden=hidden,
-            intermediate=intermediate,
-            vocab=vocab,
-            draft_vocab=draft_vocab,
-            heads=heads,
-            kv_heads=heads // shared,
-            head_dim=head_dim,
-        )
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": heads // shared, "head_dim": dim}
+        return cls(hidden_size=hidden_size, **sizes, **others)
 
 
 class TrainedRMSNorm(nn.Module):
@@ -75,18 +68,18 @@ class TrainedAttention(nn.Module):
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
         self.shape = shape
-        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * shape.hidden, wide, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden, narrow, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden, narrow, bias=False)
-        self.o_proj = nn.Linear(wide, shape.hidden, bias=False)
+        wide, narrow = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(2 * shape.hidden_size, wide, bias=False)
+        self.k_proj = nn.Linear(2 * shape.hidden_size, narrow, bias=False)
+        self.v_proj = nn.Linear(2 * shape.hidden_size, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, past: list[KV]) -> tuple[Tensor, KV]:
         """Map `[batch, length, 2 * hidden]` of draft `len(past)` to `[batch, length, hidden]`, and its own K/V."""
         batch, length, _ = x.shape
         cos, sin = self._angles(length, len(past), x.device)
         q, k, v = (self._split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        groups = self.shape.heads // self.shape.kv_heads
+        groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
         q, own = (
             _rotated(q, cos, sin),
             (_rotated(k, cos, sin).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)),
@@ -134,9 +127,9 @@ class TrainedFeedForward(nn.Module):
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., hidden]` to the same shape."""
@@ -149,9 +142,9 @@ class TrainedLayer(nn.Module):
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
-        self.hidden_norm = TrainedRMSNorm(shape.hidden, shape.eps)
-        self.input_layernorm = TrainedRMSNorm(shape.hidden, shape.eps)
-        self.post_attention_layernorm = TrainedRMSNorm(shape.hidden, shape.eps)
+        self.hidden_norm = TrainedRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = TrainedRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = TrainedRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn, self.mlp = TrainedAttention(shape), TrainedFeedForward(shape)
 
     def forward(self, embedded: Tensor, feature: Tensor, past: list[KV]) -> tuple[Tensor, KV]:
@@ -168,15 +161,15 @@ class TrainedEagle3(nn.Module):
         """Make a head that drafts the tokens `kept`, ascending ids; its output begins with rows of the target's."""
         super().__init__()
         self.shape = shape
-        self.fc_norm = nn.ModuleList(TrainedRMSNorm(shape.hidden, shape.eps) for _ in range(NUM_PLACES))
-        self.fc = nn.Linear(NUM_PLACES * shape.hidden, shape.hidden, bias=False)
+        self.fc_norm = nn.ModuleList(TrainedRMSNorm(shape.hidden_size, shape.rms_norm_eps) for _ in range(NUM_PLACES))
+        self.fc = nn.Linear(NUM_PLACES * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = TrainedLayer(shape)
-        self.norm = TrainedRMSNorm(shape.hidden, shape.eps)
-        self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
+        self.norm = TrainedRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
         self.d2t: Tensor
         self.t2d: Tensor
         self.register_buffer("d2t", kept - torch.arange(len(kept)))
-        self.register_buffer("t2d", torch.zeros(shape.vocab, dtype=torch.bool).index_fill(0, kept, value=True))
+        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill(0, kept, value=True))
         self._begin(output[kept])
 
     def _begin(self, output: Tensor) -> None:
@@ -215,30 +208,18 @@ class TrainedEagle3(nn.Module):
             yield self.lm_head(feature)
 
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-
-
 def config_of(shape: Eagle3Shape, places: Seq[int], positions: int) -> dict[str, Any]:
     """The head's config, with the names of the published ones; `positions` are those of the target."""
-    return {
-        "architectures": [ARCHITECTURE],
+    return asdict(shape) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "hidden_size": shape.hidden,
-        "target_hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
+        "target_hidden_size": shape.hidden_size,
         "hidden_act": "silu",
-        "rms_norm_eps": shape.eps,
-        "rope_theta": shape.rope_theta,
         "max_position_embeddings": positions,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "vocab_size": shape.vocab,
-        "draft_vocab_size": shape.draft_vocab,
         "fc_norm": True,
         "norm_output": True,
         "eagle_aux_hidden_state_layer_ids": list(places),  # layers whose input is read

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from engine.training.eagle3 import NUM_PLACES, TrainedEagle3
 from engine.training.recipe import Schedule
-from engine.training.recorder import LogitScaling
-from engine.training.store import RunFolder, WrittenText
+from engine.training.store import RunFolder, TargetParts, WrittenText
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,6 @@ SAVE_EVERY = 200  # steps
 
 
 @dataclass(frozen=True, slots=True)
-class TargetParts:
-    """What training needs of the target: two matrices in bfloat16, `[vocab, hidden]` each, and how it makes logits."""
-
-    embedding: Tensor
-    output: Tensor
-    law: LogitScaling
-
-
-@dataclass(frozen=True, slots=True)
 class TrainingStep:
     """The result of a step: losses in nats, one for each draft in a row; held-out acceptance where it was measured."""
 
@@ -121,20 +112,11 @@ def windows(texts: Seq[WrittenText], schedule: Schedule, first: int) -> Iterator
         dice = np.random.default_rng((schedule.seed, step))
         chosen = dice.choice(len(texts), max(1, schedule.batch_tokens // schedule.window), p=weights)
         starts = [int(dice.integers(0, max(1, lengths[i] - schedule.window + 1))) for i in chosen]
-        yield step, _batch([texts[i] for i in chosen], starts, schedule.window)
-
-
-def _batch(texts: list[WrittenText], starts: list[int], window: int) -> TrainingBatch:
-    sizes = [min(window, len(text.rows) - start) for text, start in zip(texts, starts, strict=True)]
-    longest = max(sizes)
-    tokens = torch.zeros(len(texts), longest + 1, dtype=torch.long)
-    rows = torch.zeros(len(texts), longest, texts[0].rows.shape[1], dtype=torch.bfloat16)
-    is_true = torch.zeros(len(texts), longest, dtype=torch.bool)
-    for i, (text, start, size) in enumerate(zip(texts, starts, sizes, strict=True)):
-        tokens[i, : size + 1] = text.tokens[start : start + size + 1]
-        rows[i, :size] = text.rows[start : start + size]
-        is_true[i, :size] = True
-    return TrainingBatch(tokens, rows, is_true)
+        drawn = [(texts[i], slice(start, start + schedule.window)) for i, start in zip(chosen, starts, strict=True)]
+        tokens = [text.tokens[span.start : span.stop + 1] for text, span in drawn]
+        rows = [text.rows[span] for text, span in drawn]
+        parts = tokens, rows, [torch.ones(len(each), dtype=torch.bool) for each in rows]
+        yield step, TrainingBatch(*(pad_sequence(part, batch_first=True) for part in parts))
 
 
 class HeadTrainer:
@@ -150,7 +132,7 @@ class HeadTrainer:
         """
         self.head, self.schedule, self._folder, self._device = head.to(device), schedule, folder, device
         kept = self.head.kept
-        self._law = parts.law
+        self._logits = parts.logits
         self._embedding, self._output = parts.embedding.to(device), parts.output.to(device)[kept]
         named = list(head.named_parameters())
         matrices = [p for name, p in named if p.ndim == 2 and name != "lm_head.weight"]
@@ -187,7 +169,7 @@ class HeadTrainer:
         hidden, features = rows.split([NUM_PLACES * width, width], -1)
         with torch.autocast(self._device.type, torch.bfloat16):
             with torch.no_grad():
-                law = self._law.logits(features, self._output).log_softmax(-1)
+                law = self._logits(features, self._output).log_softmax(-1)
                 embedded = self._embedding[tokens[:, 1:]]
             found = []
             for j, logits in enumerate(self.head.unroll(hidden, embedded, unroll), start=1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,13 +18,13 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.machine.threads import cores
 from engine.model.checkpoint import positions, read_config
+from engine.params import SamplingParams
 from engine.startup.build import pick_device
 from engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of, export_head
-from engine.training.loop import HeadTrainer, TargetParts, TrainingStep
+from engine.training.loop import HeadTrainer, TrainingStep
 from engine.training.recipe import HeadShape, Schedule, TextPlan
-from engine.training.recorder import LogitScaling
-from engine.training.store import RunFolder, WrittenText
-from engine.training.text import Tokens, Writer, continued, held_out, own_prompts
+from engine.training.store import RunFolder, TargetParts, WrittenText
+from engine.training.text import Tokens, Writer, continued, own_prompts
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +95,7 @@ def _run(job: TrainingJob, folder: RunFolder, told: RunObserver) -> HeadTrainer:
     if found < needed:
         raise ModelError(f"the target wrote {found} tokens; training needs at least {needed}: ask for more texts")
     parts, notes = folder.load(PARTS)
-    law = LogitScaling(**json.loads(notes["law"]))
-    trainer = _trainer(job, folder, texts, TargetParts(parts["embedding"], parts["output"], law))
+    trainer = _trainer(job, folder, texts, TargetParts(**parts, **json.loads(notes["law"])))
     trainer.run(texts, list(folder.load_texts(HELD_OUT)), told.trained)
     limit = positions(read_config(job.engine.target, job.engine.revision)).limit
     export_head(trainer.head, config_of(trainer.head.shape, json.loads(notes["places"]), limit), job.out)
@@ -112,43 +111,34 @@ def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
         return names
     writer = Writer(job.engine)
     if not folder.has(PARTS):
-        law = LogitScaling.of(writer.model.config)
-        writer.check_law(law, job.prompts[0] if job.prompts else job.opening)
-        parts = {"embedding": writer.embedding(), "output": writer.output_matrix()}
-        folder.save(PARTS, parts, {"places": json.dumps(writer.places), "law": json.dumps(asdict(law))})
+        parts = writer.parts()
+        law = {"factor": parts.factor, "cap": parts.cap}
+        notes = {"places": json.dumps(writer.places), "law": json.dumps(law)}
+        folder.save(PARTS, {"embedding": parts.embedding, "output": parts.output}, notes)
     prompts, apart = _split(job)
     if not folder.has(f"{HELD_OUT}.texts"):
         own = apart or own_prompts(writer, job.opening, plan, -1, as_prompt=job.as_prompt)[: plan.held_out]
-        apart_texts = held_out(writer, [prompt[-plan.prompt_tokens :] for prompt in own], plan)
-        folder.save_texts(HELD_OUT, _some(apart_texts))
+        greedy = [SamplingParams(max_tokens=plan.held_out_tokens)] * len(own)
+        folder.save_texts(HELD_OUT, writer.write([prompt[-plan.prompt_tokens :] for prompt in own], greedy))
     tokens = 0
     for number in missing:
-        texts = _some(_texts(job, writer, prompts, number))
+        texts = _texts(job, writer, prompts, number)
         folder.save_texts(names[number], texts)
         tokens += sum(len(text.tokens) for text in texts)
         told.wrote(min(plan.texts, (number + 1) * plan.together), plan.texts, tokens)
     return names
 
 
-def _some(texts: Iterable[WrittenText]) -> list[WrittenText]:
-    found = list(texts)
-    if not found:
-        raise ModelError("the target ends its texts at once: give it other prompts")
-    return found
-
-
-def _texts(job: TrainingJob, writer: Writer, prompts: Seq[Tokens], number: int) -> Iterator[WrittenText]:
+def _texts(job: TrainingJob, writer: Writer, prompts: Seq[Tokens], number: int) -> list[WrittenText]:
     """The texts of file `number`."""
-    plan = job.text
+    plan, first = job.text, number * job.text.together
+    chosen = range(first, min(plan.texts, first + plan.together))
     if not prompts:
         own = own_prompts(writer, job.opening, plan, number, as_prompt=job.as_prompt)
-        yield from continued(writer, own[: plan.texts - number * plan.together], plan, number)
-        return
-    first = number * plan.together
-    chosen = range(first, min(plan.texts, first + plan.together))
+        return continued(writer, own[: len(chosen)], plan, number)
     given = [prompts[i % len(prompts)][-plan.prompt_tokens :] for i in chosen]
-    again = chosen.start >= len(prompts)  # the same prompt once more would be continued greedily in the same way
-    yield from continued(writer, given, replace(plan, greedy=0.0) if again else plan, number)
+    again = first >= len(prompts)  # the same prompt once more would be continued greedily in the same way
+    return continued(writer, given, replace(plan, greedy=0.0) if again else plan, number)
 
 
 def _split(job: TrainingJob) -> tuple[Seq[Tokens], Seq[Tokens]]:
@@ -163,15 +153,12 @@ def _split(job: TrainingJob) -> tuple[Seq[Tokens], Seq[Tokens]]:
 
 def _trainer(job: TrainingJob, folder: RunFolder, texts: Seq[WrittenText], parts: TargetParts) -> HeadTrainer:
     vocab, hidden = parts.embedding.shape
-    if parts.output.shape[1] != hidden:
-        raise ModelError(
-            f"the target's embedding has {hidden} numbers, its features {parts.output.shape[1]}: no head fits"
-        )
     kept = _kept(texts, vocab, min(vocab, job.shape.vocab or _LARGEST_VOCAB))
     wide = getattr(read_config(job.engine.target, job.engine.revision).get_text_config(), "intermediate_size", None)
     width = job.shape.intermediate or (wide if isinstance(wide, int) else 4 * hidden)
     torch.manual_seed(job.schedule.seed)
-    head = TrainedEagle3(Eagle3Shape.fitting(hidden, vocab, len(kept), width), kept, parts.output)
+    shape = Eagle3Shape.fitting(hidden, vocab_size=vocab, draft_vocab_size=len(kept), intermediate_size=width)
+    head = TrainedEagle3(shape, kept, parts.output)
     return HeadTrainer(head, parts, job.schedule, folder, pick_device(job.engine.device))
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.errors import ModelError
 
@@ -37,6 +38,24 @@ class WrittenText:
     tokens: Tensor
     prompt: int
     rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """What training needs of the target: two matrices in bfloat16, `[vocab, hidden]` each, and how it makes logits.
+
+    Logits are x * factor, then cap * tanh(x / cap), where x is the product of features and the output matrix.
+    """
+
+    embedding: Tensor
+    output: Tensor
+    factor: float = 1.0
+    cap: float | None = None
+
+    def logits(self, features: Tensor, matrix: Tensor) -> Tensor:
+        """float32 `[..., n]` of features `[..., hidden]` and rows `[n, hidden]` of the output matrix."""
+        made = F.linear(features, matrix).float() * self.factor
+        return made if self.cap is None else self.cap * (made / self.cap).tanh()
 
 
 class RunFolder:
@@ -80,7 +99,13 @@ class RunFolder:
             yield
 
     def save_texts(self, name: str, texts: list[WrittenText]) -> None:
-        """Write texts as one file, whole or not at all."""
+        """Write texts as one file, whole or not at all.
+
+        Raises:
+            ModelError: there are none.
+        """
+        if not texts:
+            raise ModelError("the target ends its texts at once: give it other prompts")
         tensors = {
             "tokens": torch.cat([text.tokens for text in texts]).int(),
             "rows": torch.cat([text.rows for text in texts]),

@@ -7,17 +7,13 @@ whatever is served can be learned from: rounded weights, GGUF files, layers with
 
 from __future__ import annotations
 
-import logging
 import random
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from itertools import count
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
-from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -28,21 +24,16 @@ from engine.model.decoder.architecture import architecture_of
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.tap import FINAL, Tap
 from engine.params import SamplingParams, SpeculationMode
+from engine.proposers.base import Passed, Proposer
+from engine.proposers.heads.features import Features
 from engine.startup.build import assemble, load, pick_device
 from engine.training.recipe import TextPlan
-from engine.training.recorder import RECORDER, LogitScaling, RowRecorder
-from engine.training.store import WrittenText
-from engine.types import Request, TokenEvent
-
-if TYPE_CHECKING:
-    pass
-
-log = logging.getLogger(__name__)
+from engine.training.store import TargetParts, WrittenText
+from engine.types import Request
 
 Tokens = tuple[int, ...]
 SHORTEST = 8  # tokens of a text that is worth learning from
-_CHECKED = 8  # tokens whose log-probabilities are compared
-_FAR = 0.3  # nats by which they may differ on average: what is recorded is rounded to bfloat16
+_RECORDER = "recorder"  # its name among proposers
 
 
 def places_of(depth: int) -> tuple[int, int, int]:
@@ -52,6 +43,28 @@ def places_of(depth: int) -> tuple[int, int, int]:
     ((2, 16, 29), (1, 2, 3))
     """
     return (2, depth // 2, depth - 3) if depth >= 6 else (depth // 4, depth // 2, depth - 1)
+
+
+class RowRecorder(Proposer):
+    """A proposer that drafts nothing and keeps hidden states by request: bfloat16 `[positions, (places + 1) * hidden]`.
+
+    The last part is that after `FINAL`. The engine goes on without an observer that fails, so whoever reads the rows
+    checks that every position was seen.
+    """
+
+    def __init__(self, tap: Tap, places: Seq[int]) -> None:
+        self._tap, self._places = tap, (*places, FINAL)
+        self.kept: dict[str, Features] = {}  # of the requests that are recorded
+
+    def observe(self, passed: Seq[Passed]) -> None:
+        """Copy what was just fed; a sequence that is fed again after a preemption replaces its rows."""
+        hidden = self._tap.read(self._places)
+        assert hidden is not None, "the target has not run"
+        hidden = hidden.to("cpu", torch.bfloat16)
+        for p in passed:
+            kept = self.kept.get(p.sequence.request_id)
+            if kept is not None:
+                kept.take(p.feed.start, hidden[p.rows_from(p.feed.start)])
 
 
 class Writer:
@@ -64,7 +77,7 @@ class Writer:
             ModelError: it cannot be served, or not be read between its layers.
         """
         use_threads(config.threads)
-        own = {"proposer": RECORDER, "speculation": SpeculationMode.FIXED, "num_draft_tokens": 1, "loop": "plain"}
+        own = {"proposer": _RECORDER, "speculation": SpeculationMode.FIXED, "num_draft_tokens": 1, "loop": "plain"}
         asked = config.model_copy(update={**own, "prefix_cache": False})  # whose hits would be seen by nobody
         loaded = load(asked, config.target, config.revision, config.weights, pick_device(config.device))
         if architecture_of(loaded) is None:
@@ -74,8 +87,7 @@ class Writer:
         self.places = places_of(shape_of(self.model.config, "num_hidden_layers"))
         tap = Tap(self.model, {*self.places, FINAL})
         self._recorder = RowRecorder(tap, self.places)
-        self.engine: Engine = assemble(asked, loaded, extra_proposers={RECORDER: self._recorder}, tap=tap)
-        self._ids = count()
+        self.engine: Engine = assemble(asked, loaded, extra_proposers={_RECORDER: self._recorder}, tap=tap)
 
     def write(self, prompts: Seq[Tokens], sampling: Seq[SamplingParams], *, records: bool = True) -> list[WrittenText]:
         """Continue all prompts at once; without `records` the texts have no rows.
@@ -83,89 +95,50 @@ class Writer:
         What is longer than the target's context has room for is cut: a prompt at its beginning.
 
         Raises:
-            ModelError: the engine failed at one of them.
+            ModelError: the engine failed at one of them, or its passes did not show all positions.
         """
-        fitted = (self._fitted(*pair) for pair in zip(prompts, sampling, strict=True))
-        requests = {f"text-{next(self._ids)}": pair for pair in fitted}
-        written = {name: list(prompt) for name, (prompt, _) in requests.items()}
-        for name, (prompt, params) in requests.items():
-            if records:
-                self._recorder.expect(name, len(prompt) + (params.max_tokens or 0))
-            self.engine.add(Request(request_id=name, token_ids=prompt, sampling=params))
-        for event in self._events():
-            written[event.request_id] += event.token_ids
-        return [self._text(name, tokens, len(requests[name][0]), records) for name, tokens in written.items()]
-
-    def check_law(self, law: LogitScaling, prompt: Tokens) -> None:
-        """Compare the log-probabilities that the engine reports with those of what is recorded.
-
-        Raises:
-            ModelError: the target makes its logits in another way than `law`.
-        """
-        asked = SamplingParams(max_tokens=_CHECKED, ignore_eos=True, logprobs=0)
-        two = [self._fitted((*prompt, *again), asked) for again in ((), prompt[:1])]  # in one batch, as texts are
-        tokens, reported = dict[str, list[int]](), defaultdict[str, list[float]](list)
-        for given, params in two:
-            name = f"text-{next(self._ids)}"
-            tokens[name] = list(given)
-            self._recorder.expect(name, len(given) + _CHECKED)
-            self.engine.add(Request(request_id=name, token_ids=given, sampling=params))
-        for event in self._events():
-            tokens[event.request_id] += event.token_ids
-            reported[event.request_id] += [one.logprob for one in event.logprobs]
-        matrix, away = self.output_matrix().float(), 0.0
-        for (given, _), (name, ids) in zip(two, tokens.items(), strict=True):
-            text = self._text(name, ids, len(given), records=True)
-            rows = text.rows[text.prompt - 1 :, -matrix.shape[1] :].float()
-            made = law.logits(rows, matrix).log_softmax(-1).gather(1, text.tokens[text.prompt :, None])[:, 0]
-            away = max(away, float((made - torch.tensor(reported[name])).abs().mean()))
-        if away > _FAR:
-            raise ModelError(
-                f"{type(self.model).__name__} makes its logits in a way that is not known: their logarithms are off by "
-                f"{away:.2f} on average, so no head can learn from them"
-            )
-
-    def _events(self) -> Iterator[TokenEvent]:
+        limit, texts = self.engine.max_model_len, dict[str, list[int]]()
+        for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            name, most = f"text-{number}", min(params.max_tokens or limit, limit // 2)
+            texts[name] = [*prompt[-(limit - most) :]]
+            fitted = replace(params, max_tokens=most)
+            self.engine.add(Request(request_id=name, token_ids=tuple(texts[name]), sampling=fitted))
+        lengths = [len(tokens) for tokens in texts.values()]
+        kept = self._recorder.kept = {name: Features() for name in texts if records}
         while self.engine.has_work:
             for event in self.engine.step().events:
                 if event.finished is not None and event.finished.error is not None:
                     raise ModelError(f"the target failed at a text: {event.finished.error}")
-                yield event
-
-    def _fitted(self, prompt: Tokens, params: SamplingParams) -> tuple[Tokens, SamplingParams]:
-        limit = self.engine.max_model_len
-        most = min(params.max_tokens or limit, limit // 2)
-        return prompt[-(limit - most) :], replace(params, max_tokens=most)
-
-    def _text(self, name: str, tokens: list[int], prompt: int, records: bool) -> WrittenText:
-        rows = self._recorder.take(name, len(tokens) - 1) if records else torch.empty(0)
-        return WrittenText(torch.tensor(tokens), prompt, rows)
-
-    @torch.inference_mode()
-    def embedding(self) -> Tensor:
-        """bfloat16 `[vocab, hidden]`, the embedding of every token, as the target's layers receive it."""
-        table = self._embedded(self.engine.vocab_size)
-        return table.to("cpu", torch.bfloat16).clone()
-
-    def _embedded(self, tokens: int) -> Tensor:
-        """`[tokens, hidden]`, the embeddings of the first so many."""
-        made: Tensor = self.model.get_input_embeddings()(torch.arange(tokens, device=self.model.device))
-        return made
+                texts[event.request_id] += event.token_ids
+        for name, rows in kept.items():
+            if rows.first or rows.stop < len(texts[name]) - 1:
+                raise ModelError(
+                    f"the target's hidden states were seen at {rows.stop - rows.first} of {len(texts[name]) - 1} "
+                    "positions of a text: no head can read it"
+                )
+        return [
+            WrittenText(torch.tensor(tokens), prompt, kept[name].rows[: len(tokens) - 1] if records else torch.empty(0))
+            for prompt, (name, tokens) in zip(lengths, texts.items(), strict=True)
+        ]
 
     @torch.inference_mode()
-    def output_matrix(self) -> Tensor:
-        """bfloat16 `[vocab, hidden]`, by which the target makes logits of its features.
+    def parts(self) -> TargetParts:
+        """What a head learns from beside texts; embeddings are those that the target's layers receive.
 
         Raises:
-            ModelError: its logits are no product of its features and one matrix.
+            ModelError: no head fits: the target's logits are no product of one matrix with features as wide as states.
         """
-        head = self.model.get_output_embeddings()
-        width = int(self._embedded(1).shape[1])
-        if getattr(head, "bias", None) is not None:
-            raise ModelError(f"{type(self.model).__name__} adds a bias to its logits: no head is trained for it")
-        unit = torch.eye(width, dtype=self.model.dtype, device=self.model.device)
-        made: Tensor = head(unit)
-        return made.float().T.to("cpu", torch.bfloat16).contiguous()
+        made, device = self.model.architecture, self.model.device
+        kind = self.model.config.model_type
+        if made.head_bias:
+            raise ModelError(f"{kind} adds a bias to its logits: no head is trained for it")
+        if made.embedding_width not in (None, made.width):
+            raise ModelError(f"{kind} has embeddings of {made.embedding_width} numbers, and states of {made.width}")
+        table = self.model.get_input_embeddings()(torch.arange(self.engine.vocab_size, device=device))
+        unit = torch.eye(made.width, dtype=self.model.dtype, device=device)
+        output = self.model.get_output_embeddings()(unit).float().T
+        embedding, output = (x.to("cpu", torch.bfloat16).clone() for x in (table, output.contiguous()))
+        return TargetParts(embedding, output, made.logit_scale or 1.0, made.softcap)
 
 
 def own_prompts(
@@ -196,11 +169,6 @@ def continued(writer: Writer, prompts: Seq[Tokens], plan: TextPlan, number: int)
         for i in range(len(prompts))
     ]
     return [text for text in writer.write(prompts, sampling) if len(text.tokens) >= SHORTEST]
-
-
-def held_out(writer: Writer, prompts: Seq[Tokens], plan: TextPlan) -> list[WrittenText]:
-    """Greedy continuations of prompts that are never trained on."""
-    return writer.write(prompts, [SamplingParams(max_tokens=plan.held_out_tokens)] * len(prompts))
 
 
 def _drawn(plan: TextPlan, key: tuple[int, ...], tokens: int, temperature: float) -> SamplingParams:

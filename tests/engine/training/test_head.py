@@ -7,13 +7,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from engine.training.eagle3 import Eagle3Shape, TrainedEagle3
+from engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of
 from engine.training.loop import measure_acceptance
 from engine.training.store import WrittenText
 from tests.engine.proposers.heads.test_eagle3 import Paper
 
 HIDDEN, VOCAB = 16, 23
-SHAPE = Eagle3Shape.fitting(HIDDEN, VOCAB, 9, 24)
+SHAPE = Eagle3Shape.fitting(HIDDEN, vocab_size=VOCAB, draft_vocab_size=9, intermediate_size=24)
 KEPT = torch.tensor([0, 2, 3, 7, 11, 12, 17, 19, 22])
 
 
@@ -28,9 +28,7 @@ def head() -> TrainedEagle3:
 
 def plain_chain(model: TrainedEagle3, rows: Tensor, embedded: Tensor, drafts: int) -> list[Tensor]:
     """Logits of drafts after the positions of `rows` `[n, 3 * hidden]`; `embedded` has a row for each that is fed."""
-    config = {"num_attention_heads": SHAPE.heads, "num_key_value_heads": SHAPE.kv_heads, "head_dim": SHAPE.head_dim,
-              "num_hidden_layers": 1, "fc_norm": True, "norm_output": True}  # fmt: skip
-    paper = Paper(config, dict(model.state_dict()), (0, 1, 2))
+    paper = Paper(config_of(SHAPE, (0, 1, 2), 64), dict(model.state_dict()), (0, 1, 2))
     return list(islice(paper.chain(list(rows.chunk(3, -1)), lambda n: embedded[:n]), drafts))
 
 
