@@ -192,7 +192,7 @@ class Checked(Proposer):
             for i in range(max(0, len(sequence.tokens) - 1 - features.first), len(features.rows)):
                 features.rows[i] = torch.full_like(features.rows[i], torch.nan)
         if self.uses_draft_kv:
-            arena, cursor = self.inner.head.arena, sequence.draft
+            arena, cursor = self.inner.arena, sequence.draft
             rows = [p * arena.page_size + i for p in cursor.page_table for i in range(arena.page_size)][cursor.kv_len :]
             for k, v in zip(arena.k, arena.v, strict=True):
                 k[rows], v[rows] = torch.nan, torch.nan

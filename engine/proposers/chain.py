@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -66,6 +67,17 @@ def draw(chains: Seq[Chain], logits: Tensor) -> None:
         chain.tokens.append(drawn[i])
         if probs is not None and chain.is_judged_by_law:
             chain.probs.append(probs[i])
+
+
+def draw_at_once(chains: Seq[Chain], logits: Tensor) -> None:
+    """Draw all drafts of each chain, those of one depth together: processors see what was drawn before.
+
+    `logits` have `chain.k` rows of each chain, one chain after the other: of k [2, 1] those of drafts 0 and 1, and 0.
+    """
+    placed = list(zip(chains, accumulate((chain.k for chain in chains), initial=0), strict=False))
+    for depth in range(max(chain.k for chain in chains)):
+        deep = [(chain, first + depth) for chain, first in placed if chain.k > depth]
+        draw([chain for chain, _ in deep], logits[[row for _, row in deep]])
 
 
 def proposal_of(chains: Seq[Chain], forwards: Seq[Forward]) -> Proposal:

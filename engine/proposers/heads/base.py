@@ -1,23 +1,26 @@
-"""What a head is: what was trained for one target and drafts from its hidden states, or as an adapter of it (Uno)."""
+"""What a head is, trained for one target: it drafts from its hidden states, or as an adapter of it. Which there are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from engine.attention import Attend
+from engine.choices import HEADS
 from engine.control.prefill_budget import PrefillBudget
 from engine.kv.arena import KVArena, KVLayout
-from engine.kv.batch import Feed
+from engine.model.decoder.families.described import ModelConfig
 from engine.model.runner import Runner
 from engine.model.tap import Tap
 from engine.proposers.base import Proposer
 from engine.types import Adapter
+
+if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from engine.config import EngineConfig
+    from engine.model.decoder.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +45,23 @@ class Head:
     adapter: Path | None = None  # folder of the low-rank adapter with which the target drafts; None: it needs none
 
 
-class FeatureChain(Protocol):
-    """A head that goes on from the target's features, one token after the other, over an arena of its own.
+def load_heads(config: EngineConfig, target: DecoderModel) -> dict[str, Head]:
+    """Load the heads that `config` names, by proposer name. Each option has a module and a function of its name.
 
-    Fed (feature of position t, token t + 1) it makes a feature of t + 1, which stands for token t + 2.
+    Raises:
+        ModelError: one of them does not fit this target.
     """
+    heads = dict[str, Head]()
+    for option in HEADS:
+        if (name := getattr(config, option)) is not None:
+            load = getattr(import_module(f"engine.proposers.heads.{option}"), f"load_{option}")
+            heads[option] = load(name, getattr(config, f"{option}_revision"), target)
+    if isinstance(cast("object", target.config), ModelConfig) and not config.mtp:
+        return heads  # none of these families has such layers
+    from engine.proposers.heads.mtp import load_mtp, tell_of_mtp
 
-    def project(self, features: Tensor) -> Tensor:
-        """The target's features `[n, width of its places]` as the head takes them, `[n, hidden]`."""
-        ...
-
-    def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
-        """One pass, features `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows."""
-        ...
-
-    def logits(self, features: Tensor) -> Tensor:
-        """float32 `[R, target's vocab]` of features that `forward` made; -inf for tokens that it never drafts."""
-        ...
+    if config.mtp:  # it is part of the target's own checkpoint
+        heads["mtp"] = load_mtp(config.target, config.revision, target)
+    else:
+        tell_of_mtp(config.target, config.revision, target)
+    return heads

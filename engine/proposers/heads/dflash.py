@@ -9,10 +9,10 @@ the authors' code and in vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,28 +21,132 @@ from torch import Tensor, nn
 from engine.attention import Attend
 from engine.attention.registry import Ragged
 from engine.attention.spec import AttentionSpec
-from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
 from engine.kv.batch import Feed, RaggedBatch
+from engine.model.checkpoint import shape_of
+from engine.model.decoder.architecture import Architecture, HeadNorm, NormForm
+from engine.model.decoder.families.builders import FULL, SLIDING
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.weights import HEAD, WeightReader
-from engine.model.tap import Tap
-from engine.native import multiplies
 from engine.proposers.base import Proposal
-from engine.proposers.chain import Chain, chains_of, draw, proposal_of
-from engine.proposers.heads.base import Head
-from engine.proposers.heads.dflash_config import DFlashConfig, read_dflash_config
-from engine.proposers.heads.layers import FeatureHead, HeadRunner, reader_of
+from engine.proposers.chain import Chain, chains_of, draw_at_once, proposal_of
+from engine.proposers.heads.base import Head, HeadContext
+from engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of
 from engine.proposers.heads.proposer import HeadProposer
-from engine.proposers.heads.weights import load_checkpoint, target_ids
+from engine.proposers.heads.weights import KIND, drafted_ids, flattened, load_checkpoint
 from engine.stats import Forward
 from engine.types import Sequence
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
+    from engine.model.decoder.families.described import ModelConfig
 
 # Of the speculators form: parts of the target, which training compares with, and the map that `d2t` is inverse to.
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
+_ARCHITECTURES = frozenset({"DFlashDraftModel", "DFlashSpeculator"})
+_BACKBONES = ("qwen3", "llama")  # the layers are Qwen3's all the same
+# Fields that are read, or that change nothing: of Qwen3's configs and those of any, and of both forms of DFlash's.
+_KNOWN = frozenset(
+    {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+     "num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache",
+     "tie_word_embeddings", "rope_parameters", "attention_bias", "use_sliding_window", "sliding_window",
+     "max_window_layers", "layer_types", "attention_dropout", "model_type", "architectures", "dtype",
+     "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "id2label", "label2id",
+     "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "output_attentions", "output_hidden_states",
+     "problem_type", "torch_dtype", "rope_theta", "rope_scaling", "auto_map", "final_logit_softcapping",
+     "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "is_causal", "causal",
+     KIND, "speculators_version", "speculators_config", "draft_vocab_size", "target_hidden_size",
+     "aux_hidden_state_layer_ids", "sliding_window_non_causal"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """What a draft is, for one target."""
+
+    architecture: Architecture  # of its layers
+    places: tuple[int, ...]  # of the target that it reads (`Tap`)
+    block: int  # rows of a block: the newest token and a mask for each draft
+    mask: int  # id of the mask token, which stands for a token to be drafted
+    is_causal: tuple[bool, ...]  # by layer: whether a row of the block sees those before it alone
+    draft_vocab: int  # tokens that it drafts
+
+    @classmethod
+    def of(
+        cls, name: str, config: Mapping[str, Any], target: DecoderModel, tensors: Mapping[str, Tensor]
+    ) -> DFlashConfig:
+        """Read the config of the draft `name`, whose `tensors` tell the size of its heads.
+
+        In the authors' form (`dflash_config`) the target's layer i is read after it, in `speculators` before it.
+
+        Raises:
+            ModelError: it is that of another kind of draft, asks for what is not served, or does not fit this target.
+        """
+        asked = _asked(name, config)
+        settings = _settings(name, asked, tensors)
+        depth, width, vocab = shape_of(target.config, "num_hidden_layers"), settings.hidden_size, settings.vocab_size
+        check_sizes(name, width, vocab, target)
+        if asked.get("target_hidden_size", width) != width:
+            found = asked["target_hidden_size"]
+            raise ModelError(f"{name!r}: target_hidden_size is {found} beside a hidden_size of {width}")
+        if (found := asked.get("num_target_layers") or depth) != depth:
+            raise ModelError(f"{name!r} is for a target of num_target_layers {found}; this one has {depth} layers")
+        key, after = ("aux_hidden_state_layer_ids", 0) if KIND in config else ("target_layer_ids", 1)
+        ids, mask, block = (asked.get(field) for field in (key, "mask_token_id", "block_size"))
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < depth - after for i in ids):
+            # After the last layer some implementations read before the final norm, and others after it.
+            raise ModelError(f"{name!r}: {key} is {ids!r}; expected a list of layers before the last of its {depth}")
+        if type(mask) is not int or not 0 <= mask < vocab:
+            raise ModelError(f"{name!r}: mask_token_id is {mask!r}; the target has {vocab} tokens")
+        if type(block) is not int or block < 2:
+            raise ModelError(f"{name!r}: block_size is {block!r}; expected a place for a draft behind the first")
+        form, kinds = NormForm(settings.rms_norm_eps), settings.layer_types
+        windows = [settings.sliding_window if kind == SLIDING else None for kind in kinds]
+        layers = (layer_of(settings, name, tensors, i, each, norm=HeadNorm(form)) for i, each in enumerate(windows))
+        made = Architecture(tuple(layers), vocab, width, form, softcap=asked.get("final_logit_softcapping"))
+        causal = asked.get("is_causal", asked.get("causal"))  # of all layers; else those with a window are
+        is_causal = tuple(kind == SLIDING if causal is None else bool(causal) for kind in kinds)
+        apart = asked.get("sliding_window_non_causal") if KIND in config else False
+        if SLIDING in kinds and (causal is False or apart is not False):
+            said = f"causal is {causal} and sliding_window_non_causal {apart}"
+            raise ModelError(f"{name!r}: {said} beside {SLIDING}: a window that is not causal is not served")
+        places = tuple(i + after for i in ids)
+        return cls(made, places, block, mask, is_causal, asked.get("draft_vocab_size") or vocab)
+
+
+def _asked(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields that a config gives, in either form."""
+    own = config.get("dflash_config") or {}
+    if KIND not in config and (not own or not isinstance(own, dict)):
+        raise ModelError(f"{name!r}: config.json has neither dflash_config nor {KIND}: no DFlash draft")
+    for one in config.get("architectures") or ():
+        if one not in _ARCHITECTURES:
+            raise ModelError(f"{name!r} is a {one}; served are {', '.join(sorted(_ARCHITECTURES))}")
+    flat = flattened(config, name, "dflash")
+    flat.pop("dflash_config", None)
+    asked = {key: value for key, value in [*own.items(), *flat.items()] if value is not None}
+    for key, value in asked.items():
+        if key not in _KNOWN and value not in (False, 0, {}, []):  # it might change what is computed
+            raise ModelError(f"{name!r}: {key} is {value!r}, which is not served")
+    return asked
+
+
+def _settings(name: str, asked: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ModelConfig:
+    """The config of the layers, as Qwen3's."""
+    kind = asked.get("model_type", "qwen3")
+    if kind not in _BACKBONES:
+        raise ModelError(f"{name!r}: model_type is {kind!r}; served are drafts of {' and '.join(_BACKBONES)}")
+    norm = tensors.get("layers.0.self_attn.q_norm.weight")
+    if norm is None:
+        raise ModelError(f"{name!r} does not fit the target: layers.0.self_attn.q_norm.weight is missing")
+    # The default of head_dim differs from family to family; the tensors know.
+    settings = layer_config(asked, name, "qwen3", head_dim=len(norm))
+    kinds = settings.layer_types
+    if not set(kinds) <= {FULL, SLIDING} or len(kinds) != settings.num_hidden_layers:
+        raise ModelError(f"{name!r}: layer_types is {kinds}; expected {FULL} or {SLIDING} for each layer")
+    if SLIDING in kinds and settings.sliding_window is None:
+        raise ModelError(f"{name!r}: layers with {SLIDING} need sliding_window, and use_sliding_window true")
+    return settings
 
 
 class DFlashHead(FeatureHead):
@@ -72,11 +176,15 @@ class DFlashHead(FeatureHead):
         """The target's features `[n, places * width]`, fused: `[n, width]`."""
         return cast("Tensor", self.hidden_norm(self.fc(features.to(self.dtype))))
 
-    def keep(self, features: Tensor, ragged: Ragged) -> None:
-        """Write each layer's keys and values of fused features `[T, width]`."""
+    def forward(self, features: Tensor, ragged: Ragged) -> Tensor:
+        """Write each layer's keys and values of fused features `[T, width]`; returns those at the last rows.
+
+        No row sees another one here: a context row is projected, and never asks.
+        """
         turned = self.rotations.of(ragged.batch.position_ids, self.dtype, len(self.layers))
         for layer, matmul, rotary in zip(self.layers, self.keys_and_values, turned, strict=True):
             cast("Any", layer).mixer.write(matmul(features), rotary, ragged)
+        return features[ragged.batch.logit_rows]
 
     def fill_in(self, causal: Ragged, mutual: Ragged) -> Tensor:
         """The outputs `[R, width]` of a batch's last rows; layers that are not causal run over `mutual`."""
@@ -92,56 +200,16 @@ class DFlashHead(FeatureHead):
 def load_dflash(name: str, revision: str | None, target: DecoderModel) -> Head:
     """A draft of a local folder or a hub id, in the authors' form or that of `speculators`.
 
-    On a CPU it computes in its own type where our C multiplies that, else in the target's. A target may be in a wider
-    type to keep its tokens what they are. No bit of a draft decides a token, and half the bytes are read in half the
-    time.
-
     Raises:
         ModelError: it is no DFlash draft, is of a kind that is not served, or does not fit this target.
     """
     written, tensors = load_checkpoint(name, revision)
-    config = read_dflash_config(name, written, target, tensors)
-    tensors = {key: tensor for key, tensor in tensors.items() if key not in _UNUSED}
-    offsets, made = tensors.pop("d2t", None), config.architecture
-    tokens = None if offsets is None else _tokens(name, offsets, config)
-    if config.draft_vocab != made.vocab_size and (tokens is None or HEAD not in tensors):
-        raise ModelError(f"{name!r} drafts {config.draft_vocab} tokens; expected d2t and lm_head.weight to say which")
-    width = made.width
+    config = DFlashConfig.of(name, written, target, tensors)
+    made, tensors = config.architecture, {key: tensor for key, tensor in tensors.items() if key not in _UNUSED}
+    drafts, width = drafted_ids(tensors, name, made.vocab_size), made.width
     own = {"fc.weight": (width, len(config.places) * width), "hidden_norm.weight": (width,)}
     reader = reader_of(made, tensors, target, name, own | {HEAD: (config.draft_vocab, width)})
-    stored = tensors["fc.weight"].dtype
-    dtype = stored if target.device.type == "cpu" and multiplies(stored) else target.dtype
-    head = DFlashHead(config, replace(reader, dtype=dtype), target, tokens)
-    return head.over(config.places, DFlashRunner, DFlashProposer)
-
-
-def _tokens(name: str, offsets: Tensor, config: DFlashConfig) -> Tensor:
-    """The target's token for each that the draft knows, `[draft vocab]`."""
-    tokens = target_ids(offsets, config.draft_vocab, config.architecture.vocab_size)
-    if tokens is None:
-        raise ModelError(f"{name!r}: d2t does not map {config.draft_vocab} draft tokens to as many of the target's")
-    return tokens
-
-
-class DFlashRunner(HeadRunner):
-    """The draft over an arena of its own."""
-
-    head: DFlashHead
-
-    def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
-        """Keep keys and values of fused features `[T, width]` at the rows of `feeds`; returns those at the last rows.
-
-        No row sees another one here: a context row is projected, and never asks.
-        """
-        batch = RaggedBatch.of(feeds, self.arena.page_size, features.device)
-        self.head.keep(features, Ragged(batch, self.arena, self.attend))
-        return features[batch.logit_rows]
-
-    def fill_in(self, feeds: Seq[Feed]) -> Tensor:
-        """Run blocks of the newest token and masks, each after its context; the outputs `[R, width]` of the masks."""
-        batch = RaggedBatch.of(feeds, self.arena.page_size, self.arena.k[0].device)
-        mutual = partial(attend_bidirectionally, self.attend)
-        return self.head.fill_in(*(Ragged(batch, self.arena, attend) for attend in (self.attend, mutual)))
+    return DFlashHead(config, reader, target, drafts).over(config.places, DFlashProposer)
 
 
 def attend_bidirectionally(
@@ -185,10 +253,11 @@ class DFlashProposer(HeadProposer):
 
     is_parallel = True  # one pass, however many drafts
 
-    def __init__(self, draft: DFlashRunner, tap: Tap, places: tuple[int, ...], prefill: PrefillBudget) -> None:
-        super().__init__(draft, tap, places, prefill)
-        self._draft, self._config = draft, draft.head.config
-        self.most_drafts = self._config.block - 1
+    head: DFlashHead
+
+    def __init__(self, head: DFlashHead, places: tuple[int, ...], context: HeadContext) -> None:
+        super().__init__(head, places, context)
+        self.most_drafts = head.config.block - 1
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
@@ -197,23 +266,21 @@ class DFlashProposer(HeadProposer):
         read: list[Forward] = []
         ready, _ = self._catch_up([chain for chain in chains if chain.k], read)
         # What one round leaves to read belongs to the pass of the block; a prompt is reading of its own.
-        forwards = [one for one in read if not ready or one.tokens > self._config.block * one.sequences]
+        forwards = [one for one in read if not ready or one.tokens > self.head.config.block * one.sequences]
         if ready:
             self._draw_block(ready)
             forwards.append(Forward("draft", len(ready), sum(chain.k + 1 for chain in ready)))
         return proposal_of(chains, forwards)
 
     def _draw_block(self, chains: list[Chain]) -> None:
-        """Draw all drafts of each chain, those of one depth together: processors see what was drawn before."""
+        """Draw all drafts of each chain."""
         feeds = []
         for chain in chains:
-            cursor, block = chain.sequence.draft, [chain.sequence.tokens[-1], *[self._config.mask] * chain.k]
+            cursor, block = chain.sequence.draft, [chain.sequence.tokens[-1], *[self.head.config.mask] * chain.k]
             feeds.append(Feed(block, cursor.kv_len, cursor.page_table, chain.k))
-        logits = self._draft.logits(self._draft.fill_in(feeds))
-        first = list(accumulate((chain.k for chain in chains), initial=0))
-        for depth in range(max(chain.k for chain in chains)):
-            deep = [i for i, chain in enumerate(chains) if chain.k > depth]
-            draw([chains[i] for i in deep], logits[[first[i] + depth for i in deep]])
+        causal = self.ragged(feeds)
+        mutual = replace(causal, attend=partial(attend_bidirectionally, causal.attend))
+        draw_at_once(chains, self.head.logits(self.head.fill_in(causal, mutual)))
 
     def _grow(self, chains: list[Chain], hidden: Tensor) -> tuple[list[Chain], Tensor]:
         """A feature alone makes no draft: the chains that are fed to their end go on to their blocks as they are."""

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from engine.errors import ModelError
 from engine.model.decoder.architecture import Architecture, NormForm
 from engine.model.decoder.weights import WeightReader
-from engine.model.linear.rows import matmul_shape
 from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.eagle3 import is_eagle3, load_eagle3
-from engine.proposers.heads.layers import FeatureHead, layer_config, layer_of, reader_of
-from engine.proposers.heads.speculators import KIND, flattened
-from engine.proposers.heads.weights import load_checkpoint, matrix_shapes
+from engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of
+from engine.proposers.heads.weights import KIND, flattened, load_checkpoint, matrix_shapes
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
@@ -67,14 +65,12 @@ def load_eagle(name: str, revision: str | None, target: DecoderModel) -> Head:
     if config.get("num_hidden_layers", 1) != 1:
         raise ModelError(f"{name!r} has {config['num_hidden_layers']} layers; an EAGLE-1 head has 1")
     settings = layer_config(config, name, "llama", num_hidden_layers=1)
-    width, size = settings.hidden_size, (settings.hidden_size, settings.vocab_size)
-    want = matmul_shape(target.get_output_embeddings())
-    if size != want:
-        raise ModelError(f"{name!r} is a head for {size[0]} features and {size[1]} tokens; the target has {want}")
+    width = settings.hidden_size
+    check_sizes(name, width, settings.vocab_size, target)
     layer = layer_of(settings, name, tensors, 0)
     if "layers.0.input_layernorm.weight" not in tensors:  # the paper's head has none before its only attention
         layer = replace(layer, norms=(None, *layer.norms[1:]))
-    made = Architecture((layer,), size[1], width, NormForm(settings.rms_norm_eps), has_final_norm=False)
+    made = Architecture((layer,), settings.vocab_size, width, NormForm(settings.rms_norm_eps), has_final_norm=False)
     own = matrix_shapes("fc", width, 2 * width, has_bias="fc.bias" in tensors)
     weights = reader_of(made, tensors, target, name, own)
     return JoiningHead(made, weights, target, "fc").over((FINAL,))

@@ -8,19 +8,17 @@ output.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as Seq
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.attention import Attend
 from engine.attention.registry import Ragged
 from engine.attention.spec import AttentionSpec
-from engine.errors import ModelError
-from engine.kv.arena import KVArena, KVLayout
-from engine.kv.batch import Feed, RaggedBatch
+from engine.errors import ModelError, shown
+from engine.kv.arena import KVLayout
 from engine.model.decoder.architecture import Architecture, Layer
 from engine.model.decoder.decoder import read_layers, use_ops
 from engine.model.decoder.families.builders import gated, grouped
@@ -32,25 +30,15 @@ from engine.model.decoder.shapes import Shapes, shapes_of, wanted_by
 from engine.model.decoder.stack import Stack
 from engine.model.decoder.weights import HEAD, TABLE, Embedding, WeightReader
 from engine.native import multiplies, rows_for
-from engine.proposers.heads.base import Head, HeadContext
+from engine.proposers.heads.base import Head
 from engine.proposers.heads.proposer import HeadProposer
-from engine.proposers.heads.weights import check_fits, widened
+from engine.proposers.heads.weights import check_fits
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
 
 # What a config may leave out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-    },
-    "qwen3": {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096,
-    },
-}  # fmt: skip
-_OF_ALL = {"rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": None}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 2048}
 
 
 def layer_config(config: Mapping[str, Any], name: str, family: str, **fixed: object) -> ModelConfig:
@@ -59,16 +47,31 @@ def layer_config(config: Mapping[str, Any], name: str, family: str, **fixed: obj
     Raises:
         ModelError: no such layers can be made of it.
     """
-    asked = {key: value for key, value in config.items() if value is not None}
-    rope = asked.get("rope_scaling") or asked.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if kind not in SCALINGS:
-        raise ModelError(f"{name!r}: its rope_type is {kind!r}; served are {', '.join(SCALINGS)}")
-    found = described_by(_OF_ALL | _DEFAULTS[family] | asked | fixed, family)
+    is_all = "partial_rotary_factor", 1  # of a head is rotated: says nothing
+    asked = {key: value for key, value in config.items() if value is not None and (key, value) != is_all}
+    for key in {"rope_scaling", "rope_parameters"} & asked.keys():
+        rope = asked[key]
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+        if isinstance(rope, dict) and "mrope" in (kind, rope.get("type")):
+            # Of text, all sections have the same position.
+            asked[key] = {k: v for k, v in rope.items() if k == "rope_theta"} | {"rope_type": "default"}
+        elif kind not in SCALINGS:
+            raise ModelError(f"{name!r}: its rope_type is {kind!r}; served are {', '.join(SCALINGS)}")
+    found = described_by(_DEFAULTS | asked | fixed, family)
     if found is None:
-        sizes = {key: asked[key] for key in ("rope_scaling", "rope_parameters", *_DEFAULTS[family]) if key in asked}
-        raise ModelError(f"cannot load {name!r}: its config is not like {family.capitalize()}'s: {sizes}")
+        raise ModelError(f"cannot load {name!r}: its config is not like {family.capitalize()}'s: {shown(asked, 400)}")
     return found
+
+
+def check_sizes(name: str, width: int, vocab: int, target: DecoderModel) -> None:
+    """Refuse a head for a target of another width or vocabulary with a ModelError."""
+    if (width, vocab) != (want := sizes_of(target)):
+        raise ModelError(f"{name!r} is a head for {width} features and {vocab} tokens; the target has {want}")
+
+
+def sizes_of(target: DecoderModel) -> tuple[int, int]:
+    """Numbers of a row that the target's output matrix reads, and its tokens."""
+    return target.architecture.embedding_width or target.architecture.width, target.architecture.vocab_size
 
 
 def layer_of(
@@ -145,26 +148,12 @@ class FeatureHead(nn.Module):
         self.ends = table, output  # in a tuple: they may be parts of the target
         self._drafts = None if drafts is None else drafts.to(weights.device)
 
-    def over(
-        self,
-        places: tuple[int, ...],
-        runner_of: Callable[..., Any] | None = None,
-        proposer_of: Callable[..., HeadProposer] = HeadProposer,
-    ) -> Head:
-        """As it drafts from these places of the target, on a GPU with our kernels between its matmuls.
-
-        `runner_of` (default `HeadRunner`) runs it for what `proposer_of` makes.
-        """
+    def over(self, places: tuple[int, ...], proposer_of: Callable[..., HeadProposer] = HeadProposer) -> Head:
+        """As it drafts from these places of the target, on a GPU with our kernels between its matmuls."""
         if self.device.type == "cuda":
             use_ops(self, self.architecture, LayerOps.kernels(), torch.empty(0, dtype=self.dtype, device=self.device))
-
-        def proposer(context: HeadContext) -> HeadProposer:
-            assert context.arena is not None, "it has a layout"
-            runner = (runner_of or HeadRunner)(self, context.arena, context.attend)
-            return proposer_of(runner, context.tap, places, context.prefill)
-
-        self.eval()
-        return Head(places, KVLayout(self.architecture.kv, self.dtype), proposer)
+        layout = KVLayout(self.architecture.kv, self.dtype)
+        return Head(places, layout, partial(proposer_of, self.eval(), places))
 
     def project(self, features: Tensor) -> Tensor:
         """The target's features `[n, width of its places]` as the head takes them, `[n, width]`: as they are."""
@@ -178,7 +167,7 @@ class FeatureHead(nn.Module):
 
     def inputs(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the layers read, and second rows of those that read two; `[T, width]` each."""
-        raise NotImplementedError
+        return features, self.embedded(ids)
 
     def forward(self, features: Tensor, ragged: Ragged) -> Tensor:
         """Features `[T, width]` of t and the tokens of t + 1 -> features of t + 1 at the last rows, `[R, width]`."""
@@ -197,17 +186,7 @@ class FeatureHead(nn.Module):
         logits: Tensor = self.ends[1](normed.to(self._output_dtype)).float()
         if (cap := self.architecture.softcap) is not None:
             logits = torch.tanh(logits / cap) * cap
-        return logits if self._drafts is None else widened(logits, self._drafts, self.architecture.vocab_size)
-
-
-class HeadRunner:
-    """A head over an arena of its own (`FeatureChain`)."""
-
-    def __init__(self, head: FeatureHead, arena: KVArena, attend: Attend) -> None:
-        self.head, self.arena, self.attend = head, arena, attend
-        self.project, self.logits = head.project, head.logits
-
-    def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
-        """One pass, features `[T, width]` beside the tokens of `feeds`; new ones `[R, width]` at the last rows."""
-        batch = RaggedBatch.of(feeds, self.arena.page_size, features.device)
-        return self.head(features, Ragged(batch, self.arena, self.attend))  # type: ignore[no-any-return]
+        if self._drafts is None:
+            return logits
+        wide = logits.new_full((len(logits), self.architecture.vocab_size), float("-inf"))
+        return wide.index_copy_(1, self._drafts, logits)

@@ -6,58 +6,30 @@ nothing and is right less often the deeper it is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from engine.errors import ModelError
-from engine.model.linear.rows import matmul_shape
+from engine.model.decoder.shapes import Shapes
 from engine.model.tap import FINAL, Tap
 from engine.proposers.base import Passed, Proposal, Proposer
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.features import Features
-from engine.proposers.heads.weights import fill, load_checkpoint, number
+from engine.proposers.heads.layers import sizes_of
+from engine.proposers.heads.weights import check_fits, load_checkpoint, matrix_shapes
 from engine.stats import Forward
 from engine.types import Sequence
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
-
-
-class _Residual(nn.Module):
-    """x + SiLU(linear(x)), section 2.1.1."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + silu(self.linear(x))
-
-
-class MedusaHeads(nn.ModuleList):
-    """Keys as published: `i.j.linear.weight`, `i.j.linear.bias` for block j of head i, then `i.{blocks}.weight`.
-
-    The last is an output matrix of the head's own; where it is not stored, all heads share the target's.
-    """
-
-    def __init__(self, heads: int, blocks: int, hidden: int, vocab_size: int | None) -> None:
-        own = [] if vocab_size is None else [vocab_size]
-        super().__init__(
-            nn.Sequential(*(_Residual(hidden) for _ in range(blocks)), *(nn.Linear(hidden, v, bias=False) for v in own))
-            for _ in range(heads)
-        )
-        self.has_own_output = vocab_size is not None
-
-    def logits(self, head: int, features: Tensor, output: nn.Module) -> Tensor:
-        """float32 `[rows, vocab]` for the token `head + 2` places after that of `features` `[rows, hidden]`."""
-        made = self[head](features)
-        return cast("Tensor", (made if self.has_own_output else output(made)).float())
 
 
 def load_medusa(name: str, revision: str | None, target: DecoderModel) -> Head:
@@ -66,18 +38,50 @@ def load_medusa(name: str, revision: str | None, target: DecoderModel) -> Head:
     Raises:
         ModelError: they are no Medusa heads, or not of this target.
     """
-    config, tensors = load_checkpoint(name, revision)
-    heads, blocks = number(config, "medusa_num_heads", name), number(config, "medusa_num_layers", name)
-    output = matmul_shape(target.get_output_embeddings())
-    if output is None:
-        raise ModelError(f"{type(target).__name__}: its output is no matrix that heads could share")
-    tensors = {key.removeprefix("medusa_head."): tensor for key, tensor in tensors.items()}
-    own = f"0.{blocks}.weight" in tensors
-    made = MedusaHeads(heads, blocks, output[0], output[1] if own else None)
-    fill(made, tensors, name)
-    made = made.to(target.device, target.dtype).eval()
+    config, stored = load_checkpoint(name, revision)
+    heads, blocks = (_number(config, key, name) for key in ("medusa_num_heads", "medusa_num_layers"))
+    tensors, (width, vocab) = {key.removeprefix("medusa_head."): t for key, t in stored.items()}, sizes_of(target)
+    wanted: Shapes = {}
+    for i in range(heads):
+        for j in range(blocks):
+            wanted |= matrix_shapes(f"{i}.{j}.linear", width, width, has_bias=True)
+        if f"0.{blocks}.weight" in tensors:
+            wanted |= matrix_shapes(f"{i}.{blocks}", vocab, width, has_bias=False)
+    check_fits(wanted, tensors, name)
+    made = MedusaHeads(heads, blocks, {key: tensor.to(target.device, target.dtype) for key, tensor in tensors.items()})
     matrix = target.get_output_embeddings()
     return Head((FINAL,), None, lambda context: MedusaProposer(made, matrix, context.tap))
+
+
+def _number(config: Mapping[str, Any], key: str, name: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{name!r}: config.json has {key} {value!r}; expected a positive number")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHeads:
+    """Keys as published: `i.j.linear.weight`, `i.j.linear.bias` for block j of head i, then `i.{blocks}.weight`.
+
+    The last is an output matrix of the head's own; where it is not stored, all heads share the target's.
+    """
+
+    number: int
+    blocks: int
+    tensors: Mapping[str, Tensor]
+
+    def logits(self, head: int, features: Tensor, output: nn.Module) -> Tensor:
+        """float32 `[rows, vocab]` for the token `head + 2` places after that of `features` `[rows, hidden]`.
+
+        A block is x + SiLU(linear(x)), section 2.1.1.
+        """
+        for j in range(self.blocks):
+            weight, bias = (self.tensors[f"{head}.{j}.linear.{kind}"] for kind in ("weight", "bias"))
+            features = features + silu(linear(features, weight, bias))
+        own = self.tensors.get(f"{head}.{self.blocks}.weight")
+        made: Tensor = output(features) if own is None else linear(features, own)
+        return made.float()
 
 
 class MedusaProposer(Proposer):
@@ -85,7 +89,7 @@ class MedusaProposer(Proposer):
 
     def __init__(self, heads: MedusaHeads, output: nn.Module, tap: Tap) -> None:
         self._heads, self._output, self.tap = heads, output, tap
-        self.most_drafts = len(heads)
+        self.most_drafts = heads.number
         self.features: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
 
     def observe(self, passed: Seq[Passed]) -> None:
@@ -109,7 +113,7 @@ class MedusaProposer(Proposer):
             return proposal_of(chains, ())
         active, features = [chain for chain, _ in known], torch.stack([row for _, row in known])
         forwards: list[Forward] = []
-        for head in range(len(self._heads)):
+        for head in range(self.most_drafts):
             rows = [i for i, chain in enumerate(active) if chain.k > head]
             if rows:
                 logits = self._heads.logits(head, features[rows], self._output)

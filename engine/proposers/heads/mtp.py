@@ -17,14 +17,19 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.checkpoint import read_config, told_as_model_error
+from engine.model.checkpoint import read_config, shape_of, told_as_model_error
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.load import check, prepared
@@ -34,9 +39,9 @@ from engine.model.decoder.weights import HEAD, TABLE, WeightReader, stack_of
 from engine.model.gguf.container import gguf_file
 from engine.model.published.methods import quantisation_of, read_weights
 from engine.model.tap import FINAL
+from engine.model.text_part import names_in_whole
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.eagle import JoiningHead
-from engine.proposers.heads.mtp_tensors import MTPFinder, names_here
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -48,6 +53,18 @@ log = logging.getLogger(__name__)
 
 _NUMBER = "num_nextn_predict_layers"  # of DeepSeek's and GLM's configs
 _NORMS, _MATRIX = ("enorm", "hnorm"), "eh_proj"
+FAMILIES = frozenset({"deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+# Where families have such layers. DeepSeek and GLM: behind the target's last one, each with all of its parts. Qwen: in
+# a model of its own, whose layers share all parts but themselves.
+_PLACE = re.compile(r"(?:model\.layers\.(?P<layer>\d+)|mtp(?:\.layers\.(?P<of_qwen>\d+))?)\.(?P<rest>.+)")
+# What they call the modules beside the decoder layer, with our names: DeepSeek's for what no decoder has.
+_PARTS = {
+    **{part: f"model.{part}" for part in (*_NORMS, _MATRIX, "embed_tokens")},
+    "shared_head.norm": "model.norm", "shared_head.head": "lm_head",
+    "pre_fc_norm_embedding": "model.enorm", "pre_fc_norm_hidden": "model.hnorm", "fc": "model.eh_proj",
+    "norm": "model.norm",
+}  # fmt: skip
+T = TypeVar("T")
 
 
 def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
@@ -58,15 +75,14 @@ def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
     """
     if gguf_file(name, revision) is not None:
         raise ModelError(f"mtp: {name!r} is a GGUF file, whose MTP layers are not read")
-    finder = MTPFinder.of(target.config)
-    if finder is None:
+    if target.config.model_type not in FAMILIES:
         raise ModelError(f"mtp: {name!r} is a {target.config.model_type} model, whose MTP layers are not known")
     with told_as_model_error(f"{name} (MTP layer)"):
         config = read_config(name, revision)
         architecture = architecture_for(_of_one_layer(config))
         if architecture is None:
             raise ModelError(f"mtp: a layer of this {config.model_type} is not in the table of architectures")
-        weights = prepared(_weights(name, revision, config, finder), architecture)
+        weights = prepared(_weights(name, revision, config, target.config), architecture)
         _check(name, architecture, weights)
         reader = WeightReader(weights, target.dtype, keeps_codes=False, device=target.device)
         width, below = architecture.width, reader.below("model.")
@@ -77,15 +93,51 @@ def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
 
 def tell_of_mtp(name: str, revision: str | None, target: DecoderModel) -> None:
     """Log that the checkpoint of `target` has MTP layers, if it has: they draft only with the option `mtp`."""
-    finder = MTPFinder.of(target.config)
-    if finder is not None and finder.has_layers(names_here(name, revision)):
+    if target.config.model_type not in FAMILIES:
+        return
+    if first_layer(dict.fromkeys(_names_here(name, revision)), target.config)[1]:
         log.info("%r has layers for multi-token prediction; with the option mtp they draft", name)
 
 
-def _weights(name: str, revision: str | None, config: PreTrainedConfig, finder: MTPFinder) -> Weights:
+def _names_here(name: str, revision: str | None) -> Iterator[str]:
+    """The names of a checkpoint's tensors as far as they are known on this machine; nothing is downloaded."""
+    try:
+        folder = name if Path(name).is_dir() else snapshot_download(name, revision=revision, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):  # it is no checkpoint of the hub
+        return
+    for path in Path(folder).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            yield from file.keys()
+
+
+def first_layer(tensors: Mapping[str, T], config: PreTrainedConfig) -> tuple[dict[str, T], int]:
+    """Of a target's tensors those of its first MTP layer by our names, and how many such layers there are."""
+    found, layers, depth = dict[str, T](), set[int](), shape_of(config, "num_hidden_layers")
+    for key, tensor in tensors.items():
+        match = _PLACE.fullmatch(_alone(key, config))
+        if match is None:
+            continue
+        number = int(match["layer"]) - depth if match["layer"] else int(match["of_qwen"] or 0)
+        if number >= 0:  # others are layers of the target
+            layers.add(number)
+        if number == 0:
+            module, _, kind = match["rest"].rpartition(".")
+            name = f"{_PARTS[module]}.{kind}" if module in _PARTS else f"model.layers.0.{match['rest']}"
+            found[name] = tensor
+    return found, len(layers)
+
+
+def _alone(key: str, config: PreTrainedConfig) -> str:
+    """The name as of a language model that is no part of another."""
+    for pattern, short in (names_in_whole(config) or {}).items():
+        key = re.sub(pattern, short, key)
+    return key
+
+
+def _weights(name: str, revision: str | None, config: PreTrainedConfig, target: PreTrainedConfig) -> Weights:
     """The first layer's by our names; with an embedding and an output matrix where they are not both the target's."""
     weights = read_weights(name, revision, quantisation_of(name, config))
-    found, layers = finder.first_layer(weights)
+    found, layers = first_layer(weights, target)
     if not found:
         raise ModelError(
             f"mtp: {name!r} has no MTP layers among its tensors ({_NUMBER} of its config is "
@@ -93,7 +145,7 @@ def _weights(name: str, revision: str | None, config: PreTrainedConfig, finder: 
         )
     if layers > 1:
         log.info("%r has %d MTP layers; the first one drafts", name, layers)
-    shared = finder.of_target(weights)
+    shared = {alone: weight for key, weight in weights.items() if (alone := _alone(key, target)) in (TABLE, HEAD)}
     if config.tie_word_embeddings and TABLE in shared:
         shared.setdefault(HEAD, shared[TABLE])
     own = {key: found.pop(key) for key in (TABLE, HEAD) if key in found}

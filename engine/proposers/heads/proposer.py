@@ -7,20 +7,23 @@ Beyond the last feature that the target made it goes on from its own.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from engine.control.prefill_budget import PrefillBudget
-from engine.kv.batch import Feed
-from engine.model.tap import Tap
+from engine.attention.registry import Ragged
+from engine.kv.batch import Feed, RaggedBatch
 from engine.proposers.base import Passed, Proposal, Proposer
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
-from engine.proposers.heads.base import FeatureChain
+from engine.proposers.heads.base import HeadContext
 from engine.proposers.heads.features import Features
 from engine.stats import Forward
 from engine.types import KVCursor, Sequence
+
+if TYPE_CHECKING:
+    from engine.proposers.heads.layers import FeatureHead
 
 MOST_UNFED = 512  # features left of a sequence whose head was not asked, once more than twice as many wait
 
@@ -36,8 +39,10 @@ class HeadProposer(Proposer):
 
     uses_draft_kv = True  # and shares none: row r is no position r where features were never seen
 
-    def __init__(self, head: FeatureChain, tap: Tap, places: tuple[int, ...], prefill: PrefillBudget) -> None:
-        self.head, self.tap, self._places, self._prefill = head, tap, places, prefill
+    def __init__(self, head: FeatureHead, places: tuple[int, ...], context: HeadContext) -> None:
+        assert context.arena is not None, "it has a layout"
+        self.head, self._places, self.arena = head, places, context.arena
+        self.tap, self._attend, self._prefill = context.tap, context.attend, context.prefill
         self.unfed: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
 
     @torch.inference_mode()
@@ -112,7 +117,12 @@ class HeadProposer(Proposer):
 
     def _forward(self, feeds: list[Feed], features: Tensor, forwards: list[Forward]) -> Tensor:
         forwards.append(Forward("draft", len(feeds), len(features)))
-        return self.head.forward(feeds, features)
+        made: Tensor = self.head(features, self.ragged(feeds))
+        return made
+
+    def ragged(self, feeds: Seq[Feed]) -> Ragged:
+        """The tokens of `feeds` over the head's arena."""
+        return Ragged(RaggedBatch.of(feeds, self.arena.page_size, self.head.device), self.arena, self._attend)
 
     def _grow(self, chains: list[Chain], hidden: Tensor) -> tuple[list[Chain], Tensor]:
         """Draw a draft from each new feature `[len(chains), hidden]`; those that want more, and their features."""

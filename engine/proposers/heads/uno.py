@@ -17,7 +17,6 @@ drafts do that were not kept, and what is verified next overwrites them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +25,12 @@ import torch
 from engine.errors import ModelError, shown
 from engine.kv.batch import Feed
 from engine.model.adapters.peft import CONFIG, WEIGHTS
-from engine.model.checkpoint import shape_of
+from engine.model.checkpoint import shape_of, told_as_model_error
+from engine.model.published.files import folder_of
 from engine.model.runner import Runner
 from engine.proposers.base import Proposal, Proposer
-from engine.proposers.chain import Chain, chains_of, draw, proposal_of
+from engine.proposers.chain import Chain, chains_of, draw_at_once, proposal_of
 from engine.proposers.heads.base import Head, HeadContext
-from engine.proposers.heads.weights import download
 from engine.recurrent.states import parts_of
 from engine.sampling.noise import Stream, uniform
 from engine.stats import Forward
@@ -69,7 +68,8 @@ def adapter_folder(name: str, revision: str | None) -> Path:
         ModelError: the hub has no such id.
     """
     patterns = [path for file in (CONFIG, WEIGHTS) for path in (file, f"{_INNER}/{file}")]
-    folder = Path(name) if Path(name).is_dir() else download(name, revision, patterns)
+    with told_as_model_error(name):
+        folder = folder_of(name, revision, *patterns)
     inner = folder / _INNER
     return inner if (inner / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder
 
@@ -112,10 +112,7 @@ class UnoProposer(Proposer):
         noise = self._draw_noise(active)
         feeds = [feed for chain, ids in zip(active, noise, strict=True) for feed in self._feeds(chain, ids)]
         logits = self._target.forward(feeds)
-        firsts = [0, *accumulate(chain.k for chain in active)]
-        for depth in range(max(chain.k for chain in active)):
-            deep = [(chain, first + depth) for chain, first in zip(active, firsts, strict=False) if chain.k > depth]
-            draw([chain for chain, _ in deep], logits[[row for _, row in deep]])
+        draw_at_once(active, logits)
         return proposal_of(chains, [Forward("draft", len(active), len(logits))])
 
     def _feeds(self, chain: Chain, noise: list[int]) -> list[Feed]:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.bounded import bounded
+from engine.model.checkpoint import told_as_model_error
 from engine.model.decoder.shapes import Shapes
+from engine.model.published.files import folder_of, read_tensors
 
-_FILES = ("*.json", "*.safetensors")
-PICKLES = ("*.pt", "*.bin", "*.pth", "*.pkl")
+PICKLES = ("*.pt", "*.bin", "*.pth", "*.pkl")  # their names tell what to say; their content is never fetched
+KIND = "speculators_model_type"
+_LAYER = "transformer_layer_config"
 
 
 def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -27,42 +26,36 @@ def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], di
     Raises:
         ModelError: nothing is there, or only pickled weights, which could run code of their author's.
     """
-    folder = Path(name) if Path(name).is_dir() else download(name, revision)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))
-        why = "it has pickled weights, which are refused: convert them (safetensors.torch.save_file)" if pickled else ""
-        raise ModelError(f"{name!r} has no safetensors; {why or 'expected config.json and *.safetensors'}")
-    try:
+    with told_as_model_error(name):
+        folder = folder_of(name, revision, "*.json", "*.safetensors")
+        if not any(folder.glob("*.safetensors")):
+            pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))
+            convert = "it has pickled weights, which are refused: convert them (safetensors.torch.save_file)"
+            why = convert if pickled else "expected config.json and *.safetensors"
+            raise ModelError(f"{name!r} has no safetensors; {why}")
         config = json.loads(bounded(folder / "config.json").read_text("utf-8"))
-        tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise ModelError(f"cannot load {name!r}: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{name!r}: config.json holds no object")
-    return config, tensors
+        if not isinstance(config, dict):
+            raise ModelError(f"{name!r}: config.json holds no object")
+        return config, read_tensors(str(folder), None)
 
 
-def download(name: str, revision: str | None, patterns: Seq[str] = _FILES) -> Path:
-    """The folder with those files of a hub id that match `patterns`; ModelError where there is no such id."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def flattened(config: Mapping[str, Any], name: str, kind: str) -> dict[str, Any]:
+    """A config in the form of vLLM's `speculators` library as a flat one; any other form as it is.
 
-    # Names of pickles only tell what to say; their content is never fetched.
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"cannot load {name!r}: no such folder, and the hub says {error!r}") from error
-
-
-def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
-    """Put `tensors` into `module`, each into its place.
+    There the fields of the head, which is of this `kind`, stand beside `transformer_layer_config`, that of its layers.
 
     Raises:
-        ModelError: what is missing, left over or of another shape.
+        ModelError: it is of another kind, or says nothing of its layers.
     """
-    check_fits({key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}, tensors, name)
-    module.load_state_dict(dict(tensors))
+    if KIND not in config:
+        return dict(config)
+    if config[KIND] != kind:
+        raise ModelError(f"{name!r}: {KIND} is {config[KIND]!r}; expected {kind!r}")
+    layer = config.get(_LAYER)
+    if not isinstance(layer, Mapping) or "model_type" not in layer:
+        raise ModelError(f"{name!r}: {_LAYER} names no model_type")
+    own = {key: value for key, value in config.items() if key not in (_LAYER, "model_type")}
+    return {**layer, **own}
 
 
 def check_fits(wanted: Shapes, tensors: Mapping[str, Tensor], name: str) -> None:
@@ -84,28 +77,26 @@ def check_fits(wanted: Shapes, tensors: Mapping[str, Tensor], name: str) -> None
         raise ModelError(f"{name!r} does not fit the target: {'; '.join(problems[:4])}{rest}")
 
 
-def number(config: Mapping[str, Any], key: str, name: str) -> int:
-    """A positive number of a config; ModelError where it is missing."""
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{name!r}: config.json has {key} {value!r}; expected a positive number")
-    return value
+def drafted_ids(tensors: dict[str, Tensor], name: str, vocab: int) -> Tensor | None:
+    """The target's ids of a head's tokens, int64 `[n]`; None where they are the same as those of the target's `vocab`.
 
+    Token i of the n rows of its output matrix stands for i + `d2t[i]`, which is taken from `tensors`.
 
-def target_ids(offsets: Tensor, size: int, vocab: int) -> Tensor | None:
-    """The target's ids of a head's `size` tokens, int64 `[size]`: token i stands for i + `offsets[i]` (`d2t`).
-
-    None where that is no map from so many tokens to as many of the target's `vocab`.
+    Raises:
+        ModelError: that is no map from so many tokens to as many of the target's.
     """
+    offsets, size = tensors.pop("d2t", None), len(tensors.get("lm_head.weight", range(vocab)))
+    if offsets is None:
+        if size != vocab:
+            raise ModelError(
+                f"{name!r} drafts {size} of the target's {vocab} tokens, and d2t, which says which, is missing"
+            )
+        return None
     ids = torch.arange(len(offsets)) + offsets.long().cpu()
-    is_map = tuple(offsets.shape) == (size,) and bool(((ids >= 0) & (ids < vocab)).all())
-    return ids if is_map and len(ids.unique()) == size else None
-
-
-def widened(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
-    """Logits `[R, size]` of a head's tokens as those of the target's, `[R, vocab]`; -inf where there is none."""
-    wide = logits.new_full((len(logits), vocab), float("-inf"))
-    return wide.index_copy_(1, ids, logits)
+    is_map = tuple(ids.shape) == (size,) and bool(((ids >= 0) & (ids < vocab)).all())
+    if not is_map or len(ids.unique()) != size:
+        raise ModelError(f"{name!r}: d2t is no map from the head's {size} tokens to the target's {vocab}")
+    return None if torch.equal(ids, torch.arange(vocab)) else ids
 
 
 def matrix_shapes(name: str, outputs: int, inputs: int, *, has_bias: bool) -> Shapes:

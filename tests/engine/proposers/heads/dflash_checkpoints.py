@@ -165,7 +165,7 @@ def planted(folder: Path, *, dtype: torch.dtype = torch.float32) -> str:
     the row before it holds, so layer i brings it to row i; the last puts into each row what the row before it holds,
     because the target's output matrix itself takes one step.
     """
-    layer = layer_shapes(HIDDEN, HIDDEN, HIDDEN, HIDDEN, 8)
+    layer = layer_shapes(HIDDEN, HIDDEN, HIDDEN, HIDDEN, 16)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
     shapes |= {f"layers.{i}.{name}": shape for i in range(_DEPTH) for name, shape in layer.items()}
     shapes |= {"hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
@@ -186,7 +186,7 @@ def planted(folder: Path, *, dtype: torch.dtype = torch.float32) -> str:
             else:
                 made[mark + "o_proj.weight"][token, token] = 100
     sizes = {"num_hidden_layers": _DEPTH, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": HIDDEN}
-    more = {"vocab_size": NUMBER, "intermediate_size": 8, "rope_theta": 10000.0}
+    more = {"vocab_size": NUMBER, "intermediate_size": 16, "rope_theta": 10000.0}
     own = {"mask_token_id": PLANTED_MASK, "target_layer_ids": [0, 1]}
     config = AUTHORS | sizes | more | {"layer_types": ["full_attention"] * _DEPTH, "dflash_config": own}
     stored = {name: tensor.to(dtype) for name, tensor in made.items()}

@@ -17,8 +17,7 @@ from engine.attention.spec import AttentionSpec
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.batch import Feed, RaggedBatch
-from engine.proposers.heads.dflash import attend_bidirectionally
-from engine.proposers.heads.dflash_config import read_dflash_config
+from engine.proposers.heads.dflash import DFlashConfig, attend_bidirectionally
 from engine.startup.build import assemble
 from engine.stats import Forward
 from tests import heads, zoo
@@ -162,7 +161,7 @@ def test_no_more_drafts_than_the_block_has_masks(tmp_path: Path) -> None:
     ],
 )
 def test_which_layers_are_causal(config: dict[str, object], causal: list[bool]) -> None:
-    assert read_dflash_config("a draft", config, reference(), made.tensors()).is_causal == tuple(causal)
+    assert DFlashConfig.of("a draft", config, zoo.ours(reference()), made.tensors()).is_causal == tuple(causal)
 
 
 def test_logits_are_capped(tmp_path: Path) -> None:

@@ -261,14 +261,16 @@ def off(folder: str, target: DecoderModel, passes: list[list[Feed]]) -> float:
     for attend in (native.attend, lambda *given, **named: native.attend(*given, **named)):
         head, generator, rows = load_eagle(folder, None, target), torch.Generator().manual_seed(1), list[Tensor]()
         arena = KVArena(head.layout, 4, 8, torch.device("cpu"))
-        runner: Any = head.proposer(HeadContext(target, None, arena, attend, PrefillBudget(1.0, 512))).head
-        assert runner.head.dtype == target.dtype
-        assert runner.head.layers._parts
+        proposer: Any = head.proposer(HeadContext(target, None, arena, attend, PrefillBudget(1.0, 512)))
+        made_of = proposer.head
+        assert made_of.dtype == target.dtype
+        assert made_of.layers._parts
         with torch.inference_mode():
             for feeds in passes:
                 size = sum(len(f.tokens) for f in feeds), len(head.places) * target.config.hidden_size
-                rows.append(runner.forward(feeds, runner.project(torch.randn(size, generator=generator))))
-            rows.append(runner.logits(rows[-1]))
+                features = made_of.project(torch.randn(size, generator=generator))
+                rows.append(made_of(features, proposer.ragged(feeds)))
+            rows.append(made_of.logits(rows[-1]))
         made.append(torch.cat([x.float().flatten() for x in rows]).nan_to_num(neginf=0))
     return float((made[0] - made[1]).square().mean().sqrt() / made[1].std())
 

@@ -16,9 +16,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.model.tap import FINAL
-from engine.proposers.heads.load import load_heads
-from engine.proposers.heads.mtp import load_mtp
-from engine.proposers.heads.mtp_tensors import MTPFinder
+from engine.proposers.heads.base import load_heads
+from engine.proposers.heads.mtp import first_layer, load_mtp
 from engine.startup.build import build_engine
 from tests import heads, published, zoo
 from tests.covering import some
@@ -66,11 +65,11 @@ def test_drafts_are_those_of_the_papers_equations(tmp_path: Path, family: str) -
     saved = checkpoints.save(family, tmp_path, **WAYS[family])
     engine = engine_of(saved.folder, dtype="float32")
     assert_drafts(engine, saved)
-    head, target = engine.proposers.by_name["mtp"].head.head, engine.runner.model
+    head, target = engine.proposers.by_name["mtp"].head, engine.runner.model
     ends = target.get_input_embeddings(), target.get_output_embeddings()
     if "own" in WAYS[family]:
         assert not {*map(id, head.ends)} & {*map(id, ends)}
-        assert engine_of(saved.folder, dtype="bfloat16").proposers.by_name["mtp"].head.head.dtype == torch.bfloat16
+        assert engine_of(saved.folder, dtype="bfloat16").proposers.by_name["mtp"].head.dtype == torch.bfloat16
     else:
         assert all(mine is its for mine, its in zip(head.ends, ends, strict=True))
 
@@ -162,20 +161,14 @@ def test_the_log_says_that_there_are_such_layers(
     [("glm-4-moe", "model.layers.2.enorm", "model.layers.3.enorm"), ("qwen-3.5", "mtp.layers.0.x", "mtp.layers.1.x")],
 )
 def test_the_first_of_several_layers_drafts(family: str, first: str, second: str) -> None:
-    finder = MTPFinder.of(checkpoints.config_of(family))
-    assert finder is not None
-    found, layers = finder.first_layer({f"{first}.weight": torch.zeros(1), f"{second}.weight": torch.ones(1)})
+    stored = {f"{first}.weight": torch.zeros(1), f"{second}.weight": torch.ones(1)}
+    found, layers = first_layer(stored, checkpoints.config_of(family))
     assert ([tensor.item() for tensor in found.values()], layers) == ([0.0], 2)
 
 
 def test_names_inside_of_a_model_that_also_sees() -> None:
     config = zoo.family_config("glm-4-moe")
     config.part_of = "a model that also sees"
-    finder = MTPFinder.of(config)
-    assert finder is not None
     names = [f"model.language_model.layers.{name}.weight" for name in ("2.enorm", "1.input_layernorm")]
-    found, layers = finder.first_layer(dict.fromkeys(names, torch.zeros(1)))
+    found, layers = first_layer(dict.fromkeys(names, torch.zeros(1)), config)
     assert (list(found), layers) == (["model.enorm.weight"], 1)
-    assert finder.of_target({"model.language_model.embed_tokens.weight": torch.zeros(1)}).keys() == {
-        "model.embed_tokens.weight"
-    }

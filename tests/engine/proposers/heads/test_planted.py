@@ -54,7 +54,7 @@ def eagle3(folder: Path, *, size: int) -> Engine:
     head = heads.save(folder, config, tensors)
     engine = assemble(EngineConfig(target="llama", proposer="eagle", eagle=head, **FIXED), zoo.as_served(model))
     in_c = size == 64 and multiplies(torch.bfloat16)
-    assert engine.proposers.by_name["eagle"].head.head.dtype == (torch.bfloat16 if in_c else torch.float32)
+    assert engine.proposers.by_name["eagle"].head.dtype == (torch.bfloat16 if in_c else torch.float32)
     return engine
 
 
@@ -64,9 +64,9 @@ def dflash(folder: Path) -> Engine:
     draft = dflash_checkpoints.planted(folder, dtype=dtype)
     config = EngineConfig(target="planted", dflash=draft, proposer="dflash", **FIXED)
     engine = assemble(config, zoo.as_served(dflash_checkpoints.planted_target()))
-    head = engine.proposers.by_name["dflash"].head
+    dflash = engine.proposers.by_name["dflash"]
     want = dtype if multiplies(dtype) else torch.float32
-    assert head.arena.layout.dtype == head.project(torch.zeros(1, 2 * dflash_checkpoints.HIDDEN)).dtype == want
+    assert dflash.arena.layout.dtype == dflash.head.project(torch.zeros(1, 2 * dflash_checkpoints.HIDDEN)).dtype == want
     return engine
 
 
