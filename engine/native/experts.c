@@ -2,13 +2,7 @@
  * weighted sum of what they give. Rows of one expert are multiplied together, and all experts' pieces are one stage. A
  * row's sums are the same bits whatever rows share its experts. */
 
-/* A product is rounded before it is added to, as in torch. */
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")
-#endif
-
+#include "exact.h"
 #include "matmul.h"
 #include "pool.h"
 #include "rows.h"

@@ -2,14 +2,7 @@
  * While a panel is multiplied the next one is fetched, so that blocks of rows beyond the first cost no waiting for
  * memory. */
 
-/* A product is rounded before it is added to, as in torch: then the bits are the same with any compiler. Sums of the
- * matrices themselves name the instruction. */
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")
-#endif
-
+#include "exact.h" /* sums of the matrices themselves name the instruction */
 #include "matmul.h"
 #include "pool.h"
 

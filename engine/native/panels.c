@@ -8,8 +8,6 @@
 typedef uint32_t eight __attribute__((vector_size(32)));
 typedef uint32_t eight_unaligned __attribute__((vector_size(32), aligned(4)));
 
-INLINE int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
-
 #define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #define PAIRS(a, b, low, high)                   \
   eight low = MIX(a, b, 0, 8, 1, 9, 4, 12, 5, 13); \

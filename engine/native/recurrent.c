@@ -34,8 +34,6 @@ typedef struct {
   int bits, wide, corrects; /* of rows; a decay for each number of a key; a delta rule */
 } Scan;
 
-INLINE int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
-
 INLINE const void *at(const void *rows, int64_t i, int bits) { return (const char *)rows + i * (bits / 8); }
 
 /* Numbers of a row as floats, with zeros up to a whole vector. */
@@ -323,7 +321,7 @@ static void conv_piece(const void *stage, int64_t piece, int worker) {
     seen[old] = *(const vec *)few;
     vec sum = bias;
     for (int64_t k = 0; is_new && k < depth; k++) sum += kernel[k] * seen[k];
-    if (is_new) store_some(s->out, row * width + begin, s->wide ? silu(sum) : sum, s->bits, 0, n);
+    if (is_new) store_some(s->out, row * width + begin, s->wide ? times_logistic(sum, 1, 0) : sum, s->bits, 0, n);
     if (to) memcpy(to + begin * bytes, x, (size_t)(n * bytes));
     for (int64_t k = 0; k < old; k++) seen[k] = seen[k + 1];
     for (int i = slots_after(q, t + 1, slots); i-- > 0;)

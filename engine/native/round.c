@@ -1,13 +1,7 @@
 /* Float weights to codes in groups of 16 or 32, a row at a time: the bits that torch gives in
  * `engine/model/linear/rounding.py`. */
 
-/* A product is rounded before it is added to, as in torch. */
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")
-#endif
-
+#include "exact.h"
 #include "rows.h"
 
 #define MOST 32 /* inputs of a group */

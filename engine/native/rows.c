@@ -2,13 +2,7 @@
  * a row's result is the same bits whatever stands beside it. `bits` is 32 for float, 16 for bfloat16; widths are
  * multiples of LANES. */
 
-/* A product is rounded before it is added to: then rounding to integers is what anyone would compute. */
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")
-#endif
-
+#include "exact.h" /* then rounding to integers is what anyone would compute */
 #include "pool.h"
 #include "rows.h"
 

@@ -30,11 +30,12 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t bf16;
 typedef float vec_unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t ivec_unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef bf16 bf16vec __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint8_t bytevec __attribute__((vector_size(LANES), aligned(1)));
 typedef int8_t codevec __attribute__((vector_size(LANES), aligned(1)));
 typedef int16_t shortvec __attribute__((vector_size(2 * LANES)));
+
+INLINE int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE float wide(bf16 x) {
   uint32_t bits = (uint32_t)x << 16;
@@ -144,7 +145,5 @@ INLINE vec times_logistic(vec x, float linear, float cubic) {
   vec small = exponential(either(z > 0, -z, z));
   return x * either(z > 0, (vec){0} + 1.0f, small) / (1.0f + small);
 }
-
-INLINE vec silu(vec x) { return times_logistic(x, 1, 0); }
 
 #endif
