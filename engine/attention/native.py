@@ -16,7 +16,7 @@ from engine.kv.batch import RaggedBatch
 from engine.kv.rounded import is_rounded, width_of
 from engine.machine.threads import pool_threads
 from engine.native import library
-from engine.native.compiled import BITS, AttentionArgs
+from engine.native.compiled import BITS, AttentionArgs, function
 
 _LANES = 16  # what a head's size must be a multiple of
 
@@ -31,9 +31,8 @@ def attend(
     otherwise: Callable[..., Tensor] = sdpa.attend,
 ) -> Tensor:
     """Same contract as `reference.attend`. Sizes, types and machines that the kernel is not for take `otherwise`."""
-    native = library()
     bits = BITS.get(query.dtype)
-    if native is None or bits is None or not query.is_cpu or not all(map(partial(_reads, query), (query, k, v))):
+    if library() is None or bits is None or not query.is_cpu or not all(map(partial(_reads, query), (query, k, v))):
         return otherwise(query, k, v, batch, spec)
     if query.stride()[1:] != (query.shape[2], 1):
         query = query.contiguous()
@@ -50,7 +49,7 @@ def attend(
     )
     sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
     args.sinks = None if sinks is None else sinks.data_ptr()
-    if native.pilotfish_attend(ctypes.byref(args), bits, pool_threads()):
+    if function("attend")(ctypes.byref(args), bits, pool_threads()):
         raise MemoryError("attention had no memory to work in")
     return out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,6 @@ from engine.native.compiled import function, library
 from engine.native.weights import spread
 
 _KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # as `KINDS` of blocks.c
-_I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 
 
 def splits(kind: str) -> bool:
@@ -87,6 +85,5 @@ class StoredCodes:
 
     def _split(self, rows: slice, to: Seq[Tensor | None]) -> None:
         blocks = self.blocks[rows] if self.order is None else self.blocks.index_select(0, self.order[rows])
-        dense, call = blocks.contiguous(), function("blocks", (_PTR, _I64, _I64, *[_PTR] * 5))
-        places = (None if x is None else x.data_ptr() for x in to)
-        call(dense.data_ptr(), len(dense) * dense.shape[1], _KINDS.index(self.kind), *places)
+        dense, places = blocks.contiguous(), (None if x is None else x.data_ptr() for x in to)
+        function("blocks")(dense.data_ptr(), len(dense) * dense.shape[1], _KINDS.index(self.kind), *places)

@@ -125,11 +125,25 @@ def is_stale() -> bool:
         return False
 
 
+# What the functions of the sources take: `p` an address, `n` an int64_t, `i` an int, `f` a float.
+_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+_ARGUMENTS = {
+    "attend": "pii", "layers": "ppni", "experts": "ppi", "multiply": "pnpi", "scan": "pii",
+    "round": "pinnnppi", "gate_round": "pinnffppi", "gate": "pinnffpi", "norm": "pinnnpfpi", "rotate": "pinpppp",
+    "uniform": "pppnnp", "uniform_at": "ppppnnp", "round_symmetric": "pinnnnpp", "round_asymmetric": "pinnnnnppppp",
+    "panels": "pnnnnp", "codes": "pnnnnnnnnnnp", "numbers": "pnnnnnnnpn", "blocks": "pnnppppp",
+    "panel": "", "codes_from": "", "most_keys": "",
+}  # fmt: skip
+
+
 @cache
-def function(name: str, arguments: tuple[type, ...]) -> Callable[..., None]:
-    """Return `pilotfish_name` of the compiled sources, which must exist; it takes these arguments, returns nothing."""
+def function(name: str) -> Callable[..., int]:
+    """Return `pilotfish_name` of the compiled sources, which must exist.
+
+    What it gives is a number, or of those that may lack memory whether they did; of others it means nothing.
+    """
     found = getattr(library(), f"pilotfish_{name}")
-    found.argtypes, found.restype = arguments, None
+    found.argtypes = [_TYPES[letter] for letter in _ARGUMENTS[name]]
     return found  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, library
+from engine.native.compiled import BITS, function
 from engine.native.matmul import ALIGNED, Matrix, PackedMatrix
 
 _PTR, _F32, _I32, _I64 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int32, ctypes.c_int64
@@ -108,12 +108,10 @@ class ExpertMatrices:
         Raises:
             MemoryError: the C code could not allocate working memory.
         """
-        native = library()
-        assert native is not None
         rows, chosen, weights = rows.contiguous(), chosen.long().contiguous(), weights.float().contiguous()
         out = torch.empty(len(rows), self.out_features, dtype=rows.dtype)
         at = (tensor.data_ptr() for tensor in (rows, chosen, weights, out))
         batch = _Batch(*at, *chosen.shape, BITS[rows.dtype])
-        if native.pilotfish_experts(ctypes.byref(self._experts), ctypes.byref(batch), pool_threads()):
+        if function("experts")(ctypes.byref(self._experts), ctypes.byref(batch), pool_threads()):
             raise MemoryError("a mixture had no memory to work in")
         return out

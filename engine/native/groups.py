@@ -14,8 +14,6 @@ from engine.native.compiled import function
 from engine.native.weights import empty, placed, spread
 
 _KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_I64, _PTR = ctypes.c_int64, ctypes.c_void_p
-_CODES = (_PTR, *[_I64] * 10, _PTR)
 
 
 class Groups(ctypes.Structure):
@@ -77,7 +75,7 @@ def panels_of_groups(
     block = block_head + groups // blocks * each
     _put(heads, panels, width, 0, 1, block, 0)
     _put(in_groups, panels, width, block_head, groups // blocks, block, each)
-    call = function("codes", _CODES)
+    call = function("codes")
     for start, part in placed(parts):
 
         def work(first: int, last: int, start: int = start, part: Tensor | StoredCodes = part) -> None:
@@ -94,7 +92,7 @@ def _put(numbers: Seq[Tensor], panels: Tensor, width: int, at: int, per: int, bl
 
     Number g of an output goes `g / per` blocks of `block` bytes and `g % per` groups of `each` bytes further.
     """
-    call = function("numbers", (_PTR, *[_I64] * 7, _PTR, _I64))
+    call = function("numbers")
     for part in numbers:
         dense, size = part.contiguous(), part.element_size()
 

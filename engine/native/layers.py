@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, AttentionArgs, library
+from engine.native.compiled import BITS, AttentionArgs, function
 from engine.native.matmul import Matrix, PackedMatrix
 from engine.native.rows import SILU, Activation, Norm, WeightAndEps
 
@@ -113,8 +113,7 @@ class Layers:
         Raises:
             MemoryError: the C code could not allocate working memory.
         """
-        native, dtype, (rows, width) = library(), hidden.dtype, hidden.shape
-        assert native is not None
+        dtype, (rows, width) = hidden.dtype, hidden.shape
         assert hidden.is_contiguous(), "rows lie apart"
         assert beside is None or beside.is_contiguous(), "rows lie apart"
         assert beside is not None or not any(part.norm_beside for part in self._parts), "a layer reads a second row"
@@ -130,7 +129,7 @@ class Layers:
         cos, sin = (_pointers([x.data_ptr() for x in each]) for each in zip(*rotary, strict=True))
         told = _Pass(hidden.data_ptr(), cos, sin, places.data_ptr(), *at, where, rows, width, BITS[dtype],
                      None if beside is None else beside.data_ptr(), self._told(read))  # fmt: skip
-        if native.pilotfish_layers(ctypes.byref(told), self._layers, len(self._layers), pool_threads()):
+        if function("layers")(ctypes.byref(told), self._layers, len(self._layers), pool_threads()):
             raise MemoryError("a pass had no memory to work in")
         return hidden
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
 from engine.native.blocks import StoredCodes
-from engine.native.compiled import library
+from engine.native.compiled import function, library
 from engine.native.groups import Groups, GroupScales, panels_of_groups
 from engine.native.weights import panels_of
 
@@ -51,17 +51,13 @@ def multiplies(dtype: torch.dtype) -> bool:
 @cache
 def panel() -> int:
     """The number of outputs that this processor sums together, for which a matrix is packed."""
-    native = library()
-    assert native is not None
-    return int(native.pilotfish_panel())
+    return function("panel")()
 
 
 @cache
 def codes_from() -> int:
     """The number that is added to codes of 8 bits in groups when they are packed for this processor."""
-    native = library()
-    assert native is not None
-    return int(native.pilotfish_codes_from())
+    return function("codes_from")()
 
 
 class PackedMatrix:
@@ -154,10 +150,8 @@ class PackedMatrices:
 def _multiply(
     matrices: ctypes.Structure | ctypes.Array[Any], count: int, rows: Tensor, step: Tensor | None, out: Tensor
 ) -> None:
-    native = library()
-    assert native is not None
     assert rows.is_contiguous(), "rows lie apart"
     at = None if step is None else step.data_ptr()
     product = _Product(rows.data_ptr(), at, out.data_ptr(), out.shape[-1], out.shape[-2], _OUT_BITS[out.dtype], 0)
-    if native.pilotfish_multiply(ctypes.byref(matrices), ctypes.c_int64(count), ctypes.byref(product), pool_threads()):
+    if function("multiply")(ctypes.byref(matrices), count, ctypes.byref(product), pool_threads()):
         raise MemoryError("a product had no memory to work in")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
 from engine.native.compiled import function, library
-
-_I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 
 
 def draws(seed: Tensor) -> bool:
@@ -32,6 +29,5 @@ def uniform_at(seed: Tensor, position: Tensor, stream: Tensor, tokens: Tensor) -
 def _written(name: str, given: tuple[Tensor, ...], sizes: Seq[int], shape: Seq[int]) -> Tensor:
     """What a function of noise.c writes to a result of this shape."""
     dense, out = [tensor.contiguous() for tensor in given], torch.empty(shape, dtype=torch.float64)
-    call = function(name, (*[_PTR] * len(given), _I64, _I64, _PTR))
-    call(*(tensor.data_ptr() for tensor in dense), *sizes, out.data_ptr())
+    function(name)(*(tensor.data_ptr() for tensor in dense), *sizes, out.data_ptr())
     return out

@@ -30,8 +30,7 @@ class _Scan(ctypes.Structure):
 @cache
 def most_keys() -> int:
     """The largest `depth` that C takes; 0 where there is no compiled code."""
-    native = library()
-    return 0 if native is None else int(native.pilotfish_most_keys())
+    return 0 if library() is None else function("most_keys")()
 
 
 def scans(x: Tensor, depth: int) -> bool:
@@ -71,6 +70,5 @@ def scan(
         None if a is None else a.data_ptr(), None if d is None else d.data_ptr(), out.data_ptr(),
         heads, groups, width, depth, 0, BITS[rows[0].dtype], int(wide), int(corrects),
     )  # fmt: skip
-    call = function("scan", (ctypes.c_void_p, ctypes.c_int, ctypes.c_int))
-    call(ctypes.addressof(made), RULES.index(rule), pool_threads())
+    function("scan")(ctypes.byref(made), RULES.index(rule), pool_threads())
     return out

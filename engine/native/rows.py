@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, library
+from engine.native.compiled import BITS, function, library
 
 _LANES = 16
 _I64, _F32, _PTR, _INT = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
-_SIGNATURES: dict[str, tuple[type, ...]] = {
-    "round": (_PTR, _INT, _I64, _I64, _I64, _PTR, _PTR, _INT),
-    "gate_round": (_PTR, _INT, _I64, _I64, _F32, _F32, _PTR, _PTR, _INT),
-    "gate": (_PTR, _INT, _I64, _I64, _F32, _F32, _PTR, _INT),
-    "norm": (_PTR, _INT, _I64, _I64, _I64, _PTR, _F32, _PTR, _INT),
-    "rotate": (_PTR, _INT, _I64, _PTR, _PTR, _PTR, _PTR),
-}
 WeightAndEps = tuple[Tensor, float]  # of a norm x / sqrt(sum of x^2 + eps) * weight; the weight is float32
 
 
@@ -57,8 +50,7 @@ class _Heads(ctypes.Structure):
 @cache
 def rows() -> Rows | None:
     """The operations, or None where there is no library."""
-    found = library()
-    return None if found is None else Rows(found)
+    return None if library() is None else Rows()
 
 
 def rows_for(dtype: torch.dtype, *widths: int) -> Rows | None:
@@ -72,20 +64,11 @@ class Rows:
     For `round` and `norm`, only each row must be dense.
     """
 
-    def __init__(self, native: ctypes.CDLL) -> None:
-        self._call = {}
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(native, f"pilotfish_{name}")
-            function.argtypes, function.restype = arguments, None
-            self._call[name] = function
-
     def round(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`[M, n]` -> int16 `[M, n]` and float32 step `[M, 1]`: x is about int16 * step (`round_rows`)."""
         m, n = x.shape
         out, scale = torch.empty(m, n, dtype=torch.int16), torch.empty(m, 1)
-        self._call["round"](
-            _rows(x), BITS[x.dtype], x.stride(0), m, n, out.data_ptr(), scale.data_ptr(), pool_threads()
-        )
+        function("round")(_rows(x), BITS[x.dtype], x.stride(0), m, n, out.data_ptr(), scale.data_ptr(), pool_threads())
         return out, scale
 
     def gate_round(self, x: Tensor, activation: Activation = SILU) -> tuple[Tensor, Tensor]:
@@ -93,9 +76,7 @@ class Rows:
         m, n = x.shape[0], x.shape[1] // 2
         out, scale = torch.empty(m, n, dtype=torch.int16), torch.empty(m, 1)
         bend = activation.linear, activation.cubic
-        self._call["gate_round"](
-            _dense(x), BITS[x.dtype], m, n, *bend, out.data_ptr(), scale.data_ptr(), pool_threads()
-        )
+        function("gate_round")(_dense(x), BITS[x.dtype], m, n, *bend, out.data_ptr(), scale.data_ptr(), pool_threads())
         return out, scale
 
     def gate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
@@ -103,13 +84,13 @@ class Rows:
         m, n = x.shape[0], x.shape[1] // 2
         out = torch.empty(m, n, dtype=x.dtype)
         bend = activation.linear, activation.cubic
-        self._call["gate"](_dense(x), BITS[x.dtype], m, n, *bend, out.data_ptr(), pool_threads())
+        function("gate")(_dense(x), BITS[x.dtype], m, n, *bend, out.data_ptr(), pool_threads())
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(sum of x^2 + eps) * weight over rows `[M, n]`, float32 inside, in the type of `x`."""
         out, (m, n) = torch.empty(x.shape, dtype=x.dtype), x.shape
-        self._call["norm"](
+        function("norm")(
             _rows(x), BITS[x.dtype], x.stride(0), m, n, _dense(weight), eps, out.data_ptr(), pool_threads()
         )
         return out
@@ -128,7 +109,7 @@ class Rows:
         kv_heads, dim = k.shape[1], cos.shape[1]
         heads = qkv.shape[1] // dim - 2 * kv_heads
         told = _Heads(heads, kv_heads, dim, _dense(k), _dense(v), k.dtype == torch.int8, *map(Norm.of, norms))
-        self._call["rotate"](
+        function("rotate")(
             _dense(qkv), BITS[qkv.dtype], len(qkv), ctypes.byref(told), _dense(cos), _dense(sin), _dense(places)
         )
         query: Tensor = qkv[:, : heads * dim].unflatten(1, (heads, dim))

@@ -6,12 +6,11 @@ delays only one slice.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,21 +19,11 @@ from engine.machine.mapped import in_pages
 from engine.machine.threads import most_threads
 from engine.native.compiled import BITS, function, library
 
+if TYPE_CHECKING:
+    from engine.native.blocks import StoredCodes
+
+AnySliced = TypeVar("AnySliced", bound="Tensor | StoredCodes")
 _SLICE = 2**20  # bytes of the input that a slice reads
-_I64, _PTR, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
-
-
-class Sliced(Protocol):
-    """A tensor, or what takes the place of one and makes slices of its rows."""
-
-    def __len__(self) -> int: ...
-    @property
-    def shape(self) -> Seq[int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-AnySliced = TypeVar("AnySliced", bound=Sliced)
 
 
 def rounds(weight: Tensor, group: int) -> bool:
@@ -45,7 +34,7 @@ def rounds(weight: Tensor, group: int) -> bool:
 
 def round_symmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """`[out, in]` -> codes int8 of the same shape, scale float16 `[out, groups]`; see `model/linear/rounding.py`."""
-    (outputs, inputs), call = weight.shape, function("round_symmetric", (_PTR, _INT, *[_I64] * 4, *[_PTR] * 2))
+    (outputs, inputs), call = weight.shape, function("round_symmetric")
     codes, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, inputs // group, dtype=torch.float16)
 
     def work(first: int, last: int) -> None:
@@ -59,7 +48,7 @@ def round_symmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 def round_asymmetric(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`[out, in]` -> codes, scale, offset, steps and zeros of `GroupedCodes`; see `model/linear/rounding.py`."""
-    (outputs, inputs), call = weight.shape, function("round_asymmetric", (_PTR, _INT, *[_I64] * 5, *[_PTR] * 5))
+    (outputs, inputs), call = weight.shape, function("round_asymmetric")
     groups = inputs // group
     codes = empty(outputs, inputs // 2 if bits == 4 else inputs, dtype=torch.uint8)
     scale, offset = (torch.empty(outputs, 1, dtype=torch.float16) for _ in range(2))
@@ -80,7 +69,7 @@ def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
     outputs, inputs, group = sum(map(len, parts)), parts[0].shape[1], 4 // parts[0].element_size()
     panels = empty(-(-outputs // width), inputs // group, width, group, dtype=parts[0].dtype)
     panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
-    call = function("panels", (_PTR, *[_I64] * 4, _PTR))
+    call = function("panels")
     for start, part in placed(parts):
         dense = part.contiguous()
 
@@ -103,7 +92,7 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def spread(matrix: Sliced, work: Callable[[int, int], None], multiple: int = 1) -> None:
+def spread(matrix: Tensor | StoredCodes, work: Callable[[int, int], None], multiple: int = 1) -> None:
     """Run `work(first, last)` for slices of the rows of `matrix`, each but the last a `multiple` of rows."""
     rows, size = len(matrix), max(1, matrix.shape[1] * matrix.dtype.itemsize)
     step = max(1, _SLICE // size // multiple) * multiple

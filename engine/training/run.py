@@ -95,7 +95,8 @@ def _run(job: TrainingJob, folder: RunFolder, told: RunObserver) -> HeadTrainer:
     if found < needed:
         raise ModelError(f"the target wrote {found} tokens; training needs at least {needed}: ask for more texts")
     parts, notes = folder.load(PARTS)
-    trainer = _trainer(job, folder, texts, TargetParts(**parts, **json.loads(notes["law"])))
+    target = TargetParts(parts["embedding"], parts["output"], **json.loads(notes["law"]))
+    trainer = _trainer(job, folder, texts, target)
     trainer.run(texts, list(folder.load_texts(HELD_OUT)), told.trained)
     limit = positions(read_config(job.engine.target, job.engine.revision)).limit
     export_head(trainer.head, config_of(trainer.head.shape, json.loads(notes["places"]), limit), job.out)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import native, reference
+from engine.attention import reference
 from engine.model.linear.grouped import PortableGrouped
 from engine.native import PackedMatrix, build, compiled, library, matmul
 from tests.drawn import int16s, numbers
@@ -72,8 +72,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         asked.restype = ctypes.c_char_p
         assert asked().decode() == says
     with pytest.MonkeyPatch.context() as patch:
-        for module in (matmul, native):
-            patch.setattr(module, "library", lambda: other)
+        patch.setattr(compiled, "library", lambda: other)
         forget()
         yield
     forget()
@@ -89,7 +88,7 @@ def emulated(instructions: tuple[str, ...], made: Path) -> ctypes.CDLL:
 
 def forget() -> None:
     """What was asked of the library before."""
-    for asked in (matmul.panel, matmul.codes_from):
+    for asked in (compiled.function, matmul.panel, matmul.codes_from):
         asked.cache_clear()
 
 

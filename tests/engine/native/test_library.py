@@ -42,10 +42,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCap
     monkeypatch.delenv("PILOTFISH_NATIVE", raising=False)
     monkeypatch.setattr(compiled, "FOLDER", folder)
     caplog.set_level("WARNING")
-    compiled.loaded.cache_clear()
+    for asked in (compiled.loaded, compiled.function):
+        asked.cache_clear()
     yield folder
     assert not (tmp_path / "called").exists(), "a compiler ran"
-    compiled.loaded.cache_clear()
+    for asked in (compiled.loaded, compiled.function):
+        asked.cache_clear()
 
 
 def multiplies_right() -> bool:
