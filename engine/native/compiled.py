@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -187,16 +187,17 @@ def fingerprint() -> str:
 BITS = {torch.float32: 32, torch.bfloat16: 16}
 
 
+def fields(kind: str, names: str) -> Iterator[tuple[str, type]]:
+    """Fields of a structure of the sources, all of one of the types of `_TYPES`."""
+    return ((name, _TYPES[kind]) for name in names.split())
+
+
 class AttentionArgs(ctypes.Structure):
     """`Args` of attention.h."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "key", "value", "out", "first_rows", "kv_lens", "tables", "sinks")
-        ),
-        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_int64) for name in ("sequences", "width", "page_size", "heads", "kv_heads")),
-        *((name, ctypes.c_int64) for name in ("dim", "value_dim", "window", "chunk", "rounded")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *fields("p", "query key value out first_rows kv_lens tables sinks"),
+        *fields("n", "query_stride key_stride value_stride sequences width page_size heads kv_heads"),
+        *fields("n", "dim value_dim window chunk rounded"),
+        *fields("f", "scale softcap"),
     )

@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, function
+from engine.native.compiled import BITS, fields, function
 from engine.native.matmul import ALIGNED, Matrix, PackedMatrix
-
-_PTR, _F32, _I32, _I64 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int32, ctypes.c_int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +57,15 @@ class ExpertGate:
 
 
 class _Gate(ctypes.Structure):
-    _fields_ = (
-        *((name, _F32) for name in ("linear", "cubic", "limit", "plus")),
-        *((name, _I32) for name in ("squared", "alone", "interleaved")),
-    )
+    _fields_ = (*fields("f", "linear cubic limit plus"), *fields("i", "squared alone interleaved"))
 
 
 class _Experts(ctypes.Structure):
-    _fields_ = (("up", _PTR), ("down", _PTR), ("experts", _I64), ("gate", _Gate))
+    _fields_ = (*fields("p", "up down"), *fields("n", "experts"), ("gate", _Gate))
 
 
 class _Batch(ctypes.Structure):
-    _fields_ = (
-        *((name, _PTR) for name in ("rows", "chosen", "weights", "out")),
-        *((name, _I64) for name in ("count", "each")),
-        ("bits", ctypes.c_int),
-    )
+    _fields_ = (*fields("p", "rows chosen weights out"), *fields("n", "count each"), *fields("i", "bits"))
 
 
 class ExpertMatrices:

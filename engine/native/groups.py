@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.native.blocks import StoredCodes
-from engine.native.compiled import function
+from engine.native.compiled import fields, function
 from engine.native.weights import empty, placed, spread
 
 _KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -19,11 +19,7 @@ _KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 class Groups(ctypes.Structure):
     """`Groups` of matmul.h."""
 
-    _fields_ = (
-        ("size", ctypes.c_int64),
-        ("block", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("kind", "has_steps", "has_offset", "has_zeros")),
-    )
+    _fields_ = (*fields("n", "size block"), *fields("i", "kind has_steps has_offset has_zeros"))
 
 
 @dataclass(frozen=True, slots=True)

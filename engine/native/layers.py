@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, AttentionArgs, function
+from engine.native.compiled import BITS, AttentionArgs, fields, function
 from engine.native.matmul import Matrix, PackedMatrix
 from engine.native.rows import SILU, Activation, Norm, WeightAndEps
 
-_PTR, _F32, _I64, _I32 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_int32
-
 
 class _Joined(ctypes.Structure):
-    _fields_ = (("part", Matrix * 3), ("parts", _I64))
+    _fields_ = (("part", Matrix * 3), *fields("n", "parts"))
 
     @classmethod
     def of(cls, matrices: Seq[PackedMatrix]) -> _Joined:
@@ -35,22 +33,25 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Joined) for name in _MATRICES),
         *((name, Norm) for name in _NORMS),
-        *((name, _PTR) for name in ("key", "value")),
-        *((name, _I64) for name in ("number", "window")),
-        *((name, _F32) for name in ("scale", "softcap")),
+        *fields("p", "key value"),
+        *fields("n", "number window"),
+        *fields("f", "scale softcap"),
         ("activation", Activation),
-        ("normed_residual", _I32),
+        *fields("i", "normed_residual"),
     )
 
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        ("hidden", _PTR),
-        *((name, ctypes.POINTER(_PTR)) for name in ("cos", "sin")),
-        *((name, _PTR) for name in ("places", "qkv", "mixed", "gates", "made", "fed", "step")),
-        ("attention", AttentionArgs), ("rows", _I64), ("width", _I64), ("bits", ctypes.c_int), ("beside", _PTR),
-        ("read", ctypes.POINTER(_PTR)),
-    )  # fmt: skip
+        *fields("p", "hidden"),
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("cos", "sin")),
+        *fields("p", "places qkv mixed gates made fed step"),
+        ("attention", AttentionArgs),
+        *fields("n", "rows width"),
+        *fields("i", "bits"),
+        *fields("p", "beside"),
+        ("read", ctypes.POINTER(ctypes.c_void_p)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +127,17 @@ class Layers:
         for size in sizes:
             at.append(-(-(at[-1] + size) // 64) * 64)
         where.query_stride = joined
-        cos, sin = (_pointers([x.data_ptr() for x in each]) for each in zip(*rotary, strict=True))
-        told = _Pass(hidden.data_ptr(), cos, sin, places.data_ptr(), *at, where, rows, width, BITS[dtype],
-                     None if beside is None else beside.data_ptr(), self._told(read))  # fmt: skip
+        cos, sin = map(_pointers, zip(*rotary, strict=True))
+        copies = _pointers(map(read.get, range(len(self._layers)))) if read else None
+        second = None if beside is None else beside.data_ptr()
+        told = _Pass(
+            hidden.data_ptr(), cos, sin, places.data_ptr(), *at, where, rows, width, BITS[dtype], second, copies
+        )
         if function("layers")(ctypes.byref(told), self._layers, len(self._layers), pool_threads()):
             raise MemoryError("a pass had no memory to work in")
         return hidden
 
-    def _told(self, read: Mapping[int, Tensor]) -> ctypes.Array[ctypes.c_void_p] | None:
-        if not read:
-            return None
-        return _pointers([read[i].data_ptr() if i in read else None for i in range(len(self._layers))])
 
-
-def _pointers(addresses: Seq[int | None]) -> ctypes.Array[ctypes.c_void_p]:
-    return (_PTR * len(addresses))(*addresses)
+def _pointers(tensors: Iterable[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    return (ctypes.c_void_p * len(addresses))(*addresses)

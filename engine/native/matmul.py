@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
 from engine.native.blocks import StoredCodes
-from engine.native.compiled import function, library
+from engine.native.compiled import fields, function, library
 from engine.native.groups import Groups, GroupScales, panels_of_groups
 from engine.native.weights import panels_of
 
@@ -26,20 +26,15 @@ class Matrix(ctypes.Structure):
     """`Matrix` of matmul.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "bits")),
+        *fields("p", "panels bias"),
+        *fields("n", "inputs outputs bits"),
         ("groups", Groups),
-        ("order", ctypes.c_void_p),
+        *fields("p", "order"),
     )
 
 
 class _Product(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "step", "out")),
-        *((name, ctypes.c_int64) for name in ("stride", "count")),
-        ("bits", ctypes.c_int),
-        ("add", ctypes.c_int),
-    )
+    _fields_ = (*fields("p", "rows step out"), *fields("n", "stride count"), *fields("i", "bits add"))
 
 
 @cache

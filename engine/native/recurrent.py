@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, function, library
+from engine.native.compiled import BITS, fields, function, library
 
 RULES = ("delta", "mamba1", "conv")  # in the order of recurrent.c
 
 
 class _Scan(ctypes.Structure):
     _fields_ = (
-        ("sequences", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("plan", "states", "log")),
-        *((name, ctypes.c_int64) for name in ("log_rows", "log_width")),
+        *fields("n", "sequences"),
+        *fields("p", "plan states log"),
+        *fields("n", "log_rows log_width"),
         ("x", ctypes.c_void_p * 5),
-        *((name, ctypes.c_void_p) for name in ("a", "d", "out")),
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "width", "depth", "blocks")),
-        *((name, ctypes.c_int) for name in ("bits", "wide", "corrects")),
+        *fields("p", "a d out"),
+        *fields("n", "heads groups width depth blocks"),
+        *fields("i", "bits wide corrects"),
     )
 
 

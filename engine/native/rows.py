@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, function, library
+from engine.native.compiled import BITS, fields, function, library
 
 _LANES = 16
-_I64, _F32, _PTR, _INT = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
 WeightAndEps = tuple[Tensor, float]  # of a norm x / sqrt(sum of x^2 + eps) * weight; the weight is float32
 
 
 class Activation(ctypes.Structure):
     """`Activation` of rows.h: x times the logistic function of linear * x + cubic * x^3."""
 
-    _fields_ = (("linear", _F32), ("cubic", _F32))
+    _fields_ = (*fields("f", "linear cubic"),)
 
 
 _GELU = 2 * math.sqrt(2 / math.pi)  # Hendrycks and Gimpel 2016: 1 + tanh(z) is 2 logistic(2 z)
@@ -30,7 +29,7 @@ SILU, GELU_TANH = Activation(1.0, 0.0), Activation(_GELU, _GELU * 0.044715)
 class Norm(ctypes.Structure):
     """`Norm` of rows.h."""
 
-    _fields_ = (("weight", _PTR), ("eps", _F32))
+    _fields_ = (*fields("p", "weight"), *fields("f", "eps"))
 
     @classmethod
     def of(cls, norm: WeightAndEps | None) -> Norm:
@@ -40,9 +39,9 @@ class Norm(ctypes.Structure):
 
 class _Heads(ctypes.Structure):
     _fields_ = (
-        *((name, _I64) for name in ("query", "kv", "dim")),
-        *((name, _PTR) for name in ("key", "value")),
-        ("rounded", _INT),
+        *fields("n", "query kv dim"),
+        *fields("p", "key value"),
+        *fields("i", "rounded"),
         *((name, Norm) for name in ("norm_query", "norm_key")),
     )
 

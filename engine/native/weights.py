@@ -34,34 +34,31 @@ def rounds(weight: Tensor, group: int) -> bool:
 
 def round_symmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """`[out, in]` -> codes int8 of the same shape, scale float16 `[out, groups]`; see `model/linear/rounding.py`."""
-    (outputs, inputs), call = weight.shape, function("round_symmetric")
+    outputs, inputs = weight.shape
     codes, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, inputs // group, dtype=torch.float16)
-
-    def work(first: int, last: int) -> None:
-        part = weight[first:last]
-        made = (x[first:].data_ptr() for x in (codes, scale))
-        call(part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, group, *made)
-
-    spread(weight, work)
+    _round("round_symmetric", weight, (group,), (codes, scale))
     return codes, scale
 
 
 def round_asymmetric(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`[out, in]` -> codes, scale, offset, steps and zeros of `GroupedCodes`; see `model/linear/rounding.py`."""
-    (outputs, inputs), call = weight.shape, function("round_asymmetric")
-    groups = inputs // group
+    outputs, inputs = weight.shape
     codes = empty(outputs, inputs // 2 if bits == 4 else inputs, dtype=torch.uint8)
     scale, offset = (torch.empty(outputs, 1, dtype=torch.float16) for _ in range(2))
-    steps, zeros = (torch.empty(outputs, groups, dtype=kind) for kind in (torch.int8, torch.uint8))
+    steps, zeros = (torch.empty(outputs, inputs // group, dtype=kind) for kind in (torch.int8, torch.uint8))
     made = codes, scale, offset, steps, zeros
+    _round("round_asymmetric", weight, (group, bits), made)
+    return made
+
+
+def _round(name: str, weight: Tensor, form: tuple[int, ...], made: Seq[Tensor]) -> None:
+    """Let a function of round.c write the rows of what is `made` of the rows of a matrix."""
 
     def work(first: int, last: int) -> None:
-        part = weight[first:last]
-        to = (x[first:].data_ptr() for x in made)
-        call(part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, group, bits, *to)
+        part, to = weight[first:last], (x[first:].data_ptr() for x in made)
+        function(name)(part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, *form, *to)
 
     spread(weight, work)
-    return made
 
 
 def panels_of(parts: Seq[Tensor], width: int) -> Tensor:

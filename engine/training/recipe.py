@@ -1,4 +1,4 @@
-"""The settings of a run, written once: what the target writes, the head's shape, the schedule."""
+"""The settings of a run, written once: what the target writes, and the schedule."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ class TextPlan:
     held_out_tokens: int = 64
     together: int = 64  # texts that are written at a time, and kept in one file
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadShape:
-    """Sizes of a head that do not follow from the target; None: they are chosen when the texts are written (`run`)."""
-
-    vocab: int | None = None  # tokens that it can draft; None: 32,000, or all where the target has fewer
-    intermediate: int | None = None  # width of its feed-forward layer; None: the target's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

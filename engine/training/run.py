@@ -22,7 +22,7 @@ from engine.params import SamplingParams
 from engine.startup.build import pick_device
 from engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of, export_head
 from engine.training.loop import HeadTrainer, TrainingStep
-from engine.training.recipe import HeadShape, Schedule, TextPlan
+from engine.training.recipe import Schedule, TextPlan
 from engine.training.store import RunFolder, TargetParts, WrittenText
 from engine.training.text import Tokens, Writer, continued, own_prompts
 
@@ -45,7 +45,7 @@ class RunObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What `train_draft` is asked for: a target, its prompts, the head's shape, the schedule, and a folder.
+    """What `train_draft` is asked for: a target, its prompts, the schedule, and a folder.
 
     Attributes:
         engine: how the target is loaded and run while it writes.
@@ -54,6 +54,7 @@ class TrainingJob:
         held_out: prompts that are not trained on; if empty the last tenth of `prompts`, or further prompts of its own.
         opening: tokens that its own prompts begin with.
         as_prompt: makes a prompt of what it wrote from `opening` on, or nothing; None: a prompt is opening and text.
+        vocab: tokens that the head can draft; None: 32,000, or all where the target has fewer.
     """
 
     engine: EngineConfig
@@ -63,7 +64,7 @@ class TrainingJob:
     opening: Tokens = ()
     as_prompt: Callable[[Tokens], Tokens | None] | None = None
     text: TextPlan = field(default_factory=TextPlan)
-    shape: HeadShape = field(default_factory=HeadShape)
+    vocab: int | None = None
     schedule: Schedule = field(default_factory=Schedule)
 
     def settings(self) -> dict[str, Any]:
@@ -71,7 +72,7 @@ class TrainingJob:
         given = json.dumps([self.prompts, self.held_out, self.opening])
         named = ("target", "revision", "device", "dtype", "weights", "kv_cache_dtype", "threads", "max_model_len")
         loaded = {name: getattr(self.engine, name) for name in named}
-        made = {"text": asdict(self.text), "shape": asdict(self.shape), "schedule": asdict(self.schedule)}
+        made = {"text": asdict(self.text), "shape": {"vocab": self.vocab}, "schedule": asdict(self.schedule)}
         return loaded | made | {"prompts": hashlib.sha256(given.encode()).hexdigest()[:16]}
 
 
@@ -154,9 +155,9 @@ def _split(job: TrainingJob) -> tuple[Seq[Tokens], Seq[Tokens]]:
 
 def _trainer(job: TrainingJob, folder: RunFolder, texts: Seq[WrittenText], parts: TargetParts) -> HeadTrainer:
     vocab, hidden = parts.embedding.shape
-    kept = _kept(texts, vocab, min(vocab, job.shape.vocab or _LARGEST_VOCAB))
+    kept = _kept(texts, vocab, min(vocab, job.vocab or _LARGEST_VOCAB))
     wide = getattr(read_config(job.engine.target, job.engine.revision).get_text_config(), "intermediate_size", None)
-    width = job.shape.intermediate or (wide if isinstance(wide, int) else 4 * hidden)
+    width = wide if isinstance(wide, int) else 4 * hidden
     torch.manual_seed(job.schedule.seed)
     shape = Eagle3Shape.fitting(hidden, vocab_size=vocab, draft_vocab_size=len(kept), intermediate_size=width)
     head = TrainedEagle3(shape, kept, parts.output)

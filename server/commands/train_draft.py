@@ -18,7 +18,7 @@ from engine.choices import HEADS
 from engine.errors import InvalidRequest, ModelError
 from engine.model.checkpoint import read_config
 from engine.text.codec import Codec
-from engine.training.recipe import HeadShape, Schedule, TextPlan
+from engine.training.recipe import Schedule, TextPlan
 from server.chat import ChatTemplate
 from server.commands.arguments import Tokens, at_least, read_prompts
 from server.config import ServerConfig
@@ -94,7 +94,7 @@ def job_of(arguments: Sequence[str]) -> TrainingJob:
         opening=_opening(engine.target, engine.revision, codec, chat) if own_prompts else (),
         as_prompt=_answered(codec, chat) if own_prompts and codec and chat else None,
         text=TextPlan(texts=asked.texts, tokens=asked.tokens, seed=asked.seed),
-        shape=HeadShape(vocab=asked.vocab),
+        vocab=asked.vocab,
         schedule=Schedule(steps=asked.steps, batch_tokens=asked.batch_tokens, seed=asked.seed),
     )
 

@@ -18,7 +18,7 @@ from engine.errors import ModelError
 from engine.params import SamplingParams
 from engine.proposers.heads.eagle import load_eagle
 from engine.training import loop
-from engine.training.recipe import HeadShape, Schedule, TextPlan
+from engine.training.recipe import Schedule, TextPlan
 from engine.training.run import TrainingJob, train_draft
 from engine.training.store import RunFolder, WrittenText
 from engine.training.text import Writer, places_of
@@ -60,7 +60,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job_in(target: Path, out: Path) -> TrainingJob:
     engine = EngineConfig(target=str(target), threads=1, max_batch_size=4, kv_memory=0.01, warm_up_seconds=0)
-    return TrainingJob(engine=engine, out=out, opening=(1,), text=TEXT, shape=HeadShape(vocab=50), schedule=SCHEDULE)
+    return TrainingJob(engine=engine, out=out, opening=(1,), text=TEXT, vocab=50, schedule=SCHEDULE)
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_a_served_head_keeps_as_many_drafts_as_it_was_measured_to(job: TrainingJ
     prompts = [(1, 3 + i, 40 + i, 7 * i + 3) for i in range(8)]
     text = TextPlan(texts=8, tokens=40, held_out_tokens=40, together=8, greedy=1.0)
     schedule = Schedule(steps=150, batch_tokens=256, window=40, unroll=3, warmup=10)
-    learning = replace(job, prompts=prompts, held_out=prompts, text=text, shape=HeadShape(), schedule=schedule)
+    learning = replace(job, prompts=prompts, held_out=prompts, text=text, vocab=None, schedule=schedule)
     trainer = train_draft(learning, Interrupting(of=8))
     texts = list(RunFolder(job.out, learning.settings()).load_texts("held-out"))
     measured = trainer.acceptance(texts)

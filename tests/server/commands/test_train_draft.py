@@ -66,7 +66,7 @@ def test_a_stopped_run_goes_on(
 
 def test_options_are_those_of_serve_and_some_more(tmp_path: Path) -> None:
     job = job_of("--out", tmp_path / "head", "--weights", "int8", "--vocab", "50", "--steps", "7", "--seed", "4")
-    assert (job.engine.weights, job.shape.vocab, job.schedule.steps) == ("int8", 50, 7)
+    assert (job.engine.weights, job.vocab, job.schedule.steps) == ("int8", 50, 7)
     assert (job.schedule.seed, job.text.seed) == (4, 4)
     with pytest.raises(SystemExit):
         job_of("--out", tmp_path / "head", "--steps", "0")
