@@ -93,7 +93,7 @@ class DFlashConfig:
             raise ModelError(f"{name!r} is for a target of num_target_layers {found}; this one has {depth} layers")
         key, after = ("aux_hidden_state_layer_ids", 0) if KIND in config else ("target_layer_ids", 1)
         ids, mask, block = (asked.get(field) for field in (key, "mask_token_id", "block_size"))
-        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < depth - after for i in ids):
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i + after < depth for i in ids):
             # After the last layer some implementations read before the final norm, and others after it.
             raise ModelError(f"{name!r}: {key} is {ids!r}; expected a list of layers before the last of its {depth}")
         if type(mask) is not int or not 0 <= mask < vocab:
@@ -106,8 +106,8 @@ class DFlashConfig:
         made = Architecture(tuple(layers), vocab, width, form, softcap=asked.get("final_logit_softcapping"))
         causal = asked.get("is_causal", asked.get("causal"))  # of all layers; else those with a window are
         is_causal = tuple(kind == SLIDING if causal is None else bool(causal) for kind in kinds)
-        apart = asked.get("sliding_window_non_causal") if KIND in config else False
-        if SLIDING in kinds and (causal is False or apart is not False):
+        apart = asked.get("sliding_window_non_causal", KIND in config)
+        if SLIDING in kinds and (causal is False or apart):
             said = f"causal is {causal} and sliding_window_non_causal {apart}"
             raise ModelError(f"{name!r}: {said} beside {SLIDING}: a window that is not causal is not served")
         places = tuple(i + after for i in ids)
@@ -117,7 +117,7 @@ class DFlashConfig:
 def _asked(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """All fields that a config gives, in either form."""
     own = config.get("dflash_config") or {}
-    if KIND not in config and (not own or not isinstance(own, dict)):
+    if not isinstance(own, dict) or (not own and KIND not in config):
         raise ModelError(f"{name!r}: config.json has neither dflash_config nor {KIND}: no DFlash draft")
     for one in config.get("architectures") or ():
         if one not in _ARCHITECTURES:

@@ -174,9 +174,8 @@ class FeatureHead(nn.Module):
         batch = ragged.batch
         hidden, beside = self.inputs(batch.input_ids, features)
         rotary = self.rotations.of(batch.position_ids, self.dtype, len(self.layers))
-        made = self.layers.run(hidden[None], rotary, ragged, None if beside is None else [beside[None]] * len(rotary))[
-            0
-        ]
+        second = None if beside is None else [beside[None]] * len(rotary)
+        made = self.layers.run(hidden[None], rotary, ragged, second)[0]
         made = made if len(batch.logit_rows) == len(made) else made[batch.logit_rows]
         return made if self.norm is None or not self.feeds_normed else cast("Tensor", self.norm(made))
 
