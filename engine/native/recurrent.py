@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,15 +26,10 @@ class _Scan(ctypes.Structure):
     )
 
 
-@cache
-def most_keys() -> int:
-    """The largest `depth` that C takes; 0 where there is no compiled code."""
-    return 0 if library() is None else function("most_keys")()
-
-
 def scans(x: Tensor, depth: int) -> bool:
     """Whether C runs rules over rows of this type and device, with states of this depth."""
-    return x.is_cpu and x.dtype in BITS and 0 < depth <= most_keys()
+    runs = x.is_cpu and x.dtype in BITS and library() is not None
+    return runs and 0 < depth <= function("most_keys")()
 
 
 def scan(
