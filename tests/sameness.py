@@ -27,7 +27,7 @@ from engine.llm import LLM, CompletionOutput
 from engine.model.fallback import load_model
 from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.proposers.heads.base import load_heads
+from engine.proposers.heads import load_heads
 from engine.proposers.vocab import VocabMap
 from engine.startup.build import assemble
 from engine.text.codec import Codec

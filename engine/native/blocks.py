@@ -71,7 +71,7 @@ class StoredCodes:
             to = [None if x is None else x[first:last] for x in made]
             self._split(slice(first, last), [self._room(self._codes, last - first), *to])
 
-        spread(self, work)
+        spread(len(self), self.shape[1] * self.dtype.itemsize, work)
         return made
 
     @property

@@ -79,7 +79,7 @@ def panels_of_groups(
             where = codes_from, width, start + first, groups // blocks, block_head, group_head, panels.data_ptr()
             call(dense.data_ptr(), last - first, groups, words, bits, *where)
 
-        spread(part, work, width)
+        spread(len(part), part.shape[1] * part.dtype.itemsize, work, width)
     return panels
 
 
@@ -97,5 +97,5 @@ def _put(numbers: Seq[Tensor], panels: Tensor, width: int, at: int, per: int, bl
             rows = dense[first:].data_ptr(), last - first, dense.shape[1]
             call(*rows, size, width, per, block, each, to, panels.shape[1])
 
-        spread(dense, work, width)
+        spread(len(dense), dense.shape[1] * size, work, width)
         at += width * size

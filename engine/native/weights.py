@@ -6,11 +6,11 @@ delays only one slice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,7 @@ from engine.machine.mapped import in_pages
 from engine.machine.threads import most_threads
 from engine.native.compiled import BITS, function, library
 
-if TYPE_CHECKING:
-    from engine.native.blocks import StoredCodes
-
-AnySliced = TypeVar("AnySliced", bound="Tensor | StoredCodes")
+AnySliced = TypeVar("AnySliced", bound=Sized)
 _SLICE = 2**20  # bytes of the input that a slice reads
 
 
@@ -58,7 +55,7 @@ def _round(name: str, weight: Tensor, form: tuple[int, ...], made: Seq[Tensor]) 
         part, to = weight[first:last], (x[first:].data_ptr() for x in made)
         function(name)(part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, *form, *to)
 
-    spread(weight, work)
+    spread(len(weight), weight.shape[1] * weight.element_size(), work)
 
 
 def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
@@ -73,7 +70,7 @@ def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
         def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
             call(dense[first:].data_ptr(), last - first, inputs // group, width, start + first, panels.data_ptr())
 
-        spread(dense, work, width)
+        spread(len(dense), inputs * dense.element_size(), work, width)
     return panels
 
 
@@ -89,10 +86,9 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def spread(matrix: Tensor | StoredCodes, work: Callable[[int, int], None], multiple: int = 1) -> None:
-    """Run `work(first, last)` for slices of the rows of `matrix`, each but the last a `multiple` of rows."""
-    rows, size = len(matrix), max(1, matrix.shape[1] * matrix.dtype.itemsize)
-    step = max(1, _SLICE // size // multiple) * multiple
+def spread(rows: int, size: int, work: Callable[[int, int], None], multiple: int = 1) -> None:
+    """Run `work(first, last)` for slices of rows of `size` bytes, each but the last a `multiple` of rows."""
+    step = max(1, _SLICE // max(1, size) // multiple) * multiple
     firsts = range(0, rows, step)
     if len(firsts) == 1:  # a thread takes longer to start than most slices
         work(0, rows)

@@ -34,7 +34,8 @@ from engine.model.runner import ModelRunner, Runner, end_tokens
 from engine.model.tap import Tap
 from engine.parallel import Ranks, ShardedRunner, worker_loop
 from engine.proposers import Proposer, Proposers
-from engine.proposers.heads.base import HeadContext, load_heads
+from engine.proposers.heads import load_heads
+from engine.proposers.heads.base import HeadContext
 from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler

@@ -18,6 +18,7 @@ from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.eagle3 import is_eagle3, load_eagle3
 from engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of
+from engine.proposers.heads.proposer import HeadProposer
 from engine.proposers.heads.weights import KIND, flattened, load_checkpoint, matrix_shapes
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def load_eagle(name: str, revision: str | None, target: DecoderModel) -> Head:
     made = Architecture((layer,), settings.vocab_size, width, NormForm(settings.rms_norm_eps), has_final_norm=False)
     own = matrix_shapes("fc", width, 2 * width, has_bias="fc.bias" in tensors)
     weights = reader_of(made, tensors, target, name, own)
-    return JoiningHead(made, weights, target, "fc").over((FINAL,))
+    return JoiningHead(made, weights, target, "fc").over((FINAL,), HeadProposer)
 
 
 def _unwrapped(

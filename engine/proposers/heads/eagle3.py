@@ -29,6 +29,7 @@ from engine.model.decoder.weights import HEAD, WeightReader
 from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of, sizes_of
+from engine.proposers.heads.proposer import HeadProposer
 from engine.proposers.heads.weights import KIND, drafted_ids, flattened, matrix_shapes
 
 if TYPE_CHECKING:
@@ -188,7 +189,8 @@ def load_eagle3(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tens
     made = _architecture(settings, options, named, name)
     own = options.own_shapes(hidden, width, has_bias="fc.bias" in named)
     own[HEAD] = flat.get("draft_vocab_size") or vocab, hidden
-    return Eagle3Head(made, reader_of(made, named, target, name, own), target, options, drafts).over(options.places)
+    head = Eagle3Head(made, reader_of(made, named, target, name, own), target, options, drafts)
+    return head.over(options.places, HeadProposer)
 
 
 def _architecture(

@@ -30,8 +30,8 @@ from engine.model.decoder.shapes import Shapes, shapes_of, wanted_by
 from engine.model.decoder.stack import Stack
 from engine.model.decoder.weights import HEAD, TABLE, Embedding, WeightReader
 from engine.native import multiplies, rows_for
+from engine.proposers.base import Proposer
 from engine.proposers.heads.base import Head
-from engine.proposers.heads.proposer import HeadProposer
 from engine.proposers.heads.weights import check_fits
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class FeatureHead(nn.Module):
         self.ends = table, output  # in a tuple: they may be parts of the target
         self._drafts = None if drafts is None else drafts.to(weights.device)
 
-    def over(self, places: tuple[int, ...], proposer_of: Callable[..., HeadProposer] = HeadProposer) -> Head:
+    def over(self, places: tuple[int, ...], proposer_of: Callable[..., Proposer]) -> Head:
         """As it drafts from these places of the target, on a GPU with our kernels between its matmuls."""
         if self.device.type == "cuda":
             use_ops(self, self.architecture, LayerOps.kernels(), torch.empty(0, dtype=self.dtype, device=self.device))

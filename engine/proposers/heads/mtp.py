@@ -42,6 +42,7 @@ from engine.model.tap import FINAL
 from engine.model.text_part import names_in_whole
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.eagle import JoiningHead
+from engine.proposers.heads.proposer import HeadProposer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -88,7 +89,7 @@ def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
         width, below = architecture.width, reader.below("model.")
         before, after = (norm_of(architecture.norm, below, norm, width) for norm in _NORMS)
         head = JoiningHead(architecture, reader, target, _MATRIX, (before, after))
-    return head.over((FINAL,))
+    return head.over((FINAL,), HeadProposer)
 
 
 def tell_of_mtp(name: str, revision: str | None, target: DecoderModel) -> None:

@@ -7,7 +7,6 @@ Beyond the last feature that the target made it goes on from its own.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,11 +18,9 @@ from engine.proposers.base import Passed, Proposal, Proposer
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.proposers.heads.base import HeadContext
 from engine.proposers.heads.features import Features
+from engine.proposers.heads.layers import FeatureHead
 from engine.stats import Forward
 from engine.types import KVCursor, Sequence
-
-if TYPE_CHECKING:
-    from engine.proposers.heads.layers import FeatureHead
 
 MOST_UNFED = 512  # features left of a sequence whose head was not asked, once more than twice as many wait
 

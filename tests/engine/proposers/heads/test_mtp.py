@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.model.tap import FINAL
-from engine.proposers.heads.base import load_heads
+from engine.proposers.heads import load_heads
 from engine.proposers.heads.mtp import first_layer, load_mtp
 from engine.startup.build import build_engine
 from tests import heads, published, zoo

@@ -24,8 +24,7 @@ from engine.errors import InvalidRequest, ModelError
 from engine.kv.batch import Feed
 from engine.proposers.base import Proposal, Proposer
 from engine.proposers.chain import Chain
-from engine.proposers.heads import uno
-from engine.proposers.heads.base import load_heads
+from engine.proposers.heads import load_heads, uno
 from engine.proposers.heads.uno import UnoProposer, adapter_folder
 from engine.startup.build import assemble
 from engine.stats import Forward
