@@ -262,7 +262,7 @@ class DFlashProposer(HeadProposer):
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Catch up on the target's features, within the token budget; then all drafts of those that have."""
-        chains = chains_of(sequences, [min(k, self._config.block - 1) for k in k_each])
+        chains = chains_of(sequences, [min(k, self.head.config.block - 1) for k in k_each])
         read: list[Forward] = []
         ready, _ = self._catch_up([chain for chain in chains if chain.k], read)
         # What one round leaves to read belongs to the pass of the block; a prompt is reading of its own.

@@ -113,7 +113,7 @@ class MedusaProposer(Proposer):
             return proposal_of(chains, ())
         active, features = [chain for chain, _ in known], torch.stack([row for _, row in known])
         forwards: list[Forward] = []
-        for head in range(self.most_drafts):
+        for head in range(self._heads.number):
             rows = [i for i, chain in enumerate(active) if chain.k > head]
             if rows:
                 logits = self._heads.logits(head, features[rows], self._output)
