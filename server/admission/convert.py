@@ -247,7 +247,13 @@ def _with_answer(
     if message.WhichOneof("input") != "messages":
         return request, None
     answer = answer_of(message, request.sampling.guided, model, text)
-    guided = structure_of(answer, model.format)
+    try:
+        guided = structure_of(answer, model.format)
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a strict tool's schema, sound in JSON, that calls are not written by
+        raise InvalidRequest.of("messages.tools", f"cannot be called as this model writes calls: {error}") from error
     size = 0 if guided is None or guided == answer.content else len((guided.grammar or "").encode())
     most = model.engine.config.max_structure_bytes
     if size > most:

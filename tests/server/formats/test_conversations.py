@@ -15,6 +15,7 @@ from server.chat import ChatTemplate
 from server.formats.base import ReasoningMarks
 from server.formats.hermes import HermesFormat
 from server.formats.llama import LlamaFormat
+from server.formats.tagged import QwenCoderFormat
 from tests.server.fake_engine import FakeEngine
 from tests.serving import grpc_client, serving, serving_embedded
 
@@ -199,6 +200,16 @@ async def test_tools_of_a_model_whose_calls_are_not_known():
     async with serving(FakeEngine(), chat=template) as server, grpc_client(server) as client:
         with pytest.raises(UnsupportedError, match="does not tell how this model calls them"):
             await client.generate(ASKED, tools=[TOOL])
+
+
+async def test_a_strict_schema_that_the_format_cannot_express_is_refused(server, client, monkeypatch):
+    driver = server.app.driver
+    monkeypatch.setattr(driver, "model", replace(driver.model, format=QwenCoderFormat({}, ReasoningMarks())))
+    unwritten = {"type": "object", "minProperties": 1}
+    with pytest.raises(InvalidRequestError, match=r"messages\.tools cannot be called .*minProperties"):
+        await client.generate(ASKED, tools=[strict(unwritten)], tool_choice="required")
+    loose = {"name": "f", "parameters": unwritten}
+    assert (await client.generate(ASKED, tools=[loose], tool_choice="required", max_tokens=3)).token_ids
 
 
 async def test_the_format_is_that_of_the_template_unless_it_is_named(server):
