@@ -114,7 +114,6 @@ def make_ready(
     if is_compiled or not is_successor:
         progress("warming up")
         with engine.rehearsing(), engine.practising():  # a first run takes longer, so its time must not be learned
-            engine.warm_up()
             _run(engine, Rehearsal([_SHORT], engine.config.num_draft_tokens))
     if uses_saved_calibration and engine.recall():
         seconds *= 0.0 if is_successor else _REPETITION
@@ -175,6 +174,7 @@ def _rehearse(engine: Engine, progress: Progress) -> None:
 
 
 def _run(engine: Engine, one: Rehearsal) -> None:
-    """Run a rehearsal with each proposer that requests may meet."""
-    for name in drafters_of(engine) if one.num_draft else (None,):
-        run(engine, one.prompts, one.num_draft, _STEPS, one.sampling, proposer=name)
+    """Run a rehearsal with each proposer that requests may meet; without drafts where there is none."""
+    names = drafters_of(engine) if one.num_draft else ()
+    for name in names or (None,):
+        run(engine, one.prompts, one.num_draft if names else 0, _STEPS, one.sampling, proposer=name)
