@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -68,7 +67,9 @@ class Ranks:
 
     def broadcast(self, message: object) -> None:
         """Broadcast numbers, dataclasses or lists of them from rank 0 to all other ranks. Raises RankLost."""
-        coded = msgspec.msgpack.encode(message, enc_hook=list)  # hook: ranges
+        from msgspec import msgpack  # what needs one process alone runs where it is not installed
+
+        coded = msgpack.encode(message, enc_hook=list)  # hook: ranges
         framed = len(coded).to_bytes(_LENGTH, "little") + coded.ljust(_FRAME - _LENGTH, b"\0")
         with _losses_told(self.place):
             for part in (framed[:_FRAME], framed[_FRAME:]):
@@ -77,6 +78,8 @@ class Ranks:
 
     def receive(self, kind: type[T]) -> T:
         """Wait for the next broadcast of rank 0, of this kind, and return it. Raises RankLost."""
+        from msgspec import msgpack
+
         message = torch.empty(_FRAME, dtype=torch.uint8)
         with _losses_told(self.place):
             dist.broadcast(message, 0, group=self._talk)
@@ -85,7 +88,7 @@ class Ranks:
                 rest = torch.empty(stop - _FRAME, dtype=torch.uint8)
                 dist.broadcast(rest, 0, group=self._talk)
                 message = torch.cat((message, rest))
-        return msgspec.msgpack.decode(message[_LENGTH:stop].numpy().tobytes(), type=kind)
+        return msgpack.decode(message[_LENGTH:stop].numpy().tobytes(), type=kind)
 
     def total(self, part: Tensor) -> Tensor:
         """Return the sum of the tensors of this shape that all ranks pass, in the order of ranks, where they lie.
