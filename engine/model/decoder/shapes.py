@@ -96,9 +96,10 @@ class ShapeReader(WeightReader):
         return nn.Identity(), nn.Identity()
 
 
+@lru_cache(16)
 def wanted_by(
     architecture: Architecture, rounded: Rounded | None = None, converted: type[Fp8Linear | W4Linear] | None = None
-) -> dict[str, ReadWeight]:
+) -> Mapping[str, ReadWeight]:
     """The weights of a decoder, by their names in a checkpoint."""
     reader = ShapeReader({}, torch.bfloat16, rounded, packs=False, converted=converted)
     reader.head_and_table(architecture)
@@ -114,14 +115,9 @@ def wanted_by(
     return reader.wanted
 
 
-@lru_cache(16)
-def _shapes_of(architecture: Architecture) -> Shapes:
-    return {name: wanted.shape for name, wanted in wanted_by(architecture).items()}
-
-
 def shapes_of(architecture: Architecture) -> Shapes:
     """The shape of every weight of a decoder, by its name in a checkpoint."""
-    return {**_shapes_of(architecture)}
+    return {name: weight.shape for name, weight in wanted_by(architecture).items()}
 
 
 def is_aligned(architecture: Architecture) -> bool:
@@ -148,7 +144,8 @@ def num_bytes(
         on_cuda: where they are held; else on a CPU.
     """
     rounded = None if on_cuda or weights in ("native", "fp8") else cast("Rounded", weights)
-    wanted, is_tied = wanted_by(architecture, rounded, converted_by(weights, on_cuda=on_cuda)), architecture.is_tied
+    held = wanted_by(architecture, rounded, converted_by(weights, on_cuda=on_cuda))  # type: ignore[arg-type] # hashable
+    wanted, is_tied = {**held}, architecture.is_tied
     if architecture.positions is not None:  # those that are computed are held too
         wanted["model.embed_positions.weight"] = ReadWeight((architecture.positions.rows, architecture.width))
     if is_tied and rounded is not None and not codes.keys() & {TABLE, HEAD}:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.model.linear.grouped import GroupedCodes
+from engine.model.linear.grouped import GroupedCodes, are_finite
 
 _SMALLEST_GROUP = 16  # inputs; groups of our kernels are multiples of it
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -85,7 +85,7 @@ def integers(
 
     def grouped() -> GroupedCodes:
         found = read()
-        if not found.scale.float().abs().amax().isfinite():
+        if not are_finite(found.scale):
             raise ModelError(f"the scales of {name} have a number that is not finite")
         return found
 

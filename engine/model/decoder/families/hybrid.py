@@ -53,7 +53,7 @@ def mixed(config: Any, kinds: Seq[str], layers: Mapping[str, Layer], **more: Any
     return Architecture(made, config.vocab_size, config.hidden_size, is_tied=bool(config.tie_word_embeddings), **more)
 
 
-def silu(activation: str) -> None:
+def require_silu(activation: str) -> None:
     """Refuse any other activation (see `refuse`)."""
     refuse(activation not in ("silu", "swish"), f"the activation {activation}")
 
@@ -88,7 +88,7 @@ def _lfm2_moe(config: Any) -> Architecture:
 def delta(config: Any, **more: Any) -> DeltaLayer:
     """The delta rule, by Qwen's names in configs."""
     heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
-    silu(config.hidden_act)
+    require_silu(config.hidden_act)
     refuse(heads % key_heads, f"a delta rule of {heads} and {key_heads} heads")
     sizes = heads, key_heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
     return DeltaLayer(*sizes, **{"eps": config.rms_norm_eps} | more)
@@ -113,7 +113,7 @@ def _qwen3_next(config: Any) -> Architecture:
 
 
 def _mamba2(config: Any) -> Architecture:
-    silu(config.hidden_act)
+    require_silu(config.hidden_act)
     inner = config.num_heads * config.head_dim
     refuse(inner != int(config.expand * config.hidden_size), f"{config.num_heads} heads of {config.head_dim}")
     return _alone(config, _mamba2_of_old(config, (config.num_heads, config.head_dim, config.state_size)))
@@ -132,7 +132,7 @@ def _mamba2_of_old(config: Any, sizes: tuple[int, int, int], **more: Any) -> Mam
 
 def _mamba2_of(config: Any, **more: Any) -> Mamba2Layer:
     """By the names that models have in which Mamba 2 is a part."""
-    silu(config.hidden_act)
+    require_silu(config.hidden_act)
     low, high = config.time_step_limit
     sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_n_groups, config.mamba_d_conv
     bias = bool(config.mamba_proj_bias)
@@ -142,7 +142,7 @@ def _mamba2_of(config: Any, **more: Any) -> Mamba2Layer:
 
 
 def _mamba(config: Any, norm: NormForm | None = None) -> Architecture:
-    silu(config.hidden_act)
+    require_silu(config.hidden_act)
     mixer = Mamba1Layer(
         config.intermediate_size, config.state_size, config.time_step_rank, config.conv_kernel,
         bool(config.use_conv_bias), bool(config.use_bias), norm,
@@ -168,7 +168,7 @@ def _alone(config: Any, *mixers: AttentionLayer | StateMixer, wide: bool | None 
 
 def _nemotron_h(config: Any) -> Architecture:
     """Layers are a mixer or a feed-forward. `residual_in_fp32` has no meaning here."""
-    silu(config.mamba_hidden_act)
+    require_silu(config.mamba_hidden_act)
     attention = grouped(config, bias=False, rotary=RotaryTable.none(config.head_dim))
     feed = plain(config.intermediate_size, config.mlp_hidden_act, bias=bool(config.mlp_bias))
     sizes = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
@@ -221,7 +221,7 @@ def _bamba(config: Any) -> Architecture:
 
 def _jamba(config: Any) -> Architecture:
     """Attention has no rotary positions."""
-    silu(config.hidden_act)
+    require_silu(config.hidden_act)
     norm, feed = NormForm(config.rms_norm_eps), gated(config)
     mamba = Mamba1Layer(
         config.mamba_expand * config.hidden_size, config.mamba_d_state, config.mamba_dt_rank, config.mamba_d_conv,

@@ -16,7 +16,7 @@ from engine.model.decoder.architecture import (
     NormForm,
 )
 from engine.model.decoder.families.builders import FULL, SLIDING, gated, grouped, refuse, rotary_of
-from engine.model.decoder.families.hybrid import FINAL, LFM2_NAMES, LINEAR, delta, mixed, silu
+from engine.model.decoder.families.hybrid import FINAL, LFM2_NAMES, LINEAR, delta, mixed, require_silu
 from engine.model.decoder.families.mixtures import BLOCK, W123, after_dense, latent, of_deepseek, with_experts
 from engine.model.decoder.feed_forward import GatedFeed
 from engine.model.decoder.latent import LatentLayer
@@ -29,7 +29,7 @@ _HYBRID = "hybrid"  # as configs call layers with a shared block
 
 def _of_kimi(config: Any, attention: LatentLayer, names: Any, **more: Any) -> Architecture:
     """Kimi Delta Attention, latents, and DeepSeek's experts."""
-    silu(config.hidden_act)
+    require_silu(config.hidden_act)
     heads, size = config.linear_num_heads, config.linear_head_dim
     fields: dict[str, Any] = {"kind": "apart", "by_channel": True, "by_sigmoid": True}
     mixer = DeltaLayer(heads, heads, size, size, config.linear_conv_kernel_dim, config.rms_norm_eps, **fields | more)
@@ -113,7 +113,7 @@ def _zamba_of(
 
 
 def _zamba(config: Any) -> Architecture:
-    silu(config.hidden_mamba_act)
+    require_silu(config.hidden_mamba_act)
     mamba = Mamba1Layer(
         config.mamba_expand * config.hidden_size, config.mamba_d_state, config.mamba_dt_rank, config.mamba_d_conv,
         bool(config.mamba_conv_bias), bool(config.mamba_proj_bias), heads=config.n_mamba_heads,
