@@ -9,20 +9,20 @@ import pytest
 
 HEAD = """# Features under speculation
 
-Written by `make features` from a test run; a test of the docs holds it against the tests that there are.
+Written by `make features` from a test run; a test compares it with the list of tests.
 
-Rows are what a request asks for or finds itself in, columns are proposers. A cell is a test of
+Rows are options and conditions of a request, columns are proposers. A cell is a test of
 `tests/exactness/test_options.py` that passed: with this proposer, tokens, text, finish reason, stop position, usage,
 seed and log-probabilities are those of plain decoding, for several numbers of drafts. `right` and `wrong` are
-proposers of the tests that always or never guess what comes; `mapped` is `model` with another vocabulary.
+proposers of the tests that are always or never right; `mapped` is `model` with another vocabulary.
 
 `test_each_answer_of_a_conversation`: calls of functions and reasoning, in the format of Hermes; all formats are in
 `tests/exactness/test_tools.py`. `test_each_prediction`: outputs that the caller predicted. `echo` over HTTP is
 `prompt_logprobs` here.
 
-The last two tables cross what is elsewhere alone. `test_prompt_logprobs_crossed`: log-probabilities of prompts, some
-of them with several outputs, are those of one pass of transformers. `test_prefix_cache_crossed`: a prompt that comes
-again, or goes on where its output ended, gives what plain decoding gives, and finds as much cached as without drafts.
+The last two tables combine options. `test_prompt_logprobs_crossed`: log-probabilities of prompts, some
+of them with several outputs, are those of one pass of transformers. `test_prefix_cache_crossed`: the output of a prompt
+that is repeated, or that continues an earlier output, is that of plain decoding, with as many cached tokens.
 """
 
 

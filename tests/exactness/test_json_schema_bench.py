@@ -36,33 +36,33 @@ MAX_TOKENS, CLOSING_TOKENS = 400, 5000
 MOST_UNFINISHED = 0.05  # of all documents: those of which more is required
 MOST_ENDLESS = 0.02  # and those in a string that must hold what a small model does not come to, nor a random walk
 
-HEAD = """# JSON Schemas of others
+HEAD = """# JSON Schemas
 
-Written by `python -m tests.exactness.test_json_schema_bench`; a test holds it against what the compiler says.
+Written by `python -m tests.exactness.test_json_schema_bench`; a test compares it with the compiler.
 
 [JSONSchemaBench](https://github.com/guidance-ai/jsonschemabench) collects schemas from repositories, function calls and
-interfaces. Of 500 that were drawn from all its data sets (how: `tests/data/README.md`) the compiler accepts {accepted}.
-What it cannot enforce in full it refuses with the reason; no keyword is ignored. Whatever it accepts gives documents
-that `jsonschema` finds valid: all of them in a random walk under their masks, and every twelfth with the embedded pair,
-the same with drafts and without.
+interfaces. Of a sample of 500 (how: `tests/data/README.md`) the compiler accepts {accepted}.
+It refuses a schema that it cannot enforce in full, with the reason; no keyword is ignored. Generated documents
+are valid by `jsonschema`: with every accepted schema in a random walk under its masks, and with every twelfth
+with the embedded pair, the same with drafts and without.
 
-Of the valid documents those are accepted that are written in these forms:
+Generation is limited to valid documents in these forms:
 
 - no white space around the document, and at most 64 characters of it in a row inside;
-- properties in the order of the schema: of `properties`, then of `required`, then others in any order;
+- properties in the order of the schema: `properties`, then `required`, then others in any order;
 - no escape but `\\"`, `\\\\`, `\\b`, `\\f`, `\\n`, `\\r` and `\\t`, and so no other control character;
 - numbers without exponent if they have bounds, `multipleOf` or given values; integers, and multiples of one, without
-  decimals; numbers of `const` and `enum` without zeros at the end. Bounds and steps are compared exactly, of any size;
-- of `format`: dates without the year 0; times without the second 60, which is one only where it is 23:59 in UTC; mail
-  addresses without quotes, and with no address in brackets but IPv4. The others (`hostname`, `ipv4`, `ipv6`, `uuid`,
-  `duration`, `uri`) are accepted as their RFC says.
+  decimals; numbers of `const` and `enum` without zeros at the end. Bounds and steps are compared exactly, at any size;
+- formats: dates without the year 0; times without the second 60, except at 23:59 UTC; mail
+  addresses without quotes, in brackets only IPv4. The others (`hostname`, `ipv4`, `ipv6`, `uuid`,
+  `duration`, `uri`) follow their RFC.
 
-A `pattern` is one of ECMA-262 with the flag `u`, and besides a single `]`, `{{` or `}}` and an escaped character that
-needs no escape. Look-around, back-references, `\\b`, flags, and escapes that ECMA-262 does not have (`\\A`, `\\Z`) are
-refused.
+A `pattern` is one of ECMA-262 with the flag `u`, and in addition a single `]`, `{{` or `}}` and an escaped character
+that needs no escape. Look-around, back-references, `\\b`, flags, and escapes that ECMA-262 does not have (`\\A`,
+`\\Z`) are refused.
 
-A tool that is not strict is not refused for a keyword that cannot be followed: the keyword is ignored, with a warning
-in the log, and its arguments have the structure that the others describe.
+In a tool that is not strict an unsupported keyword is ignored, with a warning in the log; the other keywords are
+enforced.
 """
 
 

@@ -54,10 +54,10 @@ FAULTS = tuple(
 -return kept.long().cumprod(1).sum(1)
 +return kept.long().sum(1)
 =tests/exactness/test_rejection.py
-2 | verify rule | engine/verify.py | coupled: the token after the drafts is the last row's, not the first refused one's
+2 | verify rule | engine/verify.py | coupled: the token after the drafts is of the last row, not of the first refused draft
 -target_tokens.gather(1, num_accepted[:, None]).squeeze(1)
 +target_tokens[:, -1]
-3 | verify rule | engine/verify.py | rejection: after a refusal p is drawn from, not the residual
+3 | verify rule | engine/verify.py | rejection: after a refusal the token is drawn from p instead of the residual
 -torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 +p
 4 | verify rule | engine/sampling/verification.py | rejection: residual and draft are drawn with the same noise
@@ -67,14 +67,14 @@ FAULTS = tuple(
 -self.kv_len = min(self.kv_len, num_tokens - 1)
 +self.kv_len = min(self.kv_len, num_tokens)
 =tests/engine/kv/test_arena.py
-6 | rollback | engine/types.py | of several drafters only the one asked last is rolled back (auto)
+6 | rollback | engine/types.py | of several proposers only the last one used is rolled back (auto)
 -for cursor in self.drafts.values() or (self.draft,):
 +for cursor in (self.draft,):
 7 | rollback | engine/recurrent/states.py | the log of a recurrent state is written one row too early
 -span.settled - span.base,
 +span.settled - span.base - (span.settled > span.base + 1),
 =tests/engine/recurrent/test_mixers.py tests/engine/recurrent/test_schedules.py
-8 | pages | engine/kv/pages.py | the last page of a sequence is never given back
+8 | pages | engine/kv/pages.py | the last page of a sequence is never freed
 -for page in reversed(cursor.page_table):
 +for page in reversed(cursor.page_table[:-1]):
 =tests/engine/kv/test_arena.py tests/engine/test_engine.py
@@ -89,7 +89,7 @@ FAULTS = tuple(
 -return len(self.sequence.tokens) + len(self.before)
 +return len(self.sequence.tokens)
 =tests/exactness/test_coupled.py
-12 | seeds | engine/sampling/distribution.py | seeds that differ in their highest bit alone are one
+12 | seeds | engine/sampling/distribution.py | seeds that differ only in their highest bit are the same
 -return seed - 2**64 if seed >= 2**63 else seed
 +return seed & (2**63 - 1)
 =tests/engine/sampling/test_distribution.py
@@ -108,7 +108,7 @@ FAULTS = tuple(
 -        self._release(sequence)
 +        self.running.remove(sequence)
 =tests/engine/test_scheduler.py
-17 | pages | server/driver.py | a cancelled request goes on in the engine and holds its pages
+17 | pages | server/driver.py | a cancelled request continues in the engine and holds its pages
 -self.host.drop(request_id, ending.reason)
 +pass
 =tests/server/test_life.py
@@ -116,7 +116,7 @@ FAULTS = tuple(
 -EmittedOutput(token_ids=tuple(self.token_ids), has_ended
 +EmittedOutput(token_ids=tuple(self.token_ids[:-1]), has_ended
 =tests/server/test_life.py tests/server/worker/test_engine_process.py
-19 | seeds | client/resume.py | a stream that goes on elsewhere gets another seed
+19 | seeds | client/resume.py | a stream that continues on another server gets another seed
 -request.sampling.seed, request.stopping.max_tokens = self._info.seed, self._info.max_tokens
 +request.stopping.max_tokens = self._info.max_tokens
 =tests/client/test_resume.py tests/client/test_interrupted.py
@@ -144,16 +144,16 @@ FAULTS = tuple(
 26 | penalties and so on | engine/sampling/processors.py | penalties do not count the drafts before a row
 -return prompt, output + _bincount([row.before for row in rows], logits)
 +return prompt, output
-27 | penalties and so on | engine/sampling/processors.py | logit_bias applies to the first row of a step alone
+27 | penalties and so on | engine/sampling/processors.py | logit_bias applies only to the first row of a step
 -logits[start : start + len(same)] +=
 +logits[start : start + 1] +=
 28 | grammar | engine/sampling/processors.py | only the first row of a step has the mask of its structure
 -_fill(structured[start : start + len(same)], same)
 +_fill(structured[start : start + 1], same[:1])
-29 | grammar | engine/sampling/processors.py | the state is not taken back after the masks of drafts
+29 | grammar | engine/sampling/processors.py | the state is not rolled back after the masks of drafts
 -state.rollback(taken)
 +pass
-30 | grammar | engine/sampling/processors.py | drafts of which some do not fit are not taken back
+30 | grammar | engine/sampling/processors.py | after drafts that do not fit the grammar the state is not rolled back
 -if taken:
 +if taken == len(drafts):
 31 | penalties and so on | engine/sampling/verification.py | log-probabilities are of the processed logits
@@ -164,11 +164,11 @@ FAULTS = tuple(
 -{name: given[name] for name in
 +{name: given.get(name.replace("presence", "frequency"), 0) for name in
 =tests/server/test_options.py
-33 | penalties and so on | engine/sampling/logprobs.py | prompt log-probabilities of what is fed twice are shifted
+33 | penalties and so on | engine/sampling/logprobs.py | log-probabilities of prompt tokens fed twice are shifted
 -token_logprobs(logits[skip : skip + len(tokens)], tokens, wanted)
 +token_logprobs(logits[: len(tokens)], tokens, wanted)
 =tests/engine/sampling/test_costs.py
-34 | grammar | engine/text/matcher.py | a rollback through an end token takes one text token too many
+34 | grammar | engine/text/matcher.py | a rollback through an end token removes one text token too many
 -num_text = num_tokens - (self._ended and num_tokens > 0)
 +num_text = num_tokens
 =tests/engine/text/test_guided.py
@@ -194,7 +194,7 @@ FAULTS = tuple(
 -self.total + amount <= self.limit or
 +self.total + amount <= self.limit + 1 or
 =tests/server/test_queue.py
-41 | admission | server/turns.py | the wait of a request is that of the one before it
+41 | admission | server/turns.py | a request gets the estimated wait of the one before it
 -places[0] + tokens)
 +places[0])
 =tests/server/test_order.py
@@ -206,7 +206,7 @@ FAULTS = tuple(
 -replace(event, request_id=name)
 +replace(event, request_id=name, logprobs=())
 =tests/server/worker/test_engine_process.py
-44 | wire | server/worker/wire.py | a message is read only when a byte of the next one has come
+44 | wire | server/worker/wire.py | a message is read only when a byte of the next one has arrived
 -if len(self._unread) < body + size:
 +if len(self._unread) <= body + size:
 45 | wire | server/http/calls.py | HTTP: an event ends with one line break
@@ -255,21 +255,21 @@ FAULTS = tuple(
 -max(map(len, markers), default=1) - 1)
 +max(map(len, markers), default=1) - 2)
 =tests/server/formats/test_scanner.py
-57 | control | engine/control/goodput.py | as many drafts as may be, whatever they cost
+57 | control | engine/control/goodput.py | always the maximum number of drafts
 -count = int(rates.argmax())
 +count = len(rates) - 1
 =tests/engine/control/test_control.py
-58 | control | engine/control/acceptance.py | refused drafts teach nothing
+58 | control | engine/control/acceptance.py | refused drafts do not change the estimates
 -tried = np.minimum(accepted + 1, drafted)[:, None]
 +tried = np.minimum(accepted, drafted)[:, None]
-59 | graphs | engine/device_loop/graphs.py | a recorded round keeps nothing of what its graphs read by address
+59 | graphs | engine/device_loop/graphs.py | a recorded round does not keep the tensors that its graphs read by address
 -recorded = RecordedRound(round_, slots,
 +recorded = RecordedRound(None, slots,
 =tests/engine/device_loop/test_graphs.py
-60 | graphs | engine/device_loop/graphs.py | a play is for the slots of the capture
+60 | graphs | engine/device_loop/graphs.py | a replay uses the slots of the capture
 -self.slots.copy_(slots)
 +pass
-61 | graphs | engine/device_loop/results.py | the results of a round are read before they have come
+61 | graphs | engine/device_loop/results.py | the results of a round are read before they have arrived
 -self._event.synchronize()
 +pass
 62 | fair shares | engine/turns.py | the places that a caller holds count for nothing
