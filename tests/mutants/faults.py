@@ -54,7 +54,7 @@ FAULTS = tuple(
 -return kept.long().cumprod(1).sum(1)
 +return kept.long().sum(1)
 =tests/exactness/test_rejection.py
-2 | verify rule | engine/verify.py | coupled: the token after the drafts is of the last row, not of the first refused draft
+2 | verify rule | engine/verify.py | coupled: the token after the drafts is of the last row, not the first refused draft
 -target_tokens.gather(1, num_accepted[:, None]).squeeze(1)
 +target_tokens[:, -1]
 3 | verify rule | engine/verify.py | rejection: after a refusal the token is drawn from p instead of the residual
