@@ -107,9 +107,9 @@ def chaos_lines(found: Chaos) -> list[str]:
     """Return the results as Markdown lines."""
     notes = found.notes
     verdict = (
-        f"{notes.right} streams of well-behaved callers had the same tokens as alone, {len(notes.wrong)} had other "
-        f"tokens, {notes.refused} were refused with a time to retry. Those with the same tokens were interrupted "
-        f"{notes.interruptions} times."
+        f"{notes.right} streams of well-behaved callers had the same tokens as on an idle server, "
+        f"{len(notes.wrong)} had other tokens, {notes.refused} were refused with a time to retry. "
+        f"Those with the same tokens were interrupted {notes.interruptions} times."
     )
     head = ["", "| action, and how it ended | times |", "|---|---|"]
     deeds = [f"| {deed} | {times} |" for deed, times in sorted(notes.deeds.items())]
