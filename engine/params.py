@@ -89,7 +89,10 @@ class SamplingParams:
         seed: the seed of the request's randomness; a negative one is the unsigned number with the same 64 bits; with
             None a seed is drawn, and the result reports it.
         n: how many outputs; output 0 uses `seed`, the others use seeds derived from it.
-        max_tokens: the most tokens to generate; None is 128, or less if the context or the server's limit is smaller.
+        max_tokens: maximum number of tokens to generate; None is 128, or less if the context or the server's limit is
+            smaller.
+        fit_context: where `max_tokens` is None, or more than the context and the server's limit have room for, generate
+            as many as there is room for.
         min_tokens: the output has at least so many tokens, unless its structure is complete earlier.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: tokens that end the output; they are part of `token_ids`, not of the text.
@@ -113,6 +116,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     max_tokens: int | None = None
+    fit_context: bool = False
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -124,6 +128,28 @@ class SamplingParams:
     def least_mass(self) -> float:
         """`top_p` above 0: a search for the end of a mass of 0 would find no token."""
         return max(self.top_p, sys.float_info.min)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What the front ends send of the outputs of a request.
+
+    Args:
+        token_ids: send token ids, and which of them were drafts.
+        prompt_token_ids: send the tokens of the prompt.
+        stream_interval: tokens to gather before a message after the first is sent.
+        digests: send a digest of the tokens so far with each message.
+        skip_special_tokens: leave special tokens out of the text; None: unless the model's format of calls or reasoning
+            has special tokens and the prompt is a conversation.
+        stop_in_answer: look for stop strings neither in the reasoning nor in the calls of a conversation's answer.
+    """
+
+    token_ids: bool = True
+    prompt_token_ids: bool = False
+    stream_interval: int = 1
+    digests: bool = False
+    skip_special_tokens: bool | None = None
+    stop_in_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from engine.params import DEFAULT_MAX_TOKENS, SamplingParams, SpeculationParams, SpeculationSettings
+from engine.params import DEFAULT_MAX_TOKENS, OutputOptions, SamplingParams, SpeculationParams, SpeculationSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -200,54 +200,94 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmittedOutput:
-    """What an output has emitted before this engine: all its tokens so far, and whether it has ended."""
+class ReceivedOutput:
+    """What the caller of an interrupted stream has received of one output: its tokens, or only their number.
+
+    Args:
+        token_ids: all its tokens so far.
+        has_ended: its end was received, so nothing more is generated for it.
+        num_tokens: tokens that are generated again and not sent again.
+        digest: of the first `num_tokens` tokens (`server/streams`); empty: not compared.
+        tail: the text that is held back until the end was received.
+        recount: the end was received and not kept: the output is generated again up to it, and ends once more.
+    """
 
     token_ids: tuple[int, ...] = ()
     has_ended: bool = False
+    num_tokens: int = 0
+    digest: str = ""
+    tail: bool = False
+    recount: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Where an interrupted stream of a request continues: its outputs by index, and the interruptions before this one.
+
+    `fingerprint` is that of the model which began it.
+    """
+
+    outputs: tuple[ReceivedOutput, ...] = ()
+    fingerprint: str = ""
+    interruptions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to continue.
+    """One prompt to continue: what a front end makes, the wire carries and the engine runs.
 
     Args:
+        token_ids: the prompt; empty until the front end has encoded the text.
         request_id: unique among live requests.
-        token_ids: the prompt.
-        grammar: `sampling.guided`, compiled by the caller, who knows the tokenizer.
+        model: the served model or one of its adapters, as the caller names it; the engine reads `adapter`.
+        output: what to send back, and how; for the front ends.
+        grammar: `sampling.guided`, compiled; never sent.
+        priority: higher goes first in the queue.
         cache_salt: requests share K/V of equal prompts only if their salts are equal.
-        emitted: what its outputs emitted before, by index, if the request is continued; its seed is then set.
+        resume: what its outputs emitted before, if the request is continued; its seed is then set.
         prediction: what the caller expects an output to be; it is drafted where the output follows it.
-        adapter: the name of the adapter with which the target continues it; None for the target alone.
+        adapter: the name of the adapter with which the target continues it; None for the target without one.
         caller: whose share of the machine it uses. Callers get equal shares (`engine/turns.py`).
     """
 
-    request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    request_id: str = ""
+    model: str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    output: OutputOptions = field(default_factory=OutputOptions)
     grammar: Grammar | None = None
+    priority: int = 0
     cache_salt: str | None = None
-    emitted: tuple[EmittedOutput, ...] = ()
+    resume: Resume | None = None
     prediction: tuple[int, ...] = ()
     adapter: str | None = None
     caller: str = ""
 
     @property
+    def received(self) -> tuple[ReceivedOutput, ...]:
+        """What was received of each output; empty for a request that is not continued."""
+        return () if self.resume is None else self.resume.outputs
+
+    @property
     def unfinished(self) -> tuple[int, ...]:
         """Indices of the outputs that have not ended before."""
-        ended = {index for index, output in enumerate(self.emitted) if output.has_ended}
+        ended = {index for index, output in enumerate(self.received) if output.has_ended}
         return tuple(index for index in range(self.sampling.n) if index not in ended)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt, and of the longest output emitted before."""
-        return len(self.token_ids) + max((len(output.token_ids) for output in self.emitted), default=0)
+        return len(self.token_ids) + max((len(output.token_ids) for output in self.received), default=0)
 
     def max_len(self, max_model_len: int, max_output_tokens: int | None = None) -> int:
-        """Prompt plus the most tokens that may be generated: as asked, or the default where there is room."""
-        default = min(DEFAULT_MAX_TOKENS, max_output_tokens or DEFAULT_MAX_TOKENS)
-        return min(max_model_len, len(self.token_ids) + (self.sampling.max_tokens or default))
+        """Maximum number of tokens of prompt and output: as asked, or the default where there is room."""
+        sampling, limit = self.sampling, max_output_tokens or max_model_len
+        if sampling.fit_context:
+            asked = min(sampling.max_tokens or limit, limit)
+        else:
+            asked = sampling.max_tokens or min(DEFAULT_MAX_TOKENS, limit)
+        return min(max_model_len, len(self.token_ids) + asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,8 +440,17 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long one output took from its arrival, in seconds; the time in the queue is part of the others."""
+
+    queue: float
+    first_token: float | None  # None: it had none
+    total: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedOutput:
-    """The one terminal event of an output (I6)."""
+    """The one terminal event of an output (I6). The last three fields are the stream's, which adds them."""
 
     reason: FinishReason
     prompt_tokens: int
@@ -414,13 +463,19 @@ class FinishedOutput:
     cached_prompt_tokens: int = 0
     accepted_prediction_tokens: int = 0  # tokens of the request's prediction that the output has, in order
     error: str | None = None
+    stop_string: str | None = None
+    timing: Timing | None = None
+    interruptions: int = 0  # how often the output was interrupted and continued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """What one output got from one step; `from_draft[i]` tells whether token i was an accepted draft.
+    """What one output got from one step, or from several whose events were merged.
 
-    `logprobs` has one entry per token if the request wants them; `prompt_logprobs` come with the first tokens.
+    `from_draft[i]`: token i was an accepted draft. `logprobs` has one entry per token if the request wants them;
+    `prompt_logprobs` come with the first tokens. The last four fields are the stream's, which adds them: `texts[i]` is
+    the text of token i, `tail` text that was held back until the end, `digest` that of all tokens so far, and
+    `text_offset` the number of characters before these.
     """
 
     request_id: str
@@ -430,3 +485,12 @@ class TokenEvent:
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob | None, ...] = ()
     finished: FinishedOutput | None = None
+    texts: tuple[str, ...] = ()
+    tail: str = ""
+    digest: str = ""
+    text_offset: int = 0
+
+    @property
+    def text(self) -> str:
+        """The new text as one string."""
+        return "".join(self.texts) + self.tail if self.tail or len(self.texts) != 1 else self.texts[0]

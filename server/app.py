@@ -161,7 +161,7 @@ class App:
         self.lifecycle.listen(health.follow)
         self.lifecycle.listen(self._follow)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._grpc)
-        inference = InferenceService(self._admission, self._callers, config.stall_seconds)
+        inference = InferenceService(self._require_driver, self._admission, self._callers, config.stall_seconds)
         generation_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
         control = ControlService(
             self._require_driver, self.lifecycle, config, self._callers, self._admission, self._slow

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context
 from jinja2.exceptions import SecurityError
@@ -29,7 +30,68 @@ from server.formats.base import Tool
 MAX_TURNS = 200_000  # iterations of all loops plus calls of all macros
 MAX_TEXT = 4 << 20  # characters of a rendered conversation; also items of the result of one `*`
 MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
 MAX_SOURCE = 1 << 17  # characters of a template; published ones have a third of it at most
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function in a turn of the assistant; `arguments` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation. `tool_call_id`: of a turn of role "tool", the call whose result this is."""
+
+    role: str
+    content: str = ""
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A conversation, and what the chat template and the structure of the answer depend on.
+
+    Args:
+        messages: oldest first.
+        tools: functions that the model may call.
+        tool_choice: whether it has to call one.
+        tool_name: the function that it has to call; None: `tool_choice` decides.
+        parallel_tool_calls: whether one turn may have several calls.
+        template_arguments: more variables of the template, as the text of a JSON object.
+        add_generation_prompt: open the assistant's next turn; None: unless the last message is continued.
+        continue_final_message: continue the last message, in place of answering it.
+        thinking_budget: maximum number of tokens of reasoning; None: no limit.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    tool_name: str | None = None
+    parallel_tool_calls: bool = True
+    template_arguments: str = "{}"
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    thinking_budget: int | None = None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_name is not None or self.tool_choice == "required"
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the answer may call: of a named one, that one only."""
+        if self.tool_name is not None:
+            return tuple(tool for tool in self.tools if tool.name == self.tool_name)
+        return () if self.tool_choice == "none" else self.tools
 
 
 # Stands after the last message while it is rendered to be continued; what follows it is cut off.

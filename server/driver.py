@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from engine.errors import DuplicateRequest, PilotfishError, shown
 from engine.stats import Clock
+from engine.text.stops import NO_ASIDES, Asides
 from engine.types import FinishReason, Request, TokenEvent
 from server.errors import (
     Aborted,
@@ -30,7 +31,7 @@ from server.lifecycle import Lifecycle
 from server.model import ServedModel
 from server.queue import AdmissionQueue
 from server.recovery import Recovery
-from server.streams.stream import SEND_DEFAULTS, OutputStream, SendOptions
+from server.streams.stream import OutputStream
 from server.telemetry.kv_events import ZmqKvEvents
 from server.telemetry.metrics import Metrics
 from server.turns import CallerTurns, Estimates, max_len_of
@@ -209,11 +210,19 @@ class Driver:
         self._lifecycle.require_ready()
         self.queue.require_room(caller, outlook=self._turns.outlook(caller, self.estimates))
 
-    def open(self, request: Request, options: SendOptions = SEND_DEFAULTS, remaining: float = math.inf) -> OutputStream:
+    def open(
+        self, request: Request, remaining: float = math.inf, *, asides: Asides = NO_ASIDES,
+        starts_in_reasoning: bool = False,
+    ) -> OutputStream:  # fmt: skip
         """Return the stream of a checked request, to be submitted; its caller waits for `remaining` seconds."""
-        return OutputStream(request, self.model.codec, self._clock, options, self._clock() + remaining)
+        sampling, model_ends = request.sampling, self._engine.eos_token_ids
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model_ends)}
+        return OutputStream(
+            request, self.model.codec, self._clock, asides=asides, deadline=self._clock() + remaining,
+            end_token_ids=ends, starts_in_reasoning=starts_in_reasoning,
+        )  # fmt: skip
 
-    def submit(self, stream: OutputStream, priority: int = 0) -> None:
+    def submit(self, stream: OutputStream) -> None:
         """Queue the request of this stream, in which its outputs arrive.
 
         Raises:
@@ -228,11 +237,10 @@ class Driver:
         if request.adapter is not None and request.adapter not in self.adapters:
             raise NotFound(f"adapter is {shown(request.adapter)}, which is not loaded any more")
         if request.request_id in self._live:
-            own = request.request_id.rpartition("/")[2]  # without the caller's name
-            raise DuplicateRequest(f"request_id {own!r} is live")
+            raise DuplicateRequest(f"request_id {stream.own_id!r} is live")
         now, max_len = self._clock(), max_len_of(request, self._engine)
         work = self.estimates.work(request, max_len, self._engine.load.num_running)
-        due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, stream.deadline - work)
+        due = min(now + PATIENCE_SECONDS - request.priority * self._ageing_seconds, stream.deadline - work)
         self._require_time(request.caller, stream.deadline - now, due, work)
         outlook = self._turns.outlook(request.caller, self.estimates)
         self.queue.push(request, request.sampling.n * max_len, due, outlook)
@@ -330,8 +338,8 @@ class Driver:
         if stream.push(event):
             self.host.finish(stream.request_id, FinishReason.STOP, event.index, output.num_tokens)
         if stream.ended:
-            assert output.end is not None, "the last output to end"
-            self._forget(stream, output.end.finished.reason)
+            assert output.finished is not None, "the last output to end"
+            self._forget(stream, output.finished.reason)
 
     def _fault(self, stream: OutputStream, problem: str, error: Exception) -> None:
         """End one request for its own fault: its caller gets `problem`, the log gets the exception."""

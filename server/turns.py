@@ -262,7 +262,7 @@ class Estimates:
 
 def least_tokens(request: Request, max_len: int) -> int:
     """Return the number of tokens that an output still gets for certain, at least 1."""
-    emitted = min((len(output.token_ids) for output in request.emitted if not output.has_ended), default=0)
+    emitted = min((len(output.token_ids) for output in request.received if not output.has_ended), default=0)
     return max(1, sure_tokens(request, max_len) - emitted)
 
 

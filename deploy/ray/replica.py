@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -15,15 +16,17 @@ from prometheus_client import CollectorRegistry
 from deploy.ray.edge import REMAINING
 from deploy.ray.envelope import Envelope
 from engine.errors import InvalidRequest, PilotfishError, Unsupported
-from server.admission.admission import Admission, Call, Origin
+from server.admission.admission import Admission, Origin
 from server.admission.security import Callers, Quotas
 from server.admission.slow_work import SlowWork
 from server.config import ServerConfig
 from server.driver import Driver
+from server.grpc import messages
 from server.grpc.services import ControlService
 from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
 from server.queue import AdmissionQueue
+from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Tracing
 from server.worker.host import LocalHost
@@ -85,28 +88,32 @@ class Replica:
             return Envelope.refused(InvalidRequest.of("resume", "continues a stream; send it to GenerateStream"))
         try:
             async with self._slow.turn(request.ByteSize()):
-                call = await self._admission.admit(request, _origin(grpc_context))
+                stream = await self._admit(request, grpc_context)
         except PilotfishError as error:
             return Envelope.refused(error)
         try:
-            return await _enveloped(call.response())
+            return await _enveloped(messages.response(stream))
         finally:
-            call.release()
+            stream.release()
 
     async def GenerateStream(self, request: Any, grpc_context: Any) -> AsyncGenerator[Envelope, None]:  # noqa: N802
         """Yield messages as they are produced."""
         try:
             async with self._slow.turn(request.ByteSize()):
-                call = await self._admission.admit(request, _origin(grpc_context))
+                stream = await self._admit(request, grpc_context)
         except PilotfishError as error:
             yield Envelope.refused(error)
             return
         try:
-            async with aclosing(_messages(call)) as messages:
-                async for message in messages:
-                    yield message
+            async with aclosing(_enveloped_each(messages.responses(stream, self._driver.model))) as envelopes:
+                async for envelope in envelopes:
+                    yield envelope
         finally:
-            call.release()
+            stream.release()
+
+    async def _admit(self, request: Any, grpc_context: Any) -> OutputStream:
+        read = partial(messages.request_of, request)
+        return await self._admission.admit(read, _origin(grpc_context), messages.num_outputs(request))
 
     # ----------------------------------------------------------------------------------------------- ControlService
 
@@ -143,11 +150,11 @@ def configured(options: Mapping[str, Any]) -> ServerConfig:
     return ServerConfig(**options)
 
 
-async def _messages(call: Call) -> AsyncGenerator[Envelope, None]:
+async def _enveloped_each(answers: AsyncGenerator[Any, None]) -> AsyncGenerator[Envelope, None]:
     """Yield the messages of a call; if the call fails, the last one is a status."""
     try:
-        async with aclosing(call.messages()) as messages:
-            async for message in messages:
+        async with aclosing(answers):
+            async for message in answers:
                 yield Envelope.of(message)
     except PilotfishError as error:
         yield Envelope.refused(error)

@@ -19,7 +19,7 @@ from engine.params import (
 )
 from engine.request.prediction import Prediction, TextAlignment
 from engine.request.validation import emitted_violations, unknown_adapter, violations
-from engine.types import AUTO, Adapter, EmittedOutput, KVCursor, Request, Sequence
+from engine.types import AUTO, Adapter, KVCursor, ReceivedOutput, Request, Sequence
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -76,7 +76,7 @@ class Intake:
     def open(self, request: Request) -> list[Sequence]:
         """Make one sequence for each output, except those that have ended, of a request that has passed `check`."""
         seed = secrets.randbelow(MAX_SEED + 1) if request.sampling.seed is None else request.sampling.seed & MAX_SEED
-        emitted = request.emitted or (EmittedOutput(),) * request.sampling.n
+        emitted = request.received or (ReceivedOutput(),) * request.sampling.n
         prediction = Prediction(request.prediction) if request.prediction else None
         outputs = [
             self._sequence(request, index, _seed_of(seed, index), before.token_ids, prediction)

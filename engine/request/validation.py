@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for types only: without pydantic there is another class
     from engine.config import Bounds
 
 MAX_SALT_LENGTH = 256  # characters
+MAX_PRIORITY = 100
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
 
@@ -31,6 +32,10 @@ def violations(request: Request, bounds: Bounds, vocab_size: int, max_model_len:
     wanted = request.speculation.num_draft_tokens
     if wanted is not None and not 0 <= wanted <= MAX_NUM_DRAFT:
         yield Violation("speculation.num_draft_tokens", f"is {wanted}; expected 0 to {MAX_NUM_DRAFT}")
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        yield Violation("priority", f"is {request.priority}; expected {-MAX_PRIORITY} to {MAX_PRIORITY}")
+    if request.output.stream_interval < 1:
+        yield Violation("output.stream_interval", f"is {request.output.stream_interval}; expected 1 or more")
     if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= MAX_SALT_LENGTH:
         yield Violation("cache_salt", f"has {len(request.cache_salt)} characters; expected 1 to {MAX_SALT_LENGTH}")
 
@@ -54,7 +59,7 @@ def _value_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Viol
         "sampling.top_k": (sampling.top_k, 0, None),
         "sampling.seed": (sampling.seed, MIN_SEED, MAX_SEED),
         "sampling.n": (sampling.n, 1, bounds.max_n),
-        "stopping.max_tokens": (sampling.max_tokens, 1, bounds.max_output_tokens),
+        "stopping.max_tokens": (sampling.max_tokens, 1, None if sampling.fit_context else bounds.max_output_tokens),
         "stopping.min_tokens": (sampling.min_tokens, 0, bounds.max_output_tokens),
         "output.top_logprobs": (sampling.logprobs, 0, bounds.max_logprobs),
         "output.prompt_logprobs": (sampling.prompt_logprobs, 0, bounds.max_logprobs),
@@ -84,7 +89,8 @@ def _prompt_violations(request: Request, bounds: Bounds, max_model_len: int) -> 
     if not length:
         yield Violation("prompt", "is empty: there is nothing to continue")
     yield from prompt_too_long(length, bounds, max_model_len)
-    for name, wanted in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
+    max_tokens = None if sampling.fit_context else sampling.max_tokens
+    for name, wanted in (("max_tokens", max_tokens), ("min_tokens", sampling.min_tokens)):
         if room >= 1 and wanted is not None and wanted > room:
             problem = f"is {wanted}; after {length} prompt tokens the context has room for {room}"
             yield Violation(f"stopping.{name}", problem, ContextExcess(max_model_len, length, most, wanted))
@@ -140,7 +146,7 @@ def _logprob_violations(request: Request, bounds: Bounds, max_model_len: int) ->
     """Limit the total number of log-probabilities: prompt or output tokens times outputs times likeliest tokens."""
     sampling, most = request.sampling, bounds.max_total_logprobs
     num_tokens = sampling.max_tokens
-    if num_tokens is None:
+    if num_tokens is None or sampling.fit_context:
         num_tokens = request.max_len(max_model_len, bounds.max_output_tokens) - len(request.token_ids)
     asked = {"output.logprobs": (sampling.logprobs, sampling.n * num_tokens)}
     asked["output.prompt_logprobs"] = (sampling.prompt_logprobs, len(request.token_ids))
@@ -203,8 +209,8 @@ FIELD = "resume.outputs"
 
 
 def emitted_violations(request: Request, vocab_size: int, max_len: int) -> Iterator[Violation]:
-    """All violations of `request.emitted`; `max_len` is the most tokens of prompt and output together."""
-    emitted, n = request.emitted, request.sampling.n
+    """All violations of `request.resume`; `max_len` is the most tokens of prompt and output together."""
+    emitted, n = request.received, request.sampling.n
     if not emitted:
         return
     if len(emitted) != n:

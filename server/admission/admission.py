@@ -1,33 +1,38 @@
-"""Admission for gRPC and HTTP: a message becomes a live request, or an error is raised before any answer is sent."""
+"""Admission for gRPC and HTTP: a request becomes a live stream, or an error is raised before any answer is sent."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation
 from engine.params import Guided
 from engine.text.codec import Codec
-from engine.types import FinishReason, Grammar
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission import answers, convert
-from server.admission.convert import with_structure
-from server.admission.resume import require_fit, resume_info
+from engine.text.stops import NO_ASIDES
+from engine.types import FinishReason, Grammar, Request
+from server.admission import check
+from server.admission.check import Prompt, with_structure
+from server.admission.resume import require_fit
 from server.admission.security import ANYBODY, Caller, Quotas, Refusals
 from server.admission.slow_work import RETRY_SECONDS, SlowWork, release_turn
 from server.admission.status import refusal
+from server.chat import Conversation
 from server.driver import Driver
-from server.errors import QueueFull
+from server.errors import Aborted, QueueFull
 from server.formats.structure import Answer, structure_of
 from server.model import ServedModel
 from server.queue import FairBound
 from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Trace, Tracing
+
+# Returns a request, and its prompt and prediction where they are text; adds violations that it finds to the list.
+Reader: TypeAlias = Callable[[ServedModel, list[Violation]], tuple[Request, Prompt, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,49 +42,6 @@ class Origin:
     caller: Caller = ANYBODY
     remaining: Callable[[], float] = lambda: math.inf  # none left: its deadline has passed
     headers: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """An admitted request. The front end that admitted it calls `release` when its reader is gone, for any reason."""
-
-    driver: Driver
-    wanted: convert.Wanted
-    stream: OutputStream
-    metrics: Metrics
-    leave: Callable[[], None]  # stops counting the request against its caller's quota
-    trace: Trace
-
-    async def response(self) -> pb.GenerateResponse:
-        return await answers.response(await self.stream.read_all(), self.wanted)
-
-    async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Yield messages with the tokens of each round; rounds are merged while the reader is busy."""
-        first, unfinished = True, self.stream.num_ends
-        while unfinished:
-            for chunk in await self.stream.read():
-                unfinished -= chunk.end is not None
-                for message in answers.stream_responses(chunk, self.wanted, first=first):
-                    if first:
-                        message.resume_info.CopyFrom(
-                            resume_info(self.wanted.request, self.driver.model, self.wanted.fingerprint)
-                        )
-                        answers.add_prompt(message, self.wanted)
-                    yield message
-                    first = False
-
-    def release(self, *, late: bool = False) -> None:
-        """End the call after its reader has gone: end the request if it is live, so that its pages are freed.
-
-        `late`: the reader has gone because its deadline passed.
-        """
-        self.leave()
-        self.trace.end(self.stream)
-        if self.stream.ended:
-            return
-        if not late:
-            self.metrics.requests.disconnects.inc()
-        self.driver.end(self.stream, FinishReason.DEADLINE if late else FinishReason.CANCELLED)
 
 
 class Admission:
@@ -98,23 +60,26 @@ class Admission:
         self._refusals = Refusals()
         self._arriving: FairBound | None = None
 
-    async def admit(self, message: pb.GenerateRequest, origin: Origin, known: Sequence[Violation] = ()) -> Call:
-        """Admit a request, or count the refusal and raise the error, which also lists the `known` violations.
+    async def admit(self, read: Reader, origin: Origin, n: int = 1) -> OutputStream:
+        """Admit the request of `n` outputs that `read` returns, or count the refusal and raise the error.
 
-        Of a caller that is refused again and again the errors come later (`Refusals`).
+        `read` is called once there is room. Errors are delayed for a caller that is refused again and again
+        (`Refusals`).
         """
         trace = self._tracing.begin(origin.headers)
         try:
             driver = self._driver()
-            n = message.sampling.n if 1 <= message.sampling.n <= driver.model.engine.config.max_n else 1
+            counted = n if 1 <= n <= driver.model.engine.config.max_n else 1
             with ExitStack() as refused:
-                leave = refused.callback(self._quotas.enter(origin.caller, n))
+                leave = refused.callback(self._quotas.enter(origin.caller, counted))
                 driver.require_open(origin.caller.share)  # before any work is done for the request
-                wanted, stream = await self._opened(message, known, driver, origin)
-                driver.submit(stream, wanted.priority)
+                with self._arrival(driver, origin.caller):
+                    stream = await self._opened(read, driver, origin)
+                driver.submit(stream)
                 stream.trace(trace.trace_id)
                 refused.pop_all()
-            return Call(driver, wanted, stream, self._metrics, leave, trace)
+            stream.released = partial(self._released, driver, leave, trace)
+            return stream
         except BaseException as error:
             trace.refuse(error)
             if isinstance(error, PilotfishError):
@@ -123,6 +88,29 @@ class Admission:
                 now = asyncio.get_running_loop().time()
                 await asyncio.sleep(self._refusals.delay(origin.caller.share, error, origin.remaining(), now))
             raise
+
+    def _released(
+        self, driver: Driver, leave: Callable[[], None], trace: Trace, stream: OutputStream, late: bool
+    ) -> None:
+        """End the call after its reader has gone: end the request if it is live, so that its pages are freed."""
+        leave()  # it counts no more against its caller's quota
+        trace.end(stream)
+        if not stream.ended:
+            if not late:
+                self._metrics.requests.disconnects.inc()
+            driver.end(stream, FinishReason.DEADLINE if late else FinishReason.CANCELLED)
+
+    def stalled(self, streams: Sequence[OutputStream], problem: str) -> Aborted:
+        """End streams whose reader takes nothing; return the error that they end with."""
+        self._metrics.requests.stalls.inc()
+        error = Aborted(problem)
+        self.abort(streams, error)
+        return error
+
+    def abort(self, streams: Sequence[OutputStream], error: PilotfishError) -> None:
+        """End streams with an error, except those that have ended."""
+        for stream in streams:
+            self._driver().end(stream, FinishReason.ABORTED, error)
 
     @contextmanager
     def conversion(self, caller: Caller) -> Iterator[None]:
@@ -157,29 +145,30 @@ class Admission:
         while await self._slow.run(next, parts, is_over, is_slow=True) is not is_over:
             pass
 
-    async def _opened(
-        self, message: pb.GenerateRequest, known: Sequence[Violation], driver: Driver, origin: Origin
-    ) -> tuple[convert.Wanted, OutputStream]:
-        with self._arrival(driver, origin.caller):
-            found = await self.wanted(message, known, driver.model)
-            wanted, caller = await self._compiled(found, driver.model, origin.remaining), origin.caller
-            request = replace(  # whose id and salt are distinct from those of other callers
-                wanted.request, request_id=caller.key(wanted.request.request_id),
-                cache_salt=caller.salt(wanted.request.cache_salt), caller=caller.share,
-            )  # fmt: skip
-            wanted = replace(wanted, request=request)
-            stream = driver.open(wanted.request, wanted.sending, origin.remaining())
-            if wanted.sending.received:
-                await self._in_parts(stream.replay())
-                self._metrics.requests.resumes.inc()
-            return wanted, stream
+    async def _opened(self, read: Reader, driver: Driver, origin: Origin) -> OutputStream:
+        model, caller = driver.model, origin.caller
+        request, answer = await self.checked(read, model)
+        request = await self._compiled(request, answer, model, origin.remaining)
+        request = replace(  # whose id and salt are distinct from those of other callers
+            request, request_id=caller.key(request.request_id), cache_salt=caller.salt(request.cache_salt),
+            caller=caller.share,
+        )  # fmt: skip
+        asides, starts_in_reasoning = NO_ASIDES, answer is not None and answer.starts_in_reasoning
+        if answer is not None and request.output.stop_in_answer:
+            asides = model.format.asides(answer.tools, starts_in_reasoning=starts_in_reasoning)
+        remaining = origin.remaining()
+        stream = driver.open(request, remaining, asides=asides, starts_in_reasoning=starts_in_reasoning)
+        if request.resume is not None:
+            await self._in_parts(stream.replay())
+            self._metrics.requests.resumes.inc()
+        return stream
 
     async def _compiled(
-        self, wanted: convert.Wanted, model: ServedModel, remaining: Callable[[], float]
-    ) -> convert.Wanted:
-        guided = wanted.request.sampling.guided
+        self, request: Request, answer: Answer | None, model: ServedModel, remaining: Callable[[], float]
+    ) -> Request:
+        guided = request.sampling.guided
         if guided is None:
-            return wanted
+            return request
         if model.compile_grammar is None:  # a structure that was asked for is refused before this
             raise Unsupported(
                 "the format of the calls or of the reasoning is a structure; this model is served without"
@@ -188,9 +177,9 @@ class Admission:
         try:
             grammar = await compiled(guided, remaining())
         except InvalidRequest:
-            if wanted.answer is None or guided == wanted.answer.content:
+            if answer is None or guided == answer.content:
                 raise
-            answer = await self._with_sound_parts(wanted.answer, compiled, remaining)
+            answer = await self._with_sound_parts(answer, compiled, remaining)
             guided = structure_of(answer, model.format)
             assert guided is not None, "the same parts have a structure"
             try:
@@ -198,8 +187,8 @@ class Admission:
             except InvalidRequest as invalid:  # what is wrong is of all parts together, which no field has
                 whole = "messages.tools" if answer.tools else "guided"
                 raise InvalidRequest([replace(v, field=whole) for v in invalid.violations]) from None
-        await self._in_parts(require_fit(wanted.sending.received, grammar))
-        return replace(wanted, request=replace(with_structure(wanted.request, guided), grammar=grammar))
+        await self._in_parts(require_fit(request.received, grammar))
+        return replace(with_structure(request, guided), grammar=grammar)
 
     async def _with_sound_parts(
         self, answer: Answer, compiled: Callable[[Guided, float], Awaitable[Grammar]], remaining: Callable[[], float]
@@ -218,28 +207,29 @@ class Admission:
                     raise
         return answer
 
-    async def wanted(
-        self, message: pb.GenerateRequest, known: Sequence[Violation], model: ServedModel
-    ) -> convert.Wanted:
-        """Check and convert the message, and encode its text. Nobody's turn waits for that. Compiles no structure."""
-        found, prompt, prediction = list(known), None, None
+    async def checked(self, read: Reader, model: ServedModel) -> tuple[Request, Answer | None]:
+        """Encode the text of a request, and check it. Nobody's turn waits for that. Compiles no structure."""
+        found = list[Violation]()
         try:
-            text = await self.text_of(message, model, found)
-            predicted = convert.prediction_of(message, model, found)
+            request, prompt, prediction = await self._slow.run(read, model, found)
+            text = await self.text_of(prompt, request, model, found)
+            predicted = check.prediction_of(prediction, model, found)
             if model.codec is not None:
                 release_turn()
-                prompt = None if text is None else await self.encoded(text, model.codec, message)
-                bare = partial(model.codec.encode, bare=True)
-                prediction = None if predicted is None else await self._slow.encode(predicted, bare)
-            return await self._slow.run(convert.wanted, message, model, text, prompt, prediction, found)
+                if text is not None:
+                    bare = isinstance(prompt, Conversation)
+                    request = replace(request, token_ids=await self.encoded(text, model.codec, bare=bare))
+                if predicted is not None:
+                    request = replace(request, prediction=await self.encoded(predicted, model.codec, bare=True))
+            return await self._slow.run(check.checked, request, prompt, text, model, found)
         finally:
             release_turn()
 
-    async def text_of(self, message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> str | None:
-        """Return the text of the message's input; a template may be slow for a small conversation, too."""
-        is_chat = message.HasField("messages")
-        return await self._slow.run(convert.text_of, message, model, found, is_slow=is_chat)
+    async def text_of(self, prompt: Prompt, request: Request, model: ServedModel, found: list[Violation]) -> str | None:
+        """Return the text of the prompt; a template may be slow for a small conversation, too."""
+        is_chat = isinstance(prompt, Conversation)
+        return await self._slow.run(check.text_of, prompt, request, model, found, is_slow=is_chat)
 
-    async def encoded(self, text: str, codec: Codec, message: pb.GenerateRequest) -> tuple[int, ...]:
-        """Return the tokens of this text; that of a template already contains the special tokens."""
-        return await self._slow.encode(text, partial(codec.encode, bare=message.HasField("messages")))
+    async def encoded(self, text: str, codec: Codec, *, bare: bool) -> tuple[int, ...]:
+        """Return the tokens of a text. `bare`: it has its special tokens, as that of a template has."""
+        return await self._slow.encode(text, partial(codec.encode, bare=bare))

@@ -1,9 +1,9 @@
-"""Conversations of the protocol: what the chat template is given, and what the answer may be. Knows no tokens."""
+"""Conversations: what the chat template is given, and what the answer may be. Knows no tokens and no protocol."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +12,12 @@ from engine.errors import InvalidRequest, Unsupported, Violation, shown
 from engine.params import Guided
 from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.guided import rule_of
-from pilotfish.v1 import generation_pb2 as pb
-from server.chat import MAX_MESSAGES, ChatTemplate, json_object
-from server.formats.base import ANY_OBJECT, Tool
+from server.chat import ChatMessage, ChatTemplate, Conversation, ToolCall, json_object
 from server.formats.json_text import object_in, value_in
 from server.formats.reasoning import PlainFormat
 from server.formats.structure import Answer
 from server.model import ServedModel
 
-MAX_TOOLS = 1024
 _NO_JSON = "INVALID_JSON"  # holds the text of a call's arguments that are no JSON object, as agents do it
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -28,11 +25,9 @@ _OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_mes
 _NO_VARIABLES = ("chat_template", "tokenize")  # of what renders conversations elsewhere: here they would do nothing
 
 
-def text_of_conversation(asked: pb.ChatMessages, model: ServedModel) -> str:
+def text_of_conversation(asked: Conversation, model: ServedModel) -> str:
     """Return the conversation as the chat template writes it. Raises InvalidRequest if it is wrong, or is refused."""
     assert model.chat is not None, "refused before this"
-    if len(asked.messages) > MAX_MESSAGES:  # before they are copied
-        raise InvalidRequest.of("messages", f"has {len(asked.messages)} messages; expected 1 to {MAX_MESSAGES}")
     found, arguments = list(_violations(asked)), dict[str, Any]()
     try:
         arguments = _template_arguments(asked, model.chat)
@@ -40,13 +35,13 @@ def text_of_conversation(asked: pb.ChatMessages, model: ServedModel) -> str:
         found += invalid.violations
     if found:
         raise InvalidRequest(found)
-    is_told = asked.tool_choice.HasField("name") or asked.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE
+    offers = asked.tool_name is not None or asked.tool_choice != "none"
     continues, opens = asked.continue_final_message, asked.add_generation_prompt
     text = model.chat.render(
         map(record_of, asked.messages),
-        map(_tool, asked.tools) if is_told else (),
+        asked.tools if offers else (),
         arguments,
-        opens_turn=opens if asked.HasField("add_generation_prompt") else not continues,
+        opens_turn=not continues if opens is None else opens,
         continues=continues,
     )
     if _SURROGATE.search(text):  # JSON can name one by an escape
@@ -54,7 +49,7 @@ def text_of_conversation(asked: pb.ChatMessages, model: ServedModel) -> str:
     return text
 
 
-def starts_in_reasoning(asked: pb.ChatMessages, text: str, model: ServedModel) -> bool:
+def starts_in_reasoning(asked: Conversation, text: str, model: ServedModel) -> bool:
     """Whether the rendered `text` ends inside of the model's reasoning."""
     marks = model.format.reasoning
     if marks is None:
@@ -65,20 +60,19 @@ def starts_in_reasoning(asked: pb.ChatMessages, text: str, model: ServedModel) -
     return text.rstrip().endswith(marks.begin)
 
 
-def answer_of(message: pb.GenerateRequest, guided: Guided | None, model: ServedModel, text: str | None) -> Answer:
+def answer_of(asked: Conversation, guided: Guided | None, model: ServedModel, text: str | None) -> Answer:
     """Return what the answer may be; `text` is the rendered conversation, None if it could not be rendered.
 
     Raises InvalidRequest for a wrong schema or budget of reasoning, Unsupported if the format of calls is not known.
     """
-    asked = message.messages
     answer = Answer(
-        tools=callable_tools(asked),
-        first_tool=next((i for i, tool in enumerate(asked.tools) if tool.name == asked.tool_choice.name), 0),
-        must_call=must_call(asked),
-        several=asked.parallel_tool_calls or not asked.HasField("parallel_tool_calls"),
+        tools=asked.callable_tools,
+        first_tool=next((i for i, tool in enumerate(asked.tools) if tool.name == asked.tool_name), 0),
+        must_call=asked.must_call,
+        several=asked.parallel_tool_calls,
         content=guided,
         starts_in_reasoning=text is not None and starts_in_reasoning(asked, text, model),
-        thinking_budget=asked.thinking_budget if asked.HasField("thinking_budget") else None,
+        thinking_budget=asked.thinking_budget,
     )
     if answer.tools and isinstance(model.format, PlainFormat):
         raise Unsupported("messages.tools has functions; the chat template does not tell how this model calls them")
@@ -115,45 +109,29 @@ def _part_violations(field: str, part: Guided, bounds: Bounds) -> Iterator[Viola
     return (replace(violation, field=field or violation.field) for violation in found)
 
 
-def must_call(asked: pb.ChatMessages) -> bool:
-    """Whether the answer has to be a call."""
-    return asked.tool_choice.HasField("name") or asked.tool_choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED
-
-
-def callable_tools(asked: pb.ChatMessages) -> tuple[Tool, ...]:
-    """Return the tools that the answer may call: of a named one, that one alone."""
-    if asked.tool_choice.mode == pb.TOOL_CHOICE_MODE_NONE and not asked.tool_choice.HasField("name"):
-        return ()
-    name = asked.tool_choice.name
-    return tuple(_tool(tool) for tool in asked.tools if name in ("", tool.name))
-
-
-def _tool(tool: pb.Tool) -> Tool:
-    return Tool(tool.name, tool.description, tool.parameters or ANY_OBJECT, tool.strict)
-
-
-def record_of(turn: pb.ChatMessage) -> dict[str, Any]:
+def record_of(turn: ChatMessage) -> dict[str, Any]:
     """Convert a turn to the record that templates expect, without what it does not have."""
     record: dict[str, Any] = {"role": turn.role, "content": turn.content}
-    record |= {name: getattr(turn, name) for name in ("name", "tool_call_id") if turn.HasField(name)}
+    named = {"name": turn.name, "tool_call_id": turn.tool_call_id}
+    record |= {name: value for name, value in named.items() if value is not None}
     if turn.tool_calls:
         record["tool_calls"] = [*map(_called, turn.tool_calls)]
-    if turn.HasField("reasoning"):  # families name it in different ways
+    if turn.reasoning is not None:  # families name it in different ways
         record |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), turn.reasoning)
     return record
 
 
-def _called(call: pb.ToolCall) -> dict[str, Any]:
+def _called(call: ToolCall) -> dict[str, Any]:
     """Convert a call. Its arguments are repaired as those of a model; what is no object then is the text in one."""
     found = object_in(value_in(call.arguments.strip() or "{}") or "")
     arguments = {_NO_JSON: call.arguments} if found is None else found
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _template_arguments(asked: pb.ChatMessages, template: ChatTemplate) -> dict[str, Any]:
+def _template_arguments(asked: Conversation, template: ChatTemplate) -> dict[str, Any]:
     """Decode the variables of the template. Raises InvalidRequest if some names are those of something else."""
     field = "messages.template_arguments"
-    arguments = json_object(field, asked.template_arguments or "{}")
+    arguments = json_object(field, asked.template_arguments)
     whose = {
         "for which the request has a field": _OWN_FIELDS,
         "which is no variable of a chat template": _NO_VARIABLES,
@@ -165,12 +143,9 @@ def _template_arguments(asked: pb.ChatMessages, template: ChatTemplate) -> dict[
     return arguments
 
 
-def _violations(asked: pb.ChatMessages) -> Iterator[Violation]:
+def _violations(asked: Conversation) -> Iterator[Violation]:
     if asked.continue_final_message and asked.add_generation_prompt:
         yield Violation("messages.add_generation_prompt", "is true; the last message is to be continued, not answered")
-    if len(asked.tools) > MAX_TOOLS:
-        yield Violation("messages.tools", f"has {len(asked.tools)} functions; the limit is {MAX_TOOLS}")
-        return
     names = set[str]()
     for i, tool in enumerate(asked.tools):
         if not _NAME.fullmatch(tool.name):
@@ -182,20 +157,13 @@ def _violations(asked: pb.ChatMessages) -> Iterator[Violation]:
         names.add(tool.name)
         field = f"messages.tools[{i}].parameters"
         try:
-            kind = json_object(field, tool.parameters or ANY_OBJECT).get("type", "object")
+            kind = json_object(field, tool.parameters).get("type", "object")
         except InvalidRequest as invalid:
             yield from invalid.violations
         else:
             if kind != "object":
                 yield Violation(field, f"has the type {shown(kind)}; expected object")
-    yield from _choice_violations(asked.tool_choice, names)
-
-
-def _choice_violations(choice: pb.ToolChoice, names: Iterable[str]) -> Iterator[Violation]:
-    if choice.HasField("name"):
-        if choice.name not in names:
-            yield Violation("messages.tool_choice.name", f"is {shown(choice.name)}, which is none of the tools")
-    elif choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED and not names:
+    if asked.tool_name is not None and asked.tool_name not in names:
+        yield Violation("messages.tool_choice.name", f"is {shown(asked.tool_name)}, which is none of the tools")
+    elif asked.must_call and not names:
         yield Violation("messages.tool_choice.mode", "requires a call, and there are no tools")
-    elif choice.mode not in pb.ToolChoiceMode.values():
-        yield Violation("messages.tool_choice.mode", f"is {choice.mode}, which this server does not know")

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -26,17 +27,19 @@ from engine.types import FinishReason
 from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from pilotfish.v1 import generation_pb2 as generation
-from server.admission import answers, convert
-from server.admission.admission import Admission, Call, Origin
+from server.admission.admission import Admission, Origin
+from server.admission.check import require_model
 from server.admission.security import AdapterCalls, Caller, Callers
 from server.admission.slow_work import SlowWork, release_turn
 from server.admission.stalls import stall_limit
 from server.config import ServerConfig
 from server.driver import Driver
-from server.errors import Aborted, Forbidden, NotFound
+from server.errors import Forbidden, NotFound
+from server.grpc import messages
 from server.grpc.server import host_of
 from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
+from server.streams.stream import OutputStream
 from server.version import version
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # read for the caller of some methods
@@ -86,7 +89,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        return answers.model_info(self._model(request), self._driver().adapters)
+        return messages.model_info(self._model(request), self._driver().adapters)
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:  # noqa: N802
         driver = self._driver()
@@ -155,13 +158,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     def _model(self, request: pb.GetModelInfoRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> ServedModel:
         model = self._driver().model
-        convert.require_model(request.model if request.HasField("model") else None, model)
+        require_model(request.model if request.HasField("model") else None, model)
         return model
 
 
 def _require_codec(model: ServedModel) -> Codec:
     if model.codec is None:
-        raise Unsupported(f"{model.name} has no tokenizer: it takes and gives token ids alone")
+        raise Unsupported(f"{model.name} has no tokenizer: token ids only")
     return model.codec
 
 
@@ -174,39 +177,44 @@ def _detokenized(codec: Codec, token_ids: Sequence[int], vocab_size: int) -> pb.
 class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
     """Generate and GenerateStream; both use the same admission."""
 
-    def __init__(self, admission: Admission, callers: Callers, stall_seconds: float) -> None:
-        self._admission, self._callers, self._stall_seconds = admission, callers, stall_seconds
+    def __init__(
+        self, driver: Callable[[], Driver], admission: Admission, callers: Callers, stall_seconds: float
+    ) -> None:
+        self._driver, self._admission, self._callers = driver, admission, callers
+        self._stall_seconds = stall_seconds
 
     async def Generate(self, request: generation.GenerateRequest, context: Context) -> generation.GenerateResponse:  # noqa: N802
         if request.HasField("resume"):
             raise InvalidRequest.of("resume", "continues a stream; send it to GenerateStream")
-        return await (await self._admit(request, context)).response()
+        return await messages.response(await self._admit(request, context))
 
     # The type stubs expect a generator, but a generator's cleanup may never run. So this method writes the messages.
     async def GenerateStream(  # type: ignore[override]  # noqa: N802
         self, request: generation.GenerateRequest, context: Context
     ) -> None:
-        call = await self._admit(request, context)
+        stream = await self._admit(request, context)
         try:
-            async with aclosing(call.messages()) as messages, stall_limit(self._stall_seconds) as writes:
-                async for message in messages:
+            answers = messages.responses(stream, self._driver().model)
+            async with aclosing(answers), stall_limit(self._stall_seconds) as writes:
+                async for message in answers:
                     with writes:
                         await context.write(message)
         except TimeoutError:
-            call.metrics.requests.stalls.inc()
-            error = Aborted(f"the reader took no message for {self._stall_seconds:g} seconds")
-            call.driver.end(call.stream, FinishReason.ABORTED, error)
-            raise error from None
+            problem = f"the reader took no message for {self._stall_seconds:g} seconds"
+            raise self._admission.stalled([stream], problem) from None
 
-    async def _admit(self, message: generation.GenerateRequest, context: Context) -> Call:
+    async def _admit(self, message: generation.GenerateRequest, context: Context) -> OutputStream:
         """Admit the request. Before this returns, nothing is sent, not even metadata: a refused call can be retried."""
         metadata = context.invocation_metadata() or ()
         caller = self._callers.of_metadata(metadata, host_of(context.peer()))
         headers = {k: v for k, v in metadata if isinstance(v, str)}
-        call = await self._admission.admit(message, Origin(caller, lambda: _remaining(context), headers))
+        origin = Origin(caller, lambda: _remaining(context), headers)
+        stream = await self._admission.admit(
+            partial(messages.request_of, message), origin, messages.num_outputs(message)
+        )
         # The type stubs expect their own class; any callable works.
-        context.add_done_callback(lambda _: call.release(late=_remaining(context) <= 0))  # type: ignore[arg-type]
-        return call
+        context.add_done_callback(lambda _: stream.release(late=_remaining(context) <= 0))  # type: ignore[arg-type]
+        return stream
 
 
 def _remaining(context: Context) -> float:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine.errors import InvalidRequest, shown
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Call
+from engine.types import FinishedOutput, FinishReason, Request, TokenEvent
+from server.chat import ChatMessage, ToolCall
 from server.errors import Aborted, DeadlinePassed
 from server.formats.base import CallStart, Content, Piece, Reasoning
 from server.http.bodies import OPENAI_TEMPERATURE, GenerationFields
-from server.http.calls import Answers, Json, Messages
-from server.http.pieces import CallReader, as_stream, call_id
+from server.http.calls import Answers, Events, Json, each
+from server.http.pieces import CallReader, call_id
+from server.http.requests import ParsedBody
+from server.model import ServedModel
+from server.streams.stream import OutputStream
 
-ENDED = frozenset({pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH})  # by itself, as these protocols have it
+ENDED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # by itself, as these protocols have it
 SEPARATOR = "\n\n"  # between texts that become one
 _REMINDER = "<system-reminder>\n{text}\n</system-reminder>"
 
@@ -31,29 +35,32 @@ class AgentBody(GenerationFields):
     no_input = None
     usual_temperature = OPENAI_TEMPERATURE
 
-    def request(self, max_tokens: int | None) -> pb.GenerateRequest:
-        """Return a message with the fields that are no part of the conversation.
+    def limited(self, max_tokens: int | None) -> Request:
+        """Return a request of the fields that are no part of the conversation.
 
         Without a limit an answer may be as long as the context has room for; agents expect that of a limit that is
         larger, too.
         """
-        request = super().request(max_tokens)
-        request.stopping.fit_context = request.stopping.stop_in_answer = True
-        return request
+        request = super().limited(max_tokens)
+        return replace(
+            request,
+            sampling=replace(request.sampling, fit_context=True),
+            output=replace(request.output, stop_in_answer=True),
+        )
 
 
 class Turns:
     """Builds the messages of a conversation, in the order in which its parts are given."""
 
     def __init__(self) -> None:
-        self._turns: list[pb.ChatMessage] = []
+        self._turns: list[ChatMessage] = []
         self._instructions: list[str] = []
         self._functions: dict[str, str] = {}  # by the ids of calls
 
-    def messages(self) -> list[pb.ChatMessage]:
+    def messages(self) -> tuple[ChatMessage, ...]:
         if not self._instructions:
-            return self._turns
-        return [pb.ChatMessage(role="system", content=SEPARATOR.join(self._instructions)), *self._turns]
+            return tuple(self._turns)
+        return (ChatMessage(role="system", content=SEPARATOR.join(self._instructions)), *self._turns)
 
     def instruct(self, text: str) -> None:
         """Add what the developer says."""
@@ -64,27 +71,29 @@ class Turns:
 
     def ask(self, text: str) -> None:
         if self._turns and self._turns[-1].role == "user":
-            self._turns[-1].content += SEPARATOR + text
+            self._turns[-1] = replace(self._turns[-1], content=self._turns[-1].content + SEPARATOR + text)
         else:
-            self._turns.append(pb.ChatMessage(role="user", content=text))
+            self._turns.append(ChatMessage(role="user", content=text))
 
     def reason(self, text: str) -> None:
         """Add reasoning of the assistant, which begins a turn."""
         newest = self._open()
         if newest is None or newest.content or newest.tool_calls:
             newest = self._begin()
-        newest.reasoning = f"{newest.reasoning}{SEPARATOR}{text}" if newest.HasField("reasoning") else text
+        so_far = newest.reasoning
+        self._turns[-1] = replace(newest, reasoning=text if so_far is None else f"{so_far}{SEPARATOR}{text}")
 
     def answer(self, text: str) -> None:
         """Add what the assistant says. In a turn it comes before the calls."""
         newest = self._open()
         if newest is None or newest.tool_calls:
             newest = self._begin()
-        newest.content = f"{newest.content}{SEPARATOR}{text}" if newest.content else text
+        self._turns[-1] = replace(newest, content=f"{newest.content}{SEPARATOR}{text}" if newest.content else text)
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
         newest = self._open() or self._begin()
-        newest.tool_calls.append(pb.ToolCall(id=call_id, name=name, arguments=arguments))
+        calls = (*newest.tool_calls, ToolCall(call_id, name, arguments))
+        self._turns[-1] = replace(newest, tool_calls=calls)
         self._functions[call_id] = name
 
     def result(self, field: str, call_id: str, text: str) -> None:
@@ -92,13 +101,13 @@ class Turns:
         name = self._functions.get(call_id)
         if name is None:
             raise InvalidRequest.of(field, f"is {shown(call_id)}; no call before it has this id")
-        self._turns.append(pb.ChatMessage(role="tool", content=text, name=name, tool_call_id=call_id))
+        self._turns.append(ChatMessage(role="tool", content=text, name=name, tool_call_id=call_id))
 
-    def _open(self) -> pb.ChatMessage | None:
+    def _open(self) -> ChatMessage | None:
         return self._turns[-1] if self._turns and self._turns[-1].role == "assistant" else None
 
-    def _begin(self) -> pb.ChatMessage:
-        self._turns.append(pb.ChatMessage(role="assistant"))
+    def _begin(self) -> ChatMessage:
+        self._turns.append(ChatMessage(role="assistant"))
         return self._turns[-1]
 
 
@@ -129,27 +138,27 @@ class AgentAnswer(Answers):
     last = ""
     are_named = True
 
-    def __init__(self, body: AgentBody, message: pb.GenerateRequest, call: Call) -> None:
-        super().__init__(body, message, call)
-        self._reader = CallReader(message.messages, call.driver.model.format)
+    def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
+        super().__init__(read, streams, model)
+        self._reader = CallReader(read.conversation, streams[0], model.format)
         self._parts: list[AnswerPart] = []
 
-    async def answer(self, responses: Sequence[pb.GenerateResponse]) -> Json:
-        """Return the whole answer: what the events of a stream would have told."""
-        async for _ in self.events(as_stream(*responses)):
+    async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
+        """Return the whole answer: what the events of a stream would have reported."""
+        async for _ in self.events(each(outputs)):
             pass
         return self._whole()
 
-    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
+    async def events(self, events: Events) -> AsyncIterator[list[Json]]:
         yield self._begin()
-        async for message in messages:
-            events = [event for piece in await self._reader.read(message) for event in self._add(piece)]
-            if message.HasField("finished"):
-                if message.finished.finish_reason not in ENDED:
-                    raise _interrupted(message.finished.finish_reason)
-                events += self._end(message.finished, self._reader.reasoning_tokens(0))
-            if events:
-                yield events
+        async for event in events:
+            made = [json for piece in await self._reader.read(event) for json in self._add(piece)]
+            if event.finished is not None:
+                if event.finished.reason not in ENDED:
+                    raise _interrupted(event.finished.reason)
+                made += self._end(event.finished, self._reader.reasoning_tokens(0))
+            if made:
+                yield made
 
     def _add(self, piece: Piece) -> list[Json]:
         """Add a piece to the part that it belongs to, which begins if the newest is of another kind."""
@@ -187,13 +196,13 @@ class AgentAnswer(Answers):
     @abstractmethod
     def _closed(self, part: AnswerPart) -> list[Json]: ...
     @abstractmethod
-    def _end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]: ...
+    def _end(self, finished: FinishedOutput, reasoning_tokens: int) -> list[Json]: ...
     @abstractmethod
     def _whole(self) -> Json: ...
 
 
-def _interrupted(reason: pb.FinishReason.ValueType) -> Aborted | DeadlinePassed:
+def _interrupted(reason: FinishReason) -> Aborted | DeadlinePassed:
     """Return the error in whose place these protocols have no reason to end."""
-    if reason == pb.FINISH_REASON_DEADLINE:
+    if reason is FinishReason.DEADLINE:
         return DeadlinePassed("the time of the request passed before the end")
     return Aborted("the request was ended before its end")

@@ -1,6 +1,6 @@
-"""The base of the bodies of all routes, and `/generate`'s own: fields, and the message of the protocol that they make.
+"""The base of the bodies of all routes, and `/generate`'s own: fields, and the request that they make.
 
-Every body converts itself (`requests`); `server.admission` checks the values.
+Every body converts itself (`request`, `prompts`); `server.admission` checks the values.
 """
 
 from __future__ import annotations
@@ -9,13 +9,23 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
 from engine.errors import Violation
-from pilotfish.v1 import generation_pb2 as pb
+from engine.params import (
+    Guided,
+    OutputOptions,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationParams,
+    Verification,
+)
+from engine.types import Request
+from server.chat import Conversation
+from server.formats.base import ANY_OBJECT, Tool
 from server.http.fields import (
     MAX_BIASES,
     MAX_CHOICES,
@@ -39,12 +49,14 @@ from server.http.fields import (
     text_of,
 )
 
+Input: TypeAlias = str | tuple[int, ...] | Conversation
+
 OPENAI_TEMPERATURE = 1.0
-_GROUP = re.compile(r"^(sampling|stopping|output|messages)\.")  # the protocol's groups are not in HTTP bodies
+_GROUP = re.compile(r"^(sampling|stopping|output|messages)\.")  # the groups of gRPC are not in HTTP bodies
 
 
 class SpeculationFields(Body):
-    """Speculation options, named as in the protocol."""
+    """Speculation options, named as over gRPC."""
 
     mode: Literal["auto", "off", "fixed"] | None = None
     num_draft_tokens: UInt32 | None = None
@@ -52,7 +64,6 @@ class SpeculationFields(Body):
     verification: Literal["coupled", "rejection"] | None = None
 
 
-ANY_OBJECT = {"type": "object"}
 Choices = Annotated[list[Text], Field(fail_fast=True), at_most(MAX_CHOICES)]
 
 
@@ -101,8 +112,12 @@ class Structure:
     source: Any
 
 
+# Fields of the same name and meaning in bodies and in `SamplingParams`.
+_SAMPLING = {field.name for field in fields(SamplingParams)} - {"guided", "max_tokens", "logprobs", "prompt_logprobs"}
+
+
 class GenerationFields(Body):
-    """Fields of every generating route, named as in the protocol, but without its groups."""
+    """Fields of every generating route, named as over gRPC, but without its groups."""
 
     # The input field, and a placeholder for an invalid input; None: nothing more is said of a body with a wrong field.
     no_input: ClassVar[tuple[str, Any] | None] = ("prompt", "")
@@ -145,12 +160,12 @@ class GenerationFields(Body):
             yield Violation("body", f"has {' and '.join(given)}; expected one structure")
 
     def names(self) -> dict[str, str]:
-        """Return patterns of fields that the protocol calls differently, each with what the caller calls it."""
+        """Return patterns of fields that gRPC calls differently, each with what the caller calls it."""
         given = next(self.structures(), None)
         return {} if given is None else {r"guided(\.\w+)*": given.field}
 
     def called(self, field: str) -> str:
-        """Return what the caller calls a field of the protocol."""
+        """Return what the caller calls a field of gRPC."""
         field = _GROUP.sub("", field)
         for pattern, name in self.names().items():
             theirs, is_other = re.subn(rf"^({pattern})(?!\w)", name, field)
@@ -169,58 +184,61 @@ class GenerationFields(Body):
                 if value is not None:
                     yield Structure(field, kind, value)
 
+    @property
     @abstractmethod
-    def requests(self) -> list[pb.GenerateRequest]:
-        """Return a message for each prompt. Raises InvalidRequest for a conversation that no message can have."""
+    def prompts(self) -> list[Input]:
+        """The prompts, of which most bodies have one. Raises InvalidRequest for a wrong conversation."""
 
-    def request(self, max_tokens: int | None) -> pb.GenerateRequest:
-        """Return a message with the fields that all routes have; the input is still missing."""
-        allowed, predicted = self.allowed_token_ids, self.prediction
-        sampling = {
-            "temperature": self.usual_temperature if self.temperature is None else self.temperature,
-            "allowed_token_ids": None if allowed is None else pb.TokenIds(ids=allowed),
+    @property
+    def predicted(self) -> str | None:
+        """The text of the prediction."""
+        return None if self.prediction is None else text_of(self.prediction.content)
+
+    @abstractmethod
+    def request(self) -> Request:
+        """Return the request, without its prompt."""
+
+    def limited(self, max_tokens: int | None) -> Request:
+        """Return a request of the fields that all routes have."""
+        given = {name: getattr(self, name, None) for name in _SAMPLING}
+        named: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+            if value is not None
         }
-        return pb.GenerateRequest(
+        named.setdefault("temperature", self.usual_temperature)
+        return Request(
             model=self.model,
-            sampling=pb.SamplingParams(**_named(self, pb.SamplingParams) | sampling),
-            stopping=pb.StoppingParams(**_named(self, pb.StoppingParams) | {"max_tokens": max_tokens}),
+            sampling=SamplingParams(guided=_guided(next(self.structures(), None)), max_tokens=max_tokens, **named),
             speculation=_speculation(self.speculation),
-            guided=_guided(next(self.structures(), None)),
+            output=OutputOptions(digests=self.event_ids, skip_special_tokens=self.skip_special_tokens),
             cache_salt=self.cache_salt,
-            priority=self.priority,
-            output=pb.OutputOptions(digests=self.event_ids, skip_special_tokens=self.skip_special_tokens),
-            prediction=None if predicted is None else pb.Prediction(text=text_of(predicted.content)),
+            priority=self.priority or 0,
         )
 
 
-def _named(body: Any, group: Any) -> dict[str, Any]:
-    """Return the fields that a group of the protocol has under the same names; None for those that are not set."""
-    return {field.name: getattr(body, field.name, None) for field in group.DESCRIPTOR.fields}
-
-
-def _speculation(asked: SpeculationFields | None) -> pb.SpeculationOptions | None:
+def _speculation(asked: SpeculationFields | None) -> SpeculationParams:
     if asked is None:
-        return None
-    enums = {
-        "mode": asked.mode and f"SPECULATION_MODE_{asked.mode.upper()}",
-        "verification": asked.verification and f"VERIFICATION_{asked.verification.upper()}",
-    }
-    return pb.SpeculationOptions(**_named(asked, pb.SpeculationOptions) | enums)
+        return SpeculationParams()
+    return SpeculationParams(
+        mode=None if asked.mode is None else SpeculationMode(asked.mode),
+        num_draft_tokens=asked.num_draft_tokens,
+        proposer=asked.proposer,
+        verification=None if asked.verification is None else Verification(asked.verification),
+    )
 
 
-def _guided(structure: Structure | None) -> pb.GuidedDecoding | None:
+def _guided(structure: Structure | None) -> Guided | None:
     if structure is None:
         return None
     if structure.kind == "choice":
-        return pb.GuidedDecoding(choice=pb.Choice(choices=structure.source))
+        return Guided(choice=tuple(structure.source))
     source = structure.source if isinstance(structure.source, str) else json.dumps(structure.source)
     named: Any = {"json_schema" if structure.kind == "json" else structure.kind: source}
-    return pb.GuidedDecoding(**named)
+    return Guided(**named)
 
 
-def template_arguments(
-    effort: str | None, verbosity: str | None = None, named: dict[str, Any] | None = None
-) -> str | None:
+def template_arguments(effort: str | None, verbosity: str | None = None, named: dict[str, Any] | None = None) -> str:
     """Return more variables of the template as JSON. Those that the caller names go before those that fields imply.
 
     Most templates have a switch for reasoning, and no degrees.
@@ -229,7 +247,7 @@ def template_arguments(
     found |= {"enable_thinking": False} if effort == "none" else {}
     found |= {} if verbosity is None else {"verbosity": verbosity}
     found |= named or {}
-    return json.dumps(found) if found else None
+    return json.dumps(found)
 
 
 class FunctionBody(Body):
@@ -241,9 +259,9 @@ class FunctionBody(Body):
     strict: Flag = False
 
     @property
-    def declared(self) -> pb.Tool:
-        schema = "" if self.parameters is None else json.dumps(self.parameters)
-        return pb.Tool(name=self.name, description=self.description, parameters=schema, strict=self.strict)
+    def declared(self) -> Tool:
+        schema = ANY_OBJECT if self.parameters is None else json.dumps(self.parameters)
+        return Tool(self.name, self.description, schema, self.strict)
 
 
 class GenerateBody(GenerationFields):
@@ -257,11 +275,14 @@ class GenerateBody(GenerationFields):
         drafts = {} if self.k_draft is None else {r"speculation\.num_draft_tokens": "k_draft"}
         return super().names() | {"max_tokens": "max_new_tokens"} | drafts
 
-    def requests(self) -> list[pb.GenerateRequest]:
+    @property
+    def prompts(self) -> list[Input]:
+        return [self.prompt]
+
+    def request(self) -> Request:
         """Convert the body. `k_draft` is the number of drafts in every round; 0 turns speculation off."""
-        request = self.request(self.max_new_tokens)
-        request.prompt = self.prompt
-        if self.k_draft is not None:
-            request.speculation.num_draft_tokens = self.k_draft
-            request.speculation.mode = pb.SPECULATION_MODE_FIXED if self.k_draft else pb.SPECULATION_MODE_OFF
-        return [request]
+        request = self.limited(self.max_new_tokens)
+        if self.k_draft is None:
+            return request
+        mode = SpeculationMode.FIXED if self.k_draft else SpeculationMode.OFF
+        return replace(request, speculation=replace(request.speculation, num_draft_tokens=self.k_draft, mode=mode))

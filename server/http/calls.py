@@ -12,31 +12,33 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import PilotfishError
-from engine.types import FinishReason
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Admission, Call, Origin
-from server.admission.answers import MAX_AT_ONCE
-from server.admission.resume import EventIds
+from engine.types import TokenEvent
+from server.admission.admission import Admission, Origin
 from server.admission.slow_work import SlowWork
 from server.admission.stalls import Writes, stall_limit
 from server.driver import Driver
 from server.errors import Aborted, DeadlinePassed
 from server.http.errors import INTERNAL, HttpError, http_error
+from server.http.event_ids import EventIds
 from server.http.gateway import STALLED
 from server.http.requests import ParsedBody
+from server.model import ServedModel
+from server.streams.stream import OutputStream
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Json = dict[str, Any]
-Messages = AsyncIterator[pb.GenerateStreamResponse]
+Events = AsyncIterator[TokenEvent]
+
+MAX_AT_ONCE = 100  # entries of a long list that are made before others have a turn
 
 
 class Services(NamedTuple):
@@ -49,24 +51,24 @@ class Services(NamedTuple):
 
 
 class Answers(ABC):
-    """Conversion of messages to the JSON of one format, as a whole answer and as the events of a stream.
+    """Conversion of a stream's events to the JSON of one format, as a whole answer and as server-sent events.
 
-    One instance per call, made of the body and the message that were admitted.
+    One instance per call, made of the body and the streams that were admitted for its prompts.
     """
 
     last = "data: [DONE]\n\n"  # of a stream
     are_named = False  # whether an event has the name of its type
 
-    def __init__(self, body: Any, message: pb.GenerateRequest, call: Call) -> None:
-        self._request_id, self._model = call.wanted.request_id, call.wanted.model
+    def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
+        self._request_id, self._model = streams[0].own_id, streams[0].request.model
 
     @abstractmethod
-    async def answer(self, responses: list[pb.GenerateResponse]) -> Json:
-        """Return the whole answer, made of a response for each prompt."""
+    async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
+        """Return the whole answer, made of all outputs in the order of their indices, each as one event."""
 
     @abstractmethod
-    def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
-        """Yield the events of each message of a stream."""
+    def events(self, events: Events) -> AsyncIterator[list[Json]]:
+        """Yield the server-sent events of each event."""
 
     def failure(self, error: HttpError) -> list[Json]:
         """Return the last events of a stream that fails."""
@@ -108,58 +110,64 @@ async def in_time(origin: Origin) -> AsyncIterator[None]:
         raise  # another timeout inside
 
 
-class Calls:
-    """The calls of one body, one for each of its prompts. Their outputs are numbered in the order of the prompts."""
+async def each(outputs: Iterable[TokenEvent]) -> Events:
+    """Yield whole outputs as the events of a stream."""
+    for output in outputs:
+        yield output
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.calls = tuple(calls)
+
+class Calls:
+    """The streams of one body, one for each of its prompts. Their outputs are numbered in the order of the prompts."""
+
+    def __init__(self, admission: Admission, streams: Sequence[OutputStream]) -> None:
+        self.admission, self.streams = admission, tuple(streams)
 
     @classmethod
     async def admit(cls, admission: Admission, read: ParsedBody[Any], origin: Origin) -> Calls:
         """Admit a request for each prompt, or none. The function that gets the calls has to release them."""
-        admitted = list[Call]()
+        admitted = list[OutputStream]()
         try:
             async with in_time(origin):
-                for prompt, message in enumerate(read.messages):
-                    with read.naming(prompt):
-                        admitted.append(await admission.admit(message, origin, read.wrong))
+                for i, reader in enumerate(read.readers):
+                    with read.naming(i):
+                        admitted.append(await admission.admit(reader, origin, read.request.sampling.n))
         except BaseException:
-            cls(admitted).end(Aborted("another prompt of the same request was refused"))
-            cls(admitted).release()
+            cls(admission, admitted).end(Aborted("another prompt of the same request was refused"))
+            cls(admission, admitted).release()
             raise
-        return cls(admitted)
+        return cls(admission, admitted)
 
-    async def responses(self) -> list[pb.GenerateResponse]:
-        """Wait for the ends and return the whole responses, one for each prompt. The first error ends the wait."""
-        tasks = [asyncio.ensure_future(call.response()) for call in self.calls]
+    async def outputs(self) -> list[TokenEvent]:
+        """Wait for the ends and return all outputs, each as one event. The first error ends the wait."""
+        tasks = [asyncio.ensure_future(stream.read_all()) for stream in self.streams]
         try:
-            return list(await asyncio.gather(*tasks))
+            return [
+                self._numbered(i, event) for i, events in enumerate(await asyncio.gather(*tasks)) for event in events
+            ]
         finally:
             await _cancelled(tasks)
 
-    async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        if len(self.calls) == 1:
-            async with aclosing(self.calls[0].messages()) as messages:
-                async for message in messages:
-                    yield message
+    async def events(self) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the events of all streams."""
+        if len(self.streams) == 1:
+            async for event in self.streams[0].events():
+                yield event
             return
-        n = self.calls[0].wanted.request.sampling.n
-        async with aclosing(merged([call.messages() for call in self.calls])) as numbered:
-            async for prompt, message in numbered:
-                part = message.delta if message.HasField("delta") else message.finished
-                part.index += prompt * n
-                yield message
+        async with aclosing(merged([stream.events() for stream in self.streams])) as numbered:
+            async for i, event in numbered:
+                yield self._numbered(i, event)
+
+    def _numbered(self, prompt: int, event: TokenEvent) -> TokenEvent:
+        return event if not prompt else replace(event, index=event.index + prompt * self.streams[0].request.sampling.n)
 
     def end(self, error: PilotfishError) -> None:
-        """End all calls that have not ended yet."""
-        for call in self.calls:
-            if not call.stream.ended:
-                call.driver.end(call.stream, FinishReason.ABORTED, error)
+        """End all streams that have not ended yet."""
+        self.admission.abort(self.streams, error)
 
     def release(self, *, late: bool = False) -> None:
-        """End the calls after their reader has gone; see `Call.release`."""
-        for call in self.calls:
-            call.release(late=late)
+        """End the calls after their reader has gone; see `OutputStream.release`."""
+        for stream in self.streams:
+            stream.release(late=late)
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
@@ -206,10 +214,10 @@ class WholeAnswer(Response):
 
     @classmethod
     async def of(cls, calls: Calls, answers: Answers, origin: Origin) -> WholeAnswer:
-        """Wait for the whole responses, and encode the answer."""
+        """Wait for the whole outputs, and encode the answer."""
         try:
             async with in_time(origin):
-                answer = await answers.answer(await calls.responses())
+                answer = await answers.answer(await calls.outputs())
             return cls(calls, [piece async for piece in in_turns(json_parts(answer))])
         except BaseException:
             calls.release(late=origin.remaining() <= 0)
@@ -226,10 +234,10 @@ class WholeAnswer(Response):
 
 
 class EventStream(Response):
-    """Server-sent events: those that `answers` makes of the calls' messages, then its last one.
+    """Server-sent events: those that `answers` makes of the streams' events, then its last one.
 
-    With `has_ids`, the last event of each message has an id, with which the stream can be continued after it. Events
-    that the caller received of an interrupted stream are not sent again.
+    With `has_ids`, the last one of each event has an id, with which the stream can be continued after it. Events that
+    the caller received of an interrupted stream are not sent again.
     """
 
     def __init__(
@@ -248,32 +256,32 @@ class EventStream(Response):
             if scope.get("state", {}).get(STALLED):
                 self._end_as_stalled()
             else:
-                logger.info("request %s: its caller left", self._calls.calls[0].stream.request_id)
+                logger.info("request %s: the caller has disconnected", self._calls.streams[0].request_id)
         except TimeoutError:
             self._end_as_stalled()
         finally:
             self._calls.release(late=self._origin.remaining() <= 0)
 
     def _end_as_stalled(self) -> None:
-        self._calls.calls[0].metrics.requests.stalls.inc()
-        self._calls.end(Aborted(f"the reader took no event for {self._stall_seconds:g} seconds"))
+        problem = f"the reader took no event for {self._stall_seconds:g} seconds"
+        self._calls.admission.stalled(self._calls.streams, problem)
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._calls.messages()) as messages, stall_limit(self._stall_seconds) as writes:
+        async with aclosing(self._calls.events()) as events, stall_limit(self._stall_seconds) as writes:
             try:
                 async with in_time(self._origin):
-                    async for events in self._answers.events(self._observed(messages)):
-                        await self._write_events(send, events, writes)
+                    async for made in self._answers.events(self._observed(events)):
+                        await self._write_events(send, made, writes)
                 last = self._answers.last
             except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
-                last = "".join(self._texts(self._answers.failure(_told(error))))
+                last = "".join(self._texts(self._answers.failure(_reported(error))))
             with writes:
                 await send({"type": "http.response.body", "body": last.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_events(self, send: Send, events: list[Json], writes: Writes) -> None:
-        """Write the events of a message at once; those with a long list in pieces, each with its own limit of time."""
+        """Write events at once; those with a long list in pieces, each with its own limit of time."""
         event_id = self._ids.newest if self._has_ids else ""
         async with aclosing(in_turns(self._texts(() if self._is_known else events, event_id))) as pieces:
             async for piece in pieces:
@@ -285,23 +293,24 @@ class EventStream(Response):
             name = event["type"] if self._answers.are_named else ""
             yield from event_parts(event, name, event_id if event is events[-1] else "")
 
-    async def _observed(self, messages: Messages) -> Messages:
-        """Yield the messages; note of each, before its events are made, their id and whether the caller knows them."""
-        async for message in messages:
-            self._is_known = self._ids.observe(message)
-            yield message
-        self._is_known = False  # what follows, such as the usage, is of no message
+    async def _observed(self, events: Events) -> Events:
+        """Yield the events; note of each, before it is written, its id and whether the caller has received it."""
+        async for event in events:
+            self._is_known = self._ids.observe(event)
+            yield event
+        self._is_known = False  # what follows, such as the usage, is of no event
 
 
-def _told(error: Exception) -> HttpError:
-    """Return what the reader of a stream is told of an error."""
+def _reported(error: Exception) -> HttpError:
+    """Return the error as the reader of a stream gets it."""
     if isinstance(error, PilotfishError):
         return http_error(error)
     logger.error("an event could not be made", exc_info=error)
     return INTERNAL
 
 
-MIN_PIECE = 64 << 10  # characters; smaller parts are joined before others have a turn
+MIN_PIECE = 64 << 10  # characters; smaller parts are joined
+LARGE_PART = 4 << 10  # characters; after it others have a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +390,7 @@ def event_parts(event: Json, name: str = "", event_id: str = "") -> Iterator[str
 
 
 async def in_turns(parts: Iterable[str]) -> AsyncGenerator[bytes, None]:
-    """Yield the parts, small ones joined; after each piece of some size others have their turns."""
+    """Yield the parts, small ones joined; others have their turns after each part of some size and after each piece."""
     joined, size = list[str](), 0
     for part in parts:
         joined.append(part)
@@ -389,6 +398,7 @@ async def in_turns(parts: Iterable[str]) -> AsyncGenerator[bytes, None]:
         if size >= MIN_PIECE:
             yield "".join(joined).encode()
             joined, size = [], 0
+        if not size or len(part) >= LARGE_PART:
             await asyncio.sleep(0)
     if joined:
         yield "".join(joined).encode()

@@ -1,4 +1,4 @@
-"""From the bytes of a body to messages of the protocol, which `server.admission` checks. Knows no route.
+"""From the bytes of a body to requests, which `server.admission` checks. Knows no route.
 
 If some fields of a body are invalid by themselves, the other fields are still checked, so that one error lists all
 violations.
@@ -12,17 +12,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from email.message import Message
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import InvalidRequest, Violation, shown
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.resume import parse_event_id
+from engine.types import ReceivedOutput, Request
+from server.admission.admission import Reader
+from server.admission.check import NO_TOKENS, Prompt
+from server.chat import Conversation
 from server.errors import QueueFull
-from server.http.bodies import GenerationFields
+from server.http.bodies import GenerationFields, Input
 from server.http.errors import violations
+from server.http.event_ids import parse_event_id
+from server.model import ServedModel
+from server.streams.stream import NOTHING_RECEIVED
 
 BodyT = TypeVar("BodyT", bound=GenerationFields)
 FieldsT = TypeVar("FieldsT", bound=BaseModel)
@@ -30,16 +36,34 @@ FieldsT = TypeVar("FieldsT", bound=BaseModel)
 
 @dataclass(slots=True)
 class ParsedBody(Generic[BodyT]):
-    """A body, as far as its fields are valid; the message of each of its prompts, and the violations known already."""
+    """A body, as far as its fields are valid; its request, its prompts, and the violations known already."""
 
     body: BodyT
-    messages: list[pb.GenerateRequest]
+    request: Request
+    prompts: list[Input]
     wrong: list[Violation] = field(default_factory=list)
+
+    @property
+    def readers(self) -> list[Reader]:
+        """What returns the request of each prompt, with the violations that are known already."""
+        return [partial(self._read, prompt) for prompt in self.prompts]
+
+    def _read(self, prompt: Input, _: ServedModel, found: list[Violation]) -> tuple[Request, Prompt, str | None]:
+        found += self.wrong
+        request = replace(self.request, token_ids=prompt) if isinstance(prompt, tuple) else self.request
+        return request, None if isinstance(prompt, tuple) else prompt, self.body.predicted
+
+    @property
+    def conversation(self) -> Conversation:
+        """The prompt of a route for conversations."""
+        (prompt,) = self.prompts
+        assert isinstance(prompt, Conversation), "a route for conversations"
+        return prompt
 
     @contextmanager
     def naming(self, prompt: int = 0) -> Iterator[None]:
         """Within it errors have the caller's names of fields, and name the prompt if it is one of several."""
-        name = f"prompt[{prompt}]" if len(self.messages) > 1 else ""
+        name = f"prompt[{prompt}]" if len(self.prompts) > 1 else ""
         try:
             yield
         except InvalidRequest as invalid:
@@ -58,37 +82,44 @@ class ParsedBody(Generic[BodyT]):
         problem = f"{wrong.problem} (in the request of {prompt})" if prompt else wrong.problem
         return replace(wrong, field=self.body.called(wrong.field), problem=problem)
 
-    def resume_after(self, event_id: str, max_n: int) -> pb.Resume | None:
-        """Continue the stream after the event with this id; return what was received, or None if the id is wrong.
+    def resume_after(self, event_id: str, max_n: int) -> None:
+        """Continue the stream after the event with this id.
 
         Outputs that were finished are computed again, too, because the usage at the end includes them.
         """
-        message, *others = self.messages
+        sampling = self.request.sampling
         if not self.body.stream:
             self.refuse("Last-Event-ID", "continues a stream; it needs stream: true")
-        if others:
-            self.refuse("Last-Event-ID", f"continues a stream of one prompt; the body has {1 + len(others)}")
+        if len(self.prompts) > 1:
+            self.refuse("Last-Event-ID", f"continues a stream of one prompt; the body has {len(self.prompts)}")
         try:
             seed, resume = parse_event_id(event_id, max_n)
         except InvalidRequest as invalid:
             self.wrong += invalid.violations
-            return None
-        if message.sampling.HasField("seed") and message.sampling.seed != seed:
-            self.refuse("seed", f"is {message.sampling.seed}; the stream that Last-Event-ID names has {seed}")
-        if self.wrong:
-            return None  # the request is refused, and so is not compared with what this server would send
-        message.sampling.seed = seed
-        message.resume.CopyFrom(resume)
-        for output in message.resume.outputs:
-            output.tail, output.recount = output.tail or output.finished, True
-        return resume
+            return
+        if sampling.seed not in (None, seed):
+            self.refuse("seed", f"is {sampling.seed}; the stream that Last-Event-ID names has {seed}")
+        if len(resume.outputs) > sampling.n:
+            self.refuse("resume.outputs", f"has {len(resume.outputs)} outputs; sampling.n is {sampling.n}")
+        if self.wrong or sampling.n > max_n:
+            return  # the request is refused, and so is not compared with what this server would send
+        missing = sampling.n - len(resume.outputs)
+        outputs = (*map(_computed_again, resume.outputs), *(NOTHING_RECEIVED,) * missing)
+        self.request = replace(
+            self.request, sampling=replace(sampling, seed=seed), resume=replace(resume, outputs=outputs)
+        )
 
     def refuse(self, field: str, problem: str) -> None:
         self.wrong.append(Violation(field, problem))
 
 
+def _computed_again(output: ReceivedOutput) -> ReceivedOutput:
+    has_ended = output.has_ended
+    return replace(output, tail=output.tail or has_ended, has_ended=False, recount=has_ended)
+
+
 def read_body(kind: type[BodyT], data: bytes, content_type: str) -> ParsedBody[BodyT]:
-    """Return the fields, the messages that they make, and what is wrong. Raises InvalidRequest if it is no object."""
+    """Return the fields, the request that they make, and what is wrong. Raises InvalidRequest if it is no object."""
     found = read_json(data, content_type)
     try:
         return _asked(kind.model_validate(found))
@@ -99,7 +130,7 @@ def read_body(kind: type[BodyT], data: bytes, content_type: str) -> ParsedBody[B
         del found  # it can have a hundred megabytes, and the traceback would keep it
         raise InvalidRequest(wrong)
     if kind.no_input is None:
-        return ParsedBody(kind.model_construct(), [pb.GenerateRequest()], wrong)
+        return ParsedBody(kind.model_construct(), Request(), [NO_TOKENS], wrong)
     faulty = {about["loc"][0] for about in errors}
     read = _rest(kind, {name: value for name, value in found.items() if name not in faulty}, *kind.no_input)
     read.wrong[:0] = wrong
@@ -109,18 +140,17 @@ def read_body(kind: type[BodyT], data: bytes, content_type: str) -> ParsedBody[B
 def _asked(body: BodyT) -> ParsedBody[BodyT]:
     """Convert a body whose fields are valid by themselves."""
     try:
-        return ParsedBody(body, body.requests(), list(body.conflicts()))
+        return ParsedBody(body, body.request(), body.prompts, list(body.conflicts()))
     except InvalidRequest as invalid:  # of a conversation
-        return ParsedBody(body, [pb.GenerateRequest()], list(invalid.violations))
+        return ParsedBody(body, Request(), [NO_TOKENS], list(invalid.violations))
 
 
 def _rest(kind: type[BodyT], found: dict[str, Any], input_field: str, nothing: Any) -> ParsedBody[BodyT]:
-    """Convert the valid fields of a body. If they have no input, it is `nothing` here, and the message has none."""
+    """Convert the valid fields of a body. If they have no input, it is `nothing` here, and the request has none."""
     has_input = found.get(input_field) is not None
     read = _asked(kind.model_validate(found if has_input else found | {input_field: nothing}))
     if not has_input:
-        read.messages[0].ClearField("prompt")
-        read.messages[0].ClearField("messages")
+        read.prompts = [NO_TOKENS]
     return read
 
 

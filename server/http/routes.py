@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,10 +16,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from engine.errors import InvalidRequest, PilotfishError, Unsupported, shown
-from pilotfish.v1 import generation_pb2 as pb
+from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation, shown
+from engine.types import FinishedOutput, TokenEvent
 from server.admission.admission import Origin
-from server.admission.resume import EventIds
 from server.admission.security import AdapterCalls
 from server.admission.slow_work import release_turn
 from server.driver import Driver
@@ -29,14 +27,15 @@ from server.http.calls import (
     Answers,
     CallerGone,
     Calls,
+    Events,
     EventStream,
     Json,
-    Messages,
     Services,
     WholeAnswer,
     unless_gone,
 )
 from server.http.errors import INTERNAL, HttpError, error_at
+from server.http.event_ids import EventIds
 from server.http.fields import Body, Text
 from server.http.messages.answers import MessagesAnswer
 from server.http.messages.bodies import ConversationBody, MessagesBody
@@ -98,14 +97,15 @@ def _generating(services: Services, kind: type[GenerationFields], made: type[Ans
             origin = Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
             model = driver().model
             after = request.headers.get("last-event-id")
-            may_continue = fit(read, model, is_continued=after is not None)
-            max_n = model.engine.config.max_n
-            resume = None if after is None or not may_continue else read.resume_after(after, max_n)
+            if fit(read, model, is_continued=after is not None) and after is not None:
+                read.resume_after(after, model.engine.config.max_n)
             calls = await unless_gone(Calls.admit(admission, read, origin), request.receive)
-            answers = made(read.body, read.messages[0], calls.calls[0])
+            answers = made(read, calls.streams, model)
             if read.body.stream:
-                has_ids = read.body.event_ids
-                return EventStream(calls, answers, origin, stall_seconds, EventIds(resume), has_ids=has_ids)
+                admitted, has_ids = calls.streams[0].request, read.body.event_ids
+                fingerprint = model.fingerprint_with(admitted.adapter)
+                ids = EventIds(fingerprint, admitted.sampling.seed or 0, admitted.resume)
+                return EventStream(calls, answers, origin, stall_seconds, ids, has_ids=has_ids)
             return await unless_gone(WholeAnswer.of(calls, answers, origin), request.receive)
 
     return endpoint
@@ -133,33 +133,34 @@ def _converting(
 
 async def _rendered(services: Services, read: ParsedBody[CompletionBody | ChatBody]) -> Any:
     found, is_chat = [], isinstance(read.body, ChatBody)
-    for i, message in enumerate(read.messages):
+    for i, reader in enumerate(read.readers):
         with read.naming(i):
-            wanted = await services.admission.wanted(message, read.wrong, services.driver().model)
+            request, _ = await services.admission.checked(reader, services.driver().model)
         found.append(
             {
-                "request_id": f"{(ChatAnswers if is_chat else TextAnswers).prefix}-{wanted.request_id}",
-                "model": wanted.model,
-                "token_ids": wanted.request.token_ids,
-                "features": None,  # of images, which no model here sees
-                "cache_salt": message.cache_salt if message.HasField("cache_salt") else None,
-                "priority": message.priority,
+                "request_id": f"{(ChatAnswers if is_chat else TextAnswers).prefix}-{request.request_id}",
+                "model": request.model,
+                "token_ids": request.token_ids,
+                "features": None,  # of images, which are not supported
+                "cache_salt": request.cache_salt,
+                "priority": request.priority,
             }
         )
     return found[0] if is_chat else found
 
 
 async def _counted(services: Services, read: ParsedBody[ConversationBody]) -> Any:
-    admission, model, message = services.admission, services.driver().model, read.messages[0]
+    admission, model = services.admission, services.driver().model
     if model.codec is None or model.chat is None:
         raise Unsupported(f"{model.name} has no tokenizer or no chat template, so it reads no conversations")
-    found = [*read.wrong]
-    text = await admission.text_of(message, model, found)
+    found = list[Violation]()
+    request, prompt, _ = read.readers[0](model, found)
+    text = await admission.text_of(prompt, request, model, found)
     if text is None or found:
         with read.naming():
             raise InvalidRequest(found)
     release_turn()
-    return {"input_tokens": len(await admission.encoded(text, model.codec, message))}
+    return {"input_tokens": len(await admission.encoded(text, model.codec, bare=True))}
 
 
 @cache  # always the same, and dearer than all else with which a server starts
@@ -198,42 +199,40 @@ def _add_errors(app: FastAPI) -> None:
 class NativeAnswers(Answers):
     """Answers of `/generate`."""
 
-    async def answer(self, responses: Sequence[pb.GenerateResponse]) -> Json:
-        (response,) = responses
-        (output,) = response.outputs
+    async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
+        (output,) = outputs
+        assert output.finished is not None, "half an output"
         return {"generated_text": output.text} | _figures(output.finished)
 
-    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
-        async for message in messages:
-            yield [_figures(message.finished) if message.HasField("finished") else _piece(message.delta)]
+    async def events(self, events: Events) -> AsyncIterator[list[Json]]:
+        async for event in events:
+            yield [_piece(event) if event.finished is None else _figures(event.finished)]
 
 
-def _piece(delta: pb.TokenDelta) -> Json:
-    """Return an event. Text that was held back until the end belongs to no single token and is only in `text`."""
-    borders = accumulate(delta.text_lengths, initial=0)
-    texts = [delta.text[start:stop] for start, stop in pairwise(borders)]
+def _piece(event: TokenEvent) -> Json:
+    """Return the tokens. Text that was held back until the end belongs to no single token and is only in `text`."""
     tokens = [
         {"id": token, "text": text, "from_draft": drafted}
-        for token, text, drafted in zip(delta.token_ids, texts, delta.from_draft, strict=True)
+        for token, text, drafted in zip(event.token_ids, event.texts, event.from_draft, strict=True)
     ]
-    return {"text": delta.text, "tokens": tokens}
+    return {"text": event.text, "tokens": tokens}
 
 
-def _figures(end: pb.Finished) -> Json:
-    usage, stats, timing = end.usage, end.speculation_stats, end.timing
-    seconds = timing.total_seconds - timing.queue_seconds
-    first = timing.time_to_first_token_seconds if timing.HasField("time_to_first_token_seconds") else None
+def _figures(end: FinishedOutput) -> Json:
+    stats, timing = end.stats, end.timing
+    assert timing is not None, "the stream adds it"
+    seconds, first = timing.total - timing.queue, timing.first_token
     return {
-        "finish_reason": FINISH_REASONS.get(end.finish_reason, "abort"),
-        "tokens_per_second": usage.completion_tokens / seconds if seconds > 0 else 0.0,
-        "avg_tokens_per_jump": stats.acceptance_length or 1.0,  # without drafts each round gives one token
-        "latency_ms": 1000 * timing.total_seconds,
+        "finish_reason": FINISH_REASONS.get(end.reason, "abort"),
+        "tokens_per_second": end.completion_tokens / seconds if seconds > 0 else 0.0,
+        "avg_tokens_per_jump": stats.acceptance_length if stats.rounds else 1.0,  # without drafts one per round
+        "latency_ms": 1000 * timing.total,
         "time_to_first_token_ms": None if first is None else 1000 * first,
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
+        "prompt_tokens": end.prompt_tokens,
+        "completion_tokens": end.completion_tokens,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
-        "gain": stats.gain_ratio,
+        "gain": end.spec_gain,
         "seed": end.seed,
     }
 

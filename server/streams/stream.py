@@ -1,7 +1,7 @@
 """The outputs of one request between the engine and the reader, each with a buffer. Knows tokens and text, no protocol.
 
-The driver writes, and one reader reads. Unread chunks are merged into one `Chunk` per output, so a slow reader gets
-fewer and larger messages, and at most `n * max_tokens` tokens are buffered.
+The driver writes, and one reader reads. Unread events are merged into one per output, so a slow reader gets fewer and
+larger messages, and at most `n * max_tokens` tokens are buffered.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -19,7 +19,7 @@ from engine.errors import PilotfishError
 from engine.stats import Clock
 from engine.text.codec import Codec, OutputText
 from engine.text.stops import NO_ASIDES, Asides, StopStrings
-from engine.types import EmittedOutput, FinishedOutput, FinishReason, Logprob, Request, TokenEvent
+from engine.types import FinishedOutput, FinishReason, ReceivedOutput, Request, Resume, Timing, TokenEvent
 from server.errors import ResumeRefused
 
 
@@ -34,111 +34,53 @@ class Timeline:
     ended: float | None = None
     trace_id: str | None = None  # 32 hexadecimal digits; None if the request is not traced
 
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The end of an output: the engine's result, and the stop string, which only the text layer knows."""
-
-    finished: FinishedOutput
-    stop_string: str | None
-    timeline: Timeline
-    interruptions: int = 0
+    @property
+    def timing(self) -> Timing:
+        """How long an output took that has ended."""
+        assert self.started is not None, "only what started has an end"
+        assert self.ended is not None, "it has not ended"
+        first = None if self.first_token is None else self.first_token - self.arrived
+        return Timing(queue=self.started - self.arrived, first_token=first, total=self.ended - self.arrived)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivedOutput:
-    """What the caller of an interrupted stream has received of an output: its tokens, or only their number.
-
-    `ended_by_id`: the last of `token_ids` ends the output and has no text. `digest` is that of the first `num_tokens`
-    tokens; if it is empty, nothing is compared. `tail`: the text that was held back until the end was received.
-    `recount`: its end was received, but not kept: the output ends again after these tokens.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    ended_by_id: bool = False
-    num_tokens: int = 0  # how many are computed again and not sent again
-    digest: str = ""
-    tail: bool = False
-    has_ended: bool = False
-    recount: bool = False
-
-
-NOTHING_RECEIVED = ReceivedOutput()
 _REPLAYED = 256  # tokens of a part
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+_PER_TOKEN = ("token_ids", "from_draft", "texts", "logprobs", "prompt_logprobs")
+NOTHING_RECEIVED = ReceivedOutput()
+MAX_INTERRUPTIONS = 999_999  # that are counted
 
 
-_PER_TOKEN = ("token_ids", "from_draft", "texts", "logprobs", "prompt_logprobs")  # fields of a chunk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """New tokens and text of one output since the last read.
-
-    `texts[i]` and, if requested, `logprobs[i]` belong to token i. `tail` is text that was held back until the end.
-    `digest` is that of all tokens of the output up to here; `text_offset` counts the characters before these.
-    """
-
-    index: int
-    token_ids: tuple[int, ...] = ()
-    from_draft: tuple[bool, ...] = ()
-    texts: tuple[str, ...] = ()
-    logprobs: tuple[Logprob, ...] = ()
-    prompt_logprobs: tuple[Logprob | None, ...] = ()
-    tail: str = ""
-    end: End | None = None
-    digest: str = ""
-    text_offset: int = 0
-
-    @property
-    def text(self) -> str:
-        """The new text as one string."""
-        return "".join(self.texts) + self.tail
-
-    @classmethod
-    def merged(cls, parts: list[Chunk]) -> Chunk:
-        if len(parts) == 1:  # the usual case: the reader keeps up
-            return parts[0]
-        first, last = parts[0], parts[-1]
-        lists: Any = {name: tuple(chain.from_iterable(getattr(part, name) for part in parts)) for name in _PER_TOKEN}
-        digest = next((part.digest for part in reversed(parts) if part.digest), "")
-        return replace(first, tail="".join(part.tail for part in parts), end=last.end, digest=digest, **lists)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendOptions:
-    """How the outputs of a request are sent."""
-
-    interval: int = 1  # tokens to collect before a message is sent; the first message is sent at once
-    digests: bool = False  # send a digest of the tokens with each chunk
-    skip_special_tokens: bool = True  # special tokens have no text
-    asides: Asides = NO_ASIDES  # where stop strings are not looked for
-    # what the caller has received of each output, if the request continues an interrupted stream
-    received: tuple[ReceivedOutput, ...] = ()
-    interruptions: int = 0  # how often the stream was interrupted before
-
-
-SEND_DEFAULTS = SendOptions()
+def merged(parts: list[TokenEvent]) -> TokenEvent:
+    """Return one event with all that consecutive events of an output have."""
+    if len(parts) == 1:  # the usual case: the reader keeps up
+        return parts[0]
+    lists: Any = {name: tuple(chain.from_iterable(getattr(part, name) for part in parts)) for name in _PER_TOKEN}
+    digest = next((part.digest for part in reversed(parts) if part.digest), "")
+    tail = "".join(part.tail for part in parts)
+    return replace(parts[0], tail=tail, finished=parts[-1].finished, digest=digest, **lists)
 
 
 class OutputBuffer:
     """Unread tokens of one output, cut after a stop string.
 
-    The first tokens are readable at once; later ones are readable when `interval` tokens are unread, or at the end.
+    The first tokens are readable at once; later ones when `stream_interval` tokens are unread, or at the end.
     What was `received` on another server enters the text and the counts, and is not readable.
     """
 
     def __init__(
-        self, index: int, text: OutputText | None, arrived: float, clock: Clock, options: SendOptions
+        self, request: Request, index: int, text: OutputText | None, arrived: float, clock: Clock,
+        end_token_ids: Collection[int],
     ) -> None:  # fmt: skip
-        received = options.received[index] if options.received else NOTHING_RECEIVED
+        output, resume = request.output, request.resume
+        received = resume.outputs[index] if resume is not None else NOTHING_RECEIVED
         self.index, self.timeline = index, Timeline(arrived)
         self.token_ids = array("I")  # of the output so far, up to a stop string
-        self.end: End | None = None
-        self.interruptions = options.interruptions
-        self._text, self._clock, self._interval, self._received = text, clock, options.interval, received
-        self._hash = hashlib.blake2b(digest_size=8) if options.digests or received.digest else None
-        self._unread: list[Chunk] = []
+        self.finished: FinishedOutput | None = None
+        self.interruptions = 0 if resume is None else min(resume.interruptions + 1, MAX_INTERRUPTIONS)
+        self._request, self._end_token_ids = request, end_token_ids
+        self._text, self._clock, self._interval, self._received = text, clock, output.stream_interval, received
+        self._hash = hashlib.blake2b(digest_size=8) if output.digests or received.digest else None
+        self._unread: list[TokenEvent] = []
         self._num_unread = 0  # tokens
         self._is_first = True  # whether the reader has taken nothing yet
         self._text_length = 0  # characters that the reader has, or can read
@@ -150,7 +92,7 @@ class OutputBuffer:
         Raises ResumeRefused if their digest is another one.
         """
         tokens = self._received.token_ids
-        with_text = len(tokens) - self._received.ended_by_id
+        with_text = len(tokens) - (tokens[-1:] != () and tokens[-1] in self._end_token_ids)
         for start in range(0, with_text, _REPLAYED):
             part = tokens[start : min(start + _REPLAYED, with_text)]
             if self._text is not None:
@@ -171,17 +113,18 @@ class OutputBuffer:
     @property
     def has_ended(self) -> bool:
         """Whether nothing more is written: its end was written, or was received on another server."""
-        return self.end is not None or self._received.has_ended
+        return self.finished is not None or self._received.has_ended
 
     @property
-    def emitted(self) -> EmittedOutput:
+    def emitted(self) -> ReceivedOutput:
         """What an engine needs to continue the output."""
-        return EmittedOutput(token_ids=tuple(self.token_ids), has_ended=self.has_ended)
+        return ReceivedOutput(token_ids=tuple(self.token_ids), has_ended=self.has_ended)
 
     @property
     def ready(self) -> bool:
-        """Whether the reader should get the unread chunks now."""
-        return bool(self._unread) and (self._is_first or self._num_unread >= self._interval or self.end is not None)
+        """Whether the reader should get the unread events now."""
+        is_due = self._is_first or self._num_unread >= self._interval or self.finished is not None
+        return is_due and bool(self._unread)
 
     @property
     def is_stopped(self) -> bool:
@@ -208,6 +151,7 @@ class OutputBuffer:
         return False
 
     def close(self, finished: FinishedOutput) -> None:
+        """Add the end, with what only the stream knows of it."""
         assert not self.has_ended, f"a second end of output {self.index}"
         tail = "" if self._text is None else self._text.flush()
         if self._stop_string is None and self._text is not None and self._text.stop is not None:  # only the end told
@@ -215,13 +159,19 @@ class OutputBuffer:
             finished = self._stopped(finished) if finished.reason in _OWN_ENDS else finished
         tail = "" if self._received.tail else tail
         self.timeline.ended = self._clock()
-        self.end = End(finished, self._stop_string, self.timeline, self.interruptions)
-        self._unread.append(Chunk(index=self.index, tail=tail, end=self.end, text_offset=self._text_length))
+        self.finished = replace(
+            finished, stop_string=self._stop_string, timing=self.timeline.timing, interruptions=self.interruptions,
+            stop_token_id=None if self._stop_string is not None else finished.stop_token_id,
+        )  # fmt: skip
+        self._unread.append(self._event(tail=tail, finished=self.finished, text_offset=self._text_length))
 
-    def take(self) -> Chunk:
-        chunk = Chunk.merged(self._unread)
+    def take(self) -> TokenEvent:
+        event = merged(self._unread)
         self._unread, self._num_unread, self._is_first = [], 0, False
-        return chunk
+        return event
+
+    def _event(self, **fields: Any) -> TokenEvent:
+        return TokenEvent(request_id=self._request.request_id, index=self.index, **fields)
 
     def _keep(self, event: TokenEvent) -> bool:
         """Store the tokens up to a stop string; return whether one completed. Raises ResumeRefused, see `_count`."""
@@ -253,8 +203,7 @@ class OutputBuffer:
         offset, self._text_length = self._text_length + known_text, self._text_length + sum(map(len, texts))
         if known == kept:
             return
-        chunk = Chunk(
-            index=self.index,
+        unread = self._event(
             token_ids=event.token_ids[known:kept],
             from_draft=event.from_draft[known:kept],
             texts=texts[known:],
@@ -263,7 +212,7 @@ class OutputBuffer:
             digest="" if self._hash is None else self._hash.hexdigest(),
             text_offset=offset,
         )
-        self._unread.append(chunk)
+        self._unread.append(unread)
         self._num_unread += kept - known
 
     def _count(self, tokens: Sequence[int]) -> None:
@@ -285,27 +234,40 @@ class OutputBuffer:
 
 
 class OutputStream:
-    """The outputs of one live request. Each output ends once, with a `Chunk` that has `end`, or an error ends all.
+    """The outputs of one live request. Each output ends once, with an event that has `finished`, or an error ends all.
 
-    If it continues an interrupted stream, `replay` comes before everything else.
+    Args:
+        request: what is generated, with `skip_special_tokens` resolved.
+        codec: turns tokens into text; None: the events have no text.
+        clock: in seconds.
+        asides: where stop strings are not looked for.
+        deadline: in seconds of the clock.
+        end_token_ids: tokens that end an output and have no text.
+        starts_in_reasoning: the prompt ends inside of the model's reasoning.
+
+    If it continues an interrupted stream, `replay` comes before everything else. The front end that admitted the
+    request calls `release` when its reader is gone, for any reason.
     """
 
     def __init__(
-        self, request: Request, codec: Codec | None, clock: Clock, options: SendOptions = SEND_DEFAULTS,
-        deadline: float = math.inf,
+        self, request: Request, codec: Codec | None, clock: Clock, *, asides: Asides = NO_ASIDES,
+        deadline: float = math.inf, end_token_ids: Collection[int] = (), starts_in_reasoning: bool = False,
     ) -> None:  # fmt: skip
-        self.request, self.deadline = request, deadline  # in seconds of the clock
+        self.request, self.deadline, self.starts_in_reasoning = request, deadline, starts_in_reasoning
         self.timeline = Timeline(arrived=clock())
-        sampling = request.sampling
-        stops, skips = StopStrings(sampling.stop), options.skip_special_tokens
+        self.released: Callable[[OutputStream, bool], None] = lambda _, __: None  # set by who admits it
+        sampling, skips = request.sampling, request.output.skip_special_tokens is not False
         texts = (
             None
             if codec is None
-            else OutputText(codec, stops, sampling.min_tokens, skip_special_tokens=skips, asides=options.asides)
+            else OutputText(
+                codec, StopStrings(sampling.stop), sampling.min_tokens, skip_special_tokens=skips, asides=asides
+            )
             for _ in range(sampling.n)
         )
         self.outputs = tuple(
-            OutputBuffer(index, text, self.timeline.arrived, clock, options) for index, text in enumerate(texts)
+            OutputBuffer(request, index, text, self.timeline.arrived, clock, end_token_ids)
+            for index, text in enumerate(texts)
         )
         self._timelines = (self.timeline, *(output.timeline for output in self.outputs))
         self.num_ends = sum(not output.has_ended for output in self.outputs)  # that the reader gets
@@ -318,6 +280,11 @@ class OutputStream:
         return self.request.request_id
 
     @property
+    def own_id(self) -> str:
+        """The request's id as its caller knows it, without the caller's name."""
+        return self.request_id.rpartition("/")[2]
+
+    @property
     def ended(self) -> bool:
         """Whether the driver will write nothing more."""
         return self.error is not None or all(output.has_ended for output in self.outputs)
@@ -326,7 +293,7 @@ class OutputStream:
         """Return the request as an engine has to get it now: with what its outputs have emitted so far."""
         emitted = tuple(output.emitted for output in self.outputs)
         is_new = not any(output.token_ids or output.has_ended for output in emitted)
-        return self.request if is_new else replace(self.request, emitted=emitted)
+        return replace(self.request, resume=None if is_new else Resume(outputs=emitted))
 
     def replay(self) -> Iterator[None]:
         """Take what the reader has received, in parts that take some milliseconds each; see `OutputBuffer.replay`."""
@@ -371,8 +338,8 @@ class OutputStream:
 
     # ------------------------------------------------------------------------------------------- the reader reads
 
-    async def read(self) -> tuple[Chunk, ...]:
-        """Wait for new chunks and return them, at most one per output. Raises the error that ended the request."""
+    async def read(self) -> tuple[TokenEvent, ...]:
+        """Wait for new events and return them, at most one per output. Raises the error that ended the request."""
         await self._readable.wait()
         failed = self.error is not None
         found = tuple(output.take() for output in self.outputs if output.ready or (failed and output.has_unread))
@@ -382,10 +349,26 @@ class OutputStream:
             self._readable.clear()
         return found
 
-    async def read_all(self) -> tuple[Chunk, ...]:
-        """Wait for the end, and return every output as one chunk, in the order of their indices."""
-        parts: list[list[Chunk]] = [[] for _ in self.outputs]
-        while not all(chunks and chunks[-1].end for chunks in parts):
-            for chunk in await self.read():
-                parts[chunk.index].append(chunk)
-        return tuple(map(Chunk.merged, parts))
+    async def events(self) -> AsyncGenerator[TokenEvent, None]:
+        """Yield all events to the last end, each with tokens or an end. Raises the error that ended the request."""
+        unfinished = self.num_ends
+        while unfinished:
+            for event in await self.read():
+                end = event.finished
+                unfinished -= end is not None
+                if end is not None and (event.texts or event.tail):
+                    yield replace(event, finished=None)
+                    yield TokenEvent(request_id=event.request_id, index=event.index, finished=end)
+                else:
+                    yield event
+
+    async def read_all(self) -> tuple[TokenEvent, ...]:
+        """Wait for the end, and return every output as one event, in the order of their indices."""
+        parts: list[list[TokenEvent]] = [[] for _ in self.outputs]
+        async for event in self.events():
+            parts[event.index].append(event)
+        return tuple(map(merged, parts))
+
+    def release(self, *, late: bool = False) -> None:
+        """End the call after its reader has gone. `late`: because its deadline passed."""
+        self.released(self, late)

@@ -77,7 +77,7 @@ class Trace:
         span = self._span
         if span is None:
             return
-        ends = [output.end.finished for output in stream.outputs if output.end is not None]
+        ends = [output.finished for output in stream.outputs if output.finished is not None]
         attributes: dict[str, Any] = {
             "pilotfish.request_id": stream.request_id,
             "gen_ai.usage.input_tokens": len(stream.request.token_ids),

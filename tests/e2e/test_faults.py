@@ -11,7 +11,7 @@ import client
 from engine import target_pass
 from engine.text.codec import Codec
 from engine.text.matcher import MatcherState
-from server.admission import answers
+from server.grpc import messages
 from server.model import ServedModel
 from server.streams import stream
 from server.worker import engine_process
@@ -75,8 +75,8 @@ def in_detokenizer(engine, patch):
 
 
 def in_serializer(engine, patch):
-    for name in ("stream_responses", "response"):
-        failing(patch, answers, name, lambda _, asked, *_args, **_o: asked.request_id == in_serializer.__name__)
+    failing(patch, messages, "_of_event", lambda _, asked: asked.request_id == in_serializer.__name__)
+    failing(patch, messages, "response", lambda stream: stream.request_id == in_serializer.__name__)
 
 
 def in_draft(engine, patch):

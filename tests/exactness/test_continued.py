@@ -13,8 +13,8 @@ import pytest
 
 from engine.llm import LLM, CompletionOutput
 from engine.params import SamplingParams, SpeculationParams
-from engine.types import FinishReason, TokenEvent
-from server.streams.stream import Chunk, OutputStream, ReceivedOutput, SendOptions
+from engine.types import FinishReason, ReceivedOutput, Resume, TokenEvent
+from server.streams.stream import OutputStream, merged
 from tests.covering import some
 from tests.exactness.test_options import ALONE, MAX_TOKENS, REQUESTS
 from tests.sameness import PROMPTS, Pair, asking, assert_same, codec, random_of, random_pair
@@ -29,7 +29,8 @@ class Reader:
         params = replace(params, seed=9 if params.seed is None else params.seed)
         self.request = llm._request(prompt, params, speculation, None)
         self.stream = OutputStream(self.request, codec(), count().__next__)
-        self.chunks: list[list[Chunk]] = [[] for _ in self.stream.outputs]
+        self.stream.start()
+        self.chunks: list[list[TokenEvent]] = [[] for _ in self.stream.outputs]
 
     def feed(self, llm: LLM) -> None:
         """Give an engine what it has to go on with."""
@@ -57,17 +58,15 @@ class Reader:
     def moved(self) -> None:
         """Go to another server, with what was received, in place of its own memory."""
         received = tuple(
-            ReceivedOutput(
-                token_ids=tuple(output.token_ids),
-                ended_by_id=bool(output.token_ids) and output.token_ids[-1] in self._ends,
-                has_ended=output.has_ended,
-            )
+            ReceivedOutput(token_ids=tuple(output.token_ids), has_ended=output.has_ended)
             for output in self.stream.outputs
         )
         self.resume(received)
 
     def resume(self, received: tuple[ReceivedOutput, ...]) -> None:
-        self.stream = OutputStream(self.request, codec(), count().__next__, SendOptions(received=received))
+        request = replace(self.request, resume=Resume(outputs=received))
+        self.stream = OutputStream(request, codec(), count().__next__, end_token_ids=self._ends)
+        self.stream.start()
         for _ in self.stream.replay():
             pass
 
@@ -77,10 +76,10 @@ class Reader:
         return {*params.stop_token_ids, *(() if params.ignore_eos else (0,))}
 
     def completions(self) -> list[CompletionOutput]:
-        return [self._completion(Chunk.merged(chunks)) for chunks in self.chunks]
+        return [self._completion(merged(chunks)) for chunks in self.chunks]
 
-    def _completion(self, chunk: Chunk) -> CompletionOutput:
-        params, ended = self.request.sampling, chunk.end.finished
+    def _completion(self, chunk: TokenEvent) -> CompletionOutput:
+        params, ended = self.request.sampling, chunk.finished
         assert ended.completion_tokens == self.stream.outputs[chunk.index].num_tokens
         return CompletionOutput(
             index=chunk.index,
@@ -90,7 +89,7 @@ class Reader:
             logprobs=None if params.logprobs is None else chunk.logprobs,
             prompt_logprobs=None if params.prompt_logprobs is None or chunk.index else chunk.prompt_logprobs,
             finish_reason=ended.reason,
-            matched_stop=chunk.end.stop_string or ended.stop_token_id,
+            matched_stop=ended.stop_string or ended.stop_token_id,
             prompt_tokens=ended.prompt_tokens,
             cached_prompt_tokens=ended.cached_prompt_tokens,
             seed=ended.seed,
@@ -155,9 +154,7 @@ def test_an_output_that_was_complete_ends_at_once() -> None:
         llm = random_pair().llm("model")
         reader = Reader(llm, PROMPTS[0], sampling, asking("model", 4))
         law = random_pair().plain(PROMPTS[0], reader.request.sampling)
-        received = tuple(
-            ReceivedOutput(token_ids=done.token_ids, ended_by_id=isinstance(done.matched_stop, int)) for done in law
-        )
+        received = tuple(ReceivedOutput(token_ids=done.token_ids) for done in law)
         reader.resume(received)
         reader.feed(llm)
         assert not llm.engine.has_work, option

@@ -13,7 +13,7 @@ import torch
 
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from engine.text.codec import Codec
-from engine.types import EmittedOutput, Request
+from engine.types import ReceivedOutput, Request, Resume
 from tests.fakes import Outputs, fake_engine, hashed_law, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def asked(output, prediction=(), *, name="r", emitted=(), sampling=None, **specu
         sampling=SamplingParams(max_tokens=len(output), **{"temperature": 0.0, "seed": 3} | (sampling or {})),
         speculation=SpeculationParams(**speculation),
         prediction=tuple(prediction),
-        emitted=emitted,
+        resume=Resume(outputs=emitted) if emitted else None,
     )
 
 
@@ -165,7 +165,7 @@ def test_rejection_keeps_what_is_certain():
 def test_a_continued_output_finds_its_place_again():
     source, output = edited("client/results.py", inserted)
     engine, half = engine_that_writes(output), len(output) // 2
-    request = asked(output, source, emitted=(EmittedOutput(token_ids=output[:half]),))
+    request = asked(output, source, emitted=(ReceivedOutput(token_ids=output[:half]),))
     outputs = Outputs()
     engine.add(request)
     while engine.has_work:

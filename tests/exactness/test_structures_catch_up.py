@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.errors import GrammarFault
 from engine.params import SamplingParams
 from engine.turns import MASK_SECONDS
-from engine.types import GRAMMAR_TOKENS, EmittedOutput, FinishReason
+from engine.types import GRAMMAR_TOKENS, FinishReason, ReceivedOutput, Resume
 from tests import fakes
 from tests.exactness.test_defects import Alternating, engine, request, structured
 
@@ -50,10 +50,10 @@ def lags(running: Engine) -> list[int]:
 def test_the_tokens_of_an_earlier_engine_delay_nobody() -> None:
     """In each step states take what fits into its time, in turn; whoever has no structure decodes beside them."""
     want, running, outputs = structured_tokens(), llm(), fakes.Outputs()
-    emitted = (EmittedOutput(token_ids=tuple(want[:EMITTED])),)
+    emitted = (ReceivedOutput(token_ids=tuple(want[:EMITTED])),)
     names = [f"r{i}" for i in range(6)]
     for name in names:
-        running.add(request(name, SAMPLING, grammar=Costly(LENGTH), emitted=emitted))
+        running.add(request(name, SAMPLING, grammar=Costly(LENGTH), resume=Resume(outputs=emitted)))
     running.add(request("other", SamplingParams(max_tokens=150, ignore_eos=True)))
     outputs.take(running.step().events)
     steps = 0

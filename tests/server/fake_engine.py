@@ -165,7 +165,7 @@ class FakeEngine:
         return tuple(events)
 
     def _opened(self, request: Request, index: int) -> Live:
-        tokens = list(request.emitted[index].token_ids) if request.emitted else []
+        tokens = list(request.received[index].token_ids) if request.received else []
         grammar = None if request.grammar is None else request.grammar.start()
         if grammar is not None and tokens:
             grammar.advance(tokens)
@@ -252,7 +252,8 @@ class FakeEngine:
         sampling = output.request.sampling
         if newest in sampling.stop_token_ids or (output.grammar is not None and newest == EOS):
             return FinishReason.STOP, newest
-        return (FinishReason.LENGTH if num_tokens == (sampling.max_tokens or 128) else None), None
+        longest = output.request.max_len(self.max_model_len) - len(output.request.token_ids)
+        return (FinishReason.LENGTH if num_tokens == longest else None), None
 
     def _end(self, output: Live, reason, keep=None, stop=None, error=None) -> FinishedOutput:
         request = output.request

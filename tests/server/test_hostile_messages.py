@@ -19,11 +19,13 @@ from engine.text.codec import Codec
 from loadtest.experiments.hostile import CALLS
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission import convert
+from server.admission import check
 from server.admission.status import refusal, trailers
 from server.errors import Unavailable
+from server.grpc.messages import request_of
 from server.grpc.server import MAX_ENTRIES, MAX_NUMBERS, require_few
 from server.grpc.services import Health
+from server.streams.stream import MAX_INTERRUPTIONS
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 from tests.pauses import pauses
 from tests.server.fake_engine import FakeEngine, served
@@ -141,9 +143,11 @@ def test_entries_beyond_a_limit_are_counted_and_not_copied(case):
     tracemalloc.start()
     try:
         found = []
-        convert.text_of(message, model, found)
+        request, prompt, prediction = request_of(message, model, found)
+        text = check.text_of(prompt, request, model, found)
+        check.prediction_of(prediction, model, found)
         with pytest.raises(InvalidRequest) as refused:
-            convert.wanted(message, model, known=found)
+            check.checked(request, prompt, text, model, found)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -197,7 +201,7 @@ async def test_a_stream_that_was_interrupted_four_billion_times_goes_on(server):
     resume = pb.Resume(fingerprint="fa4e", interruptions=2**32 - 1, outputs=[pb.ReceivedOutput(token_ids=[5])])
     asked = pb.GenerateRequest(prompt="ab", sampling=pb.SamplingParams(seed=1), resume=resume)
     messages = [message async for message in server.inference.GenerateStream(asked)]
-    assert messages[-1].finished.interruptions == convert.MAX_INTERRUPTIONS
+    assert messages[-1].finished.interruptions == MAX_INTERRUPTIONS
 
 
 # --------------------------------------------------------------------------------------------------------- numbers

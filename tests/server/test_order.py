@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.params import SamplingParams
 from engine.stats import Forward, StepStats
-from engine.types import EmittedOutput, Request
+from engine.types import ReceivedOutput, Request, Resume
 from pilotfish.v1 import generation_pb2 as pb
 from server.driver import PATIENCE_SECONDS
 from server.queue import AdmissionQueue
@@ -162,16 +162,16 @@ def test_only_tokens_that_are_sure_count(sampling, limits, tokens):
 
 
 def test_what_was_emitted_before_is_read_and_not_generated_again():
-    emitted = (EmittedOutput(token_ids=(1,) * 48), EmittedOutput(token_ids=(1,) * 30))
-    request = replace(asked(ignore_eos=True, max_tokens=50, n=2), emitted=emitted)
+    emitted = (ReceivedOutput(token_ids=(1,) * 48), ReceivedOutput(token_ids=(1,) * 30))
+    request = replace(asked(ignore_eos=True, max_tokens=50, n=2), resume=Resume(outputs=emitted))
     assert least_tokens(request, request.max_len(4096)) == 20
-    ended = replace(request, emitted=(emitted[0], replace(emitted[1], has_ended=True)))
+    ended = replace(request, resume=Resume(outputs=(emitted[0], replace(emitted[1], has_ended=True))))
     assert least_tokens(ended, ended.max_len(4096)) == 2
-    enough = replace(asked(min_tokens=20), emitted=(EmittedOutput(token_ids=(1,) * 48),))
+    enough = replace(asked(min_tokens=20), resume=Resume(outputs=(ReceivedOutput(token_ids=(1,) * 48),)))
     assert least_tokens(enough, enough.max_len(4096)) == 1
     estimates = Estimates()
     estimates.observe(step(0.5, prompt=500))
-    assert work(estimates, replace(asked(952), emitted=emitted)) == pytest.approx(1.0)
+    assert work(estimates, replace(asked(952), resume=Resume(outputs=emitted))) == pytest.approx(1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ order

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Call
+from engine.types import FinishedOutput, FinishReason
 from server.formats.json_text import object_in
 from server.http.agents import AgentAnswer, AnswerPart
 from server.http.calls import Json
 from server.http.errors import HttpError
-from server.http.messages.bodies import MessagesBody
+from server.http.requests import ParsedBody
+from server.model import ServedModel
+from server.streams.stream import OutputStream
 
 SIGNATURE = "unsigned"  # of reasoning, which clients drop from the conversation if it has none
 
@@ -18,8 +21,8 @@ SIGNATURE = "unsigned"  # of reasoning, which clients drop from the conversation
 class MessagesAnswer(AgentAnswer):
     """An answer of `/v1/messages`."""
 
-    def __init__(self, body: MessagesBody, message: pb.GenerateRequest, call: Call) -> None:
-        super().__init__(body, message, call)
+    def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
+        super().__init__(read, streams, model)
         self._message: Json = {
             "id": f"msg_{self._request_id}",
             "type": "message",
@@ -28,7 +31,7 @@ class MessagesAnswer(AgentAnswer):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(pb.Usage(prompt_tokens=len(call.wanted.request.token_ids))),
+            "usage": _usage(len(streams[0].request.token_ids)),
         }
 
     def _begin(self) -> list[Json]:
@@ -49,12 +52,10 @@ class MessagesAnswer(AgentAnswer):
         signed = [_delta(part, {"type": "signature_delta", "signature": SIGNATURE})] * (part.kind == "reasoning")
         return [*signed, {"type": "content_block_stop", "index": part.index}]
 
-    def _end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]:
-        stopped = {
-            "stop_reason": self._stop_reason(finished),
-            "stop_sequence": finished.stop_string if finished.HasField("stop_string") else None,
-        }
-        usage = _usage(finished.usage) | {"output_tokens_details": {"thinking_tokens": reasoning_tokens}}
+    def _end(self, finished: FinishedOutput, reasoning_tokens: int) -> list[Json]:
+        stopped = {"stop_reason": self._stop_reason(finished), "stop_sequence": finished.stop_string}
+        usage = _usage(finished.prompt_tokens, finished.cached_prompt_tokens, finished.completion_tokens)
+        usage |= {"output_tokens_details": {"thinking_tokens": reasoning_tokens}}
         self._message |= stopped | {"usage": usage}
         last: list[Json] = [{"type": "message_delta", "delta": stopped, "usage": usage}, {"type": "message_stop"}]
         return [*self._close("completed"), *last]
@@ -65,10 +66,10 @@ class MessagesAnswer(AgentAnswer):
     def _whole(self) -> Json:
         return self._message | {"content": [*map(_block, self._parts)]}
 
-    def _stop_reason(self, finished: pb.Finished) -> str:
-        if finished.finish_reason == pb.FINISH_REASON_LENGTH:
+    def _stop_reason(self, finished: FinishedOutput) -> str:
+        if finished.reason is FinishReason.LENGTH:
             return "max_tokens"
-        if finished.HasField("stop_string"):
+        if finished.stop_string is not None:
             return "stop_sequence"
         return "tool_use" if any(part.kind == "call" for part in self._parts) else "end_turn"
 
@@ -86,11 +87,11 @@ def _block(part: AnswerPart) -> Json:
     return {"type": "text", "text": part.text}
 
 
-def _usage(usage: pb.Usage) -> Json:
+def _usage(prompt_tokens: int, cached: int = 0, completion_tokens: int = 0) -> Json:
     """Return the usage. What was cached does not count as input here."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,
+        "input_tokens": prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_prompt_tokens,
-        "output_tokens": usage.completion_tokens,
+        "cache_read_input_tokens": cached,
+        "output_tokens": completion_tokens,
     }

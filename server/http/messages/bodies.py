@@ -1,4 +1,4 @@
-"""Fields of the bodies of `/v1/messages`: names, types and defaults, and their conversion to messages of the protocol.
+"""Fields of the bodies of `/v1/messages`: names, types and defaults, and the request that they make.
 
 Unknown fields are refused by name. Fields that have no effect on the output are declared with a comment that says so,
 because agents send them with every request.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.conversation import MAX_TOOLS
-from server.chat import MAX_MESSAGES
+from engine.types import Request
+from server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation
 from server.http.agents import SEPARATOR, AgentBody, Turns
-from server.http.bodies import FunctionBody, Structure, template_arguments
+from server.http.bodies import FunctionBody, Input, Structure, template_arguments
 from server.http.fields import (
     MAX_PARTS,
     TEXT_OR_LIST,
@@ -126,10 +126,6 @@ class AnyToolChoice(Body):
     disable_parallel_tool_use: Flag = False
     _name_where_it_belongs = goes_with("tool", "name")
 
-    @property
-    def choice(self) -> pb.ToolChoice:
-        return pb.ToolChoice(mode=_MODES[self.type]) if self.name is None else pb.ToolChoice(name=self.name)
-
 
 class ThinkingFields(Body):
     """How to reason."""
@@ -161,11 +157,8 @@ _NAMES = {
 }
 
 
-_MODES = {
-    "auto": pb.TOOL_CHOICE_MODE_AUTO,
-    "any": pb.TOOL_CHOICE_MODE_REQUIRED,
-    "none": pb.TOOL_CHOICE_MODE_NONE,
-}
+# What they call a choice of tools; all others are "auto".
+_CHOICES: dict[str, Any] = {"any": "required", "none": "none"}
 # Variables of the template by the type of thinking; what "adaptive" leaves to the model is left to the template.
 _THINKS = {"enabled": {"enable_thinking": True}, "disabled": {"enable_thinking": False}}
 
@@ -185,23 +178,28 @@ class ConversationBody(AgentBody):
     thinking: ThinkingFields | None = None
     output_config: OutputFields = OutputFields()
 
-    def requests(self) -> list[pb.GenerateRequest]:
-        return [pb.GenerateRequest(model=self.model, messages=self.conversation())]
+    def request(self) -> Request:
+        return Request(model=self.model)
 
-    def conversation(self) -> pb.ChatMessages:
-        """Return the conversation, and all else that the chat template is given."""
-        turns = self._turns()
-        thinks = None if self.thinking is None else _THINKS.get(self.thinking.type)
-        return pb.ChatMessages(
-            messages=turns,
-            tools=[tool.declared for tool in self.tools],
-            tool_choice=self.tool_choice.choice,
-            parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
-            template_arguments=template_arguments(self.output_config.effort, named=thinks),
-            continue_final_message=turns[-1].role == "assistant",
-        )
+    @property
+    def prompts(self) -> list[Input]:
+        turns, choice, thinking = self._turns(), self.tool_choice, self.thinking
+        thinks = None if thinking is None else _THINKS.get(thinking.type)
+        return [
+            Conversation(
+                messages=turns,
+                tools=tuple(tool.declared for tool in self.tools),
+                tool_choice=_CHOICES.get(choice.type, "auto"),
+                tool_name=choice.name,
+                parallel_tool_calls=not choice.disable_parallel_tool_use,
+                template_arguments=template_arguments(self.output_config.effort, named=thinks),
+                continue_final_message=turns[-1].role == "assistant",
+                # For a model that marks no reasoning the budget is dropped later.
+                thinking_budget=thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
+            )
+        ]
 
-    def _turns(self) -> list[pb.ChatMessage]:
+    def _turns(self) -> tuple[ChatMessage, ...]:
         if not self.messages:
             raise InvalidRequest.of("messages", "is []; expected at least one message")
         turns = Turns()
@@ -226,25 +224,13 @@ class MessagesBody(ConversationBody):
     max_tokens: UInt32
     stop_sequences: Texts = []  # noqa: RUF012
 
-    def requests(self) -> list[pb.GenerateRequest]:
-        """Convert the body. Of a model that marks no reasoning the budget is dropped later."""
-        request = self.request(self.max_tokens)
-        request.stopping.stop.extend(self.stop_sequences)
-        request.messages.CopyFrom(self.conversation())
-        thinking = self.thinking
-        if thinking is not None and thinking.budget_tokens is not None and thinking.type == "enabled":
-            request.messages.thinking_budget = thinking.budget_tokens
-        return [request]
+    def request(self) -> Request:
+        request = self.limited(self.max_tokens)
+        stop = (*request.sampling.stop, *self.stop_sequences)
+        return replace(request, sampling=replace(request.sampling, stop=stop))
 
     def names(self) -> dict[str, str]:
         return super().names() | ({} if self.stop else {"stop": "stop_sequences"})
-
-
-_MODES = {
-    "auto": pb.TOOL_CHOICE_MODE_AUTO,
-    "any": pb.TOOL_CHOICE_MODE_REQUIRED,
-    "none": pb.TOOL_CHOICE_MODE_NONE,
-}
 
 
 def _add(turns: Turns, turn: MessageTurn, field: str) -> None:

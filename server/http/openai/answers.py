@@ -1,4 +1,4 @@
-"""Messages of the protocol in OpenAI's formats: whole answers and the chunks of a stream. Knows no engine."""
+"""Events in OpenAI's formats: whole answers and the chunks of a stream. Knows no engine."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from engine.text.codec import Codec
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Call
-from server.http.calls import Answers, Json, LongList, Messages, list_of
+from engine.types import FinishedOutput, FinishReason, TokenEvent
+from server.http.calls import Answers, Events, Json, LongList, list_of
 from server.http.openai.bodies import OpenAiBody
+from server.http.requests import ParsedBody
+from server.model import ServedModel
+from server.streams.stream import OutputStream
 
 
-def usage_of(prompts: Iterable[Sequence[pb.Finished]], reasoning_tokens: int) -> Json:
+def usage_of(prompts: Iterable[Sequence[FinishedOutput]], num_predicted: int, reasoning_tokens: int) -> Json:
     """Return the usage of all outputs, given the ends of the outputs of each prompt. A prompt counts once.
+
+    `num_predicted`: tokens of the prediction.
 
     Its cached tokens are the minimum over its outputs, because later outputs may find the prompt cached by the first.
     """
-    by_prompt = [[end.usage for end in ends] for ends in prompts]
-    every = [usage for usages in by_prompt for usage in usages]
+    by_prompt = list(prompts)
+    every = [end for ends in by_prompt for end in ends]
+    accepted = sum(end.accepted_prediction_tokens for end in every)
     details = {
         "reasoning_tokens": reasoning_tokens,
-        "accepted_prediction_tokens": sum(usage.accepted_prediction_tokens for usage in every),
-        "rejected_prediction_tokens": sum(usage.rejected_prediction_tokens for usage in every),
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": num_predicted * len(every) - accepted,
     }
-    cached = sum(min(usage.cached_prompt_tokens for usage in usages) for usages in by_prompt)
+    cached = sum(min(end.cached_prompt_tokens for end in ends) for ends in by_prompt)
     counted = usage_so_far(
-        sum(usages[0].prompt_tokens for usages in by_prompt), sum(usage.completion_tokens for usage in every)
+        sum(ends[0].prompt_tokens for ends in by_prompt), sum(end.completion_tokens for end in every)
     )
     return counted | {"prompt_tokens_details": {"cached_tokens": cached}, "completion_tokens_details": details}
 
@@ -44,25 +49,25 @@ def usage_so_far(prompt_tokens: int, completion_tokens: int) -> Json:
     }
 
 
-def speculation_of(finished: pb.Finished) -> Json:
-    """Return what drafting did for one output, named as in the protocol."""
-    stats = finished.speculation_stats
+def speculation_of(finished: FinishedOutput) -> Json:
+    """Return what drafting did for one output, named as over gRPC."""
+    stats = finished.stats
     return {
         "rounds": stats.rounds,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
         "accepted_per_position": list(stats.accepted_per_position),
-        "acceptance_length": stats.acceptance_length,
-        "gain_ratio": stats.gain_ratio,
+        "acceptance_length": stats.acceptance_length if stats.rounds else 0.0,
+        "gain_ratio": finished.spec_gain,
     }
 
 
-def metrics_of(finished: pb.Finished) -> Json:
+def metrics_of(finished: FinishedOutput) -> Json:
     """Return the same for the only output of an answer, in the form that vLLM sends and that AIPerf reads.
 
     Entry j of the histogram counts the rounds that kept exactly j drafts. Without a round there is nothing to tell.
     """
-    stats = finished.speculation_stats
+    stats = finished.stats
     if not stats.rounds:
         return {}
     kept = [stats.rounds, *stats.accepted_per_position]  # entry j counts the rounds that kept at least j drafts
@@ -82,7 +87,7 @@ ReadT = TypeVar("ReadT")  # what is read of an output before its choice is made
 
 IMPOSSIBLE = -9999.0  # for minus infinity, which a model's own mask may give and JSON does not have
 MAX_NAMES = 4096  # of tokens, kept for an answer
-FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # all other reasons: "abort"
+FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}  # all other reasons: "abort"
 
 
 class TokenNames:
@@ -126,9 +131,13 @@ class AnswerFormat(Answers, Generic[ReadT]):
     chunk: ClassVar[str]  # `object` of an event
     outputs_per_prompt = 1 << 32  # of a format with one prompt
 
-    def __init__(self, body: OpenAiBody, message: pb.GenerateRequest, call: Call) -> None:
-        super().__init__(body, message, call)
-        model, skips_special = call.driver.model, call.wanted.sending.skip_special_tokens
+    def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
+        super().__init__(read, streams, model)
+        body: OpenAiBody = read.body
+        request = streams[0].request
+        self._num_predicted = len(request.prediction)
+        self._prompt_tokens = sum(len(stream.request.token_ids) for stream in streams)
+        skips_special = request.output.skip_special_tokens
         special = model.codec.special_tokens if skips_special and model.codec is not None else frozenset()
         silent = special if body.ignore_eos else special | model.engine.eos_token_ids
         self._names = TokenNames(model.codec, silent)
@@ -138,49 +147,48 @@ class AnswerFormat(Answers, Generic[ReadT]):
         self._begun: set[int] = set()  # outputs whose text has begun
         self._created = int(time.time())
 
-    async def answer(self, responses: Sequence[pb.GenerateResponse]) -> Json:
+    async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
         """Return the whole answer. Long lists in it are made when they are encoded, and choices one by one."""
-        outputs = [output for response in responses for output in response.outputs]
-        read = await self._read(responses)
+        read = await self._read(outputs)
+        ends = [output.finished for output in outputs if output.finished is not None]
 
         def made(start: int, stop: int) -> list[Json]:
             return [
-                self._choice(outputs[i], read[i]) | self._ended(outputs[i].finished, i) | {"index": i}
-                for i in range(start, stop)
+                self._choice(outputs[i], read[i]) | self._ended(ends[i], i) | {"index": i} for i in range(start, stop)
             ]
 
         choices = list_of(len(outputs), made, 1)
-        ends = [[output.finished for output in response.outputs] for response in responses]
-        told = self._envelope(self.whole, choices) | {"usage": self._usage(ends)}
-        return told | self._metrics(outputs[0].finished)
+        by_prompt: dict[int, list[FinishedOutput]] = {}
+        for output, end in zip(outputs, ends, strict=True):
+            by_prompt.setdefault(output.index // self.outputs_per_prompt, []).append(end)
+        whole = self._envelope(self.whole, choices) | {"usage": self._usage([*by_prompt.values()])}
+        return whole | self._metrics(ends[0])
 
-    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
-        """Yield the chunks of each message; last, if requested, the usage of all outputs."""
-        ends: dict[int, list[pb.Finished]] = {}
+    async def events(self, events: Events) -> AsyncIterator[list[Json]]:
+        """Yield the chunks of each event; last, if requested, the usage of all outputs."""
+        ends: dict[int, list[FinishedOutput]] = {}
         begun: set[int] = set()
-        prompt_tokens = completion_tokens = 0
-        async for message in messages:
-            part = message.delta if message.HasField("delta") else message.finished
-            choices = [] if part.index in begun else self._opening(part.index)
-            begun.add(part.index)
-            choices += await self._pieces(message)
-            if message.HasField("finished"):
-                ends.setdefault(part.index // self.outputs_per_prompt, []).append(message.finished)
-                choices.append(self._closing() | self._ended(message.finished, part.index))
-            prompt_tokens += len(message.prompt_token_ids.ids)
-            completion_tokens += len(message.delta.token_ids)
-            so_far = usage_so_far(prompt_tokens, self._counted(completion_tokens))
+        completion_tokens = 0
+        async for event in events:
+            choices = [] if event.index in begun else self._opening(event.index)
+            begun.add(event.index)
+            choices += await self._pieces(event)
+            if event.finished is not None:
+                ends.setdefault(event.index // self.outputs_per_prompt, []).append(event.finished)
+                choices.append(self._closing() | self._ended(event.finished, event.index))
+            completion_tokens += len(event.token_ids)
+            so_far = usage_so_far(self._prompt_tokens, self._counted(completion_tokens))
             usage = so_far if self._has_running_usage else None
-            events = [
-                self._event({"finish_reason": None} | choice | {"index": part.index}, usage) for choice in choices
+            chunks = [
+                self._event({"finish_reason": None} | choice | {"index": event.index}, usage) for choice in choices
             ]
-            if message.HasField("finished") and not self._include_usage:
-                events[-1] |= self._metrics(message.finished)
-            yield events
+            if event.finished is not None and not self._include_usage:
+                chunks[-1] |= self._metrics(event.finished)
+            yield chunks
         if self._include_usage:
             every = [ends[prompt] for prompt in sorted(ends)]
-            told = self._envelope(self.chunk, []) | {"usage": self._usage(every)}
-            yield [told | self._metrics(every[0][0])]
+            whole = self._envelope(self.chunk, []) | {"usage": self._usage(every)}
+            yield [whole | self._metrics(every[0][0])]
 
     def _event(self, choice: Json, usage: Json | None) -> Json:
         event = self._envelope(self.chunk, [choice])
@@ -195,19 +203,19 @@ class AnswerFormat(Answers, Generic[ReadT]):
             "choices": choices,
         }
 
-    def _ended(self, finished: pb.Finished, index: int) -> Json:
+    def _ended(self, finished: FinishedOutput, index: int) -> Json:
         """Return how an output ended, and the seed that reproduces it (not a field of OpenAI; clients ignore it)."""
         ended = {"finish_reason": self._reason(finished, index), "seed": finished.seed}
         return ended | ({"speculation_stats": speculation_of(finished)} if self._has_stats else {})
 
-    def _reason(self, finished: pb.Finished, index: int) -> str:
-        return FINISH_REASONS.get(finished.finish_reason, "abort")
+    def _reason(self, finished: FinishedOutput, index: int) -> str:
+        return FINISH_REASONS.get(finished.reason, "abort")
 
-    def _metrics(self, finished: pb.Finished) -> Json:
+    def _metrics(self, finished: FinishedOutput) -> Json:
         return metrics_of(finished) if self._has_metrics else {}
 
-    def _usage(self, ends: Sequence[Sequence[pb.Finished]]) -> Json:
-        return usage_of(ends, self._reasoning_tokens())
+    def _usage(self, ends: Sequence[Sequence[FinishedOutput]]) -> Json:
+        return usage_of(ends, self._num_predicted, self._reasoning_tokens())
 
     def _counted(self, completion_tokens: int) -> int:
         """How many of the generated tokens the caller gets."""
@@ -216,24 +224,24 @@ class AnswerFormat(Answers, Generic[ReadT]):
     def _reasoning_tokens(self) -> int:
         return 0
 
-    def _leading(self, output: pb.Output | pb.TokenDelta) -> int:
+    def _leading(self, event: TokenEvent) -> int:
         """Return which of these tokens the text of an output begins with; -1: it began before, or has not begun."""
-        if isinstance(output, pb.TokenDelta) and (output.index in self._begun or output.text_offset):
+        if event.index in self._begun or event.text_offset:
             return -1
-        leading = self._names.leading(output.token_ids)
+        leading = self._names.leading(event.token_ids)
         if leading >= 0:
-            self._begun.add(output.index)
+            self._begun.add(event.index)
         return leading
 
     @abstractmethod
-    async def _read(self, responses: Sequence[pb.GenerateResponse]) -> Sequence[ReadT]:
+    async def _read(self, outputs: Sequence[TokenEvent]) -> Sequence[ReadT]:
         """Return what is read of each output."""
 
     @abstractmethod
-    def _choice(self, output: pb.Output, read: ReadT) -> Json: ...
+    def _choice(self, output: TokenEvent, read: ReadT) -> Json: ...
 
     @abstractmethod
-    async def _pieces(self, message: pb.GenerateStreamResponse) -> list[Json]: ...
+    async def _pieces(self, event: TokenEvent) -> list[Json]: ...
 
     @abstractmethod
     def _opening(self, index: int) -> list[Json]: ...

@@ -1,21 +1,22 @@
-"""The bodies of OpenAI's completions and chat completions, and the messages of the protocol that they make."""
+"""The bodies of OpenAI's completions and chat completions, and the requests that they make."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from engine.errors import Violation, shown
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.conversation import MAX_TOOLS
-from server.chat import MAX_MESSAGES
+from engine.types import Request
+from server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation, ToolCall
+from server.formats.base import ANY_OBJECT
 from server.http.bodies import (
-    ANY_OBJECT,
     OPENAI_TEMPERATURE,
     FunctionBody,
     GenerationFields,
+    Input,
     Structure,
     TextContent,
     template_arguments,
@@ -78,11 +79,6 @@ class OpenAiBody(GenerationFields):
         """Whether every chunk of a stream tells the usage so far."""
         return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
-    def request(self, max_tokens: int | None) -> pb.GenerateRequest:
-        request = super().request(max_tokens)
-        request.output.prompt_token_ids = self.has_running_usage  # their number is the usage before the end
-        return request
-
     def structures(self) -> Iterator[Structure]:
         yield from super().structures()
         wanted = self.response_format
@@ -117,10 +113,10 @@ class CompletionBody(OpenAiBody):
     suffix: Annotated[None, not_served("the model only continues texts at their end")] = None
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, of which most requests have one."""
+    def prompts(self) -> list[Input]:
         is_list = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-        return self.prompt if is_list else [self.prompt]  # type: ignore[return-value,list-item]
+        given: list[Any] = self.prompt if is_list else [self.prompt]  # type: ignore[assignment]
+        return [tuple(prompt) if isinstance(prompt, list) else prompt for prompt in given]
 
     @property
     def is_only_scored(self) -> bool:
@@ -130,19 +126,11 @@ class CompletionBody(OpenAiBody):
     def names(self) -> dict[str, str]:
         return super().names() | {"token_ids": "prompt", "top_logprobs": "logprobs"}
 
-    def requests(self) -> list[pb.GenerateRequest]:
-        common = self.request(1 if self.is_only_scored else self.max_tokens)  # the token is left out
-        if self.logprobs is not None:
-            common.output.logprobs, common.output.top_logprobs = True, self.logprobs
-        if self.echo:
-            common.output.prompt_logprobs = common.output.logprobs
-            common.output.prompt_token_ids = True
-        requests = []
-        for prompt in self.prompts:
-            given: Any = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
-            requests.append(pb.GenerateRequest(**given))
-            requests[-1].MergeFrom(common)
-        return requests
+    def request(self) -> Request:
+        request = self.limited(1 if self.is_only_scored else self.max_tokens)  # the token is left out
+        of_prompt = self.logprobs if self.echo else None
+        sampling = replace(request.sampling, logprobs=self.logprobs, prompt_logprobs=of_prompt)
+        return replace(request, sampling=sampling)
 
     def conflicts(self) -> Iterator[Violation]:
         yield from super().conflicts()
@@ -168,12 +156,6 @@ class ToolChoiceBody(Body):
     type: Literal["none", "auto", "required", "function"]
     function: FunctionBody | None = None  # of which only the name counts
     _function_where_it_is_named = goes_with("function", "function")
-
-    @property
-    def choice(self) -> pb.ToolChoice:
-        if self.function is not None:
-            return pb.ToolChoice(name=self.function.name)
-        return pb.ToolChoice(mode=pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{self.type.upper()}"))
 
 
 def _as_tool_choice(value: Any) -> Any:
@@ -222,15 +204,14 @@ class ChatTurn(Body):
     function_call: Annotated[None, not_served("use tool_calls")] = None
 
     @property
-    def message(self) -> pb.ChatMessage:
-        return pb.ChatMessage(
+    def message(self) -> ChatMessage:
+        return ChatMessage(
             role=_ROLES.get(self.role, self.role),
             content=text_of(self.content),
             name=self.name,
-            tool_calls=[
-                pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-                for call in self.tool_calls
-            ],
+            tool_calls=tuple(
+                ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls
+            ),
             tool_call_id=self.tool_call_id,
             reasoning=self.reasoning_content if self.reasoning is None else self.reasoning,
         )
@@ -267,27 +248,32 @@ class ChatBody(OpenAiBody):
     thinking_budget: UInt32 | None = None
     thinking_token_budget: UInt32 | None = None  # another name of `thinking_budget`
 
-    def requests(self) -> list[pb.GenerateRequest]:
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        request = self.request(limit)
-        request.messages.CopyFrom(self.conversation())
-        request.stopping.stop_in_answer = True
-        request.output.logprobs = bool(self.logprobs)
-        request.output.top_logprobs = self.top_logprobs or 0
-        return [request]
-
-    def conversation(self) -> pb.ChatMessages:
-        """Return the messages, the tools, and all that the template and the structure of the answer depend on."""
-        return pb.ChatMessages(
-            messages=[turn.message for turn in self.messages],
-            tools=[tool.function.declared for tool in self.tools],
-            tool_choice=None if self.tool_choice is None else self.tool_choice.choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            template_arguments=template_arguments(self.reasoning_effort, self.verbosity, self.chat_template_kwargs),
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            thinking_budget=self.thinking_token_budget if self.thinking_budget is None else self.thinking_budget,
+    def request(self) -> Request:
+        request = self.limited(self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return replace(
+            request,
+            sampling=replace(request.sampling, logprobs=logprobs),
+            output=replace(request.output, stop_in_answer=True),
         )
+
+    @property
+    def prompts(self) -> list[Input]:
+        choice = self.tool_choice
+        function = None if choice is None else choice.function
+        return [
+            Conversation(
+                messages=tuple(turn.message for turn in self.messages),
+                tools=tuple(tool.function.declared for tool in self.tools),
+                tool_choice="auto" if choice is None or choice.type == "function" else choice.type,
+                tool_name=None if function is None else function.name,
+                parallel_tool_calls=self.parallel_tool_calls is not False,
+                template_arguments=template_arguments(self.reasoning_effort, self.verbosity, self.chat_template_kwargs),
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                thinking_budget=self.thinking_token_budget if self.thinking_budget is None else self.thinking_budget,
+            )
+        ]
 
     def names(self) -> dict[str, str]:
         newer = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
@@ -300,6 +286,8 @@ class ChatBody(OpenAiBody):
                 turn.role == "assistant" and (turn.tool_calls or turn.reasoning or turn.reasoning_content)
             ):
                 yield Violation(f"messages[{i}].content", "is missing")
+        if self.top_logprobs and not self.logprobs:
+            yield Violation("top_logprobs", f"is {self.top_logprobs}, and logprobs are not asked for")
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
             yield Violation("body", f"has max_completion_tokens {newer} and max_tokens, its older name, {older}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Call
-from server.admission.conversation import callable_tools
+from engine.types import FinishedOutput, FinishReason, TokenEvent
+from server.chat import Conversation
 from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
 from server.http.agents import AgentBody
 from server.http.calls import Json, LongList, list_of
@@ -16,6 +16,7 @@ from server.http.openai.bodies import ChatBody
 from server.http.pieces import CallReader, call_id
 from server.http.requests import ParsedBody
 from server.model import ServedModel
+from server.streams.stream import OutputStream
 
 
 class ChatAnswers(AnswerFormat[list[Piece]]):
@@ -23,22 +24,21 @@ class ChatAnswers(AnswerFormat[list[Piece]]):
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, message: pb.GenerateRequest, call: Call) -> None:
-        super().__init__(body, message, call)
-        model = call.driver.model
-        self._is_parsed = is_parsed(message, model)  # what is read of a text may differ from the text
+    def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
+        super().__init__(read, streams, model)
+        asked = read.conversation
+        self._is_parsed = is_parsed(asked, model)  # what is read of a text may differ from the text
         # If the caller named the function to call, a call is what was asked for, and no reason to stop.
-        self._is_forced = message.messages.tool_choice.HasField("name")
-        self._reader = CallReader(message.messages, model.format if self._is_parsed else None)
+        self._is_forced = asked.tool_name is not None
+        self._reader = CallReader(asked, streams[0], model.format if self._is_parsed else None)
         self._num_calls: dict[int, int] = {}  # of each output
 
-    async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[list[Piece]]:
-        (response,) = responses
-        found = await self._reader.whole(response)
+    async def _read(self, outputs: Sequence[TokenEvent]) -> list[list[Piece]]:
+        found = [await self._reader.read(output) for output in outputs]
         self._num_calls = {i: sum(isinstance(piece, CallStart) for piece in read) for i, read in enumerate(found)}
         return found
 
-    def _choice(self, output: pb.Output, read: list[Piece]) -> Json:
+    def _choice(self, output: TokenEvent, read: list[Piece]) -> Json:
         reasoning = "".join(piece.text for piece in read if isinstance(piece, Reasoning))
         content = "".join(piece.text for piece in read if isinstance(piece, Content))
         calls = [self._call(output.index, piece.index, piece.name) for piece in read if isinstance(piece, CallStart)]
@@ -52,13 +52,12 @@ class ChatAnswers(AnswerFormat[list[Piece]]):
             message["tool_calls"] = calls
         return {"message": message, "logprobs": self._logprobs(output)}
 
-    async def _pieces(self, message: pb.GenerateStreamResponse) -> list[Json]:
-        logprobs = self._logprobs(message.delta)
+    async def _pieces(self, event: TokenEvent) -> list[Json]:
+        logprobs = self._logprobs(event)
         if not self._is_parsed:
-            is_text = message.HasField("delta")
-            return [{"delta": {"content": message.delta.text}, "logprobs": logprobs}] if is_text else []
-        index = message.delta.index if message.HasField("delta") else message.finished.index
-        deltas = [self._delta(index, piece) for piece in await self._reader.read(message)]
+            is_text = event.texts or event.tail
+            return [{"delta": {"content": event.text}, "logprobs": logprobs}] if is_text else []
+        deltas = [self._delta(event.index, piece) for piece in await self._reader.read(event)]
         if not deltas and logprobs is not None:
             deltas = [{}]
         return [{"delta": delta, "logprobs": None if i else logprobs} for i, delta in enumerate(deltas)]
@@ -85,15 +84,15 @@ class ChatAnswers(AnswerFormat[list[Piece]]):
     def _closing(self) -> Json:
         return {"delta": {}, "logprobs": None}
 
-    def _reason(self, finished: pb.Finished, index: int) -> str:
+    def _reason(self, finished: FinishedOutput, index: int) -> str:
         has_called = self._num_calls[index] and not self._is_forced and not self._reader.is_in_call(index)
-        is_own_end = finished.finish_reason == pb.FINISH_REASON_STOP
+        is_own_end = finished.reason is FinishReason.STOP
         return "tool_calls" if has_called and is_own_end else super()._reason(finished, index)
 
     def _reasoning_tokens(self) -> int:
         return sum(map(self._reader.reasoning_tokens, self._num_calls))
 
-    def _logprobs(self, output: pb.Output | pb.TokenDelta) -> Json | None:
+    def _logprobs(self, output: TokenEvent) -> Json | None:
         if not output.logprobs:
             return None
 
@@ -115,9 +114,9 @@ class ChatAnswers(AnswerFormat[list[Piece]]):
         return {"token": name, "logprob": max(logprob, IMPOSSIBLE), "bytes": data}
 
 
-def is_parsed(message: pb.GenerateRequest, model: ServedModel) -> bool:
+def is_parsed(asked: Conversation, model: ServedModel) -> bool:
     """Whether reasoning or calls are read from the text."""
-    return bool(callable_tools(message.messages)) or model.format.reasoning is not None
+    return bool(asked.callable_tools) or model.format.reasoning is not None
 
 
 def fit(read: ParsedBody[Any], model: ServedModel, *, is_continued: bool) -> bool:
@@ -126,15 +125,15 @@ def fit(read: ParsedBody[Any], model: ServedModel, *, is_continued: bool) -> boo
     `is_continued`: the request does so. What is read of a text depends on all of it from its beginning, and a continued
     stream has only its end.
     """
-    body, message = read.body, read.messages[0]
+    body, prompt = read.body, read.prompts[0]
     if isinstance(body, AgentBody):
-        if model.format.reasoning is None and message.messages.HasField("thinking_budget"):
-            message.messages.ClearField("thinking_budget")
+        if model.format.reasoning is None and isinstance(prompt, Conversation):
+            read.prompts[0] = replace(prompt, thinking_budget=None)
     elif not isinstance(body, ChatBody):
         return True
-    elif not is_parsed(message, model):
-        if body.skip_special_tokens is None:
-            message.output.skip_special_tokens = True  # nothing reads them
+    elif not isinstance(prompt, Conversation) or not is_parsed(prompt, model):
+        if body.skip_special_tokens is None:  # nothing reads them
+            read.request = replace(read.request, output=replace(read.request.output, skip_special_tokens=True))
         return True
     for field in ["Last-Event-ID"] * is_continued + ["event_ids"] * body.event_ids:
         read.refuse(field, "is not served where reasoning or calls are read: such a stream cannot be continued")

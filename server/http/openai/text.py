@@ -9,12 +9,14 @@ from itertools import accumulate
 from typing import Any
 
 from engine.text.codec import OutputText
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Call
-from server.http.calls import Json, Messages, list_of
+from engine.types import FinishedOutput, Logprob, TokenEvent
+from server.http.calls import Events, Json, list_of
 from server.http.openai.answers import IMPOSSIBLE, AnswerFormat, usage_so_far
 from server.http.openai.bodies import CompletionBody
 from server.http.pieces import TOKENS_PER_TURN
+from server.http.requests import ParsedBody
+from server.model import ServedModel
+from server.streams.stream import OutputStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,11 @@ class Echo:
     text: str = ""
     token_ids: Sequence[int] = ()
     lengths: Sequence[int] = ()
-    logprobs: Sequence[pb.TokenLogprob] = ()  # of all tokens but the first
+    logprobs: Sequence[Logprob] = ()  # of all tokens but the first
 
 
 NO_ECHO = Echo()
+NOTHING = TokenEvent(request_id="")
 
 
 class TextAnswers(AnswerFormat[Echo]):
@@ -35,23 +38,27 @@ class TextAnswers(AnswerFormat[Echo]):
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionBody, message: pb.GenerateRequest, call: Call) -> None:
-        super().__init__(body, message, call)
-        self._body, self._codec, self.outputs_per_prompt = body, call.driver.model.codec, body.n or 1
-        self._has_metrics = self._has_metrics and len(body.prompts) == 1
+    def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
+        super().__init__(read, streams, model)
+        body: CompletionBody = read.body
+        self._body, self._codec, self.outputs_per_prompt = body, model.codec, body.n or 1
+        self._prompts = list(zip(read.prompts, (stream.request.token_ids for stream in streams), strict=True))
+        self._has_metrics = self._has_metrics and len(self._prompts) == 1
         self._echoes: dict[int, Echo] = {}  # by prompt
 
-    async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[Echo]:
-        found = []
-        for prompt, response in enumerate(responses):
-            echo = await self._echo(prompt, response.prompt_token_ids.ids, response.prompt_logprobs.logprobs)
-            found += [echo] * len(response.outputs)
+    async def _read(self, outputs: Sequence[TokenEvent]) -> list[Echo]:
+        found = list[Echo]()
+        for output in outputs:
+            prompt, index = divmod(output.index, self.outputs_per_prompt)
+            found.append(found[-1] if index else await self._echo(prompt, output))
         return found
 
-    async def _echo(self, prompt: int, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> Echo:
+    async def _echo(self, prompt: int, first: TokenEvent) -> Echo:
+        """Return a prompt as its outputs echo it; `first` is the first event of its output 0."""
         if not self._body.echo:
             return NO_ECHO
-        sent, texts = self._body.prompts[prompt], list[str]()
+        (sent, token_ids), texts = self._prompts[prompt], list[str]()
+        logprobs = [of for of in first.prompt_logprobs if of is not None]
         if self._codec is not None and (logprobs or not isinstance(sent, str)):
             decoder = OutputText(self._codec)
             for start in range(0, len(token_ids), TOKENS_PER_TURN):
@@ -61,62 +68,56 @@ class TextAnswers(AnswerFormat[Echo]):
         text = sent if isinstance(sent, str) else "".join(texts)
         return Echo(text, token_ids, [len(text) for text in texts[:-1]] or [0] * len(token_ids), logprobs)
 
-    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
-        """Yield the chunks of each message; the prompt comes before the first text of each of its outputs."""
-        async for events in super().events(self._with_echoes(messages) if self._body.echo else messages):
-            yield events
+    async def events(self, events: Events) -> AsyncIterator[list[Json]]:
+        """Yield the chunks of each event; the prompt comes before the first text of each of its outputs."""
+        async for chunks in super().events(self._with_echoes(events) if self._body.echo else events):
+            yield chunks
 
-    async def _with_echoes(self, messages: Messages) -> Messages:
-        """Yield the messages, those of a prompt only when its log-probabilities have come, with those of output 0."""
-        held: dict[int, list[pb.GenerateStreamResponse]] = {}
-        token_ids: dict[int, Sequence[int]] = {}
-        async for message in messages:
-            index = message.delta.index if message.HasField("delta") else message.finished.index
-            prompt, output = divmod(index, self.outputs_per_prompt)
-            if message.HasField("prompt_token_ids"):
-                token_ids[prompt] = message.prompt_token_ids.ids
+    async def _with_echoes(self, events: Events) -> Events:
+        """Yield the events, those of a prompt only when its log-probabilities have come, with those of output 0."""
+        held: dict[int, list[TokenEvent]] = {}
+        async for event in events:
+            prompt, output = divmod(event.index, self.outputs_per_prompt)
             if prompt not in self._echoes and output > 0:
-                held.setdefault(prompt, []).append(message)
+                held.setdefault(prompt, []).append(event)
                 continue
             if prompt not in self._echoes:
-                logprobs = message.prompt_logprobs.logprobs
-                self._echoes[prompt] = await self._echo(prompt, token_ids.get(prompt, ()), logprobs)
-            yield message
+                self._echoes[prompt] = await self._echo(prompt, event)
+            yield event
             for waiting in held.pop(prompt, ()):
                 yield waiting
 
-    def _choice(self, output: pb.Output, read: Echo) -> Json:
+    def _choice(self, output: TokenEvent, read: Echo) -> Json:
         if self._body.is_only_scored:
-            output = pb.Output()
+            output = NOTHING
         return {"text": read.text + output.text, "logprobs": self._logprobs(read, output)}
 
-    async def _pieces(self, message: pb.GenerateStreamResponse) -> list[Json]:
-        if not message.HasField("delta") or self._body.is_only_scored:
+    async def _pieces(self, event: TokenEvent) -> list[Json]:
+        if not (event.texts or event.tail) or self._body.is_only_scored:
             return []
-        delta = message.delta
-        start = len(self._echoes.get(delta.index // self.outputs_per_prompt, NO_ECHO).text) + delta.text_offset
-        return [{"text": delta.text, "logprobs": self._logprobs(NO_ECHO, delta, start)}]
+        start = len(self._echoes.get(event.index // self.outputs_per_prompt, NO_ECHO).text) + event.text_offset
+        return [{"text": event.text, "logprobs": self._logprobs(NO_ECHO, event, start)}]
 
     def _opening(self, index: int) -> list[Json]:
         if not self._body.echo:
             return []
         echo = self._echoes[index // self.outputs_per_prompt]
-        return [{"text": echo.text, "logprobs": self._logprobs(echo, pb.Output())}]
+        return [{"text": echo.text, "logprobs": self._logprobs(echo, NOTHING)}]
 
     def _closing(self) -> Json:
         return {"text": "", "logprobs": None}
 
-    def _reason(self, finished: pb.Finished, index: int) -> str:
+    def _reason(self, finished: FinishedOutput, index: int) -> str:
         return "length" if self._body.is_only_scored else super()._reason(finished, index)
 
     def _counted(self, completion_tokens: int) -> int:
         return 0 if self._body.is_only_scored else completion_tokens
 
-    def _usage(self, ends: Sequence[Sequence[pb.Finished]]) -> Json:
+    def _usage(self, ends: Sequence[Sequence[FinishedOutput]]) -> Json:
         usage = super()._usage(ends)
         return usage | usage_so_far(usage["prompt_tokens"], self._counted(usage["completion_tokens"]))
 
-    def _logprobs(self, echo: Echo, output: pb.Output | pb.TokenDelta, start: int = 0) -> Json | None:
+    def _logprobs(self, echo: Echo, output: TokenEvent, start: int = 0) -> Json | None:
         """Return the log-probabilities of a prompt's tokens and of those after it. `start`: where the text begins."""
         if not output.logprobs and not (echo.token_ids and self._body.logprobs is not None):
             return None
@@ -125,7 +126,7 @@ class TextAnswers(AnswerFormat[Echo]):
         num_tokens, num_found = sum(map(len, ids)), sum(map(len, found))
         offsets = [  # text that belongs to no token comes last
             *list(accumulate(echo.lengths, initial=0))[:-1],
-            *list(accumulate(output.text_lengths, initial=start + len(echo.text)))[:-1],
+            *list(accumulate(map(len, output.texts), initial=start + len(echo.text)))[:-1],
         ]
 
         begins = self._leading(output)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from typing import Any
 
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.admission import Call
+from engine.types import FinishedOutput, FinishReason
 from server.formats.json_text import object_in
 from server.http.agents import AgentAnswer, AnswerPart
-from server.http.calls import Json, Messages
+from server.http.calls import Events, Json
 from server.http.errors import HttpError
+from server.http.requests import ParsedBody
 from server.http.responses.bodies import ResponsesBody, custom_input, functions, sealed
+from server.model import ServedModel
+from server.streams.stream import OutputStream
 
 _ERROR_CODES = {429: "rate_limit_exceeded"}  # by status; all others: "server_error"
 _EVENTS = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
@@ -22,9 +25,10 @@ _LOGPROBS: dict[str, Json] = {"text": {"logprobs": []}, "reasoning": {}}
 class ResponsesAnswer(AgentAnswer):
     """An answer of `/v1/responses`."""
 
-    def __init__(self, body: ResponsesBody, message: pb.GenerateRequest, call: Call) -> None:
-        super().__init__(body, message, call)
-        self._functions = functions(body)  # by the names that the model was told
+    def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
+        super().__init__(read, streams, model)
+        body: ResponsesBody = read.body
+        self._functions = functions(body)  # by their names in the prompt
         self._is_sealed = "reasoning.encrypted_content" in body.include
         self._fields: Json = {
             "id": f"resp_{self._request_id}",
@@ -39,9 +43,9 @@ class ResponsesAnswer(AgentAnswer):
         }
         self._num_events = 0
 
-    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
-        async for events in super().events(messages):
-            yield self._numbered(events)
+    async def events(self, events: Events) -> AsyncIterator[list[Json]]:
+        async for made in super().events(events):
+            yield self._numbered(made)
 
     def _begin(self) -> list[Json]:
         return [self._event("response.created"), self._event("response.in_progress")]
@@ -83,13 +87,13 @@ class ResponsesAnswer(AgentAnswer):
         done = {"type": "response.output_item.done", "output_index": part.index, "item": self._item(part)}
         return [*self._placed(part, *closing), done]
 
-    def _end(self, finished: pb.Finished, reasoning_tokens: int) -> list[Json]:
-        is_cut = finished.finish_reason == pb.FINISH_REASON_LENGTH
+    def _end(self, finished: FinishedOutput, reasoning_tokens: int) -> list[Json]:
+        is_cut = finished.reason is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
         events = self._close(status)
         if is_cut:
             self._fields["incomplete_details"] = {"reason": "max_output_tokens"}
-        self._fields |= {"status": status, "usage": _usage(finished.usage, reasoning_tokens)}
+        self._fields |= {"status": status, "usage": _usage(finished, reasoning_tokens)}
         return [*events, self._event(f"response.{status}")]
 
     def failure(self, error: HttpError) -> list[Json]:
@@ -142,11 +146,11 @@ def _content(part: AnswerPart) -> Json:
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
 
 
-def _usage(usage: pb.Usage, reasoning_tokens: int) -> Json:
+def _usage(end: FinishedOutput, reasoning_tokens: int) -> Json:
     return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
-        "output_tokens": usage.completion_tokens,
+        "input_tokens": end.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": end.cached_prompt_tokens},
+        "output_tokens": end.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "total_tokens": end.prompt_tokens + end.completion_tokens,
     }

@@ -1,4 +1,4 @@
-"""Fields of the body of `/v1/responses`: names, types and defaults, and their conversion to messages of the protocol.
+"""Fields of the body of `/v1/responses`: names, types and defaults, and the request that they make.
 
 Unknown fields are refused by name. Fields that have no effect on the output are declared with a comment that says so,
 because agents send them with every request.
@@ -10,18 +10,18 @@ import base64
 import binascii
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from engine.errors import InvalidRequest
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.conversation import MAX_TOOLS
-from server.chat import MAX_MESSAGES
+from engine.types import Request
+from server.chat import MAX_MESSAGES, MAX_TOOLS, Conversation
+from server.formats.base import ANY_OBJECT, Tool
 from server.formats.json_text import object_in
 from server.http.agents import SEPARATOR, AgentBody, Turns
-from server.http.bodies import ANY_OBJECT, FunctionBody, Structure, template_arguments
+from server.http.bodies import FunctionBody, Input, Structure, template_arguments
 from server.http.calls import Json
 from server.http.fields import (
     MAX_PARTS,
@@ -144,12 +144,12 @@ class CustomTool(Body):
     format: GrammarFormat = GrammarFormat(type="text")
 
     @property
-    def declared(self) -> pb.Tool:
+    def declared(self) -> Tool:
         """The tool as a function with one text as its argument."""
-        told = [self.description] if self.description else []
+        parts = [self.description] if self.description else []
         if self.format.definition is not None:
-            told.append(f"The input is a text of this {self.format.syntax} grammar:\n{self.format.definition}")
-        return pb.Tool(name=self.name, description=SEPARATOR.join(told), parameters=json.dumps(_ONE_TEXT))
+            parts.append(f"The input is a text of this {self.format.syntax} grammar:\n{self.format.definition}")
+        return Tool(self.name, SEPARATOR.join(parts), json.dumps(_ONE_TEXT))
 
 
 InnerTool = FunctionTool | CustomTool
@@ -252,28 +252,28 @@ class ResponsesBody(AgentBody):
     def names(self) -> dict[str, str]:
         return super().names() | _NAMES
 
-    def requests(self) -> list[pb.GenerateRequest]:
-        request = self.request(self.max_output_tokens)
-        asked = request.messages
-        turns = Turns()
+    def request(self) -> Request:
+        return self.limited(self.max_output_tokens)
+
+    @property
+    def prompts(self) -> list[Input]:
+        turns, choice = Turns(), self.tool_choice
         turns.instruct(self.instructions or "")
         if isinstance(self.input, str):
             turns.ask(self.input)
         else:
             for i, item in enumerate(self.input):
                 _add(turns, item, f"input[{i}]")
-        asked.messages.extend(turns.messages())
-        asked.tools.extend(offered.declared for offered in functions(self).values())
-        asked.parallel_tool_calls = self.parallel_tool_calls
-        match self.tool_choice:
-            case ToolName(name=name, namespace=namespace):
-                asked.tool_choice.name = flat_name(name, namespace)
-            case str(mode):
-                asked.tool_choice.mode = pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{mode.upper()}")
-        arguments = template_arguments(self.reasoning.effort, self.text.verbosity)
-        if arguments is not None:
-            asked.template_arguments = arguments
-        return [request]
+        return [
+            Conversation(
+                messages=turns.messages(),
+                tools=tuple(offered.declared for offered in functions(self).values()),
+                tool_choice=choice if isinstance(choice, str) else "auto",
+                tool_name=None if isinstance(choice, str) else flat_name(choice.name, choice.namespace),
+                parallel_tool_calls=self.parallel_tool_calls,
+                template_arguments=template_arguments(self.reasoning.effort, self.text.verbosity),
+            )
+        ]
 
     def echo(self) -> Json:
         """Return the fields that an answer repeats. Long ones are left out: instructions and tools."""
@@ -316,7 +316,7 @@ class OfferedFunction:
     name: str
     namespace: str | None
     is_custom: bool
-    declared: pb.Tool
+    declared: Tool
 
 
 def functions(body: ResponsesBody) -> dict[str, OfferedFunction]:
@@ -327,8 +327,7 @@ def functions(body: ResponsesBody) -> dict[str, OfferedFunction]:
         for tool in offered.tools if isinstance(offered, NamespaceTool) else [offered]:
             if isinstance(tool, SearchTool):
                 continue
-            declared = tool.declared
-            declared.name = flat_name(tool.name, namespace)
+            declared = replace(tool.declared, name=flat_name(tool.name, namespace))
             if declared.name in found:
                 raise InvalidRequest.of("tools", f"has {declared.name!r} twice")
             is_custom = isinstance(tool, CustomTool)

@@ -16,7 +16,6 @@ from engine.model.runner import ModelRunner
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from server import cli
-from server.admission import answers, convert
 from server.commands.arguments import read_prompts
 from server.commands.verify import VerifyJob, VerifyReport, as_text, company
 from server.commands.verify_answers import (
@@ -29,6 +28,7 @@ from server.commands.verify_answers import (
     largest_gap,
     settings,
 )
+from server.grpc import messages
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 from tests.serving import serving, serving_embedded
@@ -149,24 +149,25 @@ def noise_by_the_place_in_the_batch(engine, monkeypatch):
 
 
 def a_token_that_is_sent_again(engine, monkeypatch):
-    right = convert.received_outputs
+    right = messages._received
 
     def without_last(*asked):
-        return tuple(replace(output, token_ids=output.token_ids[:-1]) for output in right(*asked))
+        output = right(*asked)
+        return replace(output, token_ids=output.token_ids[:-1])
 
-    monkeypatch.setattr(convert, "received_outputs", without_last)
+    monkeypatch.setattr(messages, "_received", without_last)
 
 
 def a_character_that_streams_lose(engine, monkeypatch):
-    right = answers.stream_responses
+    right = messages._of_event
 
-    def without_last(chunk, asked, *, first):
-        for message in right(chunk, asked, first=first):
+    def without_last(event, asked):
+        for message in right(event, asked):
             if len(message.delta.token_ids) > 1:
                 message.delta.text = message.delta.text[:-1]
             yield message
 
-    monkeypatch.setattr(answers, "stream_responses", without_last)
+    monkeypatch.setattr(messages, "_of_event", without_last)
 
 
 def a_refusal(engine, monkeypatch):

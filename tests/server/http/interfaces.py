@@ -6,18 +6,21 @@ And a server to talk to, around a fake engine, with OpenAI's official client and
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from engine.types import DraftStats, FinishedOutput, FinishReason
 from server.chat import ChatTemplate
+from server.http.requests import ParsedBody
 from server.model import PLAIN
-from server.streams.stream import SEND_DEFAULTS
+from server.streams.stream import OutputStream
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_grammar import FakeCompiler
 from tests.serving import http_client, serving
@@ -45,11 +48,18 @@ async def talking(engine=None, **options):
             yield server
 
 
-def call(codec=CODEC, model_format=PLAIN):
-    """An admitted call, as far as its answers know it."""
+def answering(kind, body, codec=CODEC, model_format=PLAIN, **fields):
+    """The answers to a body, of one admitted stream with these fields of its request."""
     model = SimpleNamespace(codec=codec, format=model_format, engine=SimpleNamespace(eos_token_ids=frozenset()))
-    wanted = SimpleNamespace(request_id="r", model="m", sending=SEND_DEFAULTS)
-    return SimpleNamespace(driver=SimpleNamespace(model=model), wanted=wanted)
+    read = ParsedBody(body, body.request(), body.prompts)
+    request = replace(read.request, request_id="r", model="m", **fields)
+    return kind(read, [OutputStream(request, None, time.monotonic)], model)
+
+
+def ended(reason=FinishReason.STOP, **fields):
+    """The end of an output, with these figures."""
+    known = {"prompt_tokens": 1, "completion_tokens": 1, "seed": 7, "speculation": None, "stats": DraftStats()}
+    return FinishedOutput(reason=reason, **known | fields)
 
 
 def text_of(engine, count, index=0):

@@ -166,7 +166,7 @@ async def test_a_limit_that_is_too_large_or_none_is_the_room_of_the_context(sayi
     saying.engine.max_model_len = 500
     await DIALECTS[name].answer(saying, **{DIALECTS[name].interface.limit: limit})
     [request] = saying.engine.requests
-    assert request.sampling.max_tokens == 500 - len(request.token_ids)
+    assert request.max_len(500) == 500
 
 
 @each

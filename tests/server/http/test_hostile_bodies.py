@@ -12,8 +12,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from loadtest.experiments.hostile import CALLS, SIZE
-from server.admission.conversation import MAX_TOOLS
-from server.chat import MAX_MESSAGES
+from server.chat import MAX_MESSAGES, MAX_TOOLS
 from server.http import requests, routes
 from server.http.bodies import GenerateBody
 from server.http.errors import violations

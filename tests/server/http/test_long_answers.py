@@ -10,16 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.types import Logprob, TokenEvent, TopLogprob
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.answers import MAX_AT_ONCE
-from server.http.calls import MIN_PIECE, LongList, event_parts, in_turns, json_parts
+from server.http.calls import MAX_AT_ONCE, MIN_PIECE, LongList, each, event_parts, in_turns, json_parts
 from server.http.openai.bodies import ChatBody, CompletionBody
 from server.http.openai.chat import ChatAnswers
 from server.http.openai.text import TextAnswers
 from tests.engine.text.test_codec import CODEC
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeEngine, logprob_of
-from tests.server.http.interfaces import CHAT, call, talking
+from tests.server.http.interfaces import CHAT, answering, ended, talking
 from tests.server.test_generate import request
 
 N, NUM_TOKENS, TOP = 3, 150, 20
@@ -84,19 +84,21 @@ async def test_no_turn_of_the_loop_converts_more_than_a_part(front_end, monkeypa
 # ------------------------------------------------------------------------------------------------------------- JSON
 
 
-def filled(message, num_tokens):
-    message.token_ids.extend(i % 200 for i in range(num_tokens))
-    message.text_lengths.extend(i % 3 for i in range(num_tokens))
-    message.text = "“a” " * num_tokens
-    for i in range(num_tokens):
-        top = [pb.Candidate(token_id=(i + j) % 300, logprob=-j / 3) for j in range(TOP)]
-        message.logprobs.append(pb.TokenLogprob(logprob=-i / 7, top=top))
-    return message
+def filled(num_tokens, index=0, **fields):
+    return TokenEvent(
+        request_id="r",
+        index=index,
+        token_ids=tuple(i % 200 for i in range(num_tokens)),
+        texts=("“a” ",) * num_tokens,
+        logprobs=tuple(
+            Logprob(-i / 7, tuple(TopLogprob((i + j) % 300, -j / 3) for j in range(TOP))) for i in range(num_tokens)
+        ),
+        **fields,
+    )
 
 
-def response(num_tokens):
-    outputs = [filled(pb.Output(index=i, finished=pb.Finished(seed=i)), num_tokens) for i in range(N)]
-    return pb.GenerateResponse(request_id="r", outputs=outputs)
+def outputs(num_tokens):
+    return [filled(num_tokens, index=i, finished=ended(seed=i)) for i in range(N)]
 
 
 def at_once(value):
@@ -113,17 +115,17 @@ def dumped(value):
 
 
 def text_answers(codec=CODEC):
-    return TextAnswers(CompletionBody(prompt="a", n=N), pb.GenerateRequest(), call(codec))
+    return answering(TextAnswers, CompletionBody(prompt="a", n=N), codec)
 
 
 def chat_answers(codec=CODEC):
-    return ChatAnswers(ChatBody(messages=[]), pb.GenerateRequest(), call(codec))
+    return answering(ChatAnswers, ChatBody(messages=[]), codec)
 
 
 @pytest.mark.parametrize("kind", [text_answers, chat_answers])
 @pytest.mark.parametrize("num_tokens", [0, MAX_AT_ONCE // N, MAX_AT_ONCE // N + 1, 101])
 async def test_parts_joined_are_what_one_piece_would_be(kind, num_tokens):
-    answer = await kind().answer([response(num_tokens)])
+    answer = await kind().answer(outputs(num_tokens))
     parts = list(json_parts(answer))
     assert "".join(parts) == dumped(answer)
     per_token = 1 + TOP if kind is chat_answers else TOP
@@ -137,7 +139,7 @@ async def test_each_part_is_made_only_when_it_is_encoded(kind):
     answers = kind()
     entry, note = answers._choice, made.append
     answers._choice = lambda output, read: [note(output.index), entry(output, read)][1]
-    parts = json_parts(await answers.answer([response(250)]))
+    parts = json_parts(await answers.answer(outputs(250)))
     assert made == []
     for index in range(N):
         while made[-1:] != [index]:
@@ -146,9 +148,10 @@ async def test_each_part_is_made_only_when_it_is_encoded(kind):
 
 
 async def test_many_long_texts_are_not_encoded_at_once():
-    outputs = [pb.Output(index=i, text="a" * MIN_PIECE, finished=pb.Finished()) for i in range(4)]
+    texts = ("a" * MIN_PIECE,)
+    some = [TokenEvent(request_id="r", index=i, token_ids=(1,), texts=texts, finished=ended()) for i in range(4)]
     for kind in (text_answers, chat_answers):
-        answer = await kind().answer([pb.GenerateResponse(request_id="r", outputs=outputs)])
+        answer = await kind().answer(some)
         parts = list(json_parts(answer))
         assert max(map(len, parts)) < 2 * MIN_PIECE
         assert "".join(parts) == dumped(answer)
@@ -156,10 +159,7 @@ async def test_many_long_texts_are_not_encoded_at_once():
 
 async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():
     async def sent(num_tokens):
-        async def messages():
-            yield pb.GenerateStreamResponse(request_id="r", delta=filled(pb.TokenDelta(), num_tokens))
-
-        [events] = [events async for events in chat_answers().events(messages())]
+        [events] = [events async for events in chat_answers().events(each([filled(num_tokens)]))]
         async with turns() as seen:
             found = [(seen.count, piece) async for piece in in_turns(event_parts(events[-1], "name", "17"))]
         bodies = [body for _, body in found]
@@ -182,6 +182,6 @@ async def test_each_token_is_decoded_once_for_an_answer():
         return CODEC.spelling.bytes_of(token, leads=leads)
 
     codec = SimpleNamespace(spelling=SimpleNamespace(bytes_of=bytes_of), special_tokens=frozenset())
-    list(json_parts(await chat_answers(codec).answer([response(300)])))
+    list(json_parts(await chat_answers(codec).answer(outputs(300))))
     assert {token for token, _ in decoded} == set(range(300))
     assert set(decoded.values()) == {1}

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
-from pilotfish.v1 import generation_pb2 as pb
-from server.formats.base import CallArguments, CallStart, Content, Reasoning, ReasoningMarks
+from engine.types import TokenEvent
+from server.chat import Conversation
+from server.formats.base import CallArguments, CallStart, Content, Reasoning, ReasoningMarks, Tool
 from server.formats.hermes import HermesFormat
 from server.formats.reasoning import PlainFormat
 from server.http.pieces import CallReader, _merged, call_id
+from tests.server.http.interfaces import ended
 
-ASKED = pb.ChatMessages(tools=[pb.Tool(name="f"), pb.Tool(name="g")])
+ASKED = Conversation(messages=(), tools=(Tool("f"), Tool("g")))
 MARKED = ReasoningMarks()
 HERMES = HermesFormat({}, MARKED)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "a"}}\n</tool_call>'
 
 
-def messages(texts, parts, *, starts_in_reasoning=False, index=0, tail=""):
-    """A stream of an output with these tokens, `parts[i]` of them in message i, and its end."""
+def reader(chat_format, *, starts_in_reasoning=False):
+    return CallReader(ASKED, SimpleNamespace(starts_in_reasoning=starts_in_reasoning), chat_format)
+
+
+def events(texts, parts, *, tail=""):
+    """A stream of an output with these tokens, `parts[i]` of them in event i, and its end."""
     left = iter(texts)
     for i, size in enumerate(parts):
-        some = list(itertools.islice(left, size))
-        last = tail if i == len(parts) - 1 else ""
-        delta = pb.TokenDelta(index=index, text="".join(some) + last, text_lengths=map(len, some))
-        yield pb.GenerateStreamResponse(delta=delta, starts_in_reasoning=starts_in_reasoning and i == 0)
-    yield pb.GenerateStreamResponse(finished=pb.Finished(index=index))
+        some = tuple(itertools.islice(left, size))
+        yield TokenEvent(request_id="r", texts=some, tail=tail if i == len(parts) - 1 else "")
+    yield TokenEvent(request_id="r", finished=ended())
 
 
-def whole(texts, *, starts_in_reasoning=False, tail=""):
-    output = pb.Output(text="".join(texts) + tail, text_lengths=map(len, texts))
-    return pb.GenerateResponse(outputs=[output], starts_in_reasoning=starts_in_reasoning)
+def whole(texts, *, tail=""):
+    return TokenEvent(request_id="r", texts=tuple(texts), tail=tail, finished=ended())
 
 
 ARGUMENTS = '{"x": "a"}'
@@ -60,29 +64,28 @@ CASES = {  # tokens, whether they start in the reasoning, what they say, and the
 @pytest.mark.parametrize("name", CASES)
 async def test_parts_do_not_matter(name):
     texts, starts_in_reasoning, expected, num_reasoning = CASES[name]
-    reader = CallReader(ASKED, HERMES)
-    assert await reader.whole(whole(texts, starts_in_reasoning=starts_in_reasoning)) == [expected]
-    assert reader.reasoning_tokens(0) == num_reasoning
+    found = reader(HERMES, starts_in_reasoning=starts_in_reasoning)
+    assert await found.read(whole(texts)) == expected
+    assert found.reasoning_tokens(0) == num_reasoning
     for parts in ([1] * len(texts), [len(texts)], [2] * (len(texts) // 2 + 1), [1, len(texts)]):
-        reader = CallReader(ASKED, HERMES)
-        pieces = []
-        for message in messages(texts, parts, starts_in_reasoning=starts_in_reasoning):
-            pieces += await reader.read(message)
-        assert (_merged(pieces), reader.reasoning_tokens(0)) == (expected, num_reasoning)
+        found, pieces = reader(HERMES, starts_in_reasoning=starts_in_reasoning), []
+        for event in events(texts, parts):
+            pieces += await found.read(event)
+        assert (_merged(pieces), found.reasoning_tokens(0)) == (expected, num_reasoning)
 
 
 async def test_text_of_no_token_is_read_and_not_counted():
-    reader = CallReader(ASKED, PlainFormat({}, MARKED))
-    assert await reader.whole(whole(["<think>", "a"], tail="b")) == [[Reasoning("ab")]]
-    assert reader.reasoning_tokens(0) == 1
+    found = reader(PlainFormat({}, MARKED))
+    assert await found.read(whole(["<think>", "a"], tail="b")) == [Reasoning("ab")]
+    assert found.reasoning_tokens(0) == 1
 
 
 async def test_without_a_format_text_comes_as_it_is():
     texts = ["<think> ", "a ", CALL, " "]
-    reader = CallReader(ASKED, None)
-    for text, message in zip(texts, messages(texts, [1] * 4), strict=False):
-        assert await reader.read(message) == [Content(text)]
-    assert await CallReader(ASKED, None).whole(whole(texts)) == [[Content("".join(texts))]]
+    found = reader(None)
+    for text, event in zip(texts, events(texts, [1] * 4), strict=False):
+        assert await found.read(event) == [Content(text)]
+    assert await reader(None).read(whole(texts)) == [Content("".join(texts))]
 
 
 def test_every_call_has_an_id_of_its_own():

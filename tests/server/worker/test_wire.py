@@ -19,11 +19,12 @@ from engine.request.intake import Limits
 from engine.stats import EngineLoad, Forward, StepStats
 from engine.types import (
     DraftStats,
-    EmittedOutput,
     FinishedOutput,
     FinishReason,
     Logprob,
+    ReceivedOutput,
     Request,
+    Resume,
     TokenEvent,
     TopLogprob,
 )
@@ -225,8 +226,10 @@ def test_a_structure_that_compiles_holds_up_nobody(front_ends):
 
 def test_an_output_that_is_finished_while_a_structure_compiles_ends_when_it_is_added_and_the_others_go_on(front_ends):
     front_ends.compiler.gate.clear()
-    emitted = (EmittedOutput(token_ids=(5, 6, 7)), EmittedOutput(token_ids=(8,)))
-    request = replace(asked("g", guided=Guided(choice=("ab",)), n=2, seed=3, max_tokens=9), emitted=emitted)
+    emitted = (ReceivedOutput(token_ids=(5, 6, 7)), ReceivedOutput(token_ids=(8,)))
+    request = replace(
+        asked("g", guided=Guided(choice=("ab",)), n=2, seed=3, max_tokens=9), resume=Resume(outputs=emitted)
+    )
     front_ends.say(wire.Add(1, request), wire.Finish(2, "g", FinishReason.STOP, 0, 2))
     assert [output.events for output in front_ends.turn()] == [()]
     front_ends.compiler.gate.set()

@@ -4,57 +4,51 @@ from __future__ import annotations
 
 import pytest
 
-from pilotfish.v1 import generation_pb2 as pb
+from engine.types import Logprob, TokenEvent
 from server.formats.base import ReasoningMarks
 from server.formats.hermes import HermesFormat
+from server.http.calls import each
 from server.http.openai.bodies import ChatBody
 from server.http.openai.chat import ChatAnswers
 from tests.server.http import agents
-from tests.server.http.interfaces import CHAT, call, on_the_shared_server
+from tests.server.http.interfaces import CHAT, answering, ended, on_the_shared_server
 
 ABOUT = agents.DIALECTS["chat"]
 HERMES = HermesFormat({}, ReasoningMarks())
-BODY = ChatBody.model_validate({"messages": []})
 F = '<tool_call>\n{"name": "f", "arguments": {"x": "a"}}\n</tool_call>'
 
 
-def answers(**choice):
+def answers(choice="auto"):
     """Answers with calls of the function f, with this choice of tools."""
-    asked = pb.ChatMessages(tools=[pb.Tool(name="f")], tool_choice=pb.ToolChoice(**choice))
-    return ChatAnswers(BODY, pb.GenerateRequest(messages=asked), call(model_format=HERMES))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = ChatBody.model_validate({"messages": [], "tools": tools, "tool_choice": choice})
+    return answering(ChatAnswers, body, model_format=HERMES)
 
 
 @pytest.mark.parametrize(("has_logprobs", "chunks"), [(True, [2, 1, 1, 2]), (False, [1, 0, 0, 2])])
-async def test_a_message_of_which_nothing_is_certain_gives_no_chunk_but_its_logprobs(has_logprobs, chunks):
-    async def messages():
+async def test_an_event_of_which_nothing_is_certain_gives_no_chunk_but_its_logprobs(has_logprobs, chunks):
+    async def events():
         for text in ("<tool_", "call", ">"):
-            found = [pb.TokenLogprob()] * has_logprobs
-            delta = pb.TokenDelta(token_ids=[1], text=text, text_lengths=[len(text)], logprobs=found)
-            yield pb.GenerateStreamResponse(request_id="r", delta=delta)
-        yield pb.GenerateStreamResponse(finished=pb.Finished(finish_reason=pb.FINISH_REASON_STOP))
+            found = (Logprob(0.0),) * has_logprobs
+            yield TokenEvent(request_id="r", token_ids=(1,), texts=(text,), logprobs=found)
+        yield TokenEvent(request_id="r", finished=ended())
 
-    assert [len(events) async for events in answers().events(messages())] == chunks
+    assert [len(made) async for made in answers().events(events())] == chunks
 
 
 @pytest.mark.parametrize(("is_forced", "reason"), [(True, "stop"), (False, "tool_calls")])
 async def test_a_call_that_was_forced_is_no_reason_to_stop(is_forced, reason):
-    part, finished = {"text": F, "text_lengths": [len(F)]}, pb.Finished(finish_reason=pb.FINISH_REASON_STOP)
-
-    async def messages():
-        yield pb.GenerateStreamResponse(request_id="r", delta=pb.TokenDelta(**part))
-        yield pb.GenerateStreamResponse(finished=finished)
-
-    choice = {"name": "f"} if is_forced else {}
-    whole = await answers(**choice).answer([pb.GenerateResponse(outputs=[pb.Output(finished=finished, **part)])])
-    *_, last = [event async for some in answers(**choice).events(messages()) for event in some]
+    output = TokenEvent(request_id="r", token_ids=(1,), texts=(F,), finished=ended())
+    choice = {"type": "function", "function": {"name": "f"}} if is_forced else "auto"
+    whole = await answers(choice).answer([output])
+    *_, last = [made async for some in answers(choice).events(each([output])) for made in some]
     assert [made["choices"][0]["finish_reason"] for made in (whole, last)] == [reason] * 2
 
 
 async def test_a_required_call_that_a_stop_string_cuts_is_no_call_to_run():
-    text, finished = F[: F.index('a"}')], pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_string="a")
-    output = pb.Output(text=text, text_lengths=[len(text)], finished=finished)
-    made = await answers(mode=pb.TOOL_CHOICE_MODE_REQUIRED).answer([pb.GenerateResponse(outputs=[output])])
-    [choice] = made["choices"]
+    text = F[: F.index('a"}')]
+    output = TokenEvent(request_id="r", token_ids=(1,), texts=(text,), finished=ended(stop_string="a"))
+    [choice] = (await answers("required").answer([output]))["choices"]
     assert (choice["message"]["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]) == ('{"x": "', "stop")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
 
 import pytest
-from google.protobuf.json_format import MessageToDict
 
-from pilotfish.v1 import generation_pb2 as pb
-from server.admission.conversation import callable_tools
+from engine.params import Guided
 from server.http.bodies import GenerateBody
 from server.http.openai.bodies import ChatBody, CompletionBody
 
@@ -22,11 +22,20 @@ USER = {"role": "user", "content": "u"}
 
 
 def chat(**fields):
-    """The fields that the conversation of a body has."""
+    """The fields of a body's conversation that differ from their defaults."""
     body = ChatBody.model_validate({"messages": [USER]} | fields)
     assert not list(body.conflicts())
-    [message] = body.requests()
-    return MessageToDict(message.messages, preserving_proto_field_name=True)
+    return _given(body.prompts[0])
+
+
+def _given(value):
+    if isinstance(value, tuple):
+        return [*map(_given, value)]
+    if not is_dataclass(value):
+        return value
+    given = {about.name: getattr(value, about.name) for about in dataclass_fields(value)}
+    defaults = {about.name: about.default for about in dataclass_fields(value)}
+    return {name: _given(found) for name, found in given.items() if found != defaults[name]}
 
 
 def test_every_kind_of_turn():
@@ -57,20 +66,21 @@ NAMED = {"type": "function", "function": {"name": "time"}}
 @pytest.mark.parametrize(
     ("choice", "sent", "may_call"),
     [
-        (None, None, ["weather", "time"]),
-        ("auto", {"mode": "TOOL_CHOICE_MODE_AUTO"}, ["weather", "time"]),
-        ("none", {"mode": "TOOL_CHOICE_MODE_NONE"}, []),
-        ("required", {"mode": "TOOL_CHOICE_MODE_REQUIRED"}, ["weather", "time"]),
-        (NAMED, {"name": "time"}, ["time"]),
+        (None, {}, ["weather", "time"]),
+        ("auto", {}, ["weather", "time"]),
+        ("none", {"tool_choice": "none"}, []),
+        ("required", {"tool_choice": "required"}, ["weather", "time"]),
+        (NAMED, {"tool_name": "time"}, ["time"]),
     ],
     ids=str,
 )
 def test_tools_and_the_choice_of_one(choice, sent, may_call):
     asked = chat(tools=TOOLS, tool_choice=choice)
     assert asked["tools"] == [WEATHER | {"parameters": json.dumps(SCHEMA)}, {"name": "time"}]
-    assert asked.get("tool_choice") == sent
+    assert {name: asked[name] for name in ("tool_choice", "tool_name") if name in asked} == sent
     body = ChatBody.model_validate({"messages": [USER], "tools": TOOLS, "tool_choice": choice})
-    assert [tool.name for tool in callable_tools(body.conversation())] == may_call
+    [conversation] = body.prompts
+    assert [tool.name for tool in conversation.callable_tools] == may_call
 
 
 @pytest.mark.parametrize(
@@ -116,10 +126,8 @@ def test_a_prediction_in_every_form(prediction):
         (CompletionBody, {"prompt": "p"}),
         (GenerateBody, {"prompt": "p"}),
     ):
-        [message] = kind.model_validate(fields | {"prediction": prediction}).requests()
-        assert message.prediction.text == "a b"
-        [message] = kind.model_validate(fields).requests()
-        assert not message.HasField("prediction")
+        assert kind.model_validate(fields | {"prediction": prediction}).predicted == "a b"
+        assert kind.model_validate(fields).predicted is None
 
 
 @pytest.mark.parametrize(
@@ -129,25 +137,23 @@ def test_a_prediction_in_every_form(prediction):
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, "json_schema", '{"a": 1}'),
         ({"response_format": {"type": "text"}}, None, None),
         ({"guided_json": {"a": 1}}, "json_schema", '{"a": 1}'),
-        ({"guided_choice": ["a", "b"]}, "choice", pb.Choice(choices=["a", "b"])),
+        ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")),
         ({"structured_outputs": {"json": {"type": "array"}}}, "json_schema", '{"type": "array"}'),
         ({"structured_outputs": {"json": "true"}}, "json_schema", "true"),
         ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type": "object"}'),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"grammar": "start: /a/"}}, "grammar", "start: /a/"),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", pb.Choice(choices=["a", "b"])),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ("a", "b")),
         ({"structured_outputs": {"json_object": False}}, None, None),
     ],
     ids=str,
 )
 def test_structures_by_all_of_their_names(wanted, kind, source):
-    [message] = CompletionBody.model_validate({"prompt": "p"} | wanted).requests()
-    assert message.guided.WhichOneof("constraint") == kind
-    assert kind is None or getattr(message.guided, kind) == source
+    found = CompletionBody.model_validate({"prompt": "p"} | wanted).request().sampling.guided
+    assert found == (None if kind is None else Guided(**{kind: source}))
 
 
 def test_special_tokens_are_skipped_as_the_caller_says():
     for value in (True, False, None):
-        [message] = GenerateBody.model_validate({"prompt": "p", "skip_special_tokens": value}).requests()
-        assert message.output.HasField("skip_special_tokens") == (value is not None)
-        assert message.output.skip_special_tokens == bool(value)
+        request = GenerateBody.model_validate({"prompt": "p", "skip_special_tokens": value}).request()
+        assert request.output.skip_special_tokens is value

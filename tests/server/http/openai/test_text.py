@@ -8,12 +8,13 @@ import httpx
 import openai
 import pytest
 
-from pilotfish.v1 import generation_pb2 as pb
+from engine.types import Logprob, TokenEvent
+from server.http.calls import each
 from server.http.openai.bodies import CompletionBody
 from server.http.openai.text import TextAnswers
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, logprob_of
-from tests.server.http.interfaces import call, on_the_shared_server, talking, text_of
+from tests.server.http.interfaces import answering, ended, on_the_shared_server, talking, text_of
 from tests.server.test_life import metric
 from tests.serving import until
 
@@ -183,21 +184,17 @@ async def test_only_the_prompt_is_scored(server):
 
 
 async def test_other_outputs_wait_for_the_logprobs_of_the_prompt():
-    """Only the first message of output 0 has them, whichever output is the first to say something."""
+    """Only the first event of output 0 has them, whichever output is the first to have a token."""
 
-    def delta(index, **about):
-        part = pb.TokenDelta(index=index, token_ids=[7], text="x", text_lengths=[1], logprobs=[pb.TokenLogprob()])
-        return pb.GenerateStreamResponse(delta=part, **about)
+    def delta(index, **fields):
+        return TokenEvent(request_id="r", index=index, token_ids=(7,), texts=("x",), logprobs=(Logprob(0.0),), **fields)
 
-    async def messages():
-        yield delta(1, request_id="r", prompt_token_ids=pb.TokenIds(ids=CODEC.encode("ab")))
-        yield delta(1)
-        yield delta(0, prompt_logprobs=pb.PromptLogprobs())
-        for index in (1, 0):
-            yield pb.GenerateStreamResponse(finished=pb.Finished(index=index))
-
-    answers = TextAnswers(CompletionBody(prompt="ab", n=2, echo=True, logprobs=0), pb.GenerateRequest(), call())
-    events = [event async for some in answers.events(messages()) for event in some]
+    finished = ended()
+    told = [delta(1), delta(1), delta(0, prompt_logprobs=(None, Logprob(0.0)))]
+    told += [TokenEvent(request_id="r", index=index, finished=finished) for index in (1, 0)]
+    body = CompletionBody(prompt="ab", n=2, echo=True, logprobs=0)
+    answers = answering(TextAnswers, body, token_ids=CODEC.encode("ab"))
+    events = [event async for some in answers.events(each(told)) for event in some]
     assert {event["id"] for event in events} == {"cmpl-r"}
     texts = {index: [e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == index] for index in (0, 1)}
     assert texts == {0: ["ab", "x", ""], 1: ["ab", "x", "x", ""]}

@@ -6,28 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotfish.v1 import generation_pb2 as pb
+from engine.types import DraftStats
 from server.http.openai.answers import metrics_of, usage_of
+from tests.server.http.interfaces import ended
 
 
-def end(prompt, completion, cached=0, accepted=0, rejected=0):
-    return pb.Finished(
-        usage=pb.Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            cached_prompt_tokens=cached,
-            accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=rejected,
-        )
+def end(prompt, completion, cached=0, accepted=0):
+    return ended(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        cached_prompt_tokens=cached,
+        accepted_prediction_tokens=accepted,
     )
 
 
 def test_a_prompt_counts_once_and_outputs_count_each():
     ends = [
-        [end(5, 1, cached=4, accepted=1), end(5, 2, cached=0, rejected=3)],
+        [end(5, 1, cached=4, accepted=1), end(5, 2, cached=0)],
         [end(7, 4, cached=6), end(7, 8, cached=7)],
     ]
-    assert usage_of(ends, 9) == {
+    assert usage_of(ends, 2, 9) == {
         "prompt_tokens": 12,
         "completion_tokens": 15,
         "total_tokens": 27,
@@ -35,7 +33,7 @@ def test_a_prompt_counts_once_and_outputs_count_each():
         "completion_tokens_details": {
             "reasoning_tokens": 9,
             "accepted_prediction_tokens": 1,
-            "rejected_prediction_tokens": 3,
+            "rejected_prediction_tokens": 7,
         },
     }
 
@@ -44,11 +42,8 @@ def test_a_prompt_counts_once_and_outputs_count_each():
 def test_the_histogram_fits_the_totals(kept):
     """`kept`: drafts that each round kept, of 6."""
     per_position = [sum(k > i for k in kept) for i in range(6)]
-    stats = pb.SpeculationStats(
-        rounds=len(kept), drafted=6 * len(kept), accepted=sum(kept), accepted_per_position=per_position,
-        acceptance_length=1 + sum(kept) / len(kept),
-    )  # fmt: skip
-    found = metrics_of(pb.Finished(speculation_stats=stats))["metrics"]["speculative_decoding"]
+    stats = DraftStats(len(kept), 6 * len(kept), sum(kept), tuple(per_position))
+    found = metrics_of(ended(stats=stats))["metrics"]["speculative_decoding"]
     histogram = found["acceptance_histogram"]
     assert histogram == [kept.count(j) for j in range(7)]
     assert sum(histogram) == found["num_spec_steps"]
@@ -59,4 +54,4 @@ def test_the_histogram_fits_the_totals(kept):
 
 
 def test_without_a_round_there_is_nothing_to_tell():
-    assert metrics_of(pb.Finished()) == {}
+    assert metrics_of(ended()) == {}

@@ -1,0 +1,419 @@
+"""The protocol at the door of gRPC: messages to requests, and events to messages. Knows no network and no time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, MutableSequence, Sized
+from collections.abc import Sequence as Seq
+from typing import Any, Literal, TypeVar, cast
+
+from engine.config import Bounds
+from engine.errors import Violation
+from engine.params import (
+    Guided,
+    OutputOptions,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationParams,
+    SpeculationSettings,
+    Verification,
+)
+from engine.request.validation import prompt_too_long
+from engine.types import FinishedOutput, Logprob, ReceivedOutput, Request, Resume, TokenEvent
+from pilotfish.v1 import control_pb2 as control_pb
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.check import NO_TOKENS, Prompt
+from server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation, ToolCall
+from server.formats.base import ANY_OBJECT, Tool
+from server.model import ServedModel
+from server.streams.stream import NOTHING_RECEIVED, OutputStream
+from server.turns import max_len_of
+
+Values = TypeVar("Values", bound=Sized)
+
+MAX_AT_ONCE = 100  # tokens whose log-probabilities are converted before others have a turn; each has many candidates
+_MODES = {pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.name}"): mode for mode in SpeculationMode}
+_RULES = {pb.Verification.Value(f"VERIFICATION_{rule.name}"): rule for rule in Verification}
+_CHOICES = {pb.TOOL_CHOICE_MODE_NONE: "none", pb.TOOL_CHOICE_MODE_REQUIRED: "required"}  # all others: "auto"
+
+
+# ------------------------------------------------------------------------------------------ from message to request
+
+
+def request_of(
+    message: pb.GenerateRequest, model: ServedModel, found: list[Violation]
+) -> tuple[Request, Prompt, str | None]:
+    """Return the request of a message, and its prompt and prediction where they are text.
+
+    A message can have millions of entries: they are counted before any of them is copied. What this finds wrong is
+    added to `found`; the rest of the request can still be checked.
+    """
+    token_ids, prompt = _input(message, model, found)
+    prediction, predicted = _prediction(message, model, found)
+    request = Request(
+        request_id=message.request_id,
+        model=_given(message, "model"),
+        token_ids=token_ids,
+        sampling=_sampling(message, model, found),
+        speculation=_speculation(message.speculation, found),
+        output=_output(message, found),
+        priority=message.priority,
+        cache_salt=_given(message, "cache_salt"),
+        resume=_resume(message, model, found) if message.HasField("resume") else None,
+        prediction=predicted,
+        adapter=_given(message, "adapter"),
+    )
+    if message.HasField("request_id") and not message.request_id:
+        found.append(Violation("request_id", "is ''; expected 1 to 128 of A-Z a-z 0-9 . _ : -"))
+    return request, prompt, prediction
+
+
+def num_outputs(message: pb.GenerateRequest) -> int:
+    """Return how many outputs a request asks for."""
+    return message.sampling.n if message.sampling.HasField("n") else 1
+
+
+def _given(message: Any, name: str) -> Any:
+    """Return an optional field; None if it is not sent."""
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def _bounded(values: Values, field: str, noun: str, most: int, found: list[Violation]) -> Values | tuple[()]:
+    """Return a repeated field or a map; nothing, and one more violation, if it has more entries than `most`."""
+    if len(values) <= most:
+        return values
+    found.append(Violation(field, f"has {len(values)} {noun}; the limit is {most}"))
+    return ()
+
+
+def _input(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[tuple[int, ...], Prompt]:
+    match message.WhichOneof("input"):
+        case "prompt":
+            return (), message.prompt
+        case "messages":
+            conversation = _conversation(message.messages, found)
+            return ((), conversation) if conversation is not None else (NO_TOKENS, None)
+        case "token_ids":
+            ids = message.token_ids.ids
+            too_long = list(prompt_too_long(len(ids), model.engine.config, model.engine.max_model_len))
+            found += too_long
+            return NO_TOKENS if too_long else tuple(ids), None
+    found.append(Violation("input", "is missing; expected prompt, token_ids or messages"))
+    return NO_TOKENS, None
+
+
+def _prediction(
+    message: pb.GenerateRequest, model: ServedModel, found: list[Violation]
+) -> tuple[str | None, tuple[int, ...]]:
+    kind = message.prediction.WhichOneof("content")
+    if message.HasField("prediction") and kind is None:
+        found.append(Violation("prediction", "is empty; expected text or token_ids"))
+    ids = message.prediction.token_ids.ids
+    tokens = tuple(_bounded(ids, "prediction.token_ids", "tokens", model.engine.max_model_len, found))
+    return message.prediction.text if kind == "text" else None, tokens
+
+
+def _conversation(asked: pb.ChatMessages, found: list[Violation]) -> Conversation | None:
+    if len(asked.messages) > MAX_MESSAGES:
+        problem = f"has {len(asked.messages)} messages; expected 1 to {MAX_MESSAGES}"
+        found.append(Violation("messages", problem))
+        return None
+    mode = asked.tool_choice.mode
+    if mode not in pb.ToolChoiceMode.values():  # proto3 accepts unknown ones; a newer client may send them
+        found.append(Violation("messages.tool_choice.mode", f"is {mode}, which this server does not know"))
+    return Conversation(
+        messages=tuple(map(_turn, asked.messages)),
+        tools=tuple(
+            Tool(tool.name, tool.description, tool.parameters or ANY_OBJECT, tool.strict)
+            for tool in _bounded(asked.tools, "messages.tools", "functions", MAX_TOOLS, found)
+        ),
+        tool_choice=cast("Literal['auto', 'none', 'required']", _CHOICES.get(mode, "auto")),
+        tool_name=_given(asked.tool_choice, "name"),
+        parallel_tool_calls=asked.parallel_tool_calls or not asked.HasField("parallel_tool_calls"),
+        template_arguments=asked.template_arguments or "{}",
+        add_generation_prompt=_given(asked, "add_generation_prompt"),
+        continue_final_message=asked.continue_final_message,
+        thinking_budget=_given(asked, "thinking_budget"),
+    )
+
+
+def _turn(turn: pb.ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        role=turn.role,
+        content=turn.content,
+        name=_given(turn, "name"),
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
+        tool_call_id=_given(turn, "tool_call_id"),
+        reasoning=_given(turn, "reasoning"),
+    )
+
+
+def _sampling(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> SamplingParams:
+    sampling, stopping, output = message.sampling, message.stopping, message.output
+    bounds, vocab = model.engine.config, model.engine.vocab_size
+    given = {about.name: value for part in (sampling, stopping) for about, value in part.ListFields()}
+    lists: dict[str, tuple[str, Any, str, int]] = {
+        "allowed_token_ids": ("sampling", sampling.allowed_token_ids.ids, "ids", vocab),
+        "banned_token_ids": ("sampling", sampling.banned_token_ids, "ids", vocab),
+        "stop": ("stopping", stopping.stop, "strings", bounds.max_stops),
+        "stop_token_ids": ("stopping", stopping.stop_token_ids, "ids", bounds.max_stops),
+    }
+    for name, (group, values, noun, most) in lists.items():
+        if name in given:
+            kept = given[name] = tuple(_bounded(values, f"{group}.{name}", noun, most, found))
+            if len(kept) < len(values):  # refused, so the default is checked in its place
+                del given[name]
+    own: dict[str, Any] = {name: given[name] for name in given.keys() & SamplingParams.__dataclass_fields__.keys()}
+    biases = _bounded(sampling.logit_bias, "sampling.logit_bias", "tokens", bounds.max_logit_bias, found)
+    own |= {
+        "logit_bias": dict(biases),
+        "guided": _guided(message.guided, bounds, found) if message.HasField("guided") else None,
+        "logprobs": output.top_logprobs if output.logprobs else None,
+        "prompt_logprobs": output.top_logprobs if output.prompt_logprobs else None,
+    }
+    return SamplingParams(**own)
+
+
+def _guided(asked: pb.GuidedDecoding, bounds: Bounds, found: list[Violation]) -> Guided | None:
+    kind = asked.WhichOneof("constraint")
+    if kind == "choice" and len(asked.choice.choices) > bounds.max_choices:
+        problem = f"has {len(asked.choice.choices)} texts; expected 1 to {bounds.max_choices}"
+        found.append(Violation("guided.choice", problem))
+        return None
+    if kind == "choice":
+        return Guided(choice=tuple(asked.choice.choices))
+    return Guided() if kind is None else Guided(**{kind: getattr(asked, kind)})  # the check reports what is missing
+
+
+def _output(message: pb.GenerateRequest, found: list[Violation]) -> OutputOptions:
+    output = message.output
+    if output.top_logprobs and not (output.logprobs or output.prompt_logprobs):
+        problem = f"is {output.top_logprobs}, and neither logprobs nor prompt_logprobs are asked for"
+        found.append(Violation("output.top_logprobs", problem))
+    return OutputOptions(
+        token_ids=output.token_ids or not output.HasField("token_ids"),
+        prompt_token_ids=output.prompt_token_ids,
+        stream_interval=output.stream_interval if output.HasField("stream_interval") else 1,
+        digests=output.digests,
+        skip_special_tokens=_given(output, "skip_special_tokens"),
+        stop_in_answer=message.stopping.stop_in_answer,
+    )
+
+
+def _speculation(asked: pb.SpeculationOptions, found: list[Violation]) -> SpeculationParams:
+    for name, number, known in (("mode", asked.mode, _MODES), ("verification", asked.verification, _RULES)):
+        if number and number not in known:  # proto3 accepts unknown ones; a newer client may send them
+            found.append(Violation(f"speculation.{name}", f"is {number}, which this server does not know"))
+    return SpeculationParams(
+        mode=_MODES.get(asked.mode),
+        num_draft_tokens=_given(asked, "num_draft_tokens"),
+        proposer=_given(asked, "proposer"),
+        verification=_RULES.get(asked.verification),
+    )
+
+
+def _resume(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> Resume:
+    """Return what was received of each output: nothing of any where there are more than the request may have."""
+    asked, n = message.resume, num_outputs(message)
+    outputs: dict[int, ReceivedOutput] = {}
+    if n > model.engine.config.max_n:  # which is refused
+        return Resume(fingerprint=asked.fingerprint)
+    if len(asked.outputs) > n:
+        found.append(Violation("resume.outputs", f"has {len(asked.outputs)} outputs; sampling.n is {n}"))
+    else:
+        for i, output in enumerate(asked.outputs):
+            wrong = [*_received_violations(f"resume.outputs[{i}]", output, n, outputs, model.engine.max_model_len)]
+            found += wrong
+            if not wrong:
+                outputs[output.index] = _received(output, model.engine.max_model_len)
+    dense = tuple(outputs.get(index, NOTHING_RECEIVED) for index in range(n))
+    return Resume(outputs=dense, fingerprint=asked.fingerprint, interruptions=asked.interruptions)
+
+
+def _received_violations(
+    field: str, output: pb.ReceivedOutput, n: int, others: dict[int, ReceivedOutput], most: int
+) -> Iterator[Violation]:
+    if len(output.token_ids) > most:
+        yield Violation(f"{field}.token_ids", f"has {len(output.token_ids)} tokens; the limit is {most}")
+    if output.index >= n or output.index in others:
+        problem = "is there twice" if output.index in others else f"is {output.index}; expected 0 to {n - 1}"
+        yield Violation(f"{field}.index", problem)
+    if output.token_ids and output.num_tokens:
+        problem = f"is {output.num_tokens}, and there are token_ids; expected one of the two"
+        yield Violation(f"{field}.num_tokens", problem)
+
+
+def _received(output: pb.ReceivedOutput, most: int) -> ReceivedOutput:
+    """Convert one output; `most`: tokens that the context has."""
+    tokens = tuple(output.token_ids)
+    return ReceivedOutput(
+        token_ids=tokens,
+        # With a digest, sent tokens are compared with it as computed ones are.
+        num_tokens=min(output.num_tokens or (len(tokens) if output.digest or output.recount else 0), most),
+        digest=output.digest,
+        tail=output.tail,
+        has_ended=output.finished and not output.recount,
+        recount=output.finished and output.recount,
+    )
+
+
+# -------------------------------------------------------------------------------------------- from events to messages
+
+
+async def responses(stream: OutputStream, model: ServedModel) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+    """Yield the messages of a stream: for each event its tokens if it has any, then its end if it has one."""
+    is_first = True
+    async for event in stream.events():
+        for message in _of_event(event, stream.request):
+            if is_first:
+                message.request_id = stream.own_id
+                message.resume_info.CopyFrom(_resume_info(stream.request, model))
+                _add_prompt(message, stream)
+                is_first = False
+            yield message
+
+
+def _of_event(event: TokenEvent, request: Request) -> Iterator[pb.GenerateStreamResponse]:
+    text, has_ids = event.text, request.output.token_ids and bool(event.token_ids)
+    if text or has_ids or event.logprobs or event.prompt_logprobs:
+        delta = pb.TokenDelta(index=event.index, text=text, digest=event.digest, text_offset=event.text_offset)
+        if has_ids:
+            _add_tokens(delta, event)
+        if event.logprobs:
+            delta.logprobs.extend(map(_logprob, event.logprobs))
+        message = pb.GenerateStreamResponse(delta=delta)
+        if event.prompt_logprobs:
+            message.prompt_logprobs.SetInParent()  # present also without entries
+            known = (of for of in event.prompt_logprobs if of is not None)  # the first token has none
+            message.prompt_logprobs.logprobs.extend(map(_logprob, known))
+        yield message
+    if event.finished is not None:
+        yield pb.GenerateStreamResponse(finished=_finished(event.index, event.finished, request))
+
+
+async def response(stream: OutputStream) -> pb.GenerateResponse:
+    """Return all outputs, each complete, in one message; others have turns while many log-probabilities enter."""
+    events, request = await stream.read_all(), stream.request
+    found = pb.GenerateResponse(request_id=stream.own_id, model=request.model or "")
+    _add_prompt(found, stream)
+    for event in events:
+        assert event.finished is not None, "half an output"
+        end = _finished(event.index, event.finished, request)
+        output = found.outputs.add(index=event.index, text=event.text, finished=end)
+        if request.output.token_ids:
+            _add_tokens(output, event)
+        await _add_logprobs(output.logprobs, event.logprobs)
+    if events[0].prompt_logprobs:
+        found.prompt_logprobs.SetInParent()  # present also without entries
+        await _add_logprobs(found.prompt_logprobs.logprobs, [of for of in events[0].prompt_logprobs if of is not None])
+    return found
+
+
+def _resume_info(request: Request, model: ServedModel) -> pb.ResumeInfo:
+    """Return what the caller needs to continue the stream of `request` on another server with this fingerprint."""
+    assert request.sampling.seed is not None, "drawn when the request was checked"
+    return pb.ResumeInfo(
+        fingerprint=model.fingerprint_with(request.adapter),
+        seed=request.sampling.seed,
+        max_tokens=max_len_of(request, model.engine) - len(request.token_ids),
+        speculation=_settings(model.engine.speculation_of(request)),
+    )
+
+
+def _add_prompt(message: pb.GenerateStreamResponse | pb.GenerateResponse, stream: OutputStream) -> None:
+    """Add what the caller asked to know of the prompt, and whether it ends inside of the reasoning."""
+    message.starts_in_reasoning = stream.starts_in_reasoning
+    if stream.request.output.prompt_token_ids:
+        message.prompt_token_ids.ids.extend(stream.request.token_ids)
+
+
+async def _add_logprobs(message: MutableSequence[pb.TokenLogprob], found: Seq[Logprob]) -> None:
+    for start in range(0, len(found), MAX_AT_ONCE):
+        message.extend(map(_logprob, found[start : start + MAX_AT_ONCE]))
+        await asyncio.sleep(0)
+
+
+def _add_tokens(message: pb.TokenDelta | pb.Output, event: TokenEvent) -> None:
+    message.token_ids.extend(event.token_ids)
+    message.from_draft.extend(event.from_draft)
+    message.text_lengths.extend(map(len, event.texts))
+
+
+def _logprob(of: Logprob) -> pb.TokenLogprob:
+    top = [pb.Candidate(token_id=candidate.token_id, logprob=candidate.logprob) for candidate in of.top]
+    return pb.TokenLogprob(logprob=of.logprob, top=top)
+
+
+def _settings(settings: SpeculationSettings) -> pb.SpeculationOptions:
+    """Return the effective settings with every field set."""
+    return pb.SpeculationOptions(
+        mode=pb.SpeculationMode.Value(f"SPECULATION_MODE_{settings.mode.name}"),
+        num_draft_tokens=settings.num_draft_tokens,
+        proposer=settings.proposer,
+        verification=pb.Verification.Value(f"VERIFICATION_{settings.verification.name}"),
+    )
+
+
+def _finished(index: int, end: FinishedOutput, request: Request) -> pb.Finished:
+    """Return the terminal message of one output."""
+    stats, timing = end.stats, end.timing
+    assert timing is not None, "the stream adds it"
+    message = pb.Finished(
+        index=index,
+        finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{end.reason.name}"),  # an ERROR is a status instead
+        usage=pb.Usage(
+            accepted_prediction_tokens=end.accepted_prediction_tokens,
+            rejected_prediction_tokens=len(request.prediction) - end.accepted_prediction_tokens,
+            prompt_tokens=end.prompt_tokens,
+            completion_tokens=end.completion_tokens,
+            cached_prompt_tokens=end.cached_prompt_tokens,
+        ),
+        speculation_stats=pb.SpeculationStats(
+            rounds=stats.rounds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            accepted_per_position=stats.accepted_per_position,
+            acceptance_length=stats.acceptance_length if stats.rounds else 0.0,
+            gain_ratio=end.spec_gain,
+        ),
+        timing=pb.Timing(
+            queue_seconds=timing.queue,
+            time_to_first_token_seconds=timing.first_token,
+            total_seconds=timing.total,
+        ),
+        seed=end.seed,
+        speculation=_settings(end.speculation),
+        interruptions=end.interruptions,
+    )
+    if end.stop_string is not None:
+        message.stop_string = end.stop_string
+    elif end.stop_token_id is not None:
+        message.stop_token_id = end.stop_token_id
+    return message
+
+
+def model_info(model: ServedModel, adapters: Seq[str]) -> control_pb.GetModelInfoResponse:
+    """Return the model, its limits, its adapters, and the default speculation settings of a request."""
+    engine, config = model.engine, model.engine.config
+    return control_pb.GetModelInfoResponse(
+        model=model.name,
+        draft_model=model.draft_name or "",
+        device=model.device,
+        dtype=engine.dtype,
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        eos_token_ids=sorted(engine.eos_token_ids),
+        has_tokenizer=model.codec is not None,
+        proposers=sorted(engine.proposer_names, key=lambda name: (name != engine.default_proposer, name)),
+        speculation=_settings(
+            SpeculationSettings(
+                mode=config.speculation,
+                num_draft_tokens=config.num_draft_tokens,
+                proposer=engine.default_proposer,
+                verification=config.verification,
+            )
+        ),
+        max_batch_size=config.max_batch_size,
+        max_batch_tokens=config.max_batch_tokens,
+        adapters=adapters,
+    )
