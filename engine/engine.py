@@ -220,24 +220,21 @@ class Engine:
     # ------------------------------------------------------------------------------- a request's way in and out
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest or Unsupported for a request that `add` would refuse. Any thread may call this."""
+        """Raise InvalidRequest or Unsupported for a request that cannot be served. Any thread may call this."""
         self._intake.check(request)
 
     def speculation_of(self, request: Request) -> SpeculationSettings:
         return self._intake.speculation_of(request)
 
     def add(self, request: Request) -> tuple[TokenEvent, ...]:
-        """Accept a request; it runs as soon as there is room.
+        """Accept a request that has passed `check`; it runs as soon as there is room.
 
         Returns:
             Terminal events of outputs of a continued request that have emitted all their tokens already.
 
         Raises:
-            InvalidRequest: with every violation at once.
-            Unsupported: a proposer that this server does not have.
             DuplicateRequest: a live request has its id.
         """
-        self.check(request)
         if request.request_id in self._live:
             raise DuplicateRequest(f"request_id {request.request_id!r} is live")
         outputs = self._intake.open(request)

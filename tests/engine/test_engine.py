@@ -265,7 +265,7 @@ def test_bad_input_names_all_fields_at_once() -> None:
     engine = fakes.fake_engine(LAW, vocab_size=VOCAB)
     bad = SamplingParams(temperature=math.nan, top_p=2, top_k=-3, seed=2**64, max_tokens=63)
     with pytest.raises(InvalidRequest) as caught:
-        engine.add(request(sampling=bad, token_ids=(0, -1)))
+        engine.check(request(sampling=bad, token_ids=(0, -1)))
     wrong = ("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.seed", "stopping.max_tokens")
     assert [violation.field for violation in caught.value.violations] == [*wrong, "token_ids[1]"]
     assert not engine.has_work
@@ -275,7 +275,7 @@ def test_bad_input_names_all_fields_at_once() -> None:
 def test_unknown_proposer_and_live_id() -> None:
     engine = fakes.fake_engine(LAW, vocab_size=VOCAB)
     with pytest.raises(Unsupported, match="'medusa'"):
-        engine.add(request(speculation=SpeculationParams(proposer="medusa")))
+        engine.check(request(speculation=SpeculationParams(proposer="medusa")))
     engine.add(request())
     with pytest.raises(DuplicateRequest, match="'r'"):
         engine.add(request())

@@ -151,9 +151,10 @@ class FakeEngine:
             request.caller
         }
         assert self.has_room or others, "the driver hands over only what has room, or what may displace others"
-        self.check(request)
         if request.request_id in self._live:
             raise DuplicateRequest(request.request_id)
+        if request.adapter is not None:
+            self.adapters[request.adapter]  # it is loaded
         self.requests.append(request)
         self._live[request.request_id] = {i: self._opened(request, i) for i in request.unfinished}
         events = []

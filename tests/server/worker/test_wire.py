@@ -326,7 +326,7 @@ def test_an_engine_calibrates_only_after_a_while_without_an_order(front_ends):
 
 
 def test_what_the_engine_refuses_fails_alone(front_ends):
-    bad = Request(request_id="bad", token_ids=(10**6,), sampling=SamplingParams(n=2))
+    bad = Request(request_id="bad", token_ids=(1,), sampling=SamplingParams(n=2), adapter="gone")
     front_ends.say(wire.Add(1, bad), wire.Add(2, asked("a", max_tokens=1)))
     first, second = front_ends.turn()
     assert [event.finished.reason for event in first.events] == [FinishReason.ERROR] * 2
