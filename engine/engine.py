@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.control import learned
@@ -156,15 +156,15 @@ class Engine:
         sequence.tokens += fresh
         sequence.rollback(len(sequence.tokens))  # I3: this is the whole rollback
         advance_grammar(sequence, fresh)
-        event = TokenEvent(
+        return TokenEvent(
             request_id=sequence.request_id,
             index=sequence.index,
             token_ids=tuple(fresh),
             from_draft=tuple(i < num_accepted for i in range(len(fresh))),
             logprobs=outcome.logprobs[: len(fresh)],
             prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.num_generated == len(fresh) else (),
+            finished=self._end_if_over(sequence, outcome.problem),
         )
-        return replace(event, finished=self._end_if_over(sequence, outcome.problem))
 
     def _blame_engine_or_requests(self, error: Exception) -> None:
         """Run a self-test after a pass that failed for every sequence, alone too: raise `error` if it fails as well.

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.params import DEFAULT_MAX_TOKENS, OutputOptions, SamplingParams, SpeculationParams, SpeculationSettings
 
@@ -468,14 +468,13 @@ class FinishedOutput:
     interruptions: int = 0  # how often the output was interrupted and continued
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What one output got from one step, or from several whose events were merged.
 
     `from_draft[i]`: token i was an accepted draft. `logprobs` has one entry per token if the request wants them;
     `prompt_logprobs` come with the first tokens. The last four fields are the stream's, which adds them: `texts[i]` is
     the text of token i, `tail` text that was held back until the end, `digest` that of all tokens so far, and
-    `text_offset` the number of characters before these.
+    `text_offset` the number of characters before these. There is one for each token, so it is a tuple.
     """
 
     request_id: str

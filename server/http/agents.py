@@ -135,7 +135,7 @@ class AnswerPart:
 class AgentAnswer(Answers):
     """Base of the answers. Its events tell how one grows, and at the end it is whole."""
 
-    last = ""
+    last = b""
     are_named = True
 
     def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:

@@ -6,15 +6,14 @@ Long lists of an answer are made and encoded in parts, so that others have their
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -56,7 +55,7 @@ class Answers(ABC):
     One instance per call, made of the body and the streams that were admitted for its prompts.
     """
 
-    last = "data: [DONE]\n\n"  # of a stream
+    last = b"data: [DONE]\n\n"  # of a stream
     are_named = False  # whether an event has the name of its type
 
     def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
@@ -158,7 +157,7 @@ class Calls:
                 yield self._numbered(i, event)
 
     def _numbered(self, prompt: int, event: TokenEvent) -> TokenEvent:
-        return event if not prompt else replace(event, index=event.index + prompt * self.streams[0].request.sampling.n)
+        return event if not prompt else event._replace(index=event.index + prompt * self.streams[0].request.sampling.n)
 
     def end(self, error: PilotfishError) -> None:
         """End all streams that have not ended yet."""
@@ -237,12 +236,13 @@ class EventStream(Response):
     """Server-sent events: those that `answers` makes of the streams' events, then its last one.
 
     With `has_ids`, the last one of each event has an id, with which the stream can be continued after it. Events that
-    the caller received of an interrupted stream are not sent again.
+    the caller received of an interrupted stream are not sent again; without `ids` there are none.
     """
 
     def __init__(
-        self, calls: Calls, answers: Answers, origin: Origin, stall_seconds: float, ids: EventIds, *, has_ids: bool
-    ) -> None:
+        self, calls: Calls, answers: Answers, origin: Origin, stall_seconds: float, ids: EventIds | None, *,
+        has_ids: bool,
+    ) -> None:  # fmt: skip
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]  # the length is not known yet
         self._calls, self._answers, self._origin, self._stall_seconds = calls, answers, origin, stall_seconds
@@ -271,32 +271,33 @@ class EventStream(Response):
         async with aclosing(self._calls.events()) as events, stall_limit(self._stall_seconds) as writes:
             try:
                 async with in_time(self._origin):
-                    async for made in self._answers.events(self._observed(events)):
+                    observed = events if self._ids is None else self._observed(events, self._ids)
+                    async for made in self._answers.events(observed):
                         await self._write_events(send, made, writes)
                 last = self._answers.last
             except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
-                last = "".join(self._texts(self._answers.failure(_reported(error))))
+                last = b"".join(self._parts(self._answers.failure(_reported(error))))
             with writes:
-                await send({"type": "http.response.body", "body": last.encode(), "more_body": True})
+                await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_events(self, send: Send, events: list[Json], writes: Writes) -> None:
         """Write events at once; those with a long list in pieces, each with its own limit of time."""
-        event_id = self._ids.newest if self._has_ids else ""
-        async with aclosing(in_turns(self._texts(() if self._is_known else events, event_id))) as pieces:
+        event_id = self._ids.newest if self._ids is not None and self._has_ids else ""
+        async with aclosing(in_turns(self._parts(() if self._is_known else events, event_id))) as pieces:
             async for piece in pieces:
                 with writes:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
 
-    def _texts(self, events: Sequence[Json], event_id: str = "") -> Iterator[str]:
+    def _parts(self, events: Sequence[Json], event_id: str = "") -> Iterator[bytes]:
         for event in events:
             name = event["type"] if self._answers.are_named else ""
             yield from event_parts(event, name, event_id if event is events[-1] else "")
 
-    async def _observed(self, events: Events) -> Events:
+    async def _observed(self, events: Events, ids: EventIds) -> Events:
         """Yield the events; note of each, before it is written, its id and whether the caller has received it."""
         async for event in events:
-            self._is_known = self._ids.observe(event)
+            self._is_known = ids.observe(event)
             yield event
         self._is_known = False  # what follows, such as the usage, is of no event
 
@@ -309,17 +310,18 @@ def _reported(error: Exception) -> HttpError:
     return INTERNAL
 
 
-MIN_PIECE = 64 << 10  # characters; smaller parts are joined
-LARGE_PART = 4 << 10  # characters; after it others have a turn
+MIN_PIECE = 64 << 10  # bytes; smaller parts are joined
+LARGE_PART = 4 << 10  # bytes; after it others have a turn
 
 
-@dataclass(frozen=True, slots=True)
 class LongList:
-    """A list that is made when it is encoded: `make(start, stop)` returns its entries of a half-open range."""
+    """A list that is made when it is encoded: `make(start, stop)` returns its entries of a half-open range.
 
-    length: int
-    make: Callable[[int, int], list[Any]]
-    part: int  # the most entries that are made at once
+    At most `part` entries are made at once. (Not a dataclass, which the encoder would encode by itself.)
+    """
+
+    def __init__(self, length: int, make: Callable[[int, int], list[Any]], part: int) -> None:
+        self.length, self.make, self.part = length, make, part
 
     def parts(self) -> Iterator[list[Any]]:
         """Yield the entries in parts; the last may be smaller."""
@@ -337,13 +339,13 @@ class HasLongList(Exception):  # an event, so its name has no suffix `Error`
 
 
 def refuse(value: object) -> NoReturn:
-    """`default` of an encoder: refuse long lists, and what is no JSON at all."""
+    """`enc_hook` of an encoder: refuse long lists, and what is no JSON at all."""
     if isinstance(value, LongList):
         raise HasLongList
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
-def json_parts(value: Any) -> Iterator[str]:
+def json_parts(value: Any) -> Iterator[bytes]:
     """Yield the JSON of `value` in one part if it has no long list, else the parts of what it consists of."""
     try:
         yield _dumped(value)
@@ -351,54 +353,51 @@ def json_parts(value: Any) -> Iterator[str]:
     except HasLongList:
         pass
     if isinstance(value, dict):
-        yield "{"
+        yield b"{"
         for i, (name, entry) in enumerate(value.items()):
-            yield f"{',' if i else ''}{_dumped(name)}:"
+            yield b"%b%b:" % (b"," if i else b"", _dumped(name))
             yield from json_parts(entry)
-        yield "}"
+        yield b"}"
         return
-    yield "["
+    yield b"["
     for i, some in enumerate(value.parts() if isinstance(value, LongList) else ([entry] for entry in value)):
         if i:
-            yield ","
+            yield b","
         yield from _entries(some)
-    yield "]"
+    yield b"]"
 
 
-def _entries(some: list[Any]) -> Iterator[str]:
+def _entries(some: list[Any]) -> Iterator[bytes]:
     try:
         yield _dumped(some)[1:-1]
     except HasLongList:
         for i, entry in enumerate(some):
             if i:
-                yield ","
+                yield b","
             yield from json_parts(entry)
 
 
-_dumped = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=refuse).encode
+_dumped = msgspec.json.Encoder(enc_hook=refuse).encode
 
 
-def event_parts(event: Json, name: str = "", event_id: str = "") -> Iterator[str]:
+def event_parts(event: Json, name: str = "", event_id: str = "") -> Iterator[bytes]:
     """Yield the parts of a server-sent event."""
-    if event_id:
-        yield f"id: {event_id}\n"
-    if name:
-        yield f"event: {name}\n"
-    yield "data: "
+    head = f"id: {event_id}\n" if event_id else ""
+    yield f"{head}event: {name}\ndata: ".encode() if name else f"{head}data: ".encode()
     yield from json_parts(event)
-    yield "\n\n"
+    yield b"\n\n"
 
 
-async def in_turns(parts: Iterable[str]) -> AsyncGenerator[bytes, None]:
+async def in_turns(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
     """Yield the parts, small ones joined; others have their turns after each part of some size and after each piece."""
-    joined, size = list[str](), 0
+    joined, size = list[bytes](), 0
     for part in parts:
         joined.append(part)
         size += len(part)
         if size >= MIN_PIECE:
-            yield "".join(joined).encode()
+            yield b"".join(joined)
             joined, size = [], 0
         if not size or len(part) >= LARGE_PART:
             await asyncio.sleep(0)
     if joined:
-        yield "".join(joined).encode()
+        yield b"".join(joined)

@@ -104,7 +104,8 @@ def _generating(services: Services, kind: type[GenerationFields], made: type[Ans
             if read.body.stream:
                 admitted, has_ids = calls.streams[0].request, read.body.event_ids
                 fingerprint = model.fingerprint_with(admitted.adapter)
-                ids = EventIds(fingerprint, admitted.sampling.seed or 0, admitted.resume)
+                is_observed = has_ids or admitted.resume is not None
+                ids = EventIds(fingerprint, admitted.sampling.seed or 0, admitted.resume) if is_observed else None
                 return EventStream(calls, answers, origin, stall_seconds, ids, has_ids=has_ids)
             return await unless_gone(WholeAnswer.of(calls, answers, origin), request.receive)
 

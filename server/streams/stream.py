@@ -57,7 +57,7 @@ def merged(parts: list[TokenEvent]) -> TokenEvent:
     lists: Any = {name: tuple(chain.from_iterable(getattr(part, name) for part in parts)) for name in _PER_TOKEN}
     digest = next((part.digest for part in reversed(parts) if part.digest), "")
     tail = "".join(part.tail for part in parts)
-    return replace(parts[0], tail=tail, finished=parts[-1].finished, digest=digest, **lists)
+    return parts[0]._replace(tail=tail, finished=parts[-1].finished, digest=digest, **lists)
 
 
 class OutputBuffer:
@@ -270,7 +270,7 @@ class OutputStream:
             for index, text in enumerate(texts)
         )
         self._timelines = (self.timeline, *(output.timeline for output in self.outputs))
-        self.num_ends = sum(not output.has_ended for output in self.outputs)  # that the reader gets
+        self.num_ends = self._num_open = sum(not output.has_ended for output in self.outputs)  # that the reader gets
         self._clock = clock
         self.error: PilotfishError | None = None
         self._readable = asyncio.Event()
@@ -287,7 +287,7 @@ class OutputStream:
     @property
     def ended(self) -> bool:
         """Whether the driver will write nothing more."""
-        return self.error is not None or all(output.has_ended for output in self.outputs)
+        return self.error is not None or not self._num_open
 
     def continued(self) -> Request:
         """Return the request as an engine has to get it now: with what its outputs have emitted so far."""
@@ -323,8 +323,10 @@ class OutputStream:
         assert not self.ended, f"an event after the end of {self.request_id}"
         output = self.outputs[event.index]
         stopped = output.push(event)
-        if all(output.has_ended for output in self.outputs):
-            self.timeline.ended = self._clock()
+        if output.has_ended:
+            self._num_open -= 1
+            if not self._num_open:
+                self.timeline.ended = self._clock()
         if output.ready:
             self._readable.set()
         return stopped
@@ -357,7 +359,7 @@ class OutputStream:
                 end = event.finished
                 unfinished -= end is not None
                 if end is not None and (event.texts or event.tail):
-                    yield replace(event, finished=None)
+                    yield event._replace(finished=None)
                     yield TokenEvent(request_id=event.request_id, index=event.index, finished=end)
                 else:
                     yield event

@@ -204,7 +204,7 @@ class RemoteEngine:
             worker.send(wire.Taken())
             output = worker.outputs.popleft()
             read = [(event, self._reader(event)) for event in output.events]
-            events = tuple(replace(event, request_id=name) for event, name in read if name is not None)
+            events = tuple(event._replace(request_id=name) for event, name in read if name is not None)
             return structs.replace(output, events=events)
         if worker.loss is not None:
             raise await worker.cause()

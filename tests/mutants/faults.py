@@ -203,8 +203,8 @@ FAULTS = tuple(
 +num_tokens)
 =tests/engine/test_engine.py tests/server/test_limits.py
 43 | wire | server/worker/remote.py | log-probabilities are lost between the processes
--replace(event, request_id=name)
-+replace(event, request_id=name, logprobs=())
+-event._replace(request_id=name)
++event._replace(request_id=name, logprobs=())
 =tests/server/worker/test_engine_process.py
 44 | wire | server/worker/wire.py | a message is read only when a byte of the next one has arrived
 -if len(self._unread) < body + size:

@@ -111,7 +111,7 @@ def at_once(value):
 
 
 def dumped(value):
-    return json.dumps(at_once(value), ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(at_once(value), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def text_answers(codec=CODEC):
@@ -127,10 +127,10 @@ def chat_answers(codec=CODEC):
 async def test_parts_joined_are_what_one_piece_would_be(kind, num_tokens):
     answer = await kind().answer(outputs(num_tokens))
     parts = list(json_parts(answer))
-    assert "".join(parts) == dumped(answer)
+    assert b"".join(parts) == dumped(answer)
     per_token = 1 + TOP if kind is chat_answers else TOP
-    assert max(part.count('"logprob"') for part in parts) <= MAX_AT_ONCE * per_token
-    assert max(part.count(":") for part in parts) < 4 * MAX_AT_ONCE * (1 + TOP) + 100
+    assert max(part.count(b'"logprob"') for part in parts) <= MAX_AT_ONCE * per_token
+    assert max(part.count(b":") for part in parts) < 4 * MAX_AT_ONCE * (1 + TOP) + 100
 
 
 @pytest.mark.parametrize("kind", [text_answers, chat_answers])
@@ -154,7 +154,7 @@ async def test_many_long_texts_are_not_encoded_at_once():
         answer = await kind().answer(some)
         parts = list(json_parts(answer))
         assert max(map(len, parts)) < 2 * MIN_PIECE
-        assert "".join(parts) == dumped(answer)
+        assert b"".join(parts) == dumped(answer)
 
 
 async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():
@@ -163,7 +163,7 @@ async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():
         async with turns() as seen:
             found = [(seen.count, piece) async for piece in in_turns(event_parts(events[-1], "name", "17"))]
         bodies = [body for _, body in found]
-        wanted = f"id: 17\nevent: name\ndata: {dumped(events[-1])}\n\n".encode()
+        wanted = b"id: 17\nevent: name\ndata: %b\n\n" % dumped(events[-1])
         assert b"".join(bodies) == wanted
         assert len({turn for turn, _ in found}) >= len(found) - 1  # the last may follow without a turn
         return bodies
