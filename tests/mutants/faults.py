@@ -160,7 +160,7 @@ FAULTS = tuple(
 -return _with_logprobs(fed, logits, outcomes)
 +return _with_logprobs(fed, processed, outcomes)
 =tests/engine/test_engine.py
-32 | wire | server/admission/convert.py | gRPC: the presence penalty is the frequency penalty
+32 | wire | server/grpc/messages.py | gRPC: the presence penalty is the frequency penalty
 -{name: given[name] for name in
 +{name: given.get(name.replace("presence", "frequency"), 0) for name in
 =tests/server/test_options.py
