@@ -30,10 +30,10 @@ class Verification(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingBudget:
-    """The most tokens of reasoning at the beginning of an output; after them its end is generated.
+    """A limit on the reasoning at the beginning of an output; after it the end of the reasoning is generated.
 
     Args:
-        max_tokens: tokens of reasoning, without its end.
+        max_tokens: maximum number of tokens of reasoning, without its end.
         end: the text that ends the reasoning. An output that reaches it earlier is free of the budget.
         begin: the text with which reasoning begins; an output that begins in another way has none. None: every output
             begins inside of its reasoning.
@@ -93,7 +93,7 @@ class SamplingParams:
             smaller.
         fit_context: where `max_tokens` is None, or more than the context and the server's limit have room for, generate
             as many as there is room for.
-        min_tokens: the output has at least so many tokens, unless its structure is complete earlier.
+        min_tokens: minimum number of tokens, unless the structure is complete earlier.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: tokens that end the output; they are part of `token_ids`, not of the text.
         ignore_eos: the model's own end-of-text tokens do not end the output.

@@ -146,10 +146,10 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"  # the caller went away
     DEADLINE = "deadline"  # the caller's deadline passed
     ABORTED = "aborted"  # an operator, or a reader that stalled
-    ERROR = "error"  # a fault of the server or of this request alone; `FinishedOutput.error` says which
+    ERROR = "error"  # a fault of the server or of this request; see `FinishedOutput.error`
 
 
-# Where there are many, a state takes so many tokens at once: in the costliest structures that takes some 20 ms.
+# A state takes at most this many tokens at once: in the most expensive structures that takes some 20 ms.
 GRAMMAR_TOKENS = 16
 
 
@@ -339,7 +339,7 @@ class Sequence:
     request: Request
     seed: int
     speculation: SpeculationSettings
-    max_len: int  # prompt plus the most tokens that may be generated
+    max_len: int  # maximum number of tokens of prompt and output
     end_token_ids: frozenset[int]  # what ends the output: the request's stop tokens and the model's own
     tokens: list[int]
     index: int = 0  # which of the request's outputs
@@ -363,10 +363,10 @@ class Sequence:
     num_charged: int = 0  # leading tokens that count for its caller's share
     num_started: int = 0  # tokens that it had when it last began to run
     alignment: Alignment | None = None  # in the request's prediction
-    most_predicted: int = 0  # most drafts of it in a step
+    most_predicted: int = 0  # maximum number of its drafts in a step
     is_predicted: bool = False  # whether the prediction has drafts for the next step
     on_device: bool = False  # it decodes in rounds on the device (`engine/device_loop`), not in plain steps
-    in_flight: int = 0  # most tokens beyond `tokens` that rounds may have made whose results the host has not read
+    in_flight: int = 0  # upper bound of tokens beyond `tokens` in rounds whose results the host has not read
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)  # None for the first token
 
     @property
@@ -414,7 +414,7 @@ class Sequence:
 
     @property
     def most_drafts(self) -> int:
-        """Most drafts of what drafts in the next step."""
+        """Maximum number of drafts in the next step."""
         return self.most_predicted if self.is_predicted else self.speculation.num_draft_tokens
 
     @property

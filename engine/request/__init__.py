@@ -1,4 +1,4 @@
 """A request before it becomes sequences: its validation, and the defaults for fields that it leaves unset.
 
-This package knows bounds and the limits of the loaded models, and no tensor and no step.
+Knows bounds and the limits of the loaded models; knows no tensors and no steps.
 """

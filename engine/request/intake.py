@@ -30,7 +30,7 @@ class Limits:
     """The limits of the models and the arena, fixed at load."""
 
     vocab_size: int  # width of the target's logits
-    max_model_len: int  # most tokens of prompt and output together
+    max_model_len: int  # maximum number of tokens of prompt and output together
     eos_token_ids: frozenset[int] = frozenset()
     target_border: int | None = None  # longest sequence of the model's first rotary table; None: it has only one
     draft_border: int | None = None
@@ -69,8 +69,8 @@ class Intake:
             raise Unsupported(f"speculation.proposer is {shown(name)}; this server has {', '.join(self.proposers)}")
         if self.config.reproducible and request.speculation.verification is Verification.REJECTION:
             raise Unsupported(
-                "speculation.verification is 'rejection'; this server is reproducible, and has coupled alone: "
-                "under rejection the drafts decide, too"
+                "speculation.verification is 'rejection'; a reproducible server supports only coupled, because under "
+                "rejection the tokens depend on the drafts"
             )
 
     def open(self, request: Request) -> list[Sequence]:
@@ -116,7 +116,7 @@ class Intake:
 
     @staticmethod
     def _most_predicted(request: Request, speculation: SpeculationSettings) -> int:
-        """Most drafts of a prediction: where nobody set a K, more than of a proposer, because long runs are right."""
+        """Maximum number of drafts of a prediction: above K if the request sets none, as long runs are accepted."""
         if not request.prediction:
             return 0
         is_free = speculation.mode is SpeculationMode.AUTO and request.speculation.num_draft_tokens is None

@@ -87,7 +87,7 @@ def _prompt_violations(request: Request, bounds: Bounds, max_model_len: int) -> 
     length, sampling = len(request.token_ids), request.sampling
     room, most = max_model_len - length, most_prompt_tokens(bounds, max_model_len)
     if not length:
-        yield Violation("prompt", "is empty: there is nothing to continue")
+        yield Violation("prompt", "is empty")
     yield from prompt_too_long(length, bounds, max_model_len)
     max_tokens = None if sampling.fit_context else sampling.max_tokens
     for name, wanted in (("max_tokens", max_tokens), ("min_tokens", sampling.min_tokens)):
@@ -97,7 +97,7 @@ def _prompt_violations(request: Request, bounds: Bounds, max_model_len: int) -> 
 
 
 def most_prompt_tokens(bounds: Bounds, max_model_len: int) -> int:
-    """The most tokens that a prompt may have."""
+    """Maximum number of tokens of a prompt."""
     return min(max_model_len - 1, bounds.max_prompt_tokens or max_model_len)
 
 
@@ -128,12 +128,12 @@ def _token_violations(sampling: SamplingParams, bounds: Bounds, vocab_size: int)
 
 def _set_violations(field: str, tokens: tuple[int, ...], vocab_size: int) -> Iterator[Violation]:
     if len(tokens) > vocab_size:
-        yield Violation(field, f"has {len(tokens)} ids; the model knows {vocab_size}")
+        yield Violation(field, f"has {len(tokens)} ids; the vocabulary has {vocab_size}")
     yield from unknown_ids(field, tokens, vocab_size)
 
 
 def unknown_ids(field: str, tokens: Collection[int], vocab_size: int, *, by_id: bool = False) -> Iterator[Violation]:
-    """Report only the first id that the model does not know, because with a wrong tokenizer there are many."""
+    """Report only the first unknown id, because with a wrong tokenizer there are many."""
     if not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size:
         return
     for i, token in enumerate(tokens):
@@ -218,7 +218,7 @@ def emitted_violations(request: Request, vocab_size: int, max_len: int) -> Itera
     if request.sampling.seed is None:
         yield Violation("sampling.seed", "is missing; a request that is continued needs the seed with which it began")
     if all(output.has_ended for output in emitted):
-        yield Violation(FIELD, f"has {len(emitted)} outputs, which are all finished: there is nothing to continue")
+        yield Violation(FIELD, f"has {len(emitted)} outputs, all of them finished: nothing is left to continue")
     room = max_len - len(request.token_ids)
     for index, output in enumerate(emitted):
         tokens = output.token_ids

@@ -114,7 +114,7 @@ class Admission:
 
     @contextmanager
     def conversion(self, caller: Caller) -> Iterator[None]:
-        """Within it a call that generates nothing counts as a request that arrives; so does its refusal, QueueFull."""
+        """Count a call that generates nothing as an arriving request, and its refusal (QueueFull) too."""
         with ExitStack() as counted:
             try:
                 counted.callback(self._quotas.enter(caller))
@@ -193,7 +193,7 @@ class Admission:
     async def _with_sound_parts(
         self, answer: Answer, compiled: Callable[[Guided, float], Awaitable[Grammar]], remaining: Callable[[], float]
     ) -> Answer:
-        """Find which part is wrong: a tool that is not strict may have any object, then; another is an error."""
+        """Find the part that is wrong: a tool that is not strict is relaxed to any object; another part is an error."""
         for name, part in answer.parts:
             try:
                 await compiled(part, remaining())

@@ -45,7 +45,7 @@ def text_of_conversation(asked: Conversation, model: ServedModel) -> str:
         continues=continues,
     )
     if _SURROGATE.search(text):  # JSON can name one by an escape
-        raise InvalidRequest.of("messages", "have a surrogate without its other half, which is no character")
+        raise InvalidRequest.of("messages", "contain an unpaired surrogate")
     return text
 
 
@@ -75,7 +75,10 @@ def answer_of(asked: Conversation, guided: Guided | None, model: ServedModel, te
         thinking_budget=asked.thinking_budget,
     )
     if answer.tools and isinstance(model.format, PlainFormat):
-        raise Unsupported("messages.tools has functions; the chat template does not tell how this model calls them")
+        raise Unsupported(
+            "messages.tools is set; the format of tool calls was not recognised in this model's chat template (option "
+            "chat_format)"
+        )
     return _sound(answer, model)
 
 
@@ -98,7 +101,7 @@ def _sound(answer: Answer, model: ServedModel) -> Answer:
 
 
 def _part_violations(field: str, part: Guided, bounds: Bounds) -> Iterator[Violation]:
-    """What is wrong with a part of a structure; `field` is empty where the part names its own."""
+    """Violations of a part of a structure; `field` is empty where the part names its own."""
     found = list(structure_violations(part, bounds.max_structure_bytes, bounds.max_choices))
     try:
         if not found:
@@ -164,6 +167,6 @@ def _violations(asked: Conversation) -> Iterator[Violation]:
             if kind != "object":
                 yield Violation(field, f"has the type {shown(kind)}; expected object")
     if asked.tool_name is not None and asked.tool_name not in names:
-        yield Violation("messages.tool_choice.name", f"is {shown(asked.tool_name)}, which is none of the tools")
+        yield Violation("messages.tool_choice.name", f"is {shown(asked.tool_name)}, which is not in tools")
     elif asked.must_call and not names:
-        yield Violation("messages.tool_choice.mode", "requires a call, and there are no tools")
+        yield Violation("messages.tool_choice.mode", "requires a call, but there are no tools")

@@ -120,7 +120,7 @@ def _conversation(asked: pb.ChatMessages, found: list[Violation]) -> Conversatio
         return None
     mode = asked.tool_choice.mode
     if mode not in pb.ToolChoiceMode.values():  # proto3 accepts unknown ones; a newer client may send them
-        found.append(Violation("messages.tool_choice.mode", f"is {mode}, which this server does not know"))
+        found.append(Violation("messages.tool_choice.mode", f"is {mode}, which is not supported"))
     return Conversation(
         messages=tuple(map(_turn, asked.messages)),
         tools=tuple(
@@ -203,7 +203,7 @@ def _output(message: pb.GenerateRequest, found: list[Violation]) -> OutputOption
 def _speculation(asked: pb.SpeculationOptions, found: list[Violation]) -> SpeculationParams:
     for name, number, known in (("mode", asked.mode, _MODES), ("verification", asked.verification, _RULES)):
         if number and number not in known:  # proto3 accepts unknown ones; a newer client may send them
-            found.append(Violation(f"speculation.{name}", f"is {number}, which this server does not know"))
+            found.append(Violation(f"speculation.{name}", f"is {number}, which is not supported"))
     return SpeculationParams(
         mode=_MODES.get(asked.mode),
         num_draft_tokens=_given(asked, "num_draft_tokens"),
@@ -321,7 +321,7 @@ def _resume_info(request: Request, model: ServedModel) -> pb.ResumeInfo:
 
 
 def _add_prompt(message: pb.GenerateStreamResponse | pb.GenerateResponse, stream: OutputStream) -> None:
-    """Add what the caller asked to know of the prompt, and whether it ends inside of the reasoning."""
+    """Add the tokens of the prompt, if they are requested, and whether it ends inside of the reasoning."""
     message.starts_in_reasoning = stream.starts_in_reasoning
     if stream.request.output.prompt_token_ids:
         message.prompt_token_ids.ids.extend(stream.request.token_ids)

@@ -254,7 +254,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return Response(status=self._statuses[request.service])
 
     async def Watch(self, request: Any, context: Context) -> None:  # noqa: N802
-        """Write the status of a service, and each later one; a watcher that reads late gets the newest alone."""
+        """Write the status of a service, and each later one; a slow watcher gets only the newest."""
         written = None
         while True:
             changed, status = self._changed, self._statuses.get(request.service, Response.SERVICE_UNKNOWN)

@@ -1,8 +1,8 @@
 """What the protocols of agents share: their bodies, conversations as chat templates expect them, and answers in parts.
 
-Agents say more kinds of things in more places than a template has roles. So instructions before the model's first turn
-are one system message, at the beginning, whatever stands before them; later ones are part of a user's turn, between
-marks. Neighbouring turns of the user are one, because many templates want user and assistant to alternate.
+The protocols have more kinds of content than chat templates have roles. So instructions before the model's first turn
+are joined to one system message at the beginning; later ones become part of a user's turn, between marks. Adjacent
+turns of the user are joined, because many templates require user and assistant to alternate.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Turns:
         return (ChatMessage(role="system", content=SEPARATOR.join(self._instructions)), *self._turns)
 
     def instruct(self, text: str) -> None:
-        """Add what the developer says."""
+        """Add instructions of the developer."""
         if any(turn.role == "assistant" for turn in self._turns):
             self.ask(_REMINDER.format(text=text))
         elif text:
@@ -84,7 +84,7 @@ class Turns:
         self._turns[-1] = replace(newest, reasoning=text if so_far is None else f"{so_far}{SEPARATOR}{text}")
 
     def answer(self, text: str) -> None:
-        """Add what the assistant says. In a turn it comes before the calls."""
+        """Add text of the assistant. In a turn it precedes the calls."""
         newest = self._open()
         if newest is None or newest.tool_calls:
             newest = self._begin()
@@ -133,7 +133,7 @@ class AnswerPart:
 
 
 class AgentAnswer(Answers):
-    """Base of the answers. Its events tell how one grows, and at the end it is whole."""
+    """Base of the answers. Its events describe how one grows, and at the end it is complete."""
 
     last = b""
     are_named = True
@@ -144,7 +144,7 @@ class AgentAnswer(Answers):
         self._parts: list[AnswerPart] = []
 
     async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
-        """Return the whole answer: what the events of a stream would have reported."""
+        """Return the whole answer: the state after the events of a stream."""
         async for _ in self.events(each(outputs)):
             pass
         return self._whole()
@@ -184,7 +184,7 @@ class AgentAnswer(Answers):
         self._parts[-1].status = status
         return self._closed(self._parts[-1])
 
-    # Each returns events: before the first token, at the begin of a part, for more of its text, at its end, and at the
+    # Each returns events: before the first token, at the start of a part, for more of its text, at its end, and at the
     # end of the answer. `_whole` returns the answer as it is now.
 
     @abstractmethod

@@ -119,7 +119,7 @@ _SAMPLING = {field.name for field in fields(SamplingParams)} - {"guided", "max_t
 class GenerationFields(Body):
     """Fields of every generating route, named as over gRPC, but without its groups."""
 
-    # The input field, and a placeholder for an invalid input; None: nothing more is said of a body with a wrong field.
+    # The input field, and a placeholder for an invalid input; None: only the wrong fields of a body are reported.
     no_input: ClassVar[tuple[str, Any] | None] = ("prompt", "")
     usual_temperature: ClassVar[float] = 0.0
 
@@ -187,7 +187,7 @@ class GenerationFields(Body):
     @property
     @abstractmethod
     def prompts(self) -> list[Input]:
-        """The prompts, of which most bodies have one. Raises InvalidRequest for a wrong conversation."""
+        """The prompts: one in most bodies. Raises InvalidRequest for a wrong conversation."""
 
     @property
     def predicted(self) -> str | None:
@@ -241,7 +241,7 @@ def _guided(structure: Structure | None) -> Guided | None:
 def template_arguments(effort: str | None, verbosity: str | None = None, named: dict[str, Any] | None = None) -> str:
     """Return more variables of the template as JSON. Those that the caller names go before those that fields imply.
 
-    Most templates have a switch for reasoning, and no degrees.
+    Most templates can switch reasoning on or off, without degrees.
     """
     found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     found |= {"enable_thinking": False} if effort == "none" else {}

@@ -62,7 +62,7 @@ class HttpError:
         return {"error": {"message": self.message, "type": openai, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """Return the response. Its headers tell clients not to retry after an internal fault or a passed deadline."""
+        """Return the response. Its headers ask clients not to retry after an internal fault or a passed deadline."""
         headers = {}
         if self.retry_seconds is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_seconds))
@@ -90,7 +90,7 @@ def http_error(error: PilotfishError, path: str = "") -> HttpError:
 
 
 def _context_words(path: str, field: str, excess: ContextExcess) -> str:
-    """Say that the context is too short, in the words by which the clients of the API know it."""
+    """Report that the context is too short, in the words that clients of the API recognise."""
     num_prompt, num_output, most = excess.prompt_tokens, excess.output_tokens, excess.max_prompt_tokens
     if path.startswith(_OF_MESSAGES):
         if num_output:
@@ -128,7 +128,7 @@ def _problem(error: Any) -> str:
         case "missing":
             return "is missing"
         case "extra_forbidden":
-            return f"is {_shown(error['input'])}; this field is not served"
+            return f"is {_shown(error['input'])}; this field is not supported"
         case "value_error":
             return str(error["ctx"]["error"])
         case "model_type" | "dict_type":
@@ -143,7 +143,7 @@ _REPR.maxlist = _REPR.maxdict = _REPR.maxstring = 80
 
 
 def _shown(value: Any) -> str:
-    """`shown`; but of a list or an object, which can have millions of entries, only what is told is written."""
+    """`shown`; of a list or an object, which can have millions of entries, only what is reported is written."""
     if not isinstance(value, list | dict):
         return shown(value)
     text = _REPR.repr(value)

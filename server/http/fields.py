@@ -133,11 +133,11 @@ def text_of(content: Any, separator: str = "") -> str:
 
 
 def not_served(advice: str) -> BeforeValidator:
-    """Return a validator of a field that is not served: any value is refused, with advice."""
+    """Return a validator of a field that is not supported: any value is refused, with advice."""
 
     def refuse(value: Any) -> Any:
-        told = f"is {shown(value)}" if isinstance(value, str) else "is set"  # other values can be of any size
-        raise ValueError(f"{told}; this field is not served: {advice}")
+        given = f"is {shown(value)}" if isinstance(value, str) else "is set"  # other values can be of any size
+        raise ValueError(f"{given}; this field is not supported: {advice}")
 
     return BeforeValidator(refuse)
 
@@ -169,7 +169,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Chooses a type of a union by a value: `which` returns its number. So errors are of this type alone."""
+    """Chooses a type of a union by a value: `which` returns its number. So errors concern only this type."""
 
     which: Callable[[Any], int]
 
@@ -209,7 +209,7 @@ class ByType:
             if not isinstance(found, str):
                 raise ValueError(f"has no type; expected {' or '.join(numbers)}")  # noqa: TRY004  # for pydantic
             if found not in numbers:
-                raise ValueError(f"is of type {shown(found)}, which is not served; expected {' or '.join(numbers)}")
+                raise ValueError(f"is of type {shown(found)}, which is not supported; expected {' or '.join(numbers)}")
             return value | {"type": found}
 
         def which(value: Any) -> int:

@@ -153,7 +153,7 @@ def gateway(
     async def metrics(request: Request) -> Response:
         """Return all metrics in Prometheus text format, or in OpenMetrics if the Accept header requests it."""
         page, content_type = exposition.page(request.headers.get("accept", ""))
-        asyncio.get_running_loop().call_soon(exposition.renew)  # whoever asks in the same turn gets the same page
+        asyncio.get_running_loop().call_soon(exposition.renew)  # requests in the same turn get the same page
         return Response(page, media_type=content_type)
 
     @app.get("/v1/models")
@@ -296,9 +296,9 @@ class HttpProtocol(H11Protocol):
     uvicorn itself has none. `Guard` answers a late body with 408; this closes the connection a little later,
     also where the body is not read, because the answer does not depend on it.
 
-    A connection that is closed still waits until what it has written is read. So one whose reader takes nothing is
-    aborted: a little after `stall_seconds`, so that a stream which waits for its reader says so first. A stream that
-    has nothing to write by then finds `STALLED` in its scope.
+    A closed connection still waits until what it has written is read. So one whose reader takes nothing is aborted: a
+    little after `stall_seconds`, so that a stream which waits for its reader reports that first. A stream without
+    anything to write by then finds `STALLED` in its scope.
     """
 
     head_seconds = stall_seconds = 30.0
@@ -384,7 +384,7 @@ class HttpProtocol(H11Protocol):
     def _watch_closing(self) -> None:
         """Start the time of the reader if only it delays the end; where nothing is unread, that comes at once.
 
-        The size of the transport's buffer does not tell: with TLS there is another one below.
+        The size of the transport's buffer is not enough: with TLS there is another one below.
         """
         if self.transport.is_closing() and not self._is_lost:
             self._watch_reader()

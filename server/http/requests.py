@@ -190,7 +190,7 @@ def _real(digits: str) -> float:
 
 
 def read_json(data: bytes, content_type: str) -> Any:
-    """Decode JSON; the content type has to say that it is JSON, so that no web page can send it to another site."""
+    """Decode JSON; the content type has to be JSON, so that no web page can send it to another site."""
     described = Message()
     described["content-type"] = content_type or "text/plain"  # a page can send a body of no type, too
     subtype = described.get_content_subtype()

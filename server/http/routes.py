@@ -164,9 +164,9 @@ async def _counted(services: Services, read: ParsedBody[ConversationBody]) -> An
     return {"input_tokens": len(await admission.encoded(text, model.codec, bare=True))}
 
 
-@cache  # always the same, and dearer than all else with which a server starts
+@cache  # always the same, and the most expensive step of a start
 def _schema(kind: type[GenerationFields], path: str) -> dict[str, Any]:
-    """Describe the body of a path for `/openapi.json`; the parts that it refers to stand beside it."""
+    """Describe the body of a path for `/openapi.json`, with the parts that it refers to."""
     route = path.replace("/", "~1")
     parts = f"#/paths/{route}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
     schema = kind.model_json_schema(ref_template=parts)
@@ -180,10 +180,9 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        told = HttpError(error.status_code, "http", str(error.detail))
-        response = error_at(request.url.path, told).response()
+        response = error_at(request.url.path, HttpError(error.status_code, "http", str(error.detail))).response()
         allowed = (error.headers or {}).get("Allow")
-        if allowed is not None:  # the route of GET answers HEAD, whether it says so or not
+        if allowed is not None:  # the route of GET also answers HEAD
             response.headers["Allow"] = allowed if "HEAD" in allowed else allowed.replace("GET", "GET, HEAD")
         return response
 

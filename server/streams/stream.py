@@ -139,7 +139,7 @@ class OutputBuffer:
     def push(self, event: TokenEvent) -> bool:
         """Add the tokens of a step, and its end; return whether a stop string ended it, so the engine has to, too."""
         assert not self.has_ended, f"an event after the end of output {self.index}"
-        is_late = self.is_stopped  # the engine took another step before it was told to stop
+        is_late = self.is_stopped  # the engine took another step before the order to stop
         stop = is_late or self._keep(event)
         if event.finished is None:
             return stop and not is_late
@@ -151,10 +151,12 @@ class OutputBuffer:
         return False
 
     def close(self, finished: FinishedOutput) -> None:
-        """Add the end, with what only the stream knows of it."""
+        """Add the end, with its text, stop string and times."""
         assert not self.has_ended, f"a second end of output {self.index}"
         tail = "" if self._text is None else self._text.flush()
-        if self._stop_string is None and self._text is not None and self._text.stop is not None:  # only the end told
+        if (
+            self._stop_string is None and self._text is not None and self._text.stop is not None
+        ):  # found at the end only
             self._stop_string = self._text.stop
             finished = self._stopped(finished) if finished.reason in _OWN_ENDS else finished
         tail = "" if self._received.tail else tail
@@ -281,7 +283,7 @@ class OutputStream:
 
     @property
     def own_id(self) -> str:
-        """The request's id as its caller knows it, without the caller's name."""
+        """The request's id without the caller's name."""
         return self.request_id.rpartition("/")[2]
 
     @property

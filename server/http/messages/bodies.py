@@ -1,7 +1,7 @@
 """Fields of the bodies of `/v1/messages`: names, types and defaults, and the request that they make.
 
-Unknown fields are refused by name. Fields that have no effect on the output are declared with a comment that says so,
-because agents send them with every request.
+Unknown fields are refused by name. Fields without effect on the output are declared, with a comment, because agents
+send them with every request.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: TextBlocks = ""
-    is_error: Flag = False  # no effect: no template has a place for it, and the text tells
+    is_error: Flag = False  # no effect: no template has a place for it, and the text contains the error
 
 
 class ThinkingBlock(Body):
@@ -234,14 +234,14 @@ class MessagesBody(ConversationBody):
 
 
 def _add(turns: Turns, turn: MessageTurn, field: str) -> None:
-    say = {"user": turns.ask, "system": turns.instruct, "assistant": turns.answer}[turn.role]
+    add = {"user": turns.ask, "system": turns.instruct, "assistant": turns.answer}[turn.role]
     if isinstance(turn.content, str):
-        say(turn.content)
+        add(turn.content)
         return
     for i, block in enumerate(turn.content):
         match block:
             case TextBlock():
-                say(block.text)
+                add(block.text)
             case ToolUseBlock():
                 turns.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
             case ToolResultBlock():

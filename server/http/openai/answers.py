@@ -65,7 +65,7 @@ def speculation_of(finished: FinishedOutput) -> Json:
 def metrics_of(finished: FinishedOutput) -> Json:
     """Return the same for the only output of an answer, in the form that vLLM sends and that AIPerf reads.
 
-    Entry j of the histogram counts the rounds that kept exactly j drafts. Without a round there is nothing to tell.
+    Entry j of the histogram counts the rounds that kept exactly j drafts. Without a round there are none.
     """
     stats = finished.stats
     if not stats.rounds:

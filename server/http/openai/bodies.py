@@ -76,7 +76,7 @@ class OpenAiBody(GenerationFields):
 
     @property
     def has_running_usage(self) -> bool:
-        """Whether every chunk of a stream tells the usage so far."""
+        """Whether every chunk of a stream reports the usage so far."""
         return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
     def structures(self) -> Iterator[Structure]:
@@ -90,7 +90,7 @@ class OpenAiBody(GenerationFields):
     def conflicts(self) -> Iterator[Violation]:
         yield from super().conflicts()
         if self.event_ids and self.has_running_usage:
-            yield Violation("event_ids", "is true; not served with stream_options.continuous_usage_stats")
+            yield Violation("event_ids", "is true; not supported with stream_options.continuous_usage_stats")
 
 
 def _kind_of_prompts(value: Any) -> int:
@@ -110,7 +110,7 @@ class CompletionBody(OpenAiBody):
     prompt: Prompts
     logprobs: UInt32 | None = None  # number of likeliest tokens beside each; 0: only the token's own
     echo: Flag = False
-    suffix: Annotated[None, not_served("the model only continues texts at their end")] = None
+    suffix: Annotated[None, not_served("the model continues texts only at their end")] = None
 
     @property
     def prompts(self) -> list[Input]:
@@ -135,9 +135,9 @@ class CompletionBody(OpenAiBody):
     def conflicts(self) -> Iterator[Violation]:
         yield from super().conflicts()
         if self.event_ids and len(self.prompts) > 1:
-            yield Violation("event_ids", f"is true; not served with several prompts, here {len(self.prompts)}")
+            yield Violation("event_ids", f"is true; not supported with several prompts, here {len(self.prompts)}")
         if self.event_ids and self.echo:
-            yield Violation("event_ids", "is true; not served with echo")
+            yield Violation("event_ids", "is true; not supported with echo")
 
 
 class ToolBody(Body):
@@ -160,7 +160,7 @@ class ToolChoiceBody(Body):
 
 def _as_tool_choice(value: Any) -> Any:
     if isinstance(value, dict) and value.get("type") == "allowed_tools":
-        raise ValueError("is of type 'allowed_tools', which is not served; send only the allowed tools as tools")
+        raise ValueError("is of type 'allowed_tools', which is not supported; send only the allowed tools as tools")
     if isinstance(value, str) and value not in ("none", "auto", "required"):
         raise ValueError(f"is {shown(value)}; expected 'none', 'auto', 'required' or a function")
     return {"type": value} if isinstance(value, str) else value
@@ -188,7 +188,7 @@ class ToolCallBody(Body):
 ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True), at_most(MAX_TOOLS)]
 
 
-_ROLES = {"developer": "system", "function": "tool"}  # newer and older names, which few templates know
+_ROLES = {"developer": "system", "function": "tool"}  # newer and older names, which few templates support
 
 
 class ChatTurn(Body):

@@ -136,5 +136,5 @@ def fit(read: ParsedBody[Any], model: ServedModel, *, is_continued: bool) -> boo
             read.request = replace(read.request, output=replace(read.request.output, skip_special_tokens=True))
         return True
     for field in ["Last-Event-ID"] * is_continued + ["event_ids"] * body.event_ids:
-        read.refuse(field, "is not served where reasoning or calls are read: such a stream cannot be continued")
+        read.refuse(field, "is not supported where reasoning or calls are parsed: such a stream cannot be resumed")
     return False

@@ -1,7 +1,7 @@
 """Fields of the body of `/v1/responses`: names, types and defaults, and the request that they make.
 
-Unknown fields are refused by name. Fields that have no effect on the output are declared with a comment that says so,
-because agents send them with every request.
+Unknown fields are refused by name. Fields without effect on the output are declared, with a comment, because agents
+send them with every request.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class FunctionTool(FunctionBody):
 
 
 class GrammarFormat(Body):
-    """The format of the input of a custom tool. The model is told of a grammar, but it is not enforced."""
+    """The format of the input of a custom tool. A grammar is shown to the model, but it is not enforced."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -165,7 +165,7 @@ class NamespaceTool(Body):
 
 
 class SearchTool(Body):
-    """A search of the web by the server. There is none here: the model is not told of it.
+    """A search of the web by the server. It is not supported: the model does not see it.
 
     Codex offers one in every request. What it may contain is therefore of no interest.
     """
@@ -215,7 +215,7 @@ class ReasoningFields(Body):
     generate_summary: Text | None = None  # the older name of `summary`
 
 
-_STORED = not_served("this server stores nothing, so send the whole conversation as input")
+_STORED = not_served("this server stores nothing; send the whole conversation as input")
 _NAMES = {"messages|prompt": "input", "max_tokens": "max_output_tokens", r"tool_choice\.mode": "tool_choice"}
 
 
@@ -238,7 +238,7 @@ class ResponsesBody(AgentBody):
     previous_response_id: Annotated[None, _STORED] = None
     conversation: Annotated[None, _STORED] = None
     prompt: Annotated[None, _STORED] = None
-    background: Annotated[None, not_served("an answer is sent to its caller alone, while it is made")] = None
+    background: Annotated[None, not_served("an answer is sent only on the connection that asked for it")] = None
     top_logprobs: Annotated[None, not_served("this route sends no log-probabilities")] = None
 
     def structures(self) -> Iterator[Structure]:
@@ -320,7 +320,7 @@ class OfferedFunction:
 
 
 def functions(body: ResponsesBody) -> dict[str, OfferedFunction]:
-    """Return the functions that the model is told of, by the names that it is told."""
+    """Return the functions that the model sees, by their names in the prompt."""
     found: dict[str, OfferedFunction] = {}
     for offered in body.tools:
         namespace = offered.name if isinstance(offered, NamespaceTool) else None
@@ -336,7 +336,7 @@ def functions(body: ResponsesBody) -> dict[str, OfferedFunction]:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Return the name that the model is told."""
+    """Return the name of a function in the prompt."""
     return name if namespace is None else f"{namespace}.{name}"
 
 

@@ -112,7 +112,7 @@ REFUSED = {
     ),
     "no choice": ({"tools": [TOOL], "choice": []}, r"guided\.choice has 0 texts"),
     # JSON can name half of a character, and text cannot be encoded with it.
-    "surrogate": ({"tools": [{"name": "f", "parameters": {"description": "\ud800"}}]}, "messages have a surrogate"),
+    "surrogate": ({"tools": [{"name": "f", "parameters": {"description": "\ud800"}}]}, "messages contain an unpaired surrogate"),
     "unknown name": ({"tools": [TOOL], "tool_choice": "other"}, r"messages\.tool_choice\.name is 'other'"),
     "required without tools": ({"tool_choice": "required"}, r"messages\.tool_choice\.mode requires a call"),
     "twice": ({"tools": [TOOL, TOOL]}, r"messages\.tools\[1\]\.name is 'weather', which is there twice"),
@@ -198,7 +198,7 @@ async def test_reasoning_has_a_budget_and_structure_follows_it(server, client, m
 async def test_tools_of_a_model_whose_calls_are_not_known():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     async with serving(FakeEngine(), chat=template) as server, grpc_client(server) as client:
-        with pytest.raises(UnsupportedError, match="does not tell how this model calls them"):
+        with pytest.raises(UnsupportedError, match="format of tool calls was not recognised"):
             await client.generate(ASKED, tools=[TOOL])
 
 

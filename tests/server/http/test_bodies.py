@@ -11,7 +11,7 @@ from tests.server.test_life import metric
 
 pytestmark = on_the_shared_server
 
-# Each wrong by itself, with the field that the answer has to name; types, then values, then what is not served.
+# Each wrong by itself, with the field that the answer has to name; types, then values, then what is not supported.
 WRONG = {
     "temperature": ({"temperature": "hot"}, "temperature is 'hot'"),
     "top_k": ({"top_k": -1}, "top_k is -1"),
@@ -20,7 +20,7 @@ WRONG = {
     "speculation": ({"speculation": {"mode": "often"}}, "speculation.mode is 'often'"),
     "timeout": ({"timeout": 0}, "timeout is 0"),
     "stream": ({"stream": "yes"}, "stream is 'yes'"),
-    "temprature": ({"temprature": 1}, "temprature is 1; this field is not served"),
+    "temprature": ({"temprature": 1}, "temprature is 1; this field is not supported"),
     "prompt": ({"prompt": {"text": "a"}}, "prompt is {'text': 'a'}"),
     "top_p": ({"top_p": 7.0}, "top_p is 7.0"),
     "min_p": ({"min_p": -0.5}, "min_p is -0.5"),
@@ -118,8 +118,8 @@ LEGACY = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         ("chat/completions", {"max_tokens": 10**6}, "max_tokens", "1000000"),
         ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
         ("chat/completions", {"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type", "'custom'"),
-        ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "not served: use tools"),
-        ("chat/completions", {"function_call": "auto"}, "function_call", "not served: use tool_choice"),
+        ("chat/completions", {"functions": [{"name": "f"}]}, "functions", "not supported: use tools"),
+        ("chat/completions", {"function_call": "auto"}, "function_call", "not supported: use tool_choice"),
         ("chat/completions", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "'allowed_tools'"),
         ("chat/completions", {"tool_choice": "often"}, "tool_choice", "'often'"),
         ("chat/completions", {"tool_choice": {"type": "function"}}, "tool_choice", "function goes with"),
@@ -140,7 +140,7 @@ LEGACY = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         ("chat/completions", {"guided_regex": "a"}, "guided_regex", "'a'"),
         ("chat/completions", {"structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "'a'"),
         ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens", "0; expected 1"),
-        ("chat/completions", {"prompt": "a"}, "prompt", "'a'; this field is not served"),
+        ("chat/completions", {"prompt": "a"}, "prompt", "'a'; this field is not supported"),
         ("chat/completions", {"speculation": {"proposer": "oracle"}}, None, "oracle"),
         ("completions", {"prompt": ["a"] * 129}, "prompt", "129 entries; the limit is 128"),
         ("completions", {"prompt": ["a", ""]}, "prompt[1]", "empty"),
@@ -148,9 +148,9 @@ LEGACY = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         ("completions", {"prompt": ["a", "b"], "event_ids": True, "stream": True}, "event_ids", "several prompts"),
         ("completions", {"prompt": "a", "event_ids": True, "echo": True}, "event_ids", "echo"),
         ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", "0"),
-        ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "not served: the model only continues texts"),
+        ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "not supported: the model continues texts only"),
         ("completions", {"prompt": "a", "structured_outputs": {"json": {}, "regex": "a"}}, "body", "outputs.regex"),
-        ("completions", {"prompt": "a", "best_of": 2}, "best_of", "not served"),
+        ("completions", {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         ("completions", {"prompt": [10**6]}, "prompt[0]", "1000000"),
     ],
     ids=str,

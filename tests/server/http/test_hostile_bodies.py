@@ -230,7 +230,7 @@ async def test_half_a_surrogate_pair_in_a_key_is_a_mistake_that_is_named(server,
 
 
 def test_a_field_may_be_named_like_a_type():
-    assert told("/generate", PROMPT | {"str": 1}) == ["str is 1; this field is not served"]
+    assert told("/generate", PROMPT | {"str": 1}) == ["str is 1; this field is not supported"]
 
 
 # ---------------------------------------------------------------------------------------------------- beside the loop

@@ -163,7 +163,7 @@ async def test_refusals_have_the_form_of_the_interface(name):
         refused(name, await post(json=about.asking(model="other")), 404, "'other'")
         refused(name, await post(content=b"{", headers={"content-type": "application/json"}), 400, "no JSON")
         refused(name, await post(json=about.asking(user="a" * 6000)), 413, "5000 bytes")
-        refused(name, await post(json=about.asking(temprature=1)), 400, "temprature is 1; this field is not served")
+        refused(name, await post(json=about.asking(temprature=1)), 400, "temprature is 1; this field is not supported")
         for seconds in (0, -1, "5", True, [1]):
             refused(name, await post(json=about.asking(timeout=seconds)), 400, "timeout is")
         assert not server.engine.requests

@@ -108,7 +108,7 @@ async def test_counted_tokens_are_those_of_the_prompt(saying):
     made = await MESSAGES.answer(saying, **fields)
     assert counted.json() == {"input_tokens": MESSAGES.counted(made).prompt}
     for wrong, told in (
-        ({**MESSAGES.body, "messages": []}, "max_tokens is 300; this field is not served"),
+        ({**MESSAGES.body, "messages": []}, "max_tokens is 300; this field is not supported"),
         ({"model": "fake", "messages": []}, "messages is []; expected at least one message"),
     ):
         refused = await saying.http.post("/v1/messages/count_tokens", json=wrong)
@@ -130,7 +130,7 @@ NO_EFFECT = {
 REFUSED = [
     (
         {"messages": [{"role": "user", "content": [IMAGE]}]},
-        "messages[0].content[0] is of type 'image', which is not served; expected text or",
+        "messages[0].content[0] is of type 'image', which is not supported; expected text or",
     ),
     (
         {"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]},
@@ -143,12 +143,12 @@ REFUSED = [
     ({"messages": []}, "messages is []; expected at least one message"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is of type 'web_search_20250305'"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name is 'weather', which is there twice"),
-    ({"tools": [TOOL | {"input_examples": [{}]}]}, "tools[0].input_examples is [{}]; this field is not served"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name is 'f', which is none"),
+    ({"tools": [TOOL | {"input_examples": [{}]}]}, "tools[0].input_examples is [{}]; this field is not supported"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name is 'f', which is not in tools"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice is of type 'tool'; name goes with the type tool"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice.type requires a call, and there are no tools"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice.type requires a call, but there are no tools"),
     ({"tools": [TOOL | {"input_schema": {"type": "x"}, "strict": True}]}, "tools[0].input_schema "),
-    ({"prompt": "a"}, "prompt is 'a'; this field is not served"),
+    ({"prompt": "a"}, "prompt is 'a'; this field is not supported"),
     ({"guided_json": "["}, "guided_json is '['"),
     ({"stop": [""]}, "stop[0] has 0 characters"),
     ({"max_tokens": 0}, "max_tokens is 0; expected 1"),

@@ -153,7 +153,7 @@ async def test_functions_in_a_namespace_keep_it(saying):
 
 # --------------------------------------------------------------------------------------------------------- refusals
 
-STORED = "this server stores nothing, so send the whole conversation as input"
+STORED = "this server stores nothing; send the whole conversation as input"
 IMAGE = {"type": "input_image", "image_url": "data:"}
 NO_EFFECT = {
     "store": True,
@@ -181,31 +181,31 @@ REFUSED = [
     ),
     ({"text": {"format": {"type": "json_schema", "name": "w"}}}, "text.format is of type 'json_schema'; schema goes"),
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex and text.format"),
-    ({"previous_response_id": "resp_1"}, f"previous_response_id is 'resp_1'; this field is not served: {STORED}"),
-    ({"conversation": {"id": "c"}}, f"conversation is set; this field is not served: {STORED}"),
-    ({"background": True}, "background is set; this field is not served: an answer is sent to its caller alone"),
+    ({"previous_response_id": "resp_1"}, f"previous_response_id is 'resp_1'; this field is not supported: {STORED}"),
+    ({"conversation": {"id": "c"}}, f"conversation is set; this field is not supported: {STORED}"),
+    ({"background": True}, "background is set; this field is not supported: an answer is sent only on the connection"),
     ({"truncation": "auto"}, "truncation is 'auto'"),
-    ({"top_logprobs": 2}, "top_logprobs is set; this field is not served: this route sends no"),
+    ({"top_logprobs": 2}, "top_logprobs is set; this field is not supported: this route sends no"),
     ({"include": ["web_search_call.results"]}, "include[0] is 'web_search_call.results'"),
     (
         {"input": [{"type": "item_reference", "id": "x"}]},
-        "input[0] is of type 'item_reference', which is not served",
+        "input[0] is of type 'item_reference', which is not supported",
     ),
-    ({"input": [{"role": "user", "content": [IMAGE]}]}, "content[0] is of type 'input_image', which is not served"),
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "content[0] is of type 'input_image', which is not supported"),
     ({"input": [{"content": "x"}]}, "input[0] has no type; expected message or reasoning or function_call"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role is 'tool'"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text is missing"),
-    ({"tools": [{"type": "file_search"}]}, "tools[0] is of type 'file_search', which is not served"),
+    ({"tools": [{"type": "file_search"}]}, "tools[0] is of type 'file_search', which is not supported"),
     ({"tools": [TOOL, TOOL]}, "tools has 'weather' twice"),
-    ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading is True; this field is not served"),
-    ({"tool_choice": {"type": "web_search"}}, "is of type 'web_search', which is not served"),
-    ({"tool_choice": {"type": "function", "name": "f"}, "tools": [TOOL]}, "tool_choice.name is 'f', which is none"),
+    ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading is True; this field is not supported"),
+    ({"tool_choice": {"type": "web_search"}}, "is of type 'web_search', which is not supported"),
+    ({"tool_choice": {"type": "function", "name": "f"}, "tools": [TOOL]}, "tool_choice.name is 'f', which is not in tools"),
     ({"max_output_tokens": 0}, "max_output_tokens is 0; expected 1"),
-    ({"max_tokens": 5}, "max_tokens is 5; this field is not served"),
-    ({"prompt": 5}, "prompt is set; this field is not served"),
+    ({"max_tokens": 5}, "max_tokens is 5; this field is not supported"),
+    ({"prompt": 5}, "prompt is set; this field is not supported"),
     ({"guided_json": "["}, "guided_json is '['"),
     ({"tool_choice": "required"}, "tool_choice requires a call"),
-    ({"event_ids": True}, "event_ids is not served where reasoning or calls are read"),
+    ({"event_ids": True}, "event_ids is not supported where reasoning or calls are parsed"),
     ({"input": []}, "input has 0 messages; expected 1"),
 ]
 
