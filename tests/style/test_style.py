@@ -1,14 +1,11 @@
-"""The limits on size that keep this code readable, and the order of the house; what ruff checks is not repeated here.
+"""Limits on the length of functions and files, and no import circles. Layers are import-linter's, the rest is ruff's.
 
-A function's length is counted in lines that hold code: comments, docstrings and blank lines are free. Few modules lie
-side by side, no import runs in a circle, and no class name has two meanings.
+A function's length is counted in lines of code: comments, docstrings and blank lines are free.
 """
 
 from __future__ import annotations
 
 import ast
-import statistics
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,11 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("engine", "server", "client", "models", "benchmarks", "loadtest", "deploy", "examples")
 
-MEDIAN_FUNCTION = 10
-NINETIETH_PERCENTILE = 30
 LONGEST_FUNCTION = 60
-LONGEST_FILE = 450  # a noun that needs more is two
-WIDEST, WIDEST_OF_TESTS = 16, 25  # modules side by side, `__init__` aside
+LONGEST_FILE = 600
 
 
 @dataclass(frozen=True)
@@ -102,13 +96,10 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_function_is_long_and_most_are_short():
-    of_tests = [function for path in modules("tests").values() for function in functions(path)]
-    ours = [function for path in OURS.values() for function in functions(path)]
-    lines = [function.lines for function in ours]
-    assert [f for f in ours + of_tests if f.lines > LONGEST_FUNCTION] == []
-    assert statistics.median(lines) <= MEDIAN_FUNCTION
-    assert statistics.quantiles(lines, n=10)[-1] <= NINETIETH_PERCENTILE
+def test_no_function_is_long():
+    found = [function for path in [*OURS.values(), *modules("tests").values()] for function in functions(path)]
+    assert len(found) > 1000
+    assert [function for function in found if function.lines > LONGEST_FUNCTION] == []
 
 
 def test_no_file_is_long():
@@ -116,33 +107,13 @@ def test_no_file_is_long():
     assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
 
 
-def test_every_module_says_what_it_is():
-    assert [name for name, path in OURS.items() if not ast.get_docstring(tree(path))] == []
-
-
-def test_no_folder_is_wide():
-    found = [*OURS.values(), *modules("tests").values()]
-    widths = Counter(str(path.parent.relative_to(ROOT)) for path in found if path.name != "__init__.py")
-    limits = {folder: WIDEST_OF_TESTS if folder.startswith("tests") else WIDEST for folder in widths}
-    assert {folder: width for folder, width in widths.items() if width > limits[folder]} == {}
-
-
 def test_no_import_runs_in_a_circle():
     graph = {name: set(imported(path, OURS)) - {name} for name, path in OURS.items()}
-    assert sum(map(len, graph.values())) > 1000, "the ruler sees imports"
+    assert sum(map(len, graph.values())) > 1000, "the test sees imports"
     assert circle(graph) == []
 
 
-def test_no_class_name_has_two_meanings():
-    found = defaultdict(list)
-    for module, path in OURS.items():
-        for node in nodes(path, ast.ClassDef):
-            found[node.name].append(module)
-    assert {name: where for name, where in found.items() if len(where) > 1} == {}
-    assert "FinishReason" in found, "the ruler sees classes"
-
-
-def test_the_rulers_measure(tmp_path):
+def test_these_tests_measure(tmp_path):
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) != []
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
     assert {"engine.types", "engine.control.learned"} <= set(imported(ROOT / "engine" / "engine.py", modules("engine")))
