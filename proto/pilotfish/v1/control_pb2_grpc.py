@@ -82,57 +82,57 @@ class ControlServiceServicer:
     """
 
     def GetServerInfo(self, request, context):
-        """Version and state of the server. Answered in every state.
+        """Version and state of the server. Available in every state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """The model and the limits it is served with.
+        """The model and its limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the server is now, for load balancers.
+        """Current load of the server, for load balancers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """End requests early. Their callers get what was generated so far, with FINISH_REASON_ABORTED.
+        """End requests early. Their callers receive what was generated so far, with FINISH_REASON_ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text to tokens, as Generate does it.
+        """Convert text to tokens, as Generate does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Tokens to text, as Generate does it.
+        """Convert tokens to text, as Generate does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Load a low-rank adapter of the model (LoRA) from a folder of the server's machine. For operators, and for folders
-        that the server's option adapter_root allows. ALREADY_EXISTS if an adapter has the name.
+        """Load a LoRA adapter of the model from a directory of the server's machine. For operators; only from directories
+        that the option adapter_root allows. ALREADY_EXISTS if an adapter has this name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unload an adapter. No new request can name it; those that do already are served to their end, and then it is gone.
+        """Unload an adapter. New requests cannot use it; running requests continue, and then it is removed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

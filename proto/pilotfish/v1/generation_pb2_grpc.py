@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Continues prompts. Both calls take the same message, so that each field is declared once: they differ only in how the
-    answer arrives. (buf's rule RPC_REQUEST_STANDARD_NAME would ask for a message per call.)
+    """Generates completions. Both calls take the same message and differ only in how the answer arrives. (buf's rule
+    RPC_REQUEST_STANDARD_NAME would ask for a message per call.)
     """
 
     def __init__(self, channel):
@@ -49,19 +49,19 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Continues prompts. Both calls take the same message, so that each field is declared once: they differ only in how the
-    answer arrives. (buf's rule RPC_REQUEST_STANDARD_NAME would ask for a message per call.)
+    """Generates completions. Both calls take the same message and differ only in how the answer arrives. (buf's rule
+    RPC_REQUEST_STANDARD_NAME would ask for a message per call.)
     """
 
     def Generate(self, request, context):
-        """Continue one prompt and answer with whole outputs.
+        """Complete one prompt and return whole outputs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Continue one prompt and stream tokens as they are accepted. The server sends no metadata before admission, so
+        """Complete one prompt and stream tokens as they are accepted. The server sends no metadata before admission, so
         that a client's retry policy works until then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -90,8 +90,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Continues prompts. Both calls take the same message, so that each field is declared once: they differ only in how the
-    answer arrives. (buf's rule RPC_REQUEST_STANDARD_NAME would ask for a message per call.)
+    """Generates completions. Both calls take the same message and differ only in how the answer arrives. (buf's rule
+    RPC_REQUEST_STANDARD_NAME would ask for a message per call.)
     """
 
     @staticmethod
