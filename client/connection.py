@@ -1,4 +1,4 @@
-"""How to connect to servers: addresses, balancing, retries, TLS and a token. This module makes no calls."""
+"""Connections to servers: addresses, balancing, retries, TLS and token. This module makes no calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grpc
 
 # Retry the connection to a server that is not up yet within a second. The default of gRPC allows two minutes.
 _RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
-# Detect a server whose machine has disappeared. Servers reject keepalive pings that are more frequent than this.
+# Detects servers whose machine has disappeared. Servers reject more frequent pings.
 _KEEPALIVE = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000))
 MAX_ATTEMPTS = 5  # the maximum in gRPC
 # CANCELLED is included because gRPC reports it for calls that reach a server during its shutdown (grpc/grpc#41785).
@@ -24,16 +24,16 @@ _RETRIED = [{"service": "pilotfish.v1.InferenceService"}, {"service": "pilotfish
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How often a request is sent again. Nothing is delivered twice.
+    """Limits on retries. Nothing is delivered twice.
 
-    If the server gives a retry delay, the next attempt waits that long. Otherwise the pauses grow from `first_pause` to
-    `longest_pause` (seconds).
+    The pause before an attempt is the server's retry delay, or else grows from `first_pause` to `longest_pause`, in
+    seconds.
 
     Args:
-        attempts: How often gRPC sends a call that has brought nothing yet.
-        resume_attempts: How often a stream that was interrupted is continued without receiving anything; everything
-            that it receives starts the count again. It also holds for a request that has received nothing, while
-            servers answer that they are starting or shutting down. The default lasts for half a minute or more.
+        attempts: Maximum number of times that gRPC sends a call that has received nothing.
+        resume_attempts: Maximum number of attempts to resume an interrupted stream; it is renewed whenever something
+            arrives. Also limits the attempts of a request that has received nothing, while servers are starting or
+            shutting down. The default lasts for at least half a minute.
     """
 
     attempts: int = 4
@@ -56,8 +56,7 @@ class Retry:
 class Tls:
     """The certificates for TLS.
 
-    Without `authority`, the system's certificate authorities are trusted. For mutual TLS, also give the client's own
-    certificate.
+    Without `authority`, the system's CA certificates are used. `cert` and `key` are required for mutual TLS.
     """
 
     authority: str | PathLike[str] | None = None  # all three are paths of PEM files
@@ -76,7 +75,7 @@ class Connection:
     Args:
         address: A host and port, several of them, or any name that gRPC resolves, such as "dns:///pilotfish:50051". If
             the address resolves to several servers, calls go to each of them in turn.
-        token: Identifies the caller, where the server requires it.
+        token: The access token, if the server requires one.
         tls: None sends everything unencrypted, including the token.
         retry: None sends each call once.
     """

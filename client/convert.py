@@ -1,12 +1,21 @@
-"""Converts protocol messages to results. No other file of this package reads answers of the protocol."""
+"""Converts protocol messages to results. No other module of this package reads the protocol's answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from google.protobuf.message import Message
 
 from client import results
 from pilotfish.v1 import control_pb2, generation_pb2
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ResultT = TypeVar("ResultT", bound="DataclassInstance")
+_SCALARS = (str, int, float, bool)
 
 
 class _Enum(Protocol):
@@ -84,9 +93,9 @@ def finished(message: generation_pb2.Finished) -> results.Finished:
         finish_reason=_word(generation_pb2.FinishReason, message.finish_reason, "FINISH_REASON_"),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         stop_string=message.stop_string if message.HasField("stop_string") else None,
-        usage=_usage(message.usage),
-        speculation_stats=_speculation_stats(message.speculation_stats),
-        timing=_timing(message.timing),
+        usage=_copied(results.Usage, message.usage),
+        speculation_stats=_copied(results.SpeculationStats, message.speculation_stats),
+        timing=_copied(results.Timing, message.timing),
         seed=message.seed,
         speculation=_speculation(message.speculation),
         interruptions=message.interruptions,
@@ -95,82 +104,34 @@ def finished(message: generation_pb2.Finished) -> results.Finished:
 
 def server_info(message: control_pb2.GetServerInfoResponse) -> results.ServerInfo:
     """Convert the answer of GetServerInfo."""
-    return results.ServerInfo(
-        version=message.version,
-        state=_word(control_pb2.ServerState, message.state, "SERVER_STATE_"),
-        uptime_seconds=message.uptime_seconds,
-        max_queue_requests=message.max_queue_requests,
-        max_queue_tokens=message.max_queue_tokens,
-    )
+    state = _word(control_pb2.ServerState, message.state, "SERVER_STATE_")
+    return _copied(results.ServerInfo, message, state=state)
 
 
 def model_info(message: control_pb2.GetModelInfoResponse) -> results.ModelInfo:
     """Convert the answer of GetModelInfo."""
-    return results.ModelInfo(
-        model=message.model,
-        draft_model=message.draft_model,
-        device=message.device,
-        dtype=message.dtype,
-        vocab_size=message.vocab_size,
-        max_model_len=message.max_model_len,
-        eos_token_ids=tuple(message.eos_token_ids),
-        has_tokenizer=message.has_tokenizer,
-        proposers=tuple(message.proposers),
-        speculation=_speculation(message.speculation),
-        max_batch_size=message.max_batch_size,
-        max_batch_tokens=message.max_batch_tokens,
-        adapters=tuple(message.adapters),
-    )
+    return _copied(results.ModelInfo, message, speculation=_speculation(message.speculation))
 
 
 def load(message: control_pb2.GetLoadResponse) -> results.Load:
     """Convert the answer of GetLoad."""
-    return results.Load(
-        running_requests=message.running_requests,
-        waiting_requests=message.waiting_requests,
-        queued_tokens=message.queued_tokens,
-        total_pages=message.total_pages,
-        free_pages=message.free_pages,
-        spec_gain_ratio=message.spec_gain_ratio,
-    )
-
-
-def _usage(message: generation_pb2.Usage) -> results.Usage:
-    return results.Usage(
-        prompt_tokens=message.prompt_tokens,
-        completion_tokens=message.completion_tokens,
-        cached_prompt_tokens=message.cached_prompt_tokens,
-        accepted_prediction_tokens=message.accepted_prediction_tokens,
-        rejected_prediction_tokens=message.rejected_prediction_tokens,
-    )
-
-
-def _speculation_stats(message: generation_pb2.SpeculationStats) -> results.SpeculationStats:
-    return results.SpeculationStats(
-        rounds=message.rounds,
-        drafted=message.drafted,
-        accepted=message.accepted,
-        accepted_per_position=tuple(message.accepted_per_position),
-        acceptance_length=message.acceptance_length,
-        gain_ratio=message.gain_ratio,
-    )
-
-
-def _timing(message: generation_pb2.Timing) -> results.Timing:
-    return results.Timing(
-        queue_seconds=message.queue_seconds,
-        time_to_first_token_seconds=message.time_to_first_token_seconds,
-        total_seconds=message.total_seconds,
-    )
+    return _copied(results.Load, message)
 
 
 def _speculation(message: generation_pb2.SpeculationOptions) -> results.Speculation:
-    return results.Speculation(
-        mode=_word(generation_pb2.SpeculationMode, message.mode, "SPECULATION_MODE_"),
-        num_draft_tokens=message.num_draft_tokens,
-        proposer=message.proposer,
-        verification=_word(generation_pb2.Verification, message.verification, "VERIFICATION_"),
-    )
+    mode = _word(generation_pb2.SpeculationMode, message.mode, "SPECULATION_MODE_")
+    verification = _word(generation_pb2.Verification, message.verification, "VERIFICATION_")
+    return _copied(results.Speculation, message, mode=mode, verification=verification)
+
+
+def _copied(kind: type[ResultT], message: Message, **converted: Any) -> ResultT:
+    """Build a result from the fields of `message` with the same names, except for those that are `converted` already.
+
+    Repeated fields become tuples.
+    """
+    values = {each.name: getattr(message, each.name) for each in fields(kind) if each.name not in converted}
+    plain = {name: value if isinstance(value, _SCALARS) else tuple(value) for name, value in values.items()}
+    return kind(**plain, **converted)
 
 
 def _word(enum: _Enum, number: int, prefix: str) -> str:

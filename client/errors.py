@@ -1,4 +1,4 @@
-"""The errors that a call can raise: one class for each way in which a caller may want to react."""
+"""The errors that a call can raise: one class for each possible reaction of the caller."""
 
 from __future__ import annotations
 

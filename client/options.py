@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Required, TypedDict, cast, get_type_hints
+from typing import Any, Literal, Required, TypedDict, TypeVar, cast, get_type_hints
+
+from google.protobuf.message import Message
 
 from pilotfish.v1 import generation_pb2 as pb
 
+MessageT = TypeVar("MessageT", bound=Message)
 SpeculationMode = Literal["auto", "off", "fixed"]
 Verification = Literal["coupled", "rejection"]
 
@@ -99,7 +102,7 @@ class GenerateOptions(TypedDict, total=False):
     thinking_budget: int | None
 
 
-# Of a conversation; they mean nothing for another prompt.
+# Options of conversations only.
 _CHAT_NAMES = (
     "tools", "tool_choice", "parallel_tool_calls", "template_arguments", "add_generation_prompt",
     "continue_final_message", "thinking_budget",
@@ -108,18 +111,15 @@ _NAMES = frozenset(get_type_hints(GenerateOptions))
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """Build the message that requests a continuation of `prompt`: text, token ids, or a conversation."""
+    """Build the request for a prompt: text, token ids, or a conversation."""
     if unknown := options.keys() - _NAMES:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
-    request = pb.GenerateRequest(
-        request_id=options.get("request_id"),
-        model=options.get("model"),
-        adapter=options.get("adapter"),
-        priority=options.get("priority"),
-        cache_salt=options.get("cache_salt"),
+    request = _given(
+        pb.GenerateRequest,
+        options,
         sampling=_sampling(options),
         stopping=_stopping(options),
-        output=_output(options),
+        output=_given(pb.OutputOptions, options),
         speculation=_speculation(options),
         guided=_guided(options),
         prediction=_prediction(options),
@@ -128,7 +128,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         request.messages.CopyFrom(_conversation(cast("Sequence[ChatMessage]", prompt), options))
         return request
     if unused := [name for name in _CHAT_NAMES if options.get(name)]:
-        raise TypeError(f"options of a conversation, and the prompt is none: {', '.join(unused)}")
+        raise TypeError(f"these options require a conversation as the prompt: {', '.join(unused)}")
     if isinstance(prompt, str):
         request.prompt = prompt
     else:
@@ -136,17 +136,21 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     return request
 
 
+def _given(kind: type[MessageT], options: GenerateOptions, **converted: Any) -> MessageT:
+    """Build a message from the options with the names of its fields, except for those that are `converted` already."""
+    names = kind.DESCRIPTOR.fields_by_name.keys() - converted.keys()
+    return kind(**{name: value for name, value in options.items() if name in names}, **converted)
+
+
 def _conversation(turns: Sequence[ChatMessage], options: GenerateOptions) -> pb.ChatMessages:
     arguments = options.get("template_arguments")
-    return pb.ChatMessages(
+    return _given(
+        pb.ChatMessages,
+        options,
         messages=[_message(turn) for turn in turns],
         tools=[_tool(tool) for tool in options.get("tools", ())],
         tool_choice=_tool_choice(options.get("tool_choice")),
-        parallel_tool_calls=options.get("parallel_tool_calls"),
         template_arguments=None if arguments is None else json.dumps(arguments),
-        add_generation_prompt=options.get("add_generation_prompt"),
-        continue_final_message=bool(options.get("continue_final_message")),
-        thinking_budget=options.get("thinking_budget"),
     )
 
 
@@ -182,30 +186,11 @@ def _prediction(options: GenerateOptions) -> pb.Prediction | None:
 
 def _sampling(options: GenerateOptions) -> pb.SamplingParams:
     allowed, seed = options.get("allowed_token_ids"), options.get("seed")
-    return pb.SamplingParams(
-        temperature=options.get("temperature"),
-        top_p=options.get("top_p"),
-        top_k=options.get("top_k"),
-        min_p=options.get("min_p"),
-        repetition_penalty=options.get("repetition_penalty"),
-        presence_penalty=options.get("presence_penalty"),
-        frequency_penalty=options.get("frequency_penalty"),
+    return _given(
+        pb.SamplingParams,
+        options,
         seed=None if seed is None else seed % 2**64 if -(2**63) <= seed < 0 else seed,
-        n=options.get("n"),
-        logit_bias=options.get("logit_bias", {}),
         allowed_token_ids=None if allowed is None else pb.TokenIds(ids=allowed),
-        banned_token_ids=options.get("banned_token_ids", ()),
-    )
-
-
-def _output(options: GenerateOptions) -> pb.OutputOptions:
-    return pb.OutputOptions(
-        stream_interval=options.get("stream_interval"),
-        logprobs=options.get("logprobs"),
-        top_logprobs=options.get("top_logprobs"),
-        prompt_logprobs=options.get("prompt_logprobs"),
-        skip_special_tokens=options.get("skip_special_tokens"),
-        prompt_token_ids=options.get("prompt_token_ids"),
     )
 
 
@@ -213,7 +198,7 @@ def _guided(options: GenerateOptions) -> pb.GuidedDecoding | None:
     schema, choice = options.get("json_schema"), options.get("choice")
     regex, grammar = options.get("regex"), options.get("grammar")
     if sum(kind is not None for kind in (schema, regex, grammar, choice)) > 1:
-        raise TypeError("several structures are given; expected one of json_schema, regex, grammar, choice")
+        raise TypeError("several structures are given; expected at most one of json_schema, regex, grammar, choice")
     if schema is not None:
         return pb.GuidedDecoding(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
     if regex is not None:
@@ -224,23 +209,16 @@ def _guided(options: GenerateOptions) -> pb.GuidedDecoding | None:
 
 
 def _stopping(options: GenerateOptions) -> pb.StoppingParams:
-    stop = options.get("stop", ())
-    if isinstance(stop, str):
-        raise TypeError(f"stop is the string {stop!r}; expected a list of strings")  # else each character would stop
-    return pb.StoppingParams(
-        max_tokens=options.get("max_tokens"),
-        min_tokens=options.get("min_tokens"),
-        stop=stop,
-        stop_token_ids=options.get("stop_token_ids", ()),
-        ignore_eos=options.get("ignore_eos"),
-    )
+    if isinstance(stop := options.get("stop"), str):  # each character would be a stop string
+        raise TypeError(f"stop is the string {stop!r}; expected a list of strings")
+    return _given(pb.StoppingParams, options)
 
 
 def _speculation(options: GenerateOptions) -> pb.SpeculationOptions:
     mode, verification = options.get("speculation"), options.get("verification")
-    return pb.SpeculationOptions(
+    return _given(
+        pb.SpeculationOptions,
+        options,
         mode=pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.upper()}") if mode else None,
-        num_draft_tokens=options.get("num_draft_tokens"),
-        proposer=options.get("proposer"),
         verification=pb.Verification.Value(f"VERIFICATION_{verification.upper()}") if verification else None,
     )

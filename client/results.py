@@ -112,9 +112,8 @@ class Speculation:
 class Finished:
     """The end of an output: `finish_reason` is stop, length, cancelled, deadline or aborted.
 
-    `interruptions` counts how often the output was interrupted and continued: by this client on another connection,
-    or by failures of the engine of the server that ended it.
-    After that the statistics and `cached_prompt_tokens` count only what followed the last interruption.
+    `interruptions` counts how often the output was interrupted and resumed, by this client or after a failure of the
+    engine. The statistics and `cached_prompt_tokens` then count from the last interruption.
     """
 
     index: int
@@ -140,7 +139,7 @@ Event = Delta | Finished
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One complete continuation."""
+    """One complete output."""
 
     index: int
     text: str
@@ -152,14 +151,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """All continuations of one prompt. The properties belong to the first one, which is the only one without `n`."""
+    """All outputs of one prompt. The properties refer to output 0, which is the only one without `n`."""
 
     request_id: str
     model: str
     outputs: tuple[Output, ...]
     prompt_logprobs: PromptLogprobs | None = None  # if requested
     prompt_token_ids: Tokens | None = None  # if requested
-    starts_in_reasoning: bool = False  # whether the prompt ends inside of the model's reasoning
+    starts_in_reasoning: bool = False  # whether the output begins with reasoning, whose start is in the prompt
 
     @property
     def text(self) -> str:
@@ -198,7 +197,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A model and the limits with which it is served."""
+    """The model and its limits."""
 
     model: str
     draft_model: str

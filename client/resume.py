@@ -1,6 +1,6 @@
-"""When a request is sent again, and which one: a stream goes on where the interrupted call ended. Both clients use it.
+"""Retries of requests, and resumption of interrupted streams, for both clients.
 
-It makes no call and does not sleep. The clients ask it for the next request, the timeout and the pause before it.
+This module makes no calls and does not sleep. It returns the next request, its timeout and the pause before it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pilotfish.v1 import generation_pb2 as pb
 # gRPC reports CANCELLED for calls that reach a server during its shutdown. Calls that their own caller cancels do not
 # come here.
 _INTERRUPTED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
-# Refusals by one server, at one moment: it has another model, other limits or other proposers than the server that took
-# the request; or it has not noticed yet that the earlier call lost its connection, and still works on the request.
+# Refusals that another server, or the same one later, may not repeat: the server has another model, other limits or
+# other proposers than the first one, or it has not detected yet that the earlier call lost its connection.
 _REFUSED_HERE = frozenset(
     {
         grpc.StatusCode.FAILED_PRECONDITION,
@@ -35,9 +35,10 @@ _MAX_DOUBLINGS = 30
 
 
 class Patience:
-    """The time that one request has: its deadline, and a budget of attempts, which everything that arrives renews.
+    """The deadline of one request and its budget of attempts, which is renewed whenever something arrives.
 
-    `retry` None means a single attempt. `uniform` draws from 0 to 1 and spreads the pauses of many callers.
+    `retry` None means a single attempt. `uniform` returns random numbers from 0 to 1, which spread the pauses of many
+    callers.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class Patience:
         self._num_failures = 0
 
     def pause_before_resending(self, error: RequestFailedError) -> float:
-        """Return the pause after a call that brought nothing, after which the same request may be sent again.
+        """Return the pause before the same request is sent again, after a call that received nothing.
 
-        gRPC has retried the call already. More attempts follow only if a server of ours has answered that it is
-        unavailable, for instance because it drains: an address without a server must not take long to be reported.
-        Raises `error` if the request must not be sent again.
+        gRPC has retried the call already. Further attempts follow only if a Pilotfish server has answered that it is
+        unavailable, for instance because it drains, so that an address without a server is reported quickly. Raises
+        `error` if the request must not be sent again.
         """
         self._server_exists = self._server_exists or error.reason is not None
         is_ours = self._is_resent and error.code is grpc.StatusCode.ALREADY_EXISTS  # the earlier call of this request
@@ -82,18 +83,18 @@ class Patience:
             raise error from None
         doublings = min(self._num_failures - 1, _MAX_DOUBLINGS)
         longest = min(self._retry.first_pause * 2.0**doublings, self._retry.longest_pause)
-        told, own = error.retry_seconds or 0.0, longest * (1 + self._uniform()) / 2
+        requested, own = error.retry_seconds or 0.0, longest * (1 + self._uniform()) / 2
         left = self.timeout
         if left is not None:
-            if left <= told:
+            if left <= requested:
                 raise _late(error) from None
-            own = min(own, left / 2)  # a pause of our own leaves time for an attempt after it
+            own = min(own, left / 2)  # leave time for an attempt
         self._is_resent = True
-        return max(own, told)
+        return max(own, requested)
 
 
 class ResumableStream:
-    """One stream over as many calls as it takes: the request of each call, and what has arrived so far."""
+    """One stream over several calls: the request of each call, and what was received so far."""
 
     def __init__(self, request: pb.GenerateRequest, patience: Patience) -> None:
         self._first, self._patience = request, patience
@@ -114,7 +115,7 @@ class ResumableStream:
         return sum(output.finished for output in self._outputs.values()) == num_outputs
 
     def next_request(self) -> pb.GenerateRequest:
-        """Return the request of the next call: the caller's, or one that continues what has arrived."""
+        """Return the request of the next call: the caller's, or one that resumes the stream."""
         self._call_has_begun = False
         if self._info is None:
             return self._first
@@ -130,7 +131,7 @@ class ResumableStream:
     def take(self, message: pb.GenerateStreamResponse) -> Event:
         """Record a message and return its event.
 
-        Raises RequestFailedError if the call begins the stream anew: its server is too old to continue streams.
+        Raises RequestFailedError if the call restarts the stream, because its server is too old to resume streams.
         """
         if not self._call_has_begun:
             self._begin_call(message)
@@ -140,7 +141,7 @@ class ResumableStream:
         output = self._outputs.setdefault(index, pb.ReceivedOutput(index=index))
         if is_end:
             output.finished = True
-            output.ClearField("token_ids")  # which the server does not need any more
+            output.ClearField("token_ids")  # not required any more
         else:
             output.token_ids.extend(message.delta.token_ids)
             output.tail = output.tail or len(message.delta.text) > sum(message.delta.text_lengths)
@@ -149,7 +150,7 @@ class ResumableStream:
     def _begin_call(self, message: pb.GenerateStreamResponse) -> None:
         if self._info is not None:
             if message.resume_info.fingerprint != self._info.fingerprint:
-                raise RequestFailedError(grpc.StatusCode.FAILED_PRECONDITION, "the server does not continue streams")
+                raise RequestFailedError(grpc.StatusCode.FAILED_PRECONDITION, "the server cannot resume streams")
             self._num_continued += 1
         elif not self._outputs and message.resume_info.fingerprint:
             self._info = message.resume_info
@@ -163,17 +164,17 @@ class ResumableStream:
         if self.is_complete:
             return None
         if self._info is None:
-            if self._outputs:  # the server does not say how to continue its streams
+            if self._outputs:  # the server cannot resume streams
                 raise error from None
             return self._patience.pause_before_resending(error)
-        is_passing = error.code in _INTERRUPTED or (not self._call_has_begun and _is_refused_here(error))
-        if not is_passing:
+        is_transient = error.code in _INTERRUPTED or (not self._call_has_begun and _is_refused_here(error))
+        if not is_transient:
             raise error from None
         return self._patience.pause(error)
 
 
 def _is_refused_here(error: RequestFailedError) -> bool:
-    """Whether another server, or the same one later, may continue the stream that this one has refused."""
+    """Whether another server, or the same one later, may resume the stream that this one has refused."""
     is_full = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_seconds is not None
     return is_full or error.code in _REFUSED_HERE
 

@@ -26,13 +26,13 @@ AnswerT = TypeVar("AnswerT")
 class Client:
     """A connection to one or more servers.
 
-    A request survives the death, the drain and the restart of its server, as far as `retry` allows. Every method raises
+    Requests are retried, and streams resumed, on other servers within the limits of `retry`. Every method raises
     `RequestFailedError` or one of its subclasses if the call fails. A `deadline` is in seconds; the server stops
-    working on a call whose deadline has passed.
+    working on a call after its deadline.
 
     Args:
-        address, token, tls, retry: As in `Connection`; several addresses are called in turn.
-        control_deadline: The deadline of all calls that generate nothing.
+        address, token, tls, retry: As in `Connection`; several addresses are used in turn.
+        control_deadline: The deadline of all other calls than `generate` and `stream`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Client:
     def generate(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Continue `prompt` (text, token ids or a conversation) and return the complete result."""
+        """Generate a completion of `prompt` (text, token ids or a conversation)."""
         request, patience = build_request(prompt, options), Patience(self._retry, deadline)
         while True:
             try:
@@ -77,9 +77,9 @@ class Client:
     def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[Event, None, None]:
-        """Continue `prompt` and yield tokens as they are accepted. The last event of each output is `Finished`.
+        """Stream a completion of `prompt` as tokens are accepted. The last event of each output is `Finished`.
 
-        If the server is lost, another one continues the stream: the caller sees a pause, and the same events. Closing
+        If the server is lost, another one resumes the stream: the caller sees a pause and the same events. Closing
         the iterator (`close`, or `contextlib.closing` around it) cancels the request.
         """
         stream = ResumableStream(build_request(prompt, options), Patience(self._retry, deadline))
@@ -104,7 +104,7 @@ class Client:
         return convert.server_info(self._ask(self._control.GetServerInfo, request))
 
     def model_info(self, model: str | None = None) -> ModelInfo:
-        """Return the model and the limits with which it is served."""
+        """Return the model and its limits."""
         request = control_pb2.GetModelInfoRequest(model=model)
         return convert.model_info(self._ask(self._control.GetModelInfo, request))
 
@@ -121,7 +121,7 @@ class Client:
         return self._abort(control_pb2.AbortRequest(all=True))
 
     def load_adapter(self, name: str, path: str) -> str:
-        """Load an adapter from a folder of the server's machine; return its fingerprint. For operators."""
+        """Load an adapter from a directory on the server; return its fingerprint. For operators."""
         request = control_pb2.LoadAdapterRequest(name=name, path=path)
         return (self._ask(self._control.LoadAdapter, request)).fingerprint
 
@@ -154,7 +154,7 @@ class Client:
             time.sleep(0.1)
 
     def _ask(self, method: grpc.UnaryUnaryMultiCallable[RequestT, AnswerT], request: RequestT) -> AnswerT:
-        """Make a call that generates nothing."""
+        """Make a call of the control API."""
         return _answer(method, request, self._control_deadline, self._metadata)
 
     def _wait(self, seconds: float) -> None:

@@ -1,15 +1,15 @@
-"""Break what load generators cannot: start a server on this machine, be unkind to it, and write what it did.
+"""Fault and overload experiments: starts a server on this machine, disturbs it, and writes a report.
 
 python -m loadtest overload    ten times the server's capacity, for a minute
 python -m loadtest chaos       cancels, killed clients, stalled readers, deadlines and faults, while engines and one of
                                two replicas are killed, for five minutes
-python -m loadtest survive     32 streams of every option while the engine is killed at ten random moments, --runs times
+python -m loadtest survive     streams with every option while the engine is killed ten times, --runs times
 python -m loadtest replicas    32 streams while one of two replicas is killed or rolled every 30 s, for five minutes
-python -m loadtest restart     the pause that a reader sees when the engine dies
-python -m loadtest largest     calls of the largest size, of more than fifty kinds, ten of a kind at once
+python -m loadtest restart     the pause of a stream when the engine dies
+python -m loadtest largest     calls of maximum size, of more than fifty kinds, ten of each kind at once
 
-An overload is a multiple of the capacity that is measured on this machine, so that no machine is too slow. Ordinary
-load is Locust's (loadtest/locustfile.py), and curves are GuideLLM's: `make loadtest`.
+The overload is a multiple of the capacity measured on this machine. Locust generates ordinary load
+(loadtest/locustfile.py), and GuideLLM throughput curves: `make loadtest`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from loadtest.experiments.restart import restarts
 from loadtest.process import ServerProcess
 from loadtest.workload import LONG, request
 
-# Callers at a screen want a first token within a second: a request waits in the queue for at most half of it.
-SCREEN = ("--max-queue-seconds", "0.5")
-Results = tuple[dict[str, Any], list[str], Iterable[str]]  # the figures, the report's lines, and problems
+# Interactive callers want a first token within a second, so a request waits in the queue for at most half of that.
+INTERACTIVE = ("--max-queue-seconds", "0.5")
+Results = tuple[dict[str, Any], list[str], Iterable[str]]  # the results, the lines of the report, and problems
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(given)
     with _server(options) as server:
         found, lines, problems = EXPERIMENTS[options.experiment](server, options)
-    told = {"command": " ".join(["python -m loadtest", *given]), **_conditions()}
-    (options.out / "results.json").write_text(json.dumps({**told, **found}, indent=1) + "\n", "utf-8")
-    page = "\n".join([f"`{told['command']}`; {told['machine']}; commit {told['commit']}", "", *lines, ""])
+    run = {"command": " ".join(["python -m loadtest", *given]), **_conditions()}
+    (options.out / "results.json").write_text(json.dumps({**run, **found}, indent=1) + "\n", "utf-8")
+    page = "\n".join([f"`{run['command']}`; {run['machine']}; commit {run['commit']}", "", *lines, ""])
     (options.out / "report.md").write_text(page, "utf-8")
     print(page)
     problems = list(problems)
@@ -64,18 +64,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m loadtest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("experiment", choices=EXPERIMENTS)
-    parser.add_argument("--out", type=Path, default=Path("build/loadtest"), help="folder of the results [%(default)s]")
-    parser.add_argument("--seconds", type=float, help="how long a stretch takes; default: as the experiment has it")
-    parser.add_argument("--times", type=float, default=10.0, help="overload: rate, in terms of capacity [%(default)s]")
-    parser.add_argument("--length", type=int, default=LONG, help="overload: of outputs, times 16 to 64 [%(default)s]")
-    parser.add_argument("--runs", type=int, default=10, help="survive: runs [%(default)s]")
-    parser.add_argument(
-        "--deaths", type=int, default=10, help="survive, restart: deaths of the engine in a run [%(default)s]"
-    )
-    parser.add_argument("--every", type=float, default=30.0, help="replicas: seconds between two deaths [%(default)s]")
-    parser.add_argument("--kinds", nargs="+", default=[], help="largest: these kinds; default all")
-    parser.add_argument("--untimed", action="store_true", help="judge nothing that depends on the machine's speed")
-    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="all that follows goes to the server")
+    parser.add_argument("--out", type=Path, default=Path("build/loadtest"), help="output directory [%(default)s]")
+    parser.add_argument("--seconds", type=float, help="duration of a phase (default: depends on the experiment)")
+    parser.add_argument("--times", type=float, default=10.0, help="overload: rate relative to capacity [%(default)s]")
+    parser.add_argument("--length", type=int, default=LONG, help="overload: factor of output lengths [%(default)s]")
+    parser.add_argument("--runs", type=int, default=10, help="survive: number of runs [%(default)s]")
+    parser.add_argument("--deaths", type=int, default=10, help="survive, restart: kills per run [%(default)s]")
+    parser.add_argument("--every", type=float, default=30.0, help="replicas: seconds between kills [%(default)s]")
+    parser.add_argument("--kinds", nargs="+", default=[], help="largest: kinds of calls (default: all)")
+    parser.add_argument("--untimed", action="store_true", help="skip checks that depend on the machine's speed")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="all further arguments: server options")
     return parser
 
 
@@ -83,8 +81,8 @@ def _server(options: argparse.Namespace) -> ServerProcess:
     log = options.out / "server.log"
     if options.experiment == "chaos":
         return ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM)
-    kept = SCREEN if options.experiment == "overload" else survival.OPTIONS
-    return ServerProcess(*kept, *options.serve, log=log)
+    own = INTERACTIVE if options.experiment == "overload" else survival.OPTIONS
+    return ServerProcess(*own, *options.serve, log=log)
 
 
 def _tell(text: str) -> None:
@@ -92,7 +90,7 @@ def _tell(text: str) -> None:
 
 
 def _conditions() -> dict[str, str]:
-    """Return the machine and the commit of the figures."""
+    """Return the machine and the commit."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor() or "?")
     machine = f"{name}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"

@@ -1,9 +1,9 @@
-"""Users for Locust: streams over gRPC and over HTTP, four to one. `make loadtest` runs them against a server.
+"""Users for Locust: streams over gRPC and HTTP, four to one. `make loadtest` runs them against a server.
 
-A stream has four entries in Locust's statistics: time to the first token, time between messages with tokens, time of
-the whole call, and (not a time) its tokens. This is a closed loop: a user waits for an answer before it sends the next
-request. No call may fail, so there should be no more users than the server serves at once, or can let wait. Calls that
-are under way at the end are not counted.
+Each stream has four entries in Locust's statistics: time to first token, time between messages with tokens, time of the
+whole call, and (not a time) its number of tokens. This is a closed loop: a user waits for the answer before the next
+request. No call may fail, so there must be no more users than fit into the server's batch and queue. Unfinished calls
+are not counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _prepare(**_: Any) -> None:
 
 
 class _Streams:
-    """What both kinds of users do: send a request, and tell Locust the times of its stream in milliseconds."""
+    """Common part of both kinds of users: sends a request and reports the times of its stream in milliseconds."""
 
     kind, wait_time = "", constant(_THINKING)
 
@@ -100,8 +100,8 @@ class HttpStreams(_Streams, HttpUser):  # type: ignore[misc]  # locust is not ty
     def messages(self, prompt: str, options: Any) -> Iterator[int]:
         """Yield 1 for each event with text, because the server sends no token counts in events."""
         body = {"prompt": prompt, "stream": True, "temperature": 0, **options}
-        told = {"name": "0 headers", "timeout": 120, "catch_response": True}
-        with self.client.post("/v1/completions", json=body, stream=True, **told) as answer:
+        kwargs = {"name": "0 headers", "timeout": 120, "catch_response": True}
+        with self.client.post("/v1/completions", json=body, stream=True, **kwargs) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"HTTP {answer.status_code}: {answer.text[:200]}")
             for line in answer.iter_lines():

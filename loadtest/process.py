@@ -1,26 +1,30 @@
-"""A server in its own process: started, observed from outside, and stopped. Reads Linux' /proc."""
+"""A server in its own process: started, observed from outside, and stopped. Reads /proc of Linux and /metrics."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from client import Client
-from loadtest.metrics import ScrapedMetrics
 
 SERVE = ("-c", "from server.cli import main; raise SystemExit(main())", "serve")
-# Server and driver share this machine: on two cores, each of them gets one thread.
+# The server and the load generator share this machine: on two cores, each of them uses one thread.
 DEFAULTS = ("--threads", "1")
 _STOP_SECONDS = 60.0
+PREFIX = "pilotfish_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,68 @@ def usage(pid: int) -> ProcessUsage:
     return ProcessUsage(pages * os.sysconf("SC_PAGE_SIZE"), len(list((folder / "fd").iterdir())))
 
 
+def engine_of(server: int) -> int | None:
+    """Return the process id of a server's engine: the oldest child of its fork server. The others are standbys."""
+    processes = _processes()
+    children = (p for p in processes.values() if p.parent in processes and processes[p.parent].parent == server)
+    engine = min(children, key=lambda process: process.started, default=None)
+    return None if engine is None else engine.pid
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    pid: int
+    parent: int
+    started: int  # in ticks of the kernel's clock
+
+
+def _processes() -> dict[int, _Process]:
+    """Return the processes of this machine that have not ended, by id."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
+                # After the name, which may contain spaces: proc(5), fields 3 (state), 4 (parent) and 22 (start).
+                about = (folder / "stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+                if about[0] != "Z":
+                    found[int(folder.name)] = _Process(int(folder.name), int(about[1]), int(about[19]))
+    return found
+
+
 def free_port() -> int:
     """Return a port that is free now; another program may take it before it is used."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
 
 
+@dataclass(frozen=True, slots=True)
+class ScrapedMetrics:
+    """The sum of all series of each name at one moment."""
+
+    values: Mapping[str, float]
+
+    @classmethod
+    def read(cls, http_address: str) -> ScrapedMetrics:
+        """Read the metrics of the server at `host:port`."""
+        with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=10) as answer:
+            return cls.parse(answer.read().decode())
+
+    @classmethod
+    def parse(cls, text: str) -> ScrapedMetrics:
+        """Parse Prometheus' text format."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        return cls(found)
+
+    def total(self, name: str) -> float:
+        """Return the sum of all series of a name without the prefix; 0 if there are none yet."""
+        return self.values.get(PREFIX + name, 0.0)
+
+
 class ServerProcess:
-    """`pilotfish serve` on loopback with the embedded pair, unless the options say otherwise; use it in a `with` block.
+    """`pilotfish serve` on loopback, by default with the embedded models; use it in a `with` block.
 
     Args:
         options: Options of `pilotfish serve`.
@@ -69,7 +127,7 @@ class ServerProcess:
         return self
 
     def start(self) -> None:
-        """Start the process, again if it has ended, and wait until it serves."""
+        """Start or restart the process, and wait until it serves."""
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         with Path(self._log or os.devnull).open("ab") as log:
@@ -98,7 +156,7 @@ class ServerProcess:
         return usage(self.pid)
 
     def stop(self) -> int:
-        """Let the server drain and stop, and return its exit code. A server that does not stop in time is killed."""
+        """Drain and stop the server, and return its exit code. It is killed if it does not stop in time."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:

@@ -1,4 +1,4 @@
-"""What is asked: prompts of many lengths, cut from source code that is there wherever Python is."""
+"""The workload: prompts of many lengths, cut from the source code of Python's standard library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SOURCES = (json.decoder, json.encoder, textwrap)
 _MEDIAN, _SPREAD = 160, 0.7  # characters, and the standard deviation of their logarithm
 LONGEST_PROMPT = 1600  # characters; with the longest output at most the 1,024 tokens that the embedded pair supports
 MAX_TOKENS = (16, 64)  # minimum and maximum output length of a request
-LONG = 4  # times as long: fewer requests keep the server busy, so that who measures them is no bottleneck
+LONG = 4  # factor of output lengths with which fewer requests fill the server, so that the client is no bottleneck
 
 
 @cache
@@ -24,9 +24,9 @@ def corpus() -> str:
 
 
 def request(random: Random, times: int = 1) -> tuple[str, GenerateOptions]:
-    """Draw a prompt of log-normal length from the start of a line on, and an output length, `times` as long.
+    """Draw a prompt of log-normal length that starts at a line, and an output length, multiplied by `times`.
 
-    The output ignores end tokens, so that the work of a request does not depend on what the model generates.
+    End tokens are ignored, so that the work of a request does not depend on the output.
     """
     characters = min(LONGEST_PROMPT, max(8, round(random.lognormvariate(0, _SPREAD) * _MEDIAN)))
     text = corpus()

@@ -1,8 +1,8 @@
-"""Render conversations to text with the checkpoint's own chat template. Contains no token or tensor code.
+"""Renders conversations to text with the checkpoint's own chat template. Contains no token or tensor code.
 
-A template is a program that is part of the checkpoint. It runs in jinja's sandbox. The number of loop iterations and
-the length of the text are bounded, so that no conversation can make the template run for ever. Its memory use is not
-bounded in any other way: a template, like the weights, must come from a trusted source.
+A template is a program. It runs in jinja's sandbox, with limits on loop iterations and on the length of the text, so
+that no conversation can make it run forever. Its memory use has no other limit: templates, like weights, must come from
+a trusted source.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MAX_TURNS = 200_000  # iterations of all loops plus calls of all macros
 MAX_TEXT = 4 << 20  # characters of a rendered conversation; also items of the result of one `*`
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
-MAX_SOURCE = 1 << 17  # characters of a template; published ones have a third of it at most
+MAX_SOURCE = 1 << 17  # characters of a template; published ones have at most a third of it
+_CUT = "\ue000\ue001"  # marks the end of a last message that is to be continued; the text after it is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +95,11 @@ class Conversation:
         return () if self.tool_choice == "none" else self.tools
 
 
-# Stands after the last message while it is rendered to be continued; what follows it is cut off.
-_CUT = "\ue000\ue001"
-
-
 class ChatTemplate:
-    """A compiled chat template: it renders a conversation to the text that the model reads."""
+    """A compiled chat template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile `source`, which can use `special_tokens` by name. Raises ModelError if it is no template."""
+        """Compile `source`, which can use `special_tokens` by name. Raises ModelError if it is invalid."""
         if len(source) > MAX_SOURCE:
             raise ModelError(f"the chat template has {len(source)} characters; expected at most {MAX_SOURCE}")
         self.source, self._special_tokens = source, dict(special_tokens)
@@ -110,9 +107,9 @@ class ChatTemplate:
         try:
             self._template = self._environment.from_string(self._environment.counted(source))
         except TemplateSyntaxError as error:
-            raise ModelError(f"the chat template is no template: line {error.lineno}: {error.message}") from error
-        except (SyntaxError, RecursionError, MemoryError, ValueError) as error:  # of Python, whose code it becomes
-            raise ModelError(f"the chat template is too deep to be compiled: {error!r}") from error
+            raise ModelError(f"the chat template is invalid: line {error.lineno}: {error.message}") from error
+        except (SyntaxError, RecursionError, MemoryError, ValueError) as error:  # of the Python code that jinja writes
+            raise ModelError(f"the chat template is nested too deeply: {error!r}") from error
 
     @classmethod
     def load(cls, source: str, revision: str | None = None) -> ChatTemplate | None:
@@ -129,7 +126,7 @@ class ChatTemplate:
 
     @property
     def functions(self) -> frozenset[str]:
-        """Names of functions that templates call, so that no variable may have them."""
+        """Names of the template's functions; variables must not have these names."""
         return frozenset(self._environment.globals)
 
     def render(
@@ -139,14 +136,14 @@ class ChatTemplate:
         """Render the conversation; special tokens are written as text.
 
         Args:
-            messages: the turns, as records that templates expect: role and content at least.
+            messages: the turns, as dicts with role and content at least.
             tools: functions that the model may call.
-            arguments: more variables of the template.
+            arguments: further variables of the template.
             opens_turn: write the opening of the assistant's next turn.
             continues: leave the last message open, so that the model continues it.
 
         Raises:
-            InvalidRequest: the template refuses the conversation, or cannot render it within the bounds.
+            InvalidRequest: the template rejects the conversation, or cannot render it within the limits.
         """
         turns = list(messages)
         if not 1 <= len(turns) <= MAX_MESSAGES:
@@ -161,7 +158,7 @@ class ChatTemplate:
         }
         self._environment.start()
         try:
-            text = _joined(self._template.generate(values))  # as keywords, `self` would be there twice
+            text = _joined(self._template.generate(values))  # not as keywords, because `self` is one of generate's
         except TemplateError as error:
             raise InvalidRequest.of("messages", f"cannot be rendered by the chat template: {error.message}") from error
         except Exception as error:  # expressions of a template can raise any exception
@@ -170,17 +167,17 @@ class ChatTemplate:
         if not continues:
             return text
         if _CUT not in text:
-            raise InvalidRequest.of("messages", "end with a message that the chat template leaves out")
+            raise InvalidRequest.of("messages", "cannot be continued: the chat template omits the last message")
         return text[: text.rindex(_CUT)]
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """jinja with the filters and globals that chat templates expect. It counts and bounds loop iterations."""
+    """jinja with the filters and globals that chat templates expect, and with a limit on loop iterations."""
 
     intercepted_binops = frozenset(["*", "**"])
 
     def __init__(self) -> None:
-        # Neither of the last two: jinja would compute constants of any size while it compiles.
+        # `optimized` or a constant `finalize` would make jinja compute constants of any size at compile time.
         extensions = [_Generation, loopcontrols]
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=_finalized
@@ -190,19 +187,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._turns = threading.local()
 
     def start(self) -> None:
-        """Reset the counter of iterations: a rendering begins on this thread."""
+        """Reset the iteration counter of this thread."""
         self._turns.left = MAX_TURNS
 
     def turn(self) -> None:
-        """Count one iteration; the compiled template calls this. Raises SecurityError after too many."""
+        """Count one iteration; called by the compiled template. Raises SecurityError after too many."""
         self._turns.left -= 1
         if self._turns.left < 0:
-            raise SecurityError(f"its loops took more than {MAX_TURNS} turns")
+            raise SecurityError(f"its loops exceed {MAX_TURNS} iterations")
 
     def counted(self, source: str) -> nodes.Template:
-        """Parse `source` and insert a call of `turn` at the head of each loop and macro.
+        """Parse `source` and insert a call of `turn` into each loop and macro.
 
-        The call is an attribute of the environment, not a name, so the template cannot override it.
+        The call is an attribute of the environment, not a name, so that the template cannot override it.
         """
         tree = self.parse(source)
         loops: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
@@ -216,18 +213,18 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuse powers and repetitions that would use too much memory, before they are computed."""
+        """Reject powers and repetitions that would use too much memory, before they are computed."""
         if operator == "**" and not (abs(left) <= 1 << 32 and abs(right) <= 64):
-            raise SecurityError("a power too large")
+            raise SecurityError("a power is too large")
         if operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, int) and hasattr(other, "__len__") and one * len(other) > MAX_TEXT:
-                    raise SecurityError(f"a repetition of more than {MAX_TEXT} items")
+                    raise SecurityError(f"a repetition has more than {MAX_TEXT} items")
         return super().call_binop(context, operator, left, right)
 
 
 class _Generation(Extension):
-    """The block `{% generation %}` marks the assistant's text for training; here only its content is rendered."""
+    """The block `{% generation %}`, which marks the assistant's text for training; its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja declares it
 
@@ -251,7 +248,7 @@ def json_object(field_name: str, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest.of(field_name, f"is {shown(text)}, which is no JSON: {error}") from None
+        raise InvalidRequest.of(field_name, f"is {shown(text)}, which is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidRequest.of(field_name, f"is {shown(text)}; expected a JSON object")
     return found
@@ -263,7 +260,7 @@ def _joined(pieces: Iterable[str]) -> str:
         found.append(piece)
         length += len(piece)
         if length > MAX_TEXT:
-            raise SecurityError(f"the text is longer than {MAX_TEXT} characters")
+            raise SecurityError(f"the text exceeds {MAX_TEXT} characters")
     return "".join(found)
 
 
@@ -278,7 +275,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encode as JSON without the escapes for HTML that jinja's own filter adds."""
+    """Encode as JSON without the HTML escapes that jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -299,7 +296,7 @@ def _json(source: str, name: str, revision: str | None) -> dict[str, Any]:
 
 
 def _chosen(found: Any) -> str | None:
-    """Return the only template, or the one named `default` of a list of named templates."""
+    """Return the only template, or the one named `default` from a list of named templates."""
     if isinstance(found, list):
         named = (entry for entry in found if isinstance(entry, dict))
         found = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
@@ -307,7 +304,7 @@ def _chosen(found: Any) -> str | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens by name; each value is a text or a record with the field `content`."""
+    """Return the texts of the special tokens by name; each value is a text or a dict with the key `content`."""
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -33,7 +33,7 @@ class Unauthenticated(PilotfishError):
 
 
 class Forbidden(PilotfishError):
-    """Expected: the caller is known, but has no permission for this call."""
+    """Expected: the token is valid, but does not allow this call."""
 
 
 class NotFound(PilotfishError):
@@ -45,7 +45,7 @@ class AdapterExists(PilotfishError):
 
 
 class ResumeRefused(PilotfishError):
-    """Expected: a stream cannot be continued here: the model is another one, or computes other tokens."""
+    """Expected: a stream cannot be resumed here: the server has another model, or regenerated other tokens."""
 
 
 class DeadlinePassed(PilotfishError):
@@ -57,25 +57,22 @@ class Aborted(PilotfishError):
 
 
 class EngineHung(PilotfishError):
-    """Unexpected: a step of the engine does not end, or the engine's process is silent for too long."""
+    """Unexpected: a step does not end, or the engine process has sent nothing for too long."""
 
 
 class EngineCrashed(PilotfishError):
-    """Unexpected: the engine's process ended.
-
-    `status` is its exit status, or a negative number of a signal; None where it is not known.
-    """
+    """Unexpected: the engine process ended. `status`: its exit status, -N for signal N, None if unknown."""
 
     status: int | None = None
 
 
 class EngineKilled(EngineCrashed):
-    """Unexpected: the engine's process was ended by a SIGKILL that this server did not send."""
+    """Unexpected: the engine process was ended by a SIGKILL that this server did not send."""
 
 
 class EngineGone(PilotfishError):
-    """Unexpected: the engine failed and cannot restart in this process. A new server process is needed."""
+    """Unexpected: the engine failed and is not restarted. The server process must be restarted."""
 
 
 class RequestFailed(PilotfishError):
-    """Unexpected: an internal fault ended this request; other requests go on."""
+    """Unexpected: an internal error ended this request; other requests continue."""

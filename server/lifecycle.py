@@ -1,4 +1,4 @@
-"""The state of the server, and listeners that are called on every change. Knows no model and no network."""
+"""The state of the server, and listeners for its changes. Uses no model and no network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from server.errors import Unavailable
 
 
 class State(StrEnum):
-    """States of the server. READY may change to RECOVERING and back; only FAILED follows DRAINING; FAILED is final."""
+    """States of the server. READY may change to RECOVERING and back, DRAINING only to FAILED; FAILED is final."""
 
     STARTING = "starting"
     READY = "ready"
@@ -31,7 +31,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.state = State.STARTING
-        self.progress = "starting"  # current stage of loading, as text for people
+        self.progress = "starting"  # the current stage of loading, in words
         self._listeners: list[Callable[[State], Awaitable[None]]] = []
 
     def listen(self, listener: Callable[[State], Awaitable[None]]) -> None:

@@ -1,4 +1,4 @@
-"""The bounded queue before the engine. It uses only the caller, the size and the due time of each request."""
+"""The bounded queue before the engine. It reads only the caller, the size and the due time of each request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from operator import attrgetter
 from engine.types import Request
 from server.errors import QueueFull
 
-SERVICE_SHARE = 0.1  # every request may wait for this share of the current service time, if `max_seconds` is less
+SERVICE_SHARE = 0.1  # a request may always wait for this share of the estimated service time
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ NOTHING_KNOWN = Outlook()
 
 
 class FairBound:
-    """What callers hold under one limit. Each has room for an equal part of it, however much the others hold.
+    """Usage per caller under one limit. Each caller may use an equal share of it, however much the others use.
 
-    One caller alone can hold the whole limit. The first of several may have done so before the others came, so k of
-    them hold at most 1 + 1/2 + ... + 1/k times the limit: nothing that was accepted has to go.
+    A single caller may use the whole limit. Accepted requests are never removed when further callers arrive, so k
+    callers hold at most 1 + 1/2 + ... + 1/k times the limit.
     """
 
     def __init__(self, limit: int) -> None:
@@ -39,12 +39,12 @@ class FairBound:
         self._held: Counter[str] = Counter()
 
     def has_room(self, caller: str, amount: int = 1) -> bool:
-        """Whether `caller` may hold so much more."""
-        part = self.limit // len(self._held.keys() | {caller})
-        return self.total + amount <= self.limit or self._held[caller] + amount <= part
+        """Whether `caller` may add `amount`."""
+        share = self.limit // len(self._held.keys() | {caller})
+        return self.total + amount <= self.limit or self._held[caller] + amount <= share
 
     def add(self, caller: str, amount: int) -> None:
-        """Count what `caller` holds more, or less if `amount` is negative."""
+        """Add `amount`, which may be negative, to the usage of `caller`."""
         self.total += amount
         self._held[caller] += amount
         if not self._held[caller]:
@@ -56,20 +56,21 @@ class _Waiting:
     due: float
     number: int  # order of arrival, for requests that are due at the same time
     request: Request = field(compare=False)
-    num_tokens: int = field(compare=False)  # most tokens of prompt and output
+    num_tokens: int = field(compare=False)  # maximum, of prompt and output
 
 
 class AdmissionQueue:
     """Each caller's requests by due time, bounded in requests, tokens and seconds.
 
-    The bounds in tokens and seconds apply only to callers of whom other requests wait: else any request is accepted.
+    The limits on tokens and seconds apply only if the caller has other requests in the queue; a first request of any
+    size is accepted.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, max_seconds: float = math.inf) -> None:
         self.max_requests, self.max_seconds = max_requests, max_seconds
         self._requests, self._tokens = FairBound(max_requests), FairBound(max_tokens)
         self._waiting: dict[str, _Waiting] = {}
-        self._lines: dict[str, list[_Waiting]] = {}  # by caller, who is due first in front
+        self._lines: dict[str, list[_Waiting]] = {}  # by caller, earliest due time first
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -80,7 +81,7 @@ class AdmissionQueue:
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens of prompt and output of all requests together."""
+        """Maximum number of tokens, of prompts and outputs, of all requests together."""
         return self._tokens.total
 
     @property
@@ -89,11 +90,11 @@ class AdmissionQueue:
 
     @property
     def usage(self) -> float:
-        """Share of the limit in requests or in tokens, whichever is larger. Above 1 if a large request waits alone."""
+        """Share of the limit in requests or in tokens, whichever is larger; above 1 with an oversized request."""
         return max(bound.total / bound.limit for bound in (self._requests, self._tokens))
 
     def require_room(self, caller: str = "", num_tokens: int = 0, outlook: Outlook = NOTHING_KNOWN) -> None:
-        """Raise QueueFull if a request of `num_tokens` exceeds a bound of the queue."""
+        """Raise QueueFull if a request of `num_tokens` exceeds a limit of the queue."""
         if not self._requests.has_room(caller):
             problem = f"the queue holds {len(self)} requests; the limit is {self.max_requests}"
             raise QueueFull(problem, bound="requests", retry_seconds=outlook.retry)
@@ -136,7 +137,7 @@ class AdmissionQueue:
         return True
 
     def ahead(self, due: float, caller: str = "") -> list[Request]:
-        """Return the requests of `caller` that would start before a new one that is due at `due`."""
+        """Return the requests of `caller` that start before a new one with this due time."""
         line = self._lines.get(caller, [])
         return [entry.request for entry in line[: bisect_right(line, due, key=attrgetter("due"))]]
 

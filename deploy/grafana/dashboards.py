@@ -1,4 +1,4 @@
-"""The dashboards. `make dashboards` writes them as JSON files beside this module; Grafana loads those files."""
+"""The dashboards. `make dashboards` writes them as JSON files, which Grafana loads."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ TIME_TO_FIRST = _quantiles(
     "Time to first token", "time_to_first_token", "From arrival to the first token of an output."
 )
 BETWEEN = _quantiles(
-    "Between two messages",
+    "Inter-token latency",
     "inter_token_latency",
-    "Between two rounds of tokens of one output; a round may bring several.",
+    "Between two rounds of one output; a round may have several tokens.",
 )
 ENDED = Panel(
     "Requests ended", "reqps", [(rate("requests_total", "finish_reason"), "{{finish_reason}}")], "By reason.", "stack"
@@ -44,39 +44,39 @@ REJECTED = Panel(
     "Refused before the queue",
     "reqps",
     [(rate("admission_rejected_total", "reason"), "{{reason}}")],
-    "By reason. queue_full is back-pressure, invalid is the callers' mistake.",
+    "By reason. queue_full is back-pressure, invalid an error of the caller.",
     "stack",
 )
 GAIN = Panel(
     "Gain over plain decoding",
     "none",
     [(series("spec_gain_ratio"), "{{instance}}")],
-    "Tokens per second of the last steps over what plain decoding would have made. Below 1 drafts are a loss.",
+    "Estimated tokens per second in recent steps, relative to plain decoding. Below 1, drafts slow the server down.",
 )
 ACCEPTANCE = Panel(
     "Acceptance rate",
     "percentunit",
     [(ACCEPTANCE_RATE, "accepted / drafted")],
-    "Share of the drafts that the target kept; no point while nothing is drafted.",
+    "Share of drafts that were accepted; no data while nothing is drafted.",
 )
 TOKENS = Panel(
     "Tokens per second",
     "none",
-    [(rate("generated_tokens_total"), "generated"), (rate("prompt_tokens_total"), "prompt, fed to the target")],
-    "What the target has worked off. Prompt tokens found in the prefix cache are not among them.",
+    [(rate("generated_tokens_total"), "generated"), (rate("prompt_tokens_total"), "prompt")],
+    "Tokens processed by the target, without prompt tokens from the prefix cache.",
 )
 PAGES = Panel("Pages in use", "percentunit", [(series("kv_usage_ratio"), "{{instance}}")], "Of the target's K/V.")
-QUEUE = Panel("Requests", "none", [RUNNING, WAITING], "Outputs that take part in steps, and who waits.", "stack")
+QUEUE = Panel("Requests", "none", [RUNNING, WAITING], "Running outputs, and waiting requests and outputs.", "stack")
 
 OVERVIEW = [
-    Panel("Ready", "none", [(total("engine_up"), "engines")], "Engines that can take a step.", "number", 3),
-    Panel("Running", "none", [RUNNING], "Outputs that take part in steps.", "number", 3),
-    Panel("Waiting", "none", [WAITING], "Requests that wait.", "number", 3),
+    Panel("Ready", "none", [(total("engine_up"), "engines")], "Engines that can run steps.", "number", 3),
+    Panel("Running", "none", [RUNNING], "Running outputs.", "number", 3),
+    Panel("Waiting", "none", [WAITING], "Waiting requests and outputs.", "number", 3),
     Panel("Tokens", "none", [(rate("generated_tokens_total"), "per second")], "Generated per second.", "number", 3),
-    Panel("Acceptance", "percentunit", [(ACCEPTANCE_RATE, "rate")], "Drafts kept of drafts made.", "number", 3),
+    Panel("Acceptance", "percentunit", [(ACCEPTANCE_RATE, "rate")], "Accepted / drafted tokens.", "number", 3),
     Panel("Length", "none", [(ACCEPTANCE_LENGTH, "length")], "Tokens per verified round.", "number", 3),
     Panel("Batch", "none", [(mean("batch_size", kind="verify"), "mean")], "Mean size of verification.", "number", 3),
-    Panel("Since a step", "s", [(f"min({HEARTBEAT})", "idle")], "Seconds since any engine stepped.", "number", 3),
+    Panel("Since a step", "s", [(f"min({HEARTBEAT})", "idle")], "Time since the last step.", "number", 3),
     ENDED,
     QUEUE,
     TOKENS,
@@ -93,16 +93,16 @@ SPECULATION = [
     Panel("Acceptance length", "none", [(ACCEPTANCE_LENGTH, "1 + accepted / rounds")], "Tokens per verified round."),
     GAIN,
     Panel(
-        "Kept, by position",
+        "Acceptance by position",
         "percentunit",
         [(ratio("spec_accepted_tokens_per_position_total", "spec_drafts_total", "position"), "draft {{position}}")],
-        "Share of the verified rounds that kept the draft at this position, the first being 0.",
+        "Share of verified rounds that accepted the draft at this position; 0 is the first one.",
     ),
     Panel(
         "Drafts per sequence (K)",
         "none",
         [(mean("draft_tokens_per_sequence"), "mean"), (quantile(0.9, "draft_tokens_per_sequence"), "p90")],
-        "As chosen each step for each sequence, those without drafts included.",
+        "Per sequence and step, including sequences without drafts.",
     ),
     Panel(
         "K",
@@ -115,24 +115,24 @@ SPECULATION = [
         "Drafts per second",
         "none",
         [
-            (rate("spec_accepted_tokens_total"), "kept"),
-            (f"{rate('spec_draft_tokens_total')} - {rate('spec_accepted_tokens_total')}", "dropped"),
+            (rate("spec_accepted_tokens_total"), "accepted"),
+            (f"{rate('spec_draft_tokens_total')} - {rate('spec_accepted_tokens_total')}", "rejected"),
         ],
-        "Dropped drafts are work for nothing.",
+        "Rejected drafts are wasted work.",
         "stack",
     ),
     Panel(
         "Mean acceptance length, by step",
         "none",
         [(rate("spec_acceptance_length_bucket", "le"), "{{le}}")],
-        "One observation per step that verified drafts.",
+        "One observation per step with drafts.",
         "heat",
     ),
     Panel(
-        "Faults of proposers",
+        "Failures of proposers",
         "none",
         [(rate("draft_failures_total"), "per second")],
-        "Each was answered by plain decoding; the log says more.",
+        "The step continued without drafts; see the log.",
     ),
 ]
 
@@ -147,12 +147,10 @@ BATCHING = [
         "Size of verification",
         "none",
         [(rate("batch_size_bucket", "le", kind="verify"), "{{le}}")],
-        "How often the target verified how many sequences at once.",
+        "Sequences per verification pass.",
         "heat",
     ),
-    Panel(
-        "Mean tokens per pass", "none", [(mean("batch_tokens", "kind"), KIND)], "Rows fed to a model at once, by kind."
-    ),
+    Panel("Mean tokens per pass", "none", [(mean("batch_tokens", "kind"), KIND)], "Tokens per forward pass, by kind."),
     Panel("Passes per second", "none", [(rate("batch_size_count", "kind"), KIND)], "Forward passes, by kind.", "stack"),
     Panel(
         "Tokens per step",
@@ -169,7 +167,7 @@ BATCHING = [
         "Tokens per sequence and step",
         "none",
         [(f"{rate('generated_tokens_total')} / ({rate('batch_size_sum', kind='verify')} > 0)", "tokens")],
-        "1 is plain decoding; drafts add to it.",
+        "1 is plain decoding; accepted drafts increase it.",
     ),
 ]
 
@@ -181,37 +179,31 @@ SERVICE = [
         "Queue",
         "percentunit",
         [(series("queue_usage_ratio"), "{{instance}}")],
-        "Requests or tokens over their limit, whichever is more; from 100 % on requests are refused.",
+        "Usage of the limit on requests or tokens, whichever is higher; at 100 % requests are refused.",
     ),
     _quantiles("Time in the queue", "queue_time", "From arrival to the engine."),
     TIME_TO_FIRST,
     BETWEEN,
-    _quantiles("Time per token of an output", "time_per_output_token", "Mean of an output after its first token."),
-    _quantiles("Whole requests", "request_duration", "From arrival to the end."),
-    _quantiles(
-        "Lag of the event loop", "event_loop_lag", "How late the loop ran what was due: it was computing, or starved."
-    ),
+    _quantiles("Time per output token", "time_per_output_token", "Mean of an output after its first token."),
+    _quantiles("Request duration", "request_duration", "From arrival to the end."),
+    _quantiles("Event loop lag", "event_loop_lag", "Delay of timers, when the event loop is blocked or has no CPU."),
     Panel(
-        "Callers that left",
+        "Lost readers",
         "reqps",
-        [(rate("client_disconnects_total"), "went away"), (rate("stream_stalls_total"), "cut: took no message")],
-        "Before their request ended.",
+        [(rate("client_disconnects_total"), "disconnected"), (rate("stream_stalls_total"), "stalled")],
+        "Before the end of the request.",
     ),
 ]
 
 ENGINE = [
     PAGES,
-    Panel(
-        "Preemptions", "none", [(rate("preemptions_total"), "per second")], "Sequences that lost their pages to others."
-    ),
-    Panel(
-        "Prefix cache", "percentunit", [(CACHE_HITS, "hits")], "Share of prompt tokens whose keys and values it had."
-    ),
+    Panel("Preemptions", "none", [(rate("preemptions_total"), "per second")], "Sequences preempted for lack of pages."),
+    Panel("Prefix cache", "percentunit", [(CACHE_HITS, "hits")], "Share of prompt tokens found in the cache."),
     Panel(
         "Time by phase",
         "none",
         [(rate("step_duration_seconds_sum", "phase"), "{{phase}}")],
-        "Seconds per second, of all engines together; one engine that is never idle makes 1.",
+        "Seconds per second, summed over all engines; 1 is one fully used engine.",
         "stack",
     ),
     Panel(
@@ -226,9 +218,9 @@ ENGINE = [
         [(quantile(0.95, "step_duration_seconds", "phase"), "{{phase}}")],
         "propose is the draft, forward the target.",
     ),
-    Panel("Steps per second", "none", [(rate("engine_steps_total"), "steps")], "Turns of the engine."),
-    Panel("Since the last step", "s", [(HEARTBEAT, "{{instance}}")], "Grows when idle, and when the engine hangs."),
-    Panel("Engine up", "none", [(series("engine_up"), "{{instance}}")], "1 while it can take a step."),
+    Panel("Steps per second", "none", [(rate("engine_steps_total"), "steps")], "Of all engines."),
+    Panel("Since the last step", "s", [(HEARTBEAT, "{{instance}}")], "Grows while the engine is idle or hangs."),
+    Panel("Engine up", "none", [(series("engine_up"), "{{instance}}")], "1 while it can run steps."),
     Panel("Memory", "bytes", [(series("process_resident_memory_bytes"), "{{instance}}")], "Resident, of the process."),
     Panel(
         "Cores", "none", [(rate("process_cpu_seconds_total", "instance"), "{{instance}}")], "CPU seconds per second."

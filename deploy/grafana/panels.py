@@ -1,4 +1,4 @@
-"""The kinds of panel that the dashboards use, built from Grafana's own types. This module knows no metric."""
+"""The kinds of panels of the dashboards, built with Grafana's own types. Contains no metric names."""
 
 from __future__ import annotations
 

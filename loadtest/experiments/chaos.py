@@ -1,4 +1,4 @@
-"""All kinds of faulty callers at once and at random, while engines and a replica die.
+"""Faulty callers of all kinds at random, while engines and a replica die.
 
 Well-behaved callers, whose client has the addresses of both replicas, must not be affected.
 """
@@ -6,7 +6,9 @@ Well-behaved callers, whose client has the addresses of both replicas, must not 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +18,7 @@ from typing import Any
 
 from client import AsyncClient, Delta, GenerateOptions, QueueFullError, RequestFailedError
 from loadtest.experiments.mischief import MISCHIEF, ChaosContext
-from loadtest.experiments.outages import kill_engines, lose_replicas
-from loadtest.process import ProcessUsage, ServerProcess
+from loadtest.process import ProcessUsage, ServerProcess, engine_of
 
 PROGRAM = ("-m", "loadtest.experiments.faulty_server")
 OPTIONS = (
@@ -25,6 +26,7 @@ OPTIONS = (
     *("--max-engine-crashes", "10000"),
 )
 OWN_ENGINE, OTHER_ENGINE = "engine killed: SIGKILL", "the replica's engine killed: SIGKILL"
+ENGINE_SECONDS, SERVER_SECONDS = 15.0, 30.0  # from one failure to the next
 CALLERS = 6  # well-behaved callers
 MOST_GROWTH = 0.02  # of resident memory
 _PROMPTS = ("def mean(values):\n", "import os\n\n", "class Queue:\n    def push(self, item):\n", "for i in range(")
@@ -50,9 +52,9 @@ class IdleResources:
         """Yield each resource that an idle server should not hold."""
         census = self.census
         if census["free_pages"] != census["total_pages"]:
-            yield f"{census['total_pages'] - census['free_pages']} pages are held"
+            yield f"{census['total_pages'] - census['free_pages']} pages are in use"
         if census["live"] or census["queued"]:
-            yield f"{census['live']} requests are live, {census['queued']} wait"
+            yield f"{census['live']} requests are live, {census['queued']} are queued"
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Chaos:
     notes: Notes
     before: IdleResources
     after: IdleResources
-    restarts: float  # of the engine of the replica that lives
+    restarts: float  # of the engine of the surviving replica
 
     @property
     def growth(self) -> float:
@@ -88,13 +90,13 @@ class Chaos:
         for notes in (self.warm_up, self.notes):
             yield from notes.wrong
             yield from notes.strange
-            yield from (f"{count} who behaved got {status}" for status, count in notes.failed.items())
+            yield from (f"{count} well-behaved callers received {status}" for status, count in notes.failed.items())
         yield from self.after.leaks
         if not self.notes.right:
-            yield "nobody was served"
+            yield "no request was served"
         kills = sum(notes.deeds.get(OWN_ENGINE, 0) for notes in (self.warm_up, self.notes))
         if self.restarts != kills:
-            yield f"{self.restarts:g} restarts of an engine that was killed {kills} times: it failed by itself, too"
+            yield f"{self.restarts:g} restarts of an engine that was killed {kills} times"
         tasks = self.after.census["tasks"] - self.before.census["tasks"]
         descriptors = self.after.usage.descriptors - self.before.usage.descriptors
         if tasks > 0 or descriptors > 0:
@@ -183,9 +185,39 @@ async def _storm(
             tasks.create_task(scene.repeat(deed, Random(random.random())))
         replica_starts = asyncio.Lock()
         for one, starts, name in ((server, asyncio.Lock(), OWN_ENGINE), (replica, replica_starts, OTHER_ENGINE)):
-            tasks.create_task(kill_engines(scene, one, starts, name, Random(random.random())))
-        tasks.create_task(lose_replicas(scene, replica, replica_starts, Random(random.random())))
+            tasks.create_task(_kill_engines(scene, one, starts, name, Random(random.random())))
+        tasks.create_task(_lose_replicas(scene, replica, replica_starts, Random(random.random())))
     return found
+
+
+async def _kill_engines(
+    scene: ChaosContext, server: ServerProcess, starts: asyncio.Lock, name: str, random: Random
+) -> None:
+    """Kill the engine of a server about every `ENGINE_SECONDS`, and count it under `name`.
+
+    The lock `starts` is held while the server is restarted.
+    """
+    while scene.goes_on:
+        await scene.pause(ENGINE_SECONDS * random.uniform(0.5, 1.5))
+        async with starts:  # a server ends if its first engine dies while loading
+            pid = engine_of(server.pid)
+            if pid is not None and scene.goes_on:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    scene.count(name)
+
+
+async def _lose_replicas(scene: ChaosContext, replica: ServerProcess, starts: asyncio.Lock, random: Random) -> None:
+    """Kill or roll the replica alternately, about every `SERVER_SECONDS`, and restart it, holding `starts`."""
+    rolls = False
+    while scene.goes_on:
+        await scene.pause(SERVER_SECONDS * random.uniform(0.8, 1.2))
+        if scene.goes_on:
+            async with starts:
+                await asyncio.to_thread(replica.stop if rolls else replica.kill)
+                scene.count(f"replica ended: {'SIGTERM, drained' if rolls else 'SIGKILL'}")
+                await asyncio.to_thread(replica.start)
+            rolls = not rolls
 
 
 async def _behave(

@@ -41,7 +41,7 @@ FIRST_TOKENS = 4  # a fault in the engine is raised after this number of tokens,
 
 
 class Injected(RuntimeError):
-    """Expected here, and nowhere else."""
+    """Expected: an injected fault."""
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -129,14 +129,14 @@ def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False
 
 def _after_a_check(engine: Engine, rest: Any) -> Any:
     def checked(*wanted: Any) -> Any:
-        engine.check_invariants()  # its AssertionError ends the process, which is one restart too many
+        engine.check_invariants()  # an AssertionError ends the process, and the number of restarts is then wrong
         return rest(*wanted)
 
     return checked
 
 
 def around(engine: EngineView, config: EngineConfig, device: str, text: ModelText) -> ServedModel:
-    """What the front-end process needs, made faulty."""
+    """Return what the front-end process needs, with injected faults."""
     replace(Codec, "encode", _in_tokenizer)
     replace(stream.OutputStream, "push", _in_text)
     replace(answers, "stream_responses", _in_answers)

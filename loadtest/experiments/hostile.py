@@ -1,7 +1,7 @@
-"""The largest calls that the size limit lets through, of many kinds; a process of their own sends them.
+"""The largest calls within the size limit, of many kinds, sent by a separate process.
 
-`python -m loadtest.experiments.hostile GRPC HTTP` reads a name per line, sends that call `AT_ONCE` times at once, and
-prints how the calls ended.
+`python -m loadtest.experiments.hostile GRPC HTTP` reads one name per line, sends that call `AT_ONCE` times
+concurrently, and prints how the calls ended.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import httpx
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 
-SIZE = (4 << 20) - 2048  # bytes of a body or message: the default of max_message_bytes, less a head
+SIZE = (4 << 20) - 2048  # bytes of a body or message: the default of max_message_bytes minus room for headers
 AT_ONCE = 10
 _GENERATE = "/pilotfish.v1.InferenceService/Generate"
 _CONTROL = "/pilotfish.v1.ControlService/"
-_LIMIT = 5 << 20  # bytes, of what our own end sends
+_LIMIT = 5 << 20  # bytes, for messages that this client sends
 
 
 @dataclass(frozen=True, slots=True)
 class HostileCall:
-    """A route of HTTP or a method of gRPC, and what makes its body."""
+    """An HTTP route or gRPC method, and a function that makes its body."""
 
     path: str
     make: Callable[[], bytes]
@@ -39,7 +39,7 @@ class HostileCall:
 
 
 def _many(element: str, size: int = SIZE - 200) -> str:
-    """Return so many elements that they fill a list of this size."""
+    """Repeat an element until the list has this size."""
     return ",".join([element] * (size // (len(element) + 1)))
 
 
@@ -180,7 +180,7 @@ async def _send(call: HostileCall, http: httpx.AsyncClient, channel: grpc.aio.Ch
 
 
 async def main(address: str, http_address: str) -> None:
-    """Serve the names that come as lines."""
+    """Send the calls whose names are read from standard input."""
     options = [("grpc.max_send_message_length", _LIMIT), ("grpc.max_receive_message_length", 64 << 20)]
     async with (
         httpx.AsyncClient(base_url=f"http://{http_address}", timeout=120) as http,

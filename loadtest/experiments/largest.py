@@ -1,4 +1,4 @@
-"""Calls of the largest size, of more than fifty kinds, ten of a kind at once: nobody else's stream may stand still."""
+"""Calls of maximum size, of more than fifty kinds, ten of each kind at once; no other stream may stall."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MOST_PAUSE, MOST_GROWTH = 0.25, 200 << 20  # seconds beyond the longest pause wi
 
 @dataclass(frozen=True, slots=True)
 class KindResult:
-    """What ten calls of a kind did to others."""
+    """The effect of ten calls of one kind on other streams."""
 
     name: str
     ends: str
     seconds: float
     pause: float  # longest time between two messages of a stream, in seconds
-    growth: int  # of the resident memory, in bytes, at most
+    growth: int  # maximum, of the resident memory, in bytes
 
 
 @dataclass(slots=True)
 class Largest:
-    """The results of the experiment; memory is that of the process with the ports, in bytes."""
+    """The results of the experiment; memory is that of the front-end process, in bytes."""
 
     quiet: float = 0.0  # longest pause without hostile calls
     kinds: list[KindResult] = field(default_factory=list)
@@ -59,17 +59,17 @@ class Largest:
         """Yield each violated expectation; `timed` includes the pauses."""
         for kind in self.kinds:
             if timed and kind.pause > self.quiet + MOST_PAUSE:
-                yield f"{kind.name}: a stream stood still for {kind.pause:.2f} s; {self.quiet:.2f} s without such calls"
+                yield f"{kind.name}: a stream stalled for {kind.pause:.2f} s; {self.quiet:.2f} s without such calls"
             if kind.growth > MOST_GROWTH:
                 yield f"{kind.name}: memory grew by {kind.growth >> 20} MiB"
             if any(code in kind.ends for code in ("500", "INTERNAL", "UNKNOWN")):
                 yield f"{kind.name} ended with {kind.ends}"
         if self.after - self.before > MOST_GROWTH:
-            yield f"memory did not come back: {self.after - self.before >> 20} MiB"
+            yield f"memory was not returned: {self.after - self.before >> 20} MiB"
 
 
 class Watcher:
-    """Streams that go on all the time, and the longest pause of any of them; and the memory of the server."""
+    """Measures the longest pause of continuous streams, and the memory of the server."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._server, self._pause, self._peak = server, 0.0, 0
@@ -97,7 +97,7 @@ class Watcher:
             await asyncio.sleep(0.01)
 
     def take(self) -> tuple[float, int]:
-        """Return the longest pause and the most memory since the last call."""
+        """Return the longest pause and the peak memory since the last call."""
         found = self._pause, self._peak
         self._pause, self._peak = 0.0, 0
         return found
@@ -126,7 +126,7 @@ async def _attacker(server: ServerProcess) -> AsyncIterator[Callable[[str], asyn
 
 
 async def largest(server: ServerProcess, names: Sequence[str], tell: Callable[[str], None]) -> Largest:
-    """Watch quiet streams first, then send the calls, kind after kind."""
+    """Measure streams without hostile calls first, then send the calls, kind by kind."""
     found, watcher = Largest(), Watcher(server)
     clock = asyncio.get_running_loop().time
     watching = asyncio.ensure_future(watcher.watch())

@@ -1,4 +1,7 @@
-"""Faulty callers, one kind per function: they cancel, die, stop reading, set short deadlines or cause faults."""
+"""Faulty callers, one kind per function: they cancel, die, stop reading, set short deadlines or cause faults.
+
+`python -m loadtest.experiments.mischief ADDRESS STREAMS` reads long streams until it is killed.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 
 FAILING = ("tokenizer", "target", "nan", "text", "answers")  # parts whose faults end only the request at fault
-OUTAGE = ("UnavailableError", "UNAVAILABLE", "503")  # while an engine is restarted, new requests are refused so
+OUTAGE = ("UnavailableError", "UNAVAILABLE", "503")  # how new requests are refused while an engine is restarted
 HARMLESS = "draft"  # the part whose fault costs only drafts
 LONG = 300  # tokens
+ENDLESS = 480  # tokens: more than can be read before the process is killed; below the server's limit
 STORM = 24  # requests at once
 # Without these, the client's gRPC core reads ahead of its application, and no write of the server ever blocks.
 _STALLING = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), ("grpc.use_local_subchannel_pool", 1)]
@@ -37,7 +41,7 @@ _numbers = count()
 
 @dataclass(slots=True)
 class ChaosContext:
-    """The server under test, the end of the run, and the notes."""
+    """The server under test, the end of the run, and the results."""
 
     address: str
     http_address: str
@@ -141,7 +145,7 @@ async def stall(scene: ChaosContext, random: Random) -> None:
 
 async def die(scene: ChaosContext, random: Random) -> None:
     """Start a process with open streams and kill it while it reads."""
-    command = ("-m", "loadtest.experiments.victim", scene.address, str(random.randint(1, 6)))
+    command = ("-m", "loadtest.experiments.mischief", scene.address, str(random.randint(1, 6)))
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None, "asked for"
     first = await process.stdout.readline()
@@ -167,3 +171,22 @@ async def hang_up(scene: ChaosContext, random: Random) -> None:
 
 
 MISCHIEF: tuple[Misbehaviour, ...] = (go_away, go_away, hurry, fail, stall, die, hang_up)
+
+
+async def _victim(address: str, streams: int) -> None:
+    """Read long streams in this process, which `die` kills."""
+
+    async def read(client: AsyncClient, number: int) -> None:
+        try:
+            async for _ in client.stream(f"import os  # {number}\n", max_tokens=ENDLESS, ignore_eos=True):
+                print(number, flush=True)  # informs the parent process that the stream has started
+        except RequestFailedError:
+            print("refused", flush=True)
+
+    async with AsyncClient(address, retry=None) as client, asyncio.TaskGroup() as tasks:
+        for number in range(streams):
+            tasks.create_task(read(client, number))
+
+
+if __name__ == "__main__":
+    asyncio.run(_victim(sys.argv[1], int(sys.argv[2])))

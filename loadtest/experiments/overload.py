@@ -1,36 +1,115 @@
-"""Load far beyond the server's capacity: every request must be served in time or refused with a retry delay."""
+"""Load far beyond the server's capacity: every request must be served in time or refused with a retry delay.
+
+The open loop measures latency from the time at which a request should have been sent. A driver that waits for answers
+before it sends more requests would measure a slow server under a lower load (coordinated omission).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import statistics
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
 
-from client import AsyncClient
-from loadtest.driver import REFUSED, SERVED, Ask, Run, Sample, poisson
+from client import AsyncClient, Delta, GenerateOptions, RequestFailedError
 from loadtest.process import ServerProcess
 
+LONGEST = 120.0  # seconds; the deadline of each request, so that none waits for ever
+SERVED, REFUSED = "OK", "RESOURCE_EXHAUSTED"
+Ask = Callable[[Random], tuple[str, GenerateOptions]]
 CALLERS = 96  # enough to keep the server's batch full and its queue non-empty while capacity is measured
-WARMING = 1 / 3  # of that time is not counted
-SETTLING = 0.1  # of the time at capacity is not timed, because at its start many requests begin at once
+WARMING = 1 / 3  # share of that time which is not counted
+SETTLING = 0.1  # share of the time at capacity which is not measured, because many requests start at once
 MOST_WAITING = 2.0  # maximum time to first token, relative to that at capacity
 MOST_GROWTH = 0.02  # of resident memory
 _SEED = 2  # of the arrivals
 
 
+@dataclass(slots=True)
+class Sample:
+    """One request. Times are in seconds since the run began; `intended` is when it should have been sent."""
+
+    intended: float
+    sent: float
+    ended: float = 0.0
+    first: float | None = None  # when the first tokens arrived
+    tokens: int = 0
+    status: str = SERVED
+    retry_seconds: float | None = None  # after which the server asks for a retry
+
+
+def poisson(rate: float, seconds: float, random: Random) -> Iterator[float]:
+    """Yield the arrivals of independent callers who do not wait for answers, `rate` per second, up to `seconds`."""
+    now = random.expovariate(rate)
+    while now < seconds:
+        yield now
+        now += random.expovariate(rate)
+
+
+class Run:
+    """Calls to one server. The clock starts when the run is created."""
+
+    def __init__(self, client: AsyncClient, ask: Ask, seed: int = 1) -> None:
+        self.calls: list[Sample] = []
+        self._client, self._ask, self._random, self._start = client, ask, Random(seed), time.perf_counter()
+
+    def now(self) -> float:
+        """Return seconds since the run began."""
+        return time.perf_counter() - self._start
+
+    async def send(self, intended: float | None = None) -> Sample:
+        """Send one request now, read its whole answer, and record how it ended."""
+        (prompt, options), sent = self._ask(self._random), self.now()
+        call = Sample(sent if intended is None else intended, sent)
+        try:
+            async with aclosing(self._client.stream(prompt, deadline=LONGEST, **options)) as events:
+                async for event in events:
+                    if isinstance(event, Delta) and event.token_ids:
+                        call.first = call.first or self.now()
+                        call.tokens += len(event.token_ids)
+        except RequestFailedError as error:
+            call.status, call.retry_seconds = error.code.name, error.retry_seconds
+        call.ended = self.now()
+        self.calls.append(call)
+        return call
+
+    async def open_loop(self, moments: Iterable[float]) -> None:
+        """Send requests at these times, independent of the answers; return when all have ended."""
+        async with asyncio.TaskGroup() as tasks:
+            for moment in moments:
+                await asyncio.sleep(moment - self.now())
+                tasks.create_task(self.send(moment))
+
+    async def closed_loop(self, callers: int, seconds: float, minimum: int = 0) -> None:
+        """Let each of the callers send one request after another for `seconds`, and until `minimum` were not refused.
+
+        A refused caller waits for the retry delay.
+        """
+
+        async def ask() -> None:
+            while self.now() < seconds or sum(call.status != REFUSED for call in self.calls) < minimum:
+                call = await self.send()
+                await asyncio.sleep(call.retry_seconds or 0)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(callers):
+                tasks.create_task(ask())
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of load, seen by the callers and by the server."""
+    """A phase of load, as measured by the callers and by the server."""
 
     name: str
     load: str
     seconds: float
     calls: Sequence[Sample]
-    counted: float  # requests that the server says it ended or refused
+    counted: float  # requests that the server ended or refused, by its metrics
     memory: Sequence[int]  # resident bytes of the server's process, once per second
     timed_from: float = 0.0  # seconds; requests before that have no time to first token
 
@@ -69,10 +148,10 @@ class Phase:
         if not self.adds_up:
             yield f"{self.name}: {len(self.calls)} sent; the server ended or refused {self.counted:g}"
         if unhinted := sum(not call.retry_seconds for call in self.refused):
-            yield f"{self.name}: {unhinted} refusals without a word of when to come again"
+            yield f"{self.name}: {unhinted} refusals without a retry delay"
         if len(self.served) + len(self.refused) != len(self.calls):
             statuses = dict(Counter(call.status for call in self.calls))
-            yield f"{self.name}: some were neither served nor refused: {statuses}"
+            yield f"{self.name}: some requests were neither served nor refused: {statuses}"
 
     def row(self) -> str:
         """Return the phase as a row in Markdown."""
@@ -118,7 +197,7 @@ class Overload:
         for phase in self.phases:
             yield from phase.problems()
         if not self.overload.refused:
-            yield "overload: nobody was refused"
+            yield "overload: no request was refused"
         if timed and self.waiting > MOST_WAITING:
             yield f"time to first token grew to {self.waiting:.2f} times that at capacity; at most {MOST_WAITING:g}"
         if timed and self.overload.growth > MOST_GROWTH:
@@ -126,10 +205,7 @@ class Overload:
 
 
 def full_rate(calls: Sequence[Sample]) -> float:
-    """Return requests served per second while all callers were there: after a warm-up, until the last was sent.
-
-    No request can end during the first moments. A caller that gets an answer sends its next request at once, as long
-    as all callers are there.
+    """Return requests served per second while all callers were active: after the warm-up, until the last was sent.
 
     Raises:
         RuntimeError: No request was served.
@@ -138,7 +214,7 @@ def full_rate(calls: Sequence[Sample]) -> float:
     served = sum(call.status == SERVED and WARMING * until < call.ended <= until for call in calls)
     if not served:
         statuses = dict(Counter(call.status for call in calls))
-        raise RuntimeError(f"capacity cannot be measured: nobody was served while all callers were there: {statuses}")
+        raise RuntimeError(f"capacity cannot be measured: no request was served while all callers sent: {statuses}")
     return served / ((1 - WARMING) * until)
 
 
@@ -147,9 +223,9 @@ async def overload(
 ) -> Overload:
     """Measure capacity, then the server at capacity, then at `times` that rate.
 
-    A warm-up comes first, in which a new server learns the benefit of drafts with a full batch; until then it is
-    slower. The phase at capacity starts with a burst that fills the batch. Requests arrive as fast as others end, so
-    without the burst chance would decide whether the queue is used at all.
+    In a warm-up the server first measures the benefit of drafts with a full batch; until then it is slower. The phase
+    at capacity starts with a burst that fills the batch. Requests then arrive as fast as others end, so without the
+    burst it would depend on chance whether the queue is used.
     """
     async with AsyncClient(server.address) as client:
         places = (await client.model_info()).max_batch_size
@@ -188,7 +264,7 @@ async def _measure(
 
 
 async def _counted(server: ServerProcess, least: float = 0.0, patience: int = 100) -> float:
-    """Return how many requests the server says it ended or refused; it may count an end after the caller sees it."""
+    """Return how many requests the server has ended or refused; it may count an end after the caller sees it."""
     metrics = await asyncio.to_thread(server.metrics)
     found = metrics.total("requests_total") + metrics.total("admission_rejected_total")
     if found >= least or not patience:
@@ -199,7 +275,7 @@ async def _counted(server: ServerProcess, least: float = 0.0, patience: int = 10
 
 @contextlib.asynccontextmanager
 async def _watching(server: ServerProcess) -> AsyncIterator[list[int]]:
-    """Note the resident memory of the server once per second."""
+    """Record the resident memory of the server once per second."""
     found = [server.usage().resident]
 
     async def watch() -> None:

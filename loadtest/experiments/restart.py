@@ -1,4 +1,4 @@
-"""How long a reader waits when the engine dies: the pause in one stream, on an otherwise idle server."""
+"""The pause of a stream when the engine dies, on an otherwise idle server."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from random import Random
 from statistics import median
 
 from client import AsyncClient, Finished
-from loadtest.experiments.outages import engine_of
-from loadtest.process import ServerProcess
+from loadtest.process import ServerProcess, engine_of
 
 LONGEST = 2.0  # seconds, in the median
-_PROMPT = (1, 5, 9, 12)  # token ids: a checkpoint may have no tokenizer
+_PROMPT = (1, 5, 9, 12)  # token ids, because a checkpoint may have no tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,11 @@ class Pauses:
     def problems(self, *, timed: bool) -> Iterator[str]:
         """Yield each violated expectation."""
         if timed and median(self.seconds) > LONGEST:
-            yield f"the median pause is {median(self.seconds):.2f} s; at most {LONGEST:g} s were expected"
+            yield f"the median pause is {median(self.seconds):.2f} s; expected at most {LONGEST:g} s"
 
 
 async def restarts(server: ServerProcess, deaths: int, random: Random, tell: Callable[[str], None]) -> Pauses:
-    """Kill the engine once in each of `deaths` streams; return the pauses of their reader."""
+    """Kill the engine once in each of `deaths` streams; return their pauses."""
     pauses = []
     async with AsyncClient(server.address) as client:
         for _ in range(deaths):
@@ -47,7 +46,7 @@ async def restarts(server: ServerProcess, deaths: int, random: Random, tell: Cal
 
 
 async def _pause(client: AsyncClient, server: ServerProcess, events: int) -> float:
-    """Kill the engine when a stream has had so many events; return the longest pause from then on, in seconds."""
+    """Kill the engine after `events` events of a stream; return the longest pause after that, in seconds."""
     engine = engine_of(server.pid)
     if engine is None:
         raise RuntimeError("the server has no engine")
@@ -57,5 +56,5 @@ async def _pause(client: AsyncClient, server: ServerProcess, events: int) -> flo
         if len(arrivals) == events:
             os.kill(engine, signal.SIGKILL)
         if isinstance(event, Finished) and not event.interruptions:
-            raise RuntimeError("the engine was killed, and its stream was not interrupted")
+            raise RuntimeError("the engine was killed, but the stream was not interrupted")
     return max(later - earlier for earlier, later in pairwise(arrivals[events - 1 :]))

@@ -1,4 +1,4 @@
-"""Streams of every option, over gRPC and HTTP, while engines or replicas die: each must be as it is undisturbed."""
+"""Streams with every option, over gRPC and HTTP, while engines or replicas die: no result may change."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import httpx
 
 from client import AsyncClient, Delta, QueueFullError, RequestFailedError
 from client.options import ChatMessage, Prompt
-from loadtest.experiments.outages import engine_of
-from loadtest.process import ServerProcess
+from loadtest.process import ServerProcess, engine_of
 
 OPTIONS = ("--max-engine-crashes", "10000", "--max-queue-seconds", "600")
 _PROPERTIES = {
@@ -27,7 +26,7 @@ _PROPERTIES = {
 SCHEMA = json.dumps({"type": "object", "properties": _PROPERTIES, "required": ["a", "b"]})
 TOOL = {"name": "f", "parameters": SCHEMA}
 _LONG: dict[str, Any] = {"max_tokens": 160, "ignore_eos": True}
-# Each is a stream by the client: every option, and every way to propose.
+# Streams of the client: every option and every proposer.
 CALLS: tuple[dict[str, Any], ...] = (
     _LONG,
     {**_LONG, "temperature": 0.9, "seed": 1},
@@ -56,7 +55,7 @@ CALLS: tuple[dict[str, Any], ...] = (
     {**_LONG, "prediction": "    total = 0\n    for value in values:\n        total += value\n" * 6},
     {"max_tokens": 200, "tools": (TOOL,), "tool_choice": "required", "temperature": 1.0, "seed": 24},
 )
-# And these are bodies of HTTP.
+# Streams over HTTP.
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/generate", {"max_new_tokens": 160, "ignore_eos": True}),
     ("/generate", {"max_new_tokens": 160, "ignore_eos": True, "temperature": 0.8, "seed": 18, "k_draft": 4}),
@@ -74,17 +73,17 @@ JOBS = range(len(CALLS) + len(BODIES))
 
 @dataclass(slots=True)
 class Survival:
-    """How many streams were as undisturbed, and what was wrong with the others."""
+    """How many streams had the expected result, and the differences of the others."""
 
     right: int = 0
-    interruptions: int = 0  # of those that tell
+    interruptions: int = 0  # over gRPC, which reports them
     kills: int = 0
     differences: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """Return the results as Markdown lines."""
         counts = (
-            f"{self.right} streams as undisturbed, {len(self.differences)} not; {self.kills} processes killed or rolled"
+            f"{self.right} streams as expected, {len(self.differences)} not; {self.kills} processes killed or rolled"
         )
         return [f"{counts}; {self.interruptions} interruptions of the streams over gRPC."]
 
@@ -98,7 +97,7 @@ class Survival:
 
 
 async def result_of(client: AsyncClient, http: httpx.AsyncClient, job: Job) -> tuple[Any, int]:
-    """Run one stream to its end; return all that its reader has, and how often it was interrupted."""
+    """Run one stream to its end; return all that its reader received, and how often it was interrupted."""
     prompt = PROMPTS[job % len(PROMPTS)]
     if job >= len(CALLS):
         path, body = BODIES[job - len(CALLS)]
@@ -141,7 +140,7 @@ async def _over_http(http: httpx.AsyncClient, path: str, body: Mapping[str, Any]
 async def undisturbed(
     addresses: Sequence[str], http_address: str, tell: Callable[[str], None], jobs: Sequence[Job] = JOBS
 ) -> dict[Job, Any]:
-    """Return the result of each stream alone."""
+    """Return the result of each stream without disturbance."""
     tell(f"{len(jobs)} streams one by one")
     async with (
         AsyncClient(addresses) as client,
@@ -151,10 +150,10 @@ async def undisturbed(
 
 
 async def engine_deaths(server: ServerProcess, alone: Mapping[Job, Any], kills: int, random: Random) -> Survival:
-    """Run all streams at once, again and again, until the engine was killed so often, at random moments.
+    """Run all streams at once, repeatedly, until the engine was killed `kills` times.
 
-    Every second death is 0.3 to 2.5 s after the one before, when the engine may still load; the others come so long
-    after it is ready.
+    Each kill is delayed by 0.3 to 2.5 s: every second one after the engine is ready, the others after the last kill,
+    when it may still be loading.
     """
     found, goes_on = Survival(), asyncio.Event()
 
@@ -182,7 +181,7 @@ async def engine_deaths(server: ServerProcess, alone: Mapping[Job, Any], kills: 
 
 
 async def _ready(http: httpx.AsyncClient) -> None:
-    """Wait for the server's engine; a server that is not ready within a minute is an error."""
+    """Wait until the server is ready. Raises TimeoutError after a minute."""
     for _ in range(1200):
         if (await http.get("/health")).status_code == httpx.codes.OK:
             return
@@ -193,7 +192,7 @@ async def _ready(http: httpx.AsyncClient) -> None:
 async def replica_deaths(
     servers: Sequence[ServerProcess], alone: Mapping[Job, Any], seconds: float, every: float, random: Random
 ) -> Survival:
-    """Keep 32 streams of the client going while one of two replicas after the other is killed, and rolled."""
+    """Keep 32 streams of the client running while the two replicas are killed and rolled alternately."""
     found, ended = Survival(), asyncio.Event()
 
     async def lose() -> None:
@@ -237,5 +236,5 @@ async def _repeat(
             if result == alone:
                 found.right += 1
             else:
-                found.differences.append(f"stream {job} is {result}; undisturbed {alone}")
+                found.differences.append(f"stream {job} is {result}; expected {alone}")
             found.interruptions += interruptions

@@ -1,7 +1,7 @@
-"""Callers and their quotas: bearer tokens, and limits for each caller. Knows no protocol.
+"""Callers: bearer tokens, quotas, and who may load adapters. Independent of the protocol.
 
-Tokens come from a file, never from a flag, and are stored as hashes. The time of a look-up is the same for
-all tokens. Callers are isolated: ids of requests and cached prompts are separate for each caller.
+Tokens are read from a file, never from a flag, and stored as hashes. A lookup takes the same time for all tokens.
+Callers are isolated: request ids and cached prompts are separate for each caller.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _LIVE_RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The owner of a token; without tokens, anybody. An operator may end the requests of all callers."""
+    """The owner of a token; without tokens, every caller. An operator may end the requests of all callers."""
 
     name: str
     is_operator: bool = False
-    network: str = ""  # from which it calls
+    network: str = ""  # of the caller's address
 
     @property
     def share(self) -> str:
-        """What names its share of the machine: its name, or without tokens its network, which is hard to multiply."""
+        """The key for fair sharing: the name, or without tokens the network, of which a caller has few."""
         return self.name or self.network
 
     def key(self, request_id: str) -> str:
-        """Return an id that is unique among all callers' live requests. No id of a caller contains a slash."""
+        """Return an id that is unique among the live requests of all callers. Callers' ids contain no slash."""
         return f"{self.name}/{request_id}" if self.name else request_id
 
     def salt(self, asked: str | None) -> str | None:
-        """Return the salt of this caller's cached prompts. No other caller can produce it."""
+        """Return the cache salt of this caller. No other caller can produce it."""
         return hashlib.sha256(f"{self.name}/{asked or ''}".encode()).hexdigest() if self.name else asked
 
 
-ANYBODY = Caller("", is_operator=True)  # the caller if the server requires no tokens
+ANYBODY = Caller("", is_operator=True)  # every caller, if the server requires no tokens
 
 
 class Callers:
-    """The known callers by the SHA-256 of their tokens; if none are known, every call is allowed."""
+    """The callers by the SHA-256 of their tokens; without any, every call is allowed."""
 
     def __init__(self, by_digest: Mapping[bytes, Caller] | None = None) -> None:
         self._by_digest = dict(by_digest or {})
@@ -68,7 +68,7 @@ class Callers:
     def load(cls, path: Path | None) -> Callers:
         """Read a file of lines `NAME TOKEN` or `NAME TOKEN operator`; lines that begin with `#` are comments.
 
-        Raises ValueError if the file has no token, or names an invalid line.
+        Raises ValueError, which names the line, if the file is invalid or has no token.
         """
         if path is None:
             return cls()
@@ -77,42 +77,39 @@ class Callers:
             if line.strip() and not line.lstrip().startswith("#"):
                 digest, caller = _parsed(line.split(), f"{path}:{number}")
                 if digest in found or caller.name in {other.name for other in found.values()}:
-                    raise ValueError(f"{path}:{number}: {caller.name!r} or its token is there twice")
+                    raise ValueError(f"{path}:{number}: {caller.name!r} or its token is listed twice")
                 found[digest] = caller
         if not found:
-            raise ValueError(f"{path} has no token: everybody would be refused")
+            raise ValueError(f"{path} has no tokens; every call would be refused")
         return cls(found)
 
     def of_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None, host: str | None = None) -> Caller:
-        """Return the caller that the `authorization` entry of a call's metadata or headers names; it calls from `host`.
+        """Return the caller by the `authorization` entry of a call's metadata or headers; `host`: its address.
 
-        Raises Unauthenticated if there is more than one such entry, or its token is missing or unknown.
+        Raises Unauthenticated if the entry is repeated, or its token is missing or unknown.
         """
         given = [value for key, value in metadata or () if key == "authorization"]
         if len(given) > 1:
-            raise Unauthenticated("authorization is there more than once")
+            raise Unauthenticated("authorization is given more than once")
         return replace(self.identify(str(given[0]) if given else None), network=network_of(host))
 
     def identify(self, authorization: str | None) -> Caller:
-        """Return the caller whose token `authorization` (`Bearer TOKEN`) contains; Unauthenticated if unknown."""
+        """Return the caller with the token in `authorization` (`Bearer TOKEN`). Raises Unauthenticated if unknown."""
         if not self._by_digest:
             return ANYBODY
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise Unauthenticated("authorization is missing; expected 'Bearer TOKEN'")
         given = _digest(token.strip())
-        # All digests are compared completely, so the time reveals nothing about the tokens.
+        # All digests are compared completely, so that the duration reveals nothing about the tokens.
         matches = [caller for digest, caller in self._by_digest.items() if hmac.compare_digest(digest, given)]
         if not matches:
-            raise Unauthenticated("authorization has a token that nobody has")
+            raise Unauthenticated("authorization has an unknown token")
         return matches[0]
 
 
 def network_of(host: str | None) -> str:
-    """Return the network of an address: an IPv4 address, or the first half of an IPv6 address, which one host has.
-
-    A name, or no address: "".
-    """
+    """Return the network of an address: /32 for IPv4, /64 for IPv6; "" for a host name or None."""
     try:
         address = ip_address((host or "").partition("%")[0])
     except ValueError:
@@ -141,28 +138,25 @@ class TokenBuckets:
     """A token bucket for each caller. It fills at `per_second` and holds the tokens of one second, at least one."""
 
     def __init__(self, per_second: float) -> None:
-        self.per_second, self._most = per_second, max(1.0, per_second)
-        self._held: dict[str, tuple[float, float]] = {}  # tokens, and the time of this count
+        self.per_second, self._capacity = per_second, max(1.0, per_second)
+        self._held: dict[str, tuple[float, float]] = {}  # tokens, and the time at which they were counted
 
     def held(self, caller: str, now: float) -> float:
         """Return the tokens of a caller at `now`, in seconds; negative if more were taken than it held."""
-        held, then = self._held.get(caller, (self._most, now))
-        return min(self._most, held + (now - then) * self.per_second)
+        held, then = self._held.get(caller, (self._capacity, now))
+        return min(self._capacity, held + (now - then) * self.per_second)
 
     def take(self, caller: str, n: int, now: float) -> None:
-        """Take `n` tokens, also more than the bucket holds: then it is empty for so much longer."""
+        """Take `n` tokens. More than the bucket holds are allowed, and are paid back before it fills again."""
         self._held[caller] = (self.held(caller, now) - n, now)
 
     def forget_full(self, now: float) -> None:
-        """Forget callers whose buckets are full: a caller that is not known has a full one."""
-        self._held = {caller: state for caller, state in self._held.items() if self.held(caller, now) < self._most}
+        """Drop full buckets; a caller without an entry has a full one."""
+        self._held = {caller: state for caller, state in self._held.items() if self.held(caller, now) < self._capacity}
 
 
 class Quotas:
-    """Limits on the live requests of each caller, and on those that it may begin per second.
-
-    A request for `n` outputs counts as `n` requests.
-    """
+    """Limits on each caller's live requests and requests per second. A request for `n` outputs counts as `n`."""
 
     def __init__(self, max_live: int | None, per_second: float | None, clock: Clock) -> None:
         self._max_live, self._clock = max_live, clock
@@ -170,13 +164,13 @@ class Quotas:
         self._buckets = None if per_second is None else TokenBuckets(per_second)
 
     def enter(self, caller: Caller, n: int = 1) -> Callable[[], None]:
-        """Count a request of `caller` for `n` outputs, or raise QuotaExceeded; return what stops counting it, once."""
+        """Count a request of `caller` for `n` outputs, or raise QuotaExceeded; return a function that releases it."""
         leaving = ExitStack()
         if not caller.name:
             return leaving.close
         if self._max_live is not None and self._live[caller.name] + n > self._max_live:
-            asked = f" and asks for {n} outputs" if n > 1 else ""
-            problem = f"{caller.name} has {self._live[caller.name]} live requests{asked}; the limit is {self._max_live}"
+            more = f" and requests {n} outputs" if n > 1 else ""
+            problem = f"{caller.name} has {self._live[caller.name]} live requests{more}; the limit is {self._max_live}"
             raise QuotaExceeded(problem, bound="live requests", retry_seconds=_LIVE_RETRY_SECONDS)
         if self._buckets is not None:
             now, per_second = self._clock(), self._buckets.per_second
@@ -190,23 +184,22 @@ class Quotas:
         return leaving.close
 
 
-AT_ONCE = 20  # refusals of one caller that are answered at once, and per second after that
-LONGEST = 2.0  # seconds for which an answer is held back
-_SHARE = 0.5  # of the seconds that are left to the caller, which is to hear why
+AT_ONCE = 20  # refusals of one caller that are answered immediately, and per second after that
+LONGEST = 2.0  # seconds, the maximum delay of an answer
+_SHARE = 0.5  # the maximum delay as a share of the time until the caller's deadline
 
 
 class Refusals:
-    """Recent refusals of each caller. Whoever asks again at once would take the time in which others are served."""
+    """Delays refusals to callers that retry too fast, because each retry costs time that others need."""
 
     def __init__(self) -> None:
         self._buckets = TokenBuckets(AT_ONCE)
 
     def delay(self, caller: str, error: QueueFull, remaining: float, now: float) -> float:
-        """Count a refusal at `now`, and return for how many seconds its answer is held back.
+        """Count a refusal at `now`, and return by how many seconds its answer is delayed.
 
-        That is no longer than until a retry can succeed, and a share of the `remaining` seconds. Answers that would be
-        held for longer than `LONGEST` come at random times before it, so that those to requests that arrived together
-        do not come together.
+        The delay ends no later than a retry can succeed, and is at most a share of the `remaining` seconds. Delays
+        beyond `LONGEST` are drawn at random below it, so that simultaneous requests are not answered simultaneously.
         """
         self._buckets.forget_full(now)
         seconds = max(0.0, 1 - self._buckets.held(caller, now)) / AT_ONCE
@@ -218,13 +211,13 @@ class Refusals:
 
 
 class AdapterCalls:
-    """Checks who may load what, and lets the driver do it. `root`: only folders below it; None: nobody may."""
+    """Checks who may load which adapters, then calls the driver. `root`: their parent directory; None: disabled."""
 
     def __init__(self, driver: Callable[[], Driver], root: Path | None) -> None:
         self._driver, self._root = driver, root
 
     async def load(self, name: str, path: str, caller: Caller) -> str:
-        """Load an adapter; return its fingerprint. Raises as `Driver.load_adapter` does, and InvalidRequest."""
+        """Load an adapter; return its fingerprint. Raises InvalidRequest, and what `Driver.load_adapter` raises."""
         root = self.require_allowed(caller)
         driver = self._driver()
         if not re.fullmatch(ADAPTER_NAME, name) or name.endswith("\n"):
@@ -237,27 +230,27 @@ class AdapterCalls:
             raise InvalidRequest.of("path", f"is {shown(path)}: {error}") from error
 
     def unload(self, name: str, caller: Caller) -> None:
-        """Unload an adapter when no live request uses it any more. Raises NotFound."""
+        """Unload an adapter as soon as no live request uses it. Raises NotFound."""
         self.require_allowed(caller)
         self._driver().unload_adapter(name)
 
     def require_allowed(self, caller: Caller) -> Path:
-        """Return the folder below which adapters lie. Raises Unsupported or Forbidden if the caller may load none."""
+        """Return the parent directory of adapters. Raises Unsupported or Forbidden if the caller may load none."""
         if self._root is None:
-            raise Unsupported("adapters are loaded by a call only where the server's option adapter_root is set")
+            raise Unsupported("loading adapters is disabled; it requires the server's option adapter_root")
         if not caller.is_operator:
-            raise Forbidden("only an operator may load and unload adapters")
+            raise Forbidden("only operators may load and unload adapters")
         return self._root
 
 
 def _below(root: Path, path: str) -> Path:
-    """Return the folder that a path leads to, relative ones from `root`; links count as where they lead."""
+    """Return the directory of a path, relative ones below `root`; links are resolved. Raises InvalidRequest."""
     try:
         found = (root / path).resolve()
         is_folder = found.is_relative_to(root.resolve()) and found.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a loop of links, or no character of a path
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a loop of links, or an invalid character
         problem = error.strerror if isinstance(error, OSError) else error
         raise InvalidRequest.of("path", f"is {shown(path)}, which cannot be opened: {problem}") from error
     if not is_folder:
-        raise InvalidRequest.of("path", f"is {shown(path)}; expected a folder below adapter_root")
+        raise InvalidRequest.of("path", f"is {shown(path)}; expected a directory below adapter_root")
     return found

@@ -1,12 +1,11 @@
-"""Work on inputs by their size: small ones on the event loop, others on threads beside it, large ones one by one.
+"""Processes inputs by size: small ones on the event loop, others on threads, large ones one at a time.
 
-Parsing and checking hold the lock of the interpreter. One thread does one piece of such work at a time, mostly the
-smallest first, and begins a piece only after the event loop has seen the end of the one before. So the loop waits for
-one piece at most, however many callers send large inputs at once. A large input has its turn from its first parsing
-until all its entries are counted or its text is known, because what is parsed of four megabytes can take a hundred
-megabytes.
+Parsing and validation hold the GIL. One thread does one such task at a time, usually the smallest, and starts the next
+one only after the event loop has seen the last one end. So the event loop waits for at most one task, however many
+callers send large inputs at once. A large input has exclusive use of the memory ("its turn") from parsing until its
+entries are counted or its text is decoded, because four megabytes can become a hundred when they are parsed.
 
-Encoding holds no lock, but it can take seconds, so it has threads of its own, on which no parsing waits.
+Tokenization releases the GIL, but can take seconds; it has its own threads, so that parsing does not wait for it.
 """
 
 from __future__ import annotations
@@ -32,30 +31,27 @@ from server.model import CompileGrammar
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
-MAX_BYTES_ON_LOOP = 2 << 10  # work on so many bytes takes less than a millisecond
-MAX_MIDDLE_BYTES = 256 << 10  # and on so many some tens of milliseconds; to encode them a quarter of a second
-PIECES_PER_OLDEST = 4  # of so many pieces one is the oldest, so that a steady flow of small ones keeps none for ever
-TRIM_SECONDS = 0.5  # after it, what was made of a large input is free
-MAX_PENDING = 64  # structures that are being compiled or wait for that
-RETRY_SECONDS = 1.0  # after it, what others wait for here is likely to be over
+MAX_BYTES_ON_LOOP = 2 << 10  # this many bytes are processed in less than a millisecond
+MAX_MIDDLE_BYTES = 256 << 10  # this many in some tens of milliseconds, and tokenized in a quarter of a second
+PIECES_PER_OLDEST = 4  # every fourth task is the oldest one, so that small ones cannot starve it
+TRIM_SECONDS = 0.5  # after a large input, until freed memory is returned to the system
+MAX_PENDING = 64  # grammars that are being compiled or wait for it
+RETRY_SECONDS = 1.0  # after which the queue of grammars is likely to be shorter
 
 
 @dataclass(slots=True)
 class InputTurn:
-    """The size of the input that a task serves, and how its turn ends if it is a large one."""
+    """The size of the input that an asyncio task serves, and how its turn ends if it is a large one."""
 
     size: int = 0
-    release: Callable[[], None] = lambda: None  # lets the next large input have its turn; later calls have no effect
+    release: Callable[[], None] = lambda: None  # starts the turn of the next large input; repeated calls do nothing
 
 
 _turn: ContextVar[InputTurn] = ContextVar("turn")
 
 
 class SlowWork:
-    """A thread for work that holds the lock, two for the encoding of middle and of long texts, and the turn.
-
-    And a few threads that compile structures, so that a slow one delays neither the event loop nor a step.
-    """
+    """One thread for work that holds the GIL, two that tokenize, a few that compile grammars, and the turn."""
 
     def __init__(self, compile_threads: int = 2, max_pending: int = MAX_PENDING) -> None:
         self._compilers = ThreadPoolExecutor(compile_threads, thread_name_prefix="grammar")
@@ -66,11 +62,11 @@ class SlowWork:
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[InputTurn]:
-        """Within it `run` works on an input of `size` bytes; if it is large, until the turn is released."""
+        """Set the size of the input for `run`; wait for the turn of a large one and hold it until it is released."""
         turn = InputTurn(size)
         if size > MAX_MIDDLE_BYTES:
             await self._large_turn.acquire()
-            ending = ExitStack()  # which closes once
+            ending = ExitStack()  # closes only once
             ending.callback(self._trim_later)
             ending.callback(self._large_turn.release)
             turn.release = ending.close
@@ -92,9 +88,9 @@ class SlowWork:
             self._long.thread.submit(_give_memory_back)
 
     async def run(self, work: Callable[[*Args], T], /, *args: *Args, is_slow: bool = False) -> T:
-        """Return `work(*args)`, which is done where an input of this size belongs.
+        """Return `work(*args)`, run on the event loop or on a thread, by the size of the input.
 
-        `is_slow`: it is slow for a small input, too.
+        `is_slow`: use a thread for a small input, too.
         """
         size = _turn.get(InputTurn()).size
         if size <= MAX_BYTES_ON_LOOP and not is_slow:
@@ -102,7 +98,7 @@ class SlowWork:
         return await self._locking.run(size, work, *args)
 
     async def encode(self, text: str, work: Callable[[str], T]) -> T:
-        """Return `work(text)`, which encodes a text and holds no lock while it does."""
+        """Return `work(text)`, which tokenizes a text and releases the GIL meanwhile."""
         if len(text) <= MAX_BYTES_ON_LOOP:
             return work(text)
         if len(text) <= MAX_MIDDLE_BYTES:
@@ -110,28 +106,28 @@ class SlowWork:
         try:
             return await self._long.run(len(text), work, text)
         finally:
-            self._trim_later()  # a tokenizer needs two hundred bytes for each byte of a text
+            self._trim_later()  # a tokenizer allocates two hundred bytes per byte of text
 
     async def compile(self, compiler: CompileGrammar, guided: Guided, remaining: float = math.inf) -> Grammar:
-        """Compile a structure within `remaining` seconds.
+        """Compile a grammar within `remaining` seconds.
 
-        After this time, or if the caller is cancelled, a compilation that has not started does not start any more.
+        After this time, or if the caller is cancelled, a compilation that has not started is dropped.
 
         Raises:
-            InvalidRequest: the structure is not valid.
+            InvalidRequest: the grammar is invalid.
             DeadlinePassed: the compilation took longer than `remaining` seconds.
-            QueueFull: too many structures wait already.
+            QueueFull: too many grammars are waiting.
         """
         if not self._room.acquire(blocking=False):
-            problem = f"{self._max_pending} structures wait to be compiled"
+            problem = f"{self._max_pending} grammars are waiting to be compiled"
             raise QueueFull(problem, bound="grammars", retry_seconds=RETRY_SECONDS)
         future = self._compilers.submit(compiler, guided)
-        future.add_done_callback(lambda _: self._room.release())  # when it has compiled, not when its caller ends
+        future.add_done_callback(lambda _: self._room.release())  # when the compilation ends, not when the caller does
         try:
             async with asyncio.timeout(None if remaining == math.inf else remaining):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
-            raise DeadlinePassed("the deadline passed before the structure was compiled") from None
+            raise DeadlinePassed("the deadline passed before the grammar was compiled") from None
 
     def close(self) -> None:
         for threads in (self._locking.thread, self._middle.thread, self._long.thread, self._compilers):
@@ -139,11 +135,11 @@ class SlowWork:
 
 
 class _Lane:
-    """One thread; of the pieces of work that wait for it, the smallest is next, and each fourth time the oldest."""
+    """One thread. The next task is the smallest waiting one, and every fourth time the oldest."""
 
     def __init__(self, name: str) -> None:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []  # size, and what to wait for, the oldest first
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []  # size, and the future of its start, oldest first
         self._num_done = 0
         self._is_busy = False
 
@@ -163,12 +159,12 @@ class _Lane:
         try:
             await place
         except asyncio.CancelledError:
-            if not place.cancelled():  # this piece was the next
+            if not place.cancelled():  # this task was to start next
                 self._next()
             raise
 
     def _next(self) -> None:
-        """Let the next piece begin whose caller has not gone."""
+        """Start the next task that was not cancelled."""
         self._num_done += 1
         takes_oldest = self._num_done % PIECES_PER_OLDEST == 0
         while self._waiting:
@@ -181,15 +177,15 @@ class _Lane:
 
 
 def release_turn() -> None:
-    """Release the turn of this task's input: its entries are counted, or its text is known."""
+    """End the turn of this task's input: its entries are counted, or its text is decoded."""
     _turn.get(InputTurn()).release()
 
 
 def _give_memory_back() -> None:
-    """Give freed memory back to the system.
+    """Return freed memory to the system.
 
-    What only cycles hold, such as exceptions with the messages that they refused, is freed before, where loaded objects
-    are excluded from collections: else a collection would take a second.
+    Reference cycles, such as exceptions that hold the refused message, are collected first, but only if loaded objects
+    are frozen: otherwise a collection would take a second.
     """
     if gc.get_freeze_count():
         gc.collect()

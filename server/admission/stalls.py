@@ -1,4 +1,4 @@
-"""A limit on the time of each write to a reader, with one timer for all writes of a stream. Knows no protocol.
+"""Limits the time of each write to a reader, with one timer for all writes of a stream. Independent of the protocol.
 
 A separate timeout around each write would cost a tenth of the write itself (docs/benchmarks/frontend.md).
 """

@@ -1,4 +1,4 @@
-"""Conversion of errors to gRPC: a status code, details of google.rpc, and the time of a retry. Knows no service."""
+"""Converts errors to gRPC: a status code, details of google.rpc, and the delay before a retry."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from server.errors import (
 )
 
 DOMAIN = "pilotfish"
-# The reason of an INVALID_ARGUMENT that a shorter prompt mends.
+# The reason of an INVALID_ARGUMENT that a shorter prompt avoids.
 CONTEXT_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 # An error is sent in HTTP/2 headers. A gRPC client accepts 8 KiB of headers by default; if they are larger, it reports
 # another error.
 MAX_MESSAGE = 800  # bytes of UTF-8; percent-encoding can triple them
 MAX_VIOLATIONS = 2400  # bytes of all fields and descriptions
 MAX_VIOLATION = 300  # bytes of one field or description
-# When to try again, by the reason of UNAVAILABLE. There is no hint from a server that drains or has failed: another one
-# may be tried at once.
+# The delay before a retry, by the reason of UNAVAILABLE. A server that drains or has failed gives none, because another
+# server can be tried at once.
 RESTART_SECONDS = {"STARTING": 1.0, "ENGINE_RESTARTING": 0.5}
 
 
@@ -62,7 +62,7 @@ _PLAIN = {  # errors that need no details
 
 
 def refusal(error: PilotfishError) -> Refusal:
-    """Convert `error`; an error of an unknown type is an internal fault."""
+    """Convert `error`; any other type becomes an internal error."""
     match error:
         case InvalidRequest():
             too_long = any(violation.excess for violation in error.violations)
@@ -84,8 +84,8 @@ def refusal(error: PilotfishError) -> Refusal:
     return _PLAIN.get(type(error), Refusal(grpc.StatusCode.INTERNAL, "internal"))
 
 
-def told(violations: Sequence[Violation]) -> list[Violation]:
-    """Return the violations that fit into an error, each truncated; a last one gives the number of those left out."""
+def shortened(violations: Sequence[Violation]) -> list[Violation]:
+    """Return the violations that fit into an error, each truncated; the last one gives the number of omitted ones."""
     found: list[Violation] = []
     room = MAX_VIOLATIONS
     for violation in violations:
@@ -98,14 +98,14 @@ def told(violations: Sequence[Violation]) -> list[Violation]:
     return found
 
 
-def clipped(text: str, most: int) -> str:
-    """Truncate `text` to at most `most` bytes of UTF-8; an ellipsis replaces a truncated end."""
+def clipped(text: str, limit: int) -> str:
+    """Truncate `text` to `limit` bytes of UTF-8; a truncated text ends with an ellipsis."""
     data = text.encode(errors="backslashreplace")
-    return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"
+    return data.decode() if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "…"
 
 
 def trailers(refused: Refusal, message: str) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the status with its details, and the pause before gRPC's own retry."""
+    """Return the trailing metadata: the status with its details, and the delay before gRPC's own retry."""
     status = status_pb2.Status(code=refused.code.value[0], message=message)
     for detail in refused.details:
         status.details.add().Pack(detail)
@@ -119,7 +119,7 @@ def _bad_request(error: InvalidRequest) -> details_pb.BadRequest:
     return details_pb.BadRequest(
         field_violations=[
             details_pb.BadRequest.FieldViolation(field=violation.field, description=violation.problem)
-            for violation in told(error.violations)
+            for violation in shortened(error.violations)
         ]
     )
 

@@ -1,4 +1,1 @@
-"""Commands of `pilotfish` other than `serve`: `bench`, `check`, `health`, `train-draft` and `verify`.
-
-Each prints its result and exits.
-"""
+"""Commands of `pilotfish` other than `serve` and `generate`. Each prints its result and exits."""

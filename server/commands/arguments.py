@@ -1,4 +1,4 @@
-"""What commands read besides the options of `serve`: numbers with a least value, and files of prompts."""
+"""Arguments of commands besides the options of `serve`: numbers with a minimum, and prompt files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Tokens = tuple[int, ...]
 Tokenize = Callable[[str], Tokens]
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a type of arguments: a number that is at least so large."""
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return an argparse type: an integer with this minimum."""
 
     def number(text: str) -> int:
-        if int(text) < least:
-            raise ArgumentTypeError(f"is {text}; expected at least {least}")
+        if int(text) < minimum:
+            raise ArgumentTypeError(f"is {text}; expected at least {minimum}")
         return int(text)
 
     return number
@@ -26,9 +26,9 @@ def at_least(least: int) -> Callable[[str], int]:
 def read_prompts(
     path: Path, tokenize: Tokenize | None, render: Callable[[list[Any]], Tokens] | None = None
 ) -> list[Tokens]:
-    """Return the prompts of a file: one text per line; of a .jsonl file, texts and objects.
+    """Return the prompts of a file with one text per line, or of a .jsonl file with texts and objects.
 
-    Raises ValueError if a line is no prompt, or needs a tokenizer, or a template to `render` messages, and has none.
+    Raises ValueError if a line is invalid, or requires a tokenizer or a chat template (`render`) that is missing.
     """
     lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     if not lines:
@@ -49,15 +49,15 @@ def _prompt(
             return tuple(ids)
         case {"messages": [_, *_] as turns}:
             for i, turn in enumerate(turns):
-                said = [turn.get(name) for name in ("role", "content")] if isinstance(turn, dict) else [None]
-                if not all(isinstance(text, str) for text in said):
-                    raise ValueError(f"{where}: messages[{i}] needs a role and a content that are strings")
+                texts = [turn.get(name) for name in ("role", "content")] if isinstance(turn, dict) else [None]
+                if not all(isinstance(text, str) for text in texts):
+                    raise ValueError(f"{where}: messages[{i}] needs a role and a content, both strings")
             if render is None:
-                raise ValueError(f"{where} has messages, and no chat template renders them here")
+                raise ValueError(f"{where} has messages, but there is no chat template to render them")
             return render(turns)
         case {"prompt": str(text)}:
             if tokenize is None:
-                raise ValueError(f"{where} is text, and there is no tokenizer; expected JSON lines with `token_ids`")
+                raise ValueError(f"{where} is text, but there is no tokenizer; expected JSON lines with `token_ids`")
             if tokens := tokenize(text):
                 return tokens
             raise ValueError(f"{where} is empty; expected at least one token")

@@ -1,7 +1,7 @@
-"""`pilotfish bench`: measures the speed-up of speculation with one pair on this machine. Contains no tensor code.
+"""`pilotfish bench`: measures the speed-up of speculation on this machine. Contains no tensor code.
 
-Plain decoding, a fixed number of drafts and AUTO take turns within a round, because the speed of a shared machine
-changes from minute to minute. The result is the median over rounds of the ratio within a round.
+Each round runs plain decoding, a fixed number of drafts and AUTO, because the speed of a shared machine changes from
+minute to minute. The result is the median over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _PROMPT = 64  # tokens of a prompt, for a model without a tokenizer
 _salts = count()
 
 
-_ABOUT = """How fast is this pair here? Takes the options, variables and file of `pilotfish serve`.
+_ABOUT = """Measure the speed-up of speculation on this machine. Accepts the options, variables and file of `serve`.
 
-Besides: --tokens of each output, --rounds, --batches, and --json prints JSON.
+Also: --tokens (per output), --rounds, --batches (batch sizes), and --json (print JSON).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """Result of one mode with one batch. Speeds are in tokens per second and include the time of the prompts."""
+    """Result of one mode with one batch size. Speeds are in tokens per second and include the prompts' time."""
 
     batch: int
     speculation: str
@@ -50,7 +50,7 @@ class BenchRow:
     gain: float  # speed-up over plain decoding: median over rounds of the ratio within a round
     acceptance_rate: float | None  # None if nothing was drafted
     acceptance_length: float | None
-    same_tokens: bool  # whether plain decoding gave the same tokens; rounding may decide a near-tie differently
+    same_tokens: bool  # as plain decoding; rounding may decide near-ties differently
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class BenchTurn:
 
 
 def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, bool]:
-    """Measure, and return the table; `tell` is called with the progress."""
+    """Measure and return the table; `tell` receives progress messages."""
     from engine.llm import LLM
     from server.model import ServedModel
 
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, boo
     if asked.json:
         return json.dumps([asdict(row) for row in rows], indent=1), True
     who, drafts = model.engine.default_proposer, config.num_draft_tokens
-    return as_text(rows, f"{model.name} in {model.engine.dtype}, drafts by {who}, K up to {drafts}"), True
+    return as_text(rows, f"{model.name} in {model.engine.dtype}, proposer {who}, K up to {drafts}"), True
 
 
 def _rows(llm: LLM, prompts: list[Tokens], asked: Namespace, tell: Callable[[str], None]) -> list[BenchRow]:
@@ -106,7 +106,7 @@ def _prompts(model: ServedModel, batch: int) -> list[Tokens]:
 
 
 def _turn(llm: LLM, prompts: list[Tokens], tokens: int, way: SpeculationMode) -> BenchTurn:
-    """Decode all prompts. Each turn has its own cache salt, so that it reuses no cached prompts of another."""
+    """Decode all prompts, with a new cache salt, so that no turn reuses prompts that another one has cached."""
     sampling, speculation = SamplingParams(max_tokens=tokens, ignore_eos=True), SpeculationParams(mode=way)
     start = time.perf_counter()
     outputs = llm.generate(prompts, sampling, speculation=speculation, cache_salt=f"bench-{next(_salts)}")
@@ -129,11 +129,11 @@ def _row(batch: int, way: SpeculationMode, turns: Sequence[BenchTurn], plain: Se
 
 def as_text(rows: Sequence[BenchRow], title: str) -> str:
     """Format the rows as aligned columns under a title."""
-    lines = [title, "", f"{'batch':>5}  {'speculation':<11}  {'tokens/s':>8}  {'gain':>5}  {'kept':>5}  tokens/round"]
+    lines = [title, "", f"{'batch':>5}  {'speculation':<11}  {'tokens/s':>8}  {'gain':>5}  {'acc.':>5}  tokens/round"]
     for row in rows:
-        kept = "" if row.acceptance_rate is None else f"{row.acceptance_rate:.2f}"
+        rate = "" if row.acceptance_rate is None else f"{row.acceptance_rate:.2f}"
         length = "" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
         speed = f"{row.batch:>5}  {row.speculation:<11}  {row.tokens_per_second:>8.1f}  {row.gain:>5.2f}"
-        other = "" if row.same_tokens else "  (other tokens than plain decoding: near-ties)"
-        lines.append(f"{speed}  {kept:>5}  {length:>12}{other}")
+        other = "" if row.same_tokens else "  (not the tokens of plain decoding: near-ties)"
+        lines.append(f"{speed}  {rate:>5}  {length:>12}{other}")
     return "\n".join(lines)

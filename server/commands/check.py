@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 ERRORS = (ValidationError, OSError)
 
 
-_ABOUT = """Can this machine serve this pair, and how? Takes the options, variables and file of `pilotfish serve`.
+_ABOUT = """Check whether this machine can serve a model. Accepts the options, variables and file of `pilotfish serve`.
 
-Besides: --no-load reads the configs only, and --json prints JSON.
+Also: --no-load (read only the config files), and --json (print JSON).
 """
 
 
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
-    """Return the report as text, and whether the pair works."""
+    """Return the report as text, and whether the model can be served."""
     from engine.startup.doctor import check, problems_told
     from server.chat import ChatTemplate
 
@@ -39,7 +39,7 @@ def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
 
 
 def as_text(report: DoctorReport) -> str:
-    """Format the report: sections of aligned lines, then the verdict."""
+    """Format the report: sections of aligned lines, then the result."""
     lines: list[str] = []
     width = max(len(finding.name) for finding in report.findings)
     for section, findings in groupby(report.findings, key=lambda finding: finding.section):

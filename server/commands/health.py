@@ -1,4 +1,4 @@
-"""`pilotfish health`: a health check (grpc.health.v1) of a server for containers and scripts; the exit code answers."""
+"""`pilotfish health`: checks a server's health (grpc.health.v1) for containers and scripts; exits with 0 or 1."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ERRORS = (OSError,)  # of certificates that cannot be read
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     """Return the server's answer as text, and whether it serves."""
     port = os.environ.get("PILOTFISH_GRPC_PORT", "50051")  # that of `pilotfish serve` in the same environment
-    parser = argparse.ArgumentParser(prog="pilotfish health", description="Exit with 0 if a server serves, else 1.")
+    parser = argparse.ArgumentParser(prog="pilotfish health", description="Exit with 0 if the server serves, else 1.")
     parser.add_argument("address", nargs="?", default=f"127.0.0.1:{port}", help="HOST:PORT (default: %(default)s)")
-    parser.add_argument("--service", default="", help="whose health; default the whole server's, or `liveness`")
+    parser.add_argument("--service", default="", help="service to check, e.g. `liveness` (default: the whole server)")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait (default: %(default)g)")
-    parser.add_argument("--ca", type=Path, help="certificates (PEM) to trust; with it the question is asked over TLS")
+    parser.add_argument("--ca", type=Path, help="CA bundle (PEM); enables TLS")
     options = parser.parse_args(arguments)
     tls = None if options.ca is None else Tls(authority=options.ca)
     with Client(options.address, tls=tls, retry=None, control_deadline=options.timeout) as client:

@@ -1,4 +1,4 @@
-"""`pilotfish quality`: how far what would be served is from float32 of the same checkpoint. Contains no tensor code."""
+"""`pilotfish quality`: compares the served model with float32 of the same checkpoint. Contains no tensor code."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ERRORS = (ModelError, OSError, ValueError)  # a ValidationError is a ValueError,
 _TOPICS = 40  # of Python's manual
 
 
-_ABOUT = """How far is a served model from float32 of its checkpoint? Takes the options, variables and file of `serve`.
+_ABOUT = """Compare the served model with float32 of its checkpoint. Accepts the options, variables and file of `serve`.
 
-Besides: --text FILE (repeatable), --tokens in all, --length of each text in tokens, --reference MODEL for a model
-that was saved with rounded weights, and --json prints JSON.
+Also: --text FILE (repeatable), --tokens (in total), --length (tokens per text), --reference MODEL (the original of a
+checkpoint that was saved with quantised weights), and --json (print JSON).
 """
 
 
 def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, bool]:
-    """Measure, and return the table; `tell` gets the progress. Raises ValueError if there is nothing to measure."""
+    """Measure and return the table; `tell` receives progress messages. Raises ValueError if there is no text."""
     from engine.startup.quality import measure
     from engine.text.codec import Codec
 
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, boo
     config = options.engine()
     codec = Codec.load(config.target, config.revision)
     if codec is None:
-        raise ValueError(f"{config.target!r} has no tokenizer, which reads the texts")
+        raise ValueError(f"{config.target!r} has no tokenizer, which this command requires")
     texts = [path.read_text("utf-8") for path in asked.text] or default_texts()
     pieces = _cut([codec.encode(text) for text in texts], asked.length, asked.tokens)
     found = measure(config, pieces, asked.reference, tell)
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, boo
 
 
 def _cut(texts: Sequence[Sequence[int]], length: int, tokens: int) -> list[list[int]]:
-    """Pieces of at most `length` tokens, the first of every text before the second of any, `tokens` in all."""
+    """Cut into pieces of at most `length` tokens, the first of every text before any second one, `tokens` in total."""
     whole = [list(text) for text in texts]
     starts = range(0, max(map(len, whole), default=0), length)
     left, taken = tokens, list[list[int]]()
@@ -67,7 +67,7 @@ def _cut(texts: Sequence[Sequence[int]], length: int, tokens: int) -> list[list[
 
 
 def default_texts() -> list[str]:
-    """English prose and code that is wherever Python is: its manual, and modules of its library."""
+    """English prose and code from Python's own installation: its manual and two modules of its library."""
     import heapq
     import textwrap
     from pydoc_data.topics import topics
@@ -76,20 +76,20 @@ def default_texts() -> list[str]:
 
 
 def as_dict(found: Quality) -> dict[str, float]:
-    """What was measured, with perplexities."""
+    """Return the results, with perplexities."""
     reference, served = found.perplexities
     return asdict(found) | {"reference_perplexity": reference, "served_perplexity": served}
 
 
 def as_text(found: Quality) -> str:
-    """Format what was measured: aligned lines."""
+    """Format the results as aligned lines."""
     reference, served = found.perplexities
     loss = f"{found.served_nll:.4f} nats a token; float32 {found.reference_nll:.4f}"
     lines = [
         ("tokens", f"{found.tokens}"),
         ("KL to float32", f"{found.kl:.5f} nats (99% of tokens at most {found.kl_99:.5f})"),
         ("same most likely token", f"{100 * found.same_top:.2f} %"),
-        ("log-probability of the text's token", f"{found.log_probability_difference:.4f} nats apart on average"),
+        ("log-probability of the text's token", f"differs by {found.log_probability_difference:.4f} nats on average"),
         ("loss", f"{loss} ({found.served_nll - found.reference_nll:+.4f})"),
         ("perplexity", f"{served:.3f}; float32 {reference:.3f}"),
     ]

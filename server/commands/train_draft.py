@@ -1,7 +1,6 @@
-"""`pilotfish train-draft`: makes an EAGLE-3 head for a target from what it writes itself. Contains no tensor code.
+"""`pilotfish train-draft`: trains an EAGLE-3 head on text that its target generates. Contains no tensor code.
 
-The work is in `engine.training`. This command reads its options and prompts, knows how a conversation is opened, and
-shows how far the run is.
+Training is in `engine.training`. This command reads options and prompts, applies the chat template, and shows progress.
 """
 
 from __future__ import annotations
@@ -34,35 +33,35 @@ ERRORS = (ModelError, InvalidRequest, OSError, ValueError)  # a ValidationError 
 
 
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
-    """Make an EAGLE-3 head; return where it is, how good it is, and the command that serves it.
+    """Train the head; return its directory, its acceptance and the command that serves it.
 
-    A run that is stopped goes on with the same command.
+    The same command resumes an interrupted run.
     """
     from engine.training.run import train_draft
 
     job = job_of(arguments)
     with TrainingBars(job.text.texts, job.schedule.steps) as bars:
         trainer = train_draft(job, bars)
-    kept = "" if bars.acceptance is None else f", held-out acceptance {bars.acceptance}"
+    rate = "" if bars.acceptance is None else f", held-out acceptance {bars.acceptance}"
     size = (job.out / "model.safetensors").stat().st_size / 1e6
-    told = f"{job.out} holds an EAGLE-3 head after {trainer.step} steps ({size:.1f} MB){kept}:\n"
-    return f"{told}`pilotfish serve {job.engine.target} --eagle {job.out}`", True
+    report = f"EAGLE-3 head in {job.out} after {trainer.step} steps ({size:.1f} MB){rate}:\n"
+    return f"{report}`pilotfish serve {job.engine.target} --eagle {job.out}`", True
 
 
-_ABOUT = """Make an EAGLE-3 head for a target, from text that it writes itself. Takes the options of `pilotfish serve`.
+_ABOUT = """Train an EAGLE-3 head on text that the target generates. Accepts the options of `pilotfish serve`.
 
-Besides: --out DIR is where the head is written, and where a stopped run of the same settings goes on.
---prompts FILE has what the target continues: a prompt per line, or as .jsonl a string, {"prompt": text},
-{"token_ids": [...]} or {"messages": [...]} per line; without it the target writes its own prompts. --held-out FILE
-has prompts that measure acceptance. --texts and --tokens: how many texts of how many new tokens. --steps and
---batch-tokens: how long it learns. --vocab: how many tokens the head can draft. --seed: of texts and training.
+Also: --out DIR (output; an interrupted run with the same settings is resumed from it). --prompts FILE (prompts that the
+target continues: one per line, or a .jsonl file with a string, {"prompt": text}, {"token_ids": [...]} or
+{"messages": [...]} per line; default: the target generates its own). --held-out FILE (prompts for measuring
+acceptance). --texts, --tokens (number of texts, and new tokens of each). --steps, --batch-tokens (training steps, and
+tokens of each). --vocab (number of tokens that the head can draft). --seed (of texts and training).
 """
 
 
 def job_of(arguments: Sequence[str]) -> TrainingJob:
-    """What `engine.training` is asked for.
+    """Return the settings of the run.
 
-    Raises ValidationError, ModelError if the target cannot be used, or ValueError if the prompts cannot.
+    Raises ValidationError, ModelError for an unsupported target, or ValueError for invalid prompts.
     """
     from engine.training.run import TrainingJob
 
@@ -103,23 +102,23 @@ class TrainingBars(Progress):
     """Two bars, of texts and of steps, and a line for each measurement of acceptance."""
 
     def __init__(self, texts: int, steps: int) -> None:
-        about, told = TextColumn("{task.description}"), TextColumn("{task.fields[told]}")
+        name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")
         times = TimeElapsedColumn(), TimeRemainingColumn()
-        super().__init__(about, BarColumn(), MofNCompleteColumn(), told, *times, console=Console(stderr=True))
-        self._texts = self.add_task("texts", total=texts, told="")
-        self._steps = self.add_task("steps", total=steps, told="", start=False)
+        super().__init__(name, BarColumn(), MofNCompleteColumn(), status, *times, console=Console(stderr=True))
+        self._texts = self.add_task("texts", total=texts, status="")
+        self._steps = self.add_task("steps", total=steps, status="", start=False)
         self._loss: float | None = None
         self.acceptance: str | None = None
 
     def wrote(self, done: int, total: int, tokens: int) -> None:
-        self.update(self._texts, completed=done, total=total, told=f"{tokens} tokens")
+        self.update(self._texts, completed=done, total=total, status=f"{tokens} tokens")
 
     def trained(self, report: TrainingStep) -> None:
-        """Show the mean of the first draft's loss, and the acceptance where it was measured."""
+        """Show the mean loss of the first draft, and the acceptance if it was measured."""
         self.start_task(self._steps)
         newest = report.losses[0]
         self._loss = newest if self._loss is None else (1 - _SMOOTH) * self._loss + _SMOOTH * newest
-        self.update(self._steps, completed=report.step, told=f"loss {self._loss:.3f}")
+        self.update(self._steps, completed=report.step, status=f"loss {self._loss:.3f}")
         if report.acceptance is not None:
             self.acceptance = str(report.acceptance)
             self.console.print(f"step {report.step}, loss {self._loss:.3f}, held-out acceptance {self.acceptance}")
@@ -130,9 +129,9 @@ def _rendered(codec: Codec, chat: ChatTemplate, turns: list[dict[str, Any]]) -> 
 
 
 def _opening(target: str, revision: str | None, codec: Codec | None, chat: ChatTemplate | None) -> Tokens:
-    """What the target's own prompts begin with: the start of a user's turn, or of any text."""
+    """Return the first tokens of the target's own prompts: the opening of a user's turn, or of any text."""
     if codec is not None and chat is not None:
-        tokens = codec.encode(chat.render([_said("")], opens_turn=False, continues=True), bare=True)
+        tokens = codec.encode(chat.render([_user_turn("")], opens_turn=False, continues=True), bare=True)
         if tokens:
             return tokens
     tokens = () if codec is None else codec.encode("")
@@ -141,19 +140,19 @@ def _opening(target: str, revision: str | None, codec: Codec | None, chat: ChatT
     text = read_config(target, revision).get_text_config()
     begins = [token for name in ("bos_token_id", "eos_token_id") if isinstance(token := getattr(text, name, None), int)]
     if not begins:
-        raise ModelError("the target has no token that begins a text: give it prompts to continue")
+        raise ModelError("the target has no beginning-of-text token; --prompts is required")
     return (begins[0],)
 
 
-def _said(text: str) -> dict[str, str]:
+def _user_turn(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
 def _answered(codec: Codec, chat: ChatTemplate) -> Callable[[Tokens], Tokens | None]:
-    """A function: tokens of a user's turn -> a prompt that the answer to it continues; None if the turn is empty."""
+    """Return a function that makes a prompt of the tokens of a user's turn, or None if the turn is empty."""
 
-    def as_prompt(said: Tokens) -> Tokens | None:
-        text = codec.decode(said).strip()
-        return codec.encode(chat.render([_said(text)]), bare=True) if text else None
+    def as_prompt(turn: Tokens) -> Tokens | None:
+        text = codec.decode(turn).strip()
+        return codec.encode(chat.render([_user_turn(text)]), bare=True) if text else None
 
     return as_prompt

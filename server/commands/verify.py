@@ -1,8 +1,8 @@
-"""`pilotfish verify`: checks on a running server that a request's tokens depend on model, prompt, parameters and seed.
+"""`pilotfish verify`: checks on a running server that tokens depend only on model, prompt, parameters and seed.
 
-It knows the public protocol only. What plain decoding answers a request that is alone is the expected answer. The same
-request is then sent with every proposer and several numbers of drafts: alone, in company, as a stream, and as a stream
-that is cut and resumed.
+It uses the public protocol only. The expected answer is that of plain decoding without concurrent requests. The same
+request is then sent with every proposer and several numbers of drafts: alone, concurrently, as a stream, and as a
+stream that is interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from server.commands.verify_answers import (
     settings,
 )
 
-_LISTED = 50  # differences in the text; the JSON has all
+_LISTED = 50  # differences in the text report; JSON lists all
 _GONE = (
     errors.UnavailableError,
     errors.UnauthenticatedError,
@@ -49,12 +49,12 @@ Tell = Callable[[str], None]
 Answers = dict[str, tuple[Output, ...]]
 
 
-ERRORS = (RequestFailedError, OSError, ValueError)  # the server cannot be reached or refuses, or a prompt is none
+ERRORS = (RequestFailedError, OSError, ValueError)  # the server is unreachable or refuses, or a prompt is invalid
 
 
 @dataclass(slots=True)
 class VerifyRow:
-    """The figures of one setting: answers compared and equal by way, and what drafting did."""
+    """The results of one setting: compared and equal answers by way, and statistics of drafting."""
 
     compared: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(WAYS, 0))
     equal: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(WAYS, 0))
@@ -65,7 +65,7 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True)
 class VerifyJob:
-    """One answer to ask for. A resumed stream is cut after `cut` tokens."""
+    """One request to send. A resumed stream is interrupted after `cut` tokens."""
 
     setting: VerifySetting
     case: VerifyCase
@@ -76,18 +76,18 @@ class VerifyJob:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Everything that was found."""
+    """The results of a run."""
 
     info: ModelInfo
     is_reproducible: bool
-    left_out: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     rows: dict[VerifySetting, VerifyRow] = field(default_factory=dict)
     differences: list[tuple[VerifyJob, FirstDifference]] = field(default_factory=list)
     largest_gap: float = 0.0
 
     @property
     def tolerance(self) -> float:
-        """Return how far rounding may move a log-probability, as docs/reproducibility.md says."""
+        """Return by how much rounding may change a log-probability (docs/reproducibility.md)."""
         if self.is_reproducible:
             return 0.0
         return 1e-4 if self.info.dtype == "float32" else 0.1
@@ -116,7 +116,7 @@ class VerifyReport:
             "reproducible": self.is_reproducible,
             "tolerance": self.tolerance,
             "largest_logprob_difference": self.largest_gap,
-            "left_out": self.left_out,
+            "left_out": self.skipped,
             "rows": [{**_name(setting), **asdict(row)} for setting, row in self.rows.items()],
             "differences": [
                 {**_name(job.setting), "way": job.way, "case": job.case.name, "first": asdict(first)}
@@ -131,10 +131,10 @@ def _name(setting: VerifySetting) -> dict[str, str]:
 
 
 def run(arguments: Sequence[str], tell: Tell) -> tuple[str, bool]:
-    """Verify, and return the report as text and whether all answers are equal; `tell` gets the progress."""
+    """Return the report as text, and whether all answers are equal; `tell` receives progress messages."""
     asked = _parser().parse_args(arguments)
     tls = Tls(authority=asked.tls_ca) if asked.tls or asked.tls_ca else None
-    retry = Retry(resume_attempts=3)  # a refusal to resume a stream is to be reported, not waited for
+    retry = Retry(resume_attempts=3)  # a refusal to resume a stream is reported instead of retried
     with Client(asked.address, token=os.environ.get(VARIABLE), tls=tls, retry=retry) as client:
         report = _verify(asked, client, tell)
     return json.dumps(report.as_dict(), indent=1) if asked.json else as_text(report), not report.differences
@@ -145,14 +145,14 @@ def _verify(asked: Namespace, client: Client, tell: Tell) -> VerifyReport:
     tokenize = client.tokenize if info.has_tokenizer else None
     given = asked.prompts
     prompts = default_prompts(info, asked.tokens, tokenize) if given is None else read_prompts(given, tokenize)
-    run = token_hex(8)  # names the caches of this run, which are empty at first
+    run = token_hex(8)  # the salt of this run's caches, which are empty at first
     is_reproducible = _refuses_rejection(client, prompts[0])
     report = VerifyReport(info, is_reproducible)
     wanted, expected = _expected(asked, client, prompts, run, report)
     draw, every = Random(asked.seed), settings(info, with_rejection=not is_reproducible)  # noqa: S311
     for setting in every:
         tell(f"alone: {setting.proposer}, {setting.drafts}")
-        for case in _fitting(setting, wanted):  # over a cache that they share
+        for case in _fitting(setting, wanted):  # with a shared cache
             job = VerifyJob(setting, case, "alone", run)
             report.add(job, expected[case.name], _answer(client, job))
     others = [job for number in range(asked.rounds) for job in company(every, wanted, run, number, draw)]
@@ -172,7 +172,7 @@ def _verify(asked: Namespace, client: Client, tell: Tell) -> VerifyReport:
 def _expected(
     asked: Namespace, client: Client, prompts: Sequence[Tokens], run: str, report: VerifyReport
 ) -> tuple[list[VerifyCase], Answers]:
-    """Return the cases that the server serves, and the answers of plain decoding, alone and over empty caches."""
+    """Return the cases that the server supports, and the answers of plain decoding, alone and with empty caches."""
     probe = client.generate(
         prompts[0], temperature=0.0, max_tokens=asked.tokens, ignore_eos=True, cache_salt=run, speculation="off"
     )
@@ -182,11 +182,11 @@ def _expected(
         try:
             expected[case.name] = ask(client, case, {**PLAIN.of(case), "cache_salt": f"{run}-{number}"}, "alone", 0)
         except (errors.UnsupportedError, errors.InvalidRequestError) as error:
-            report.left_out.append(f"{case.name}: {error}")
+            report.skipped.append(f"{case.name}: {error}")
         else:
             wanted.append(case)
     if not wanted:
-        raise ValueError(f"the server refuses every request; {report.left_out[0]}")
+        raise ValueError(f"the server refuses every request; {report.skipped[0]}")
     return wanted, expected
 
 
@@ -194,32 +194,32 @@ def _parser() -> argparse.ArgumentParser:
     port = os.environ.get("PILOTFISH_GRPC_PORT", "50051")
     parser = argparse.ArgumentParser(
         prog="pilotfish verify",
-        description="Check on a running server that tokens depend on model, prompt, parameters and seed alone. "
-        "Exit with 0 if all answers are equal, 1 if any differs, 2 if the server cannot be asked.",
-        epilog=f"A token, where the server asks for one, is read from the variable {VARIABLE}.",
+        description="Check on a running server that tokens depend only on model, prompt, parameters and seed. "
+        "Exit with 0 if all answers are equal, 1 if any differs, 2 if the server cannot be reached.",
+        epilog=f"The environment variable {VARIABLE} contains the access token, if the server requires one.",
     )
     parser.add_argument("address", nargs="?", default=f"127.0.0.1:{port}", help="HOST:PORT (default: %(default)s)")
-    parser.add_argument("--tls", action="store_true", help="speak TLS, trusting the system's authorities")
-    parser.add_argument("--tls-ca", metavar="PATH", help="speak TLS, trusting this authority (PEM)")
+    parser.add_argument("--tls", action="store_true", help="use TLS with the system's CA certificates")
+    parser.add_argument("--tls-ca", metavar="PATH", help="use TLS with this CA bundle (PEM)")
     parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="your own prompts, one per line; a .jsonl file has objects with `prompt` or `token_ids`",
+        help="prompts, one per line, or a .jsonl file of objects with `prompt` or `token_ids`",
     )
     for name, default, what in (
-        ("tokens", 16, "most tokens of an answer"),
-        ("company", 32, "most requests at a time"),
-        ("rounds", 1, "how often all is sent in company"),
+        ("tokens", 16, "maximum number of tokens per answer"),
+        ("company", 32, "maximum number of concurrent requests"),
+        ("rounds", 1, "number of rounds of concurrent requests"),
     ):
         parser.add_argument(f"--{name}", type=at_least(1), default=default, help=f"{what} (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order in company (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the request order (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _refuses_rejection(client: Client, prompt: Tokens) -> bool:
-    """Whether the server is a reproducible one: such a server, and no other, refuses the rejection rule."""
+    """Whether the server is in reproducible mode: only then does it refuse the rejection rule."""
     try:
         client.generate(prompt, max_tokens=1, verification="rejection")
     except errors.UnsupportedError:
@@ -228,16 +228,16 @@ def _refuses_rejection(client: Client, prompt: Tokens) -> bool:
 
 
 def _fitting(setting: VerifySetting, wanted: Sequence[VerifyCase]) -> list[VerifyCase]:
-    """The cases in which a setting must give plain decoding's tokens: under rejection the greedy ones."""
+    """Return the cases for which a setting must give the tokens of plain decoding: under rejection the greedy ones."""
     return [case for case in wanted if setting.rule == "coupled" or case.is_greedy]
 
 
 def company(
     every: Sequence[VerifySetting], wanted: Sequence[VerifyCase], run: str, number: int, draw: Random
 ) -> Iterator[VerifyJob]:
-    """Yield every case under every setting, in one of the other ways by turns: after three rounds in each of them.
+    """Yield every case under every setting, each in one of the other ways; three rounds cover all of them.
 
-    Most share a cache with the others; every fourth has its own, so that its prompt is computed among others.
+    Most share a cache. Every fourth has its own, so that its prompt is computed concurrently with other requests.
     """
     for i, setting in enumerate(every):
         for j, case in enumerate(_fitting(setting, wanted)):
@@ -247,7 +247,7 @@ def company(
 
 
 def _answer(client: Client, job: VerifyJob) -> tuple[Output, ...] | RequestFailedError:
-    """Ask; an answer that the server failed to give is a difference, too."""
+    """Send a request; an error of the server counts as a difference."""
     try:
         return ask(client, job.case, {**job.setting.of(job.case), "cache_salt": job.salt}, job.way, job.cut)
     except _GONE:
@@ -257,36 +257,36 @@ def _answer(client: Client, job: VerifyJob) -> tuple[Output, ...] | RequestFaile
 
 
 def as_text(report: VerifyReport) -> str:
-    """Format the report: what is promised, a row per setting, every difference, and the verdict."""
+    """Format the report: the guarantee, a row per setting, the differences, and the result."""
     info = report.info
     lines = [f"{info.model} on {info.device} in {info.dtype}{', reproducible' * report.is_reproducible}"]
     if report.is_reproducible:
-        lines += ["promised: equal tokens, and log-probabilities of the same bits", ""]
+        lines += ["guaranteed: equal tokens, and bitwise equal log-probabilities", ""]
     else:
         within = f"log-probabilities within {report.tolerance:g}"
-        lines += [f"promised: equal tokens except for near-ties, and {within}", ""]
+        lines += [f"guaranteed: equal tokens except for near-ties, and {within}", ""]
     table = [["proposer", "drafts", *WAYS, "tokens", "drafted", "accepted"]]
     for setting, row in report.rows.items():
         ways = [f"{row.equal[way]}/{row.compared[way]}" for way in WAYS]
         table.append([*_name(setting).values(), *ways, *map(str, (row.tokens, row.drafted, row.accepted))])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
-    lines += ["", *(f"left out: {text}" for text in report.left_out)]
+    lines += ["", *(f"skipped: {text}" for text in report.skipped)]
     for setting, row in report.rows.items():
         if setting.proposer != PLAIN.proposer and not row.drafted:
-            lines.append(f"{setting.proposer} {setting.drafts} drafted nothing: its row says nothing about drafts")
+            lines.append(f"{setting.proposer} {setting.drafts} drafted nothing, so its row does not test drafts")
     if any(setting.rule == "rejection" for setting in report.rows):
-        lines.append("under rejection only greedy answers are compared: sampled ones depend on the drafts")
+        lines.append("under rejection only greedy answers are compared, because sampled ones depend on the drafts")
     for job, first in report.differences[:_LISTED]:
         lines.append(f"different: {job.setting.proposer} {job.setting.drafts}, {job.way}: {job.case.name}, {first}")
     if more := len(report.differences[_LISTED:]):
-        lines.append(f"different: {more} more, which --json lists")
+        lines.append(f"different: {more} more; --json lists all")
     return "\n".join([*lines, _verdict(report)])
 
 
 def _verdict(report: VerifyReport) -> str:
     total = sum(sum(row.compared.values()) for row in report.rows.values())
-    gap = f"log-probabilities differ by {report.largest_gap:.2g} at most"
+    gap = f"log-probabilities differ by at most {report.largest_gap:.2g}"
     if not report.differences:
         return f"All {total} answers are equal; {gap}."
     ties = sum(first.is_near_tie for _, first in report.differences)

@@ -1,8 +1,4 @@
-"""The requests of `pilotfish verify`, and how it asks and compares.
-
-Prompts of unequal length, one case per kind of parameters, and who drafts; whole answers, streams and resumed streams,
-and their first difference.
-"""
+"""The requests of `pilotfish verify`, how it sends them, and how it compares the answers."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ _TEXTS = (
     "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n",
 )
 _LENGTHS = (5, 23, 61)  # of prompts without a tokenizer
-_BEYOND = 51  # tokens by which the longest prompt exceeds what a step feeds: it comes in chunks
+_BEYOND = 51  # tokens by which the longest prompt exceeds a step's budget, so that it is processed in chunks
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -40,7 +36,7 @@ _SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class VerifyCase:
-    """A request whose answer depends on nothing but itself."""
+    """A request whose answer must not depend on other requests."""
 
     name: str
     prompt: Tokens
@@ -48,13 +44,13 @@ class VerifyCase:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the likeliest one, so that a near-tie shows in the log-probabilities."""
+        """Whether each token is the most likely one, so that near-ties can be detected by the log-probabilities."""
         return not self.options.get("temperature")
 
 
 @dataclass(frozen=True, slots=True)
 class VerifySetting:
-    """Who drafts, and how many tokens; `num_draft_tokens` is None where the mode decides."""
+    """A proposer and a number of drafts; `num_draft_tokens` is None if the mode decides."""
 
     proposer: str
     mode: SpeculationMode
@@ -63,7 +59,7 @@ class VerifySetting:
 
     @property
     def drafts(self) -> str:
-        """Return the name of the setting beside its proposer, as in "K=4"."""
+        """Return the number of drafts as text, for instance "K=4"."""
         number = self.mode if self.num_draft_tokens is None else f"K={self.num_draft_tokens}"
         return number if self.rule == "coupled" else f"{number}, {self.rule}"
 
@@ -93,7 +89,7 @@ def settings(info: ModelInfo, *, with_rejection: bool) -> list[VerifySetting]:
 
 
 def default_prompts(info: ModelInfo, tokens: int, tokenize: Tokenize | None) -> list[Tokens]:
-    """Return prompts of unequal length. If the context has room, the last is longer than a step, so it is split."""
+    """Return prompts of unequal length. The last one exceeds a step's budget if the context allows it."""
     room = max(1, info.max_model_len - 4 * tokens)
     longest = min(info.max_batch_tokens + _BEYOND, room)
     if tokenize is None:
@@ -107,9 +103,9 @@ def default_prompts(info: ModelInfo, tokens: int, tokenize: Tokenize | None) -> 
 
 
 def cases(prompts: Sequence[Tokens], tokens: int, answer: Output) -> list[VerifyCase]:
-    """Return greedy and sampled decoding of each prompt, and each other kind of parameters with one of the prompts.
+    """Return greedy and sampled cases for each prompt, and one case for each other kind of parameters.
 
-    `answer`: what plain greedy decoding gives for the first prompt. The stop strings and tokens are part of it.
+    `answer`: the output of plain greedy decoding for the first prompt; stop strings and tokens are taken from it.
     """
     base: GenerateOptions = {"max_tokens": tokens, "logprobs": True, "seed": 7}
     found: list[VerifyCase] = []
@@ -127,7 +123,7 @@ def cases(prompts: Sequence[Tokens], tokens: int, answer: Output) -> list[Verify
 
 
 def _kinds(prompt: Tokens, tokens: int) -> dict[str, GenerateOptions]:
-    """Other parameters by name; some bias and ban tokens of this prompt."""
+    """Return other parameters by name; some bias and ban tokens of this prompt."""
     return {
         "top-k and penalties": {
             "temperature": 1.0,
@@ -163,11 +159,11 @@ _DEADLINE = 300.0  # seconds for one answer
 
 
 def ask(client: Client, case: VerifyCase, options: GenerateOptions, way: Way, cut: int) -> tuple[Output, ...]:
-    """Return all outputs of a case, received in this way; a resumed stream loses its call after `cut` tokens."""
+    """Send a case in this way and return its outputs; a resumed stream is interrupted after `cut` tokens."""
     if way in ("alone", "in company"):
         return client.generate(case.prompt, deadline=_DEADLINE, **options).outputs
     events: list[Event] = []
-    left = cut if way == "resumed" else math.inf  # tokens before the loss
+    left = cut if way == "resumed" else math.inf  # tokens until the interruption
     with closing(client.stream(case.prompt, deadline=_DEADLINE, **options)) as stream:
         for event in stream:
             events.append(event)
@@ -175,7 +171,8 @@ def ask(client: Client, case: VerifyCase, options: GenerateOptions, way: Way, cu
             if left <= 0:
                 left = math.inf
                 with suppress(StopIteration):  # everything had arrived
-                    events.append(stream.throw(errors.UnavailableError(StatusCode.UNAVAILABLE, "cut by `verify`")))
+                    error = errors.UnavailableError(StatusCode.UNAVAILABLE, "interrupted by `verify`")
+                    events.append(stream.throw(error))
     ends = {event.index: event for event in events if isinstance(event, Finished)}
     return tuple(_output([e for e in events if isinstance(e, Delta) and e.index == i], ends[i]) for i in sorted(ends))
 
@@ -193,7 +190,7 @@ def _output(deltas: list[Delta], end: Finished) -> Output:
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """Where two answers part: `what` differs in `output`, at token `position` if it is about one token."""
+    """The first difference of two answers: `what` differs in `output`, at token `position` if it concerns a token."""
 
     what: str
     output: int
@@ -219,7 +216,7 @@ def first_difference(
 
 
 def largest_gap(expected: tuple[Output, ...], found: tuple[Output, ...]) -> float:
-    """Return by how much the log-probabilities of equal beginnings differ at most."""
+    """Return the largest difference of log-probabilities within the common prefix."""
     gaps = [
         abs(before.logprob - after.logprob)
         for want, got in zip(expected, found, strict=False)
@@ -252,7 +249,7 @@ def _difference(want: Output, got: Output, tolerance: float, *, is_greedy: bool)
 
 
 def _is_near_tie(want: Output, got: Output, at: int, tolerance: float) -> bool:
-    """Whether plain decoding found both tokens as likely as each other, but for rounding."""
+    """Whether both tokens were equally likely in plain decoding, up to rounding."""
     if tolerance == 0 or at >= min(len(want.token_ids), len(got.token_ids)):
         return False
     chosen = want.logprobs[at]
@@ -261,7 +258,7 @@ def _is_near_tie(want: Output, got: Output, at: int, tolerance: float) -> bool:
 
 
 def _num_equal(want: Output, got: Output) -> int:
-    """The length of the beginning that both have in common."""
+    """Return the length of the common prefix."""
     shorter = min(len(want.token_ids), len(got.token_ids))
     return next((i for i in range(shorter) if want.token_ids[i] != got.token_ids[i]), shorter)
 

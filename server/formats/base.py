@@ -1,7 +1,7 @@
-"""What a chat format is: how a family of models writes reasoning and calls of functions into its text.
+"""Chat formats: how a family of models writes reasoning and calls of functions into its text.
 
-A format has two sides that fit each other: a `Parser` reads what the model writes, piece by piece, and Lark rules say
-what it may write where calls are required. Knows text, and no token, request or protocol.
+A format has two matching parts: a `Parser` that reads the model's text incrementally, and Lark rules that constrain the
+text where calls are required. It handles text only, no tokens, requests or protocol.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What a model writes around its reasoning."""
+    """The markers around a model's reasoning."""
 
     begin: str = "<think>"
     end: str = "</think>"
@@ -76,25 +76,25 @@ Piece: TypeAlias = Reasoning | Content | CallStart | CallArguments
 
 
 class Scanner:
-    """Text that comes in pieces, read up to markers. An end that may begin a marker is held back.
+    """Reads text that arrives in pieces up to markers, and holds back an end that may begin a marker.
 
-    The cost is proportional to the text, however it is cut. No marker may stand inside another but at its beginning.
+    The cost is proportional to the text, however it is split. A marker may contain another one only at its beginning.
     """
 
     def __init__(self) -> None:
         self._text, self._at = "", 0
-        self.is_over = False  # no more text comes, so nothing is held back any longer
+        self.is_over = False  # the text is complete, so nothing is held back any more
         self._mark: int | None = None
-        self._before: list[str] = []  # what was taken since the mark and is in `_text` no more
+        self._before: list[str] = []  # text that was taken since the mark and is no longer in `_text`
 
     @property
     def held(self) -> str:
-        """The text that has come and was not taken. Each use copies it, so that loops should use the other methods."""
+        """The text that was not taken yet. Each use copies it, so that loops should use the other methods."""
         return self._text[self._at :]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether all text was taken and more will come."""
+        """Whether all text was taken and more will arrive."""
         return self._at == len(self._text) and not self.is_over
 
     def push(self, text: str) -> None:
@@ -104,7 +104,7 @@ class Scanner:
         self._text, self._at = self._text[self._at :] + text, 0
 
     def take(self, length: int) -> str:
-        """Take so many characters, or all where there are fewer."""
+        """Take `length` characters, or all if there are fewer."""
         text = self._text[self._at : self._at + length]
         self._at += len(text)
         return text
@@ -113,9 +113,9 @@ class Scanner:
         self._at = len(self._text)
 
     def until(self, *markers: str) -> tuple[str, str | None]:
-        """Take the text before the first of `markers`, and take the marker; None if none is complete yet.
+        """Take the text before the first of `markers`, and the marker; None if none is complete yet.
 
-        Of two markers that begin at the same place the longer one counts.
+        Of two markers at the same position, the longer one is found.
         """
         found = _any_of(markers).search(self._text, self._at) if markers else None
         if found is None:
@@ -128,7 +128,7 @@ class Scanner:
         return text, marker
 
     def next_of(self, *markers: str) -> str | None:
-        """That of `markers` with which the text goes on: "" if with none, None if more text has to come first."""
+        """Return which of `markers` comes next; "" if none does, None if that requires more text."""
         found = _any_of(markers).match(self._text, self._at)
         rest = self._text[self._at : self._at + max(map(len, markers))]
         if not self.is_over and any(len(other) > len(rest) and other.startswith(rest) for other in markers):
@@ -136,7 +136,7 @@ class Scanner:
         return found.group() if found else ""
 
     def is_cut(self, *markers: str) -> bool:
-        """Whether the text has ended where one of `markers` could have gone on, or begun."""
+        """Whether the text has ended where one of `markers` could have started or continued."""
         rest = self._text[self._at : self._at + max(map(len, markers))]
         is_end = self.is_over and self._at + len(rest) == len(self._text)
         return is_end and any(len(marker) > len(rest) and marker.startswith(rest) for marker in markers)
@@ -146,27 +146,27 @@ class Scanner:
         return self.take(found.end() - self._at if found else 0)
 
     def take_json(self, value: JsonText, written: list[str]) -> None:
-        """Take what belongs to a JSON value, and append it to `written` as valid JSON."""
+        """Take the text of a JSON value, and append it to `written` as valid JSON."""
         self._at = value.read(self._text, self._at, written, is_end=self.is_over)
 
     def mark(self, back: int = 0) -> None:
-        """Remember this place, or one so many characters before it that were taken just now."""
+        """Set the mark here, or `back` characters before, which were taken just now."""
         self._before, self._mark = [], self._at - back
 
     def forget(self) -> None:
-        """Forget the mark, and so the text since."""
+        """Remove the mark."""
         self._before, self._mark = [], None
 
     @property
     def taken(self) -> str:
-        """The text that was taken since the mark. Each use copies it."""
+        """The text taken since the mark. Each use copies it."""
         return "".join([*self._before, self._text[self._mark : self._at]])
 
     def rewind(self, length: int = 0) -> None:
-        """Go back to the mark, and so many characters on."""
+        """Return to the mark plus `length` characters."""
         if self._before:
             self._text, self._before = "".join([*self._before, self._text]), []
-        assert self._mark is not None, "goes back to no mark"
+        assert self._mark is not None, "there is no mark"
         self._at = self._mark + length
 
 
@@ -174,7 +174,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def num_open(text: str, markers: Sequence[str], start: int = 0) -> int:
-    """Return the length of the longest end of the text from `start` that begins a marker."""
+    """Return the length of the longest suffix of the text from `start` that is a prefix of a marker."""
     longest = min(len(text) - start, max(map(len, markers), default=1) - 1)
     return next((n for n in range(longest, 0, -1) if any(marker.startswith(text[-n:]) for marker in markers)), 0)
 
@@ -185,15 +185,15 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Trimmed:
-    """Text whose white space at the end is held back until it is known whether it goes on; `leading`: dropped."""
+    """Text whose trailing white space is held back until more text follows; `leading`: drop leading white space."""
 
     def __init__(self, *, leading: bool) -> None:
         self._space: list[str] = []
-        self._leading = leading  # as long as nothing but white space has come
+        self._leading = leading  # while there is only white space
         self._is_empty, self._is_kept = True, True
 
     def add(self, text: str) -> str:
-        """Add text; return what is certain to belong to it, without white space at the end."""
+        """Add text; return what is certain to belong to it, without trailing white space."""
         if self._leading:
             text = text.lstrip()
         body = text.rstrip()
@@ -206,36 +206,36 @@ class Trimmed:
         return passed
 
     def pause(self) -> None:
-        """Something else stands here. White space around it is kept if there is text on both sides."""
+        """Record that something else stands here. White space around it is kept if there is text on both sides."""
         self._is_kept = False
         if self._is_empty:
             self._leading, self._space = True, []
 
     def end(self, *, keep: bool) -> str:
-        """End the text; return the white space held back if it is to be kept. What is added then begins anew."""
+        """End the text; return the held-back white space if it is to be kept. The next `add` starts a new text."""
         space = "".join(self._space) if keep and self._is_kept else ""
         self._space, self._leading, self._is_kept = [], True, True
         return space
 
 
 class ChatFormat(ABC):
-    """A format, as one checkpoint has it.
+    """A format, with the tokens and markers of one checkpoint.
 
     Args:
-        special: the ids of all tokens that were added to the checkpoint's tokenizer, special or not, by their texts. A
-            grammar names such a token by its id, because no text matches it. Special ones are only in the text that
-            a parser reads if special tokens are not skipped.
-        reasoning: what the model writes around its reasoning; None if it marks none.
-        variant: of the calls that the chat template writes, where there are several; a parser reads all of them.
+        special: the ids of all tokens that were added to the checkpoint's tokenizer, special or not, by text. A grammar
+            refers to such a token by its id, because no text matches it. The parser's text contains special tokens
+            only if they are not skipped.
+        reasoning: the markers around the model's reasoning; None if it has none.
+        variant: the variant of calls that the chat template writes, if there are several; parsers read all of them.
     """
 
     name: ClassVar[str]
-    reads: ClassVar[type[Any]]  # the kind of `Parser`, which knows formats, so that it cannot be named here
+    reads: ClassVar[type[Any]]  # a subclass of `Parser`, whose module imports this one
     markers: tuple[str, ...] = ()  # of calls
     trigger: str = ""  # the marker that begins every call
-    turns: ClassVar[tuple[str, ...]] = ()  # begin and end turns; where they are tokens, parsers drop them
+    turns: ClassVar[tuple[str, ...]] = ()  # markers of turns; parsers drop those that are tokens
 
-    newest: ClassVar[str] = ""  # the variant where none is named
+    newest: ClassVar[str] = ""  # the default variant
 
     def __init__(
         self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None, variant: str = ""
@@ -244,23 +244,23 @@ class ChatFormat(ABC):
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The texts of the tokens that a parser drops."""
+        """The texts of tokens that parsers drop."""
         return tuple(turn for turn in self.turns if turn in self.special)
 
     def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False) -> Any:
-        """Make a `Parser` of one output.
+        """Return a `Parser` for one output.
 
         Args:
-            tools: the functions that may be called. Without any it reads reasoning alone, and calls are content.
-            starts_in_reasoning: whether the mark that begins the reasoning stands before the text.
-            has_structure: calls have the structure of these rules, so arguments can be passed on before their end.
+            tools: the functions that may be called. Without any, calls are content.
+            starts_in_reasoning: whether the prompt ends with the marker that begins the reasoning.
+            has_structure: the rules below constrain calls, so that arguments can be passed on before they are complete.
         """
         return self.reads(self, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Lark rules of which `rest` matches a call of a tool after its trigger; with `several` also further calls.
+        """Return Lark rules: `rest` matches a call of a tool after its trigger, and with `several` further calls.
 
-        Raises ValueError if the schema of a tool cannot be followed.
+        Raises ValueError if a tool's schema is not supported.
         """
         shared: dict[str, str] = {}
         calls = choices(self._call(tool, shared) for tool in tools)
@@ -269,25 +269,25 @@ class ChatFormat(ABC):
 
     @abstractmethod
     def _sequence(self, *, several: bool) -> str:
-        """What `rest` is in Lark, where `call` is that of a tool."""
+        """Return the right-hand side of the Lark rule `rest`, which uses the rule `call`."""
 
     @abstractmethod
     def _call(self, tool: Tool, shared: dict[str, str]) -> str:
-        """A call of a tool in Lark; `shared`: the names of rules that several may use, by their right-hand sides."""
+        """Return a call of a tool in Lark; `shared`: names of shared rules, by their right-hand sides."""
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Lark rules of which `calls` matches one call of a tool, or with `several` one or more."""
+        """Return Lark rules: `calls` matches one call of a tool, or with `several` one or more."""
         return f"calls: {self.literal(self.trigger)} rest\n{self.rest(tools, several=several)}"
 
     def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:
-        """Lark rules of which `auto` matches any text in which calls of tools have their structure, and are its end.
+        """Return Lark rules: `auto` matches any text, in which calls of tools are well-formed and come last.
 
-        With `several` there may be more than one; the text does not begin with `unlike`, nor with white space and that.
+        With `several` there may be more than one. The text must not begin with `unlike`, also after white space.
         """
-        # A lexer that has read the beginning of a trigger as text does not go back: so text and trigger are one lexeme.
+        # Text and trigger are one lexeme, because the lexer does not backtrack into a trigger that it read as text.
         is_token, trigger = self.trigger in self.special, self.literal(self.trigger)
         others = "" if unlike is None else rf" & ~/\s*{pattern(unlike)}(?s:.*)/"
-        # Other tokens must not spell a trigger that is a token: a parser would read a call that has no structure.
+        # Other tokens must not spell a trigger that is a token: the parser would read an unconstrained call.
         others += without(self.trigger) if is_token else ""
         return "\n".join([
             "auto: TEXT | before rest",
@@ -297,11 +297,11 @@ class ChatFormat(ABC):
         ])  # fmt: skip
 
     def prefix(self, *, has_reasoned: bool) -> str:
-        """Lark of what stands before an answer that is no call; empty in most formats."""
+        """Return the Lark of the text before an answer that is not a call; empty in most formats."""
         return ""
 
     def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
-        """The parts of an output that are no answer: the reasoning at its beginning, and calls of tools to its end."""
+        """Return the parts of an output that are not its answer: reasoning at the beginning, calls at the end."""
         marks = self.reasoning
         return Asides(
             leading=() if marks is None or starts_in_reasoning else (marks.begin,),
@@ -311,7 +311,7 @@ class ChatFormat(ABC):
         )
 
     def literal(self, marker: str) -> str:
-        """A marker in Lark, and text around it; tokens are named by their ids; nothing for nothing."""
+        """Return a text in Lark, in which added tokens are written by id; "" for ""."""
         parts, rest = [], marker
         while rest:
             found = [(rest.index(token), -len(token), token) for token in self.special if token in rest]
@@ -323,29 +323,29 @@ class ChatFormat(ABC):
 
 
 def choices(calls: Iterable[str]) -> list[str]:
-    """Lark rules of which `call` matches one of these."""
+    """Return Lark rules: `call` matches one of these."""
     rules = [f"call_{i}: {one}" for i, one in enumerate(calls)]
     return [f"call: {' | '.join(f'call_{i}' for i in range(len(rules)))}", *rules]
 
 
 def quoted(text: str) -> str:
-    """A text in Lark."""
+    """Return a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def pattern(text: str) -> str:
-    r"""A regex of Lark that matches exactly this text: "a.b" -> "a\x{2e}b"."""
+    r"""Return a Lark regex that matches exactly this text: "a.b" -> "a\x{2e}b"."""
     return "".join(char if char.isalnum() or not char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def without(*marks: str) -> str:
-    """The end of a Lark terminal that matches no text with one of these marks."""
+    """Return a suffix of a Lark terminal that excludes texts with one of these marks."""
     return f" & ~/(?s:.*)({'|'.join(map(pattern, marks))})(?s:.*)/"
 
 
 def arguments_rule(tool: Tool, quote: str = "") -> str:
-    """The right-hand side of a Lark rule that matches an object that is valid under the schema of the tool.
+    """Return the right-hand side of a Lark rule for arguments that are valid under the tool's schema.
 
-    `quote` is the token around its strings, in Lark; empty: it is JSON.
+    `quote`: the token around strings, in Lark; empty for JSON.
     """
     return json_rule(tool.parameters, is_object=True, lenient=not tool.strict, quote=quote)

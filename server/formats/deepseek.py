@@ -1,4 +1,4 @@
-"""Calls of DeepSeek's models, in a list of calls; all marks stand between full-width bars: `<|tool▁sep|>`.
+"""Calls of DeepSeek's models, in a list of calls; all markers are written with full-width bars: `<|tool▁sep|>`.
 
 V3 and R1: `<|tool▁call▁begin|>function<|tool▁sep|>f`, a line "```json", the arguments, a line "```" and
 `<|tool▁call▁end|>`. V3.1: `<|tool▁call▁begin|>f<|tool▁sep|>{"x": 1}<|tool▁call▁end|>`.
@@ -43,7 +43,7 @@ class _DeepSeekParser(Parser):
         return marker == _END
 
     def _head(self) -> Steps[str]:
-        """Take what stands before the arguments; return the name of the function, "" if it is none."""
+        """Take the text before the arguments; return the name of the function, "" if it is malformed."""
         name = yield from self._expect(_TYPE, *self._names)
         if not name or not (yield from self._expect(_SEPARATOR)):
             return ""
@@ -58,7 +58,7 @@ class _DeepSeekParser(Parser):
 
 
 class DeepSeekFormat(ChatFormat):
-    """What DeepSeek's models write. A variant is the model, v3 or v3.1."""
+    """The format of DeepSeek's models. The variants are the models v3 and v3.1."""
 
     name = "deepseek"
     reads = _DeepSeekParser

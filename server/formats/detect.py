@@ -1,4 +1,4 @@
-"""Which format a model writes is found out from its chat template, by the marks that the template itself writes."""
+"""Detects the format of a model by the markers in its chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server.formats.tagged import GlmFormat, QwenCoderFormat
 _DEEPSEEK_CALLS = "<\uff5ctool▁calls▁begin\uff5c>"
 
 
-# Some contain the marks of others, so the order counts.
+# Some contain the markers of others, so the order matters.
 _MARKS = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("deepseek", (_DEEPSEEK_CALLS,)),
@@ -31,14 +31,14 @@ _MARKS = (
     ("llama", ("<|start_header_id|>", '"parameters": ')),
 )
 
-# By what shows which marks a template writes.
+# By the text by which each is detected.
 _REASONING = {
     "<|channel>": ReasoningMarks("<|channel>thought", "<channel|>"),
     "</think>": ReasoningMarks("<think>", "</think>"),
     "[/THINK]": ReasoningMarks("[THINK]", "[/THINK]"),
 }
 
-# Of the families that have several: the first mark that the template contains shows which.
+# Of families with several variants: the first text that the template contains selects one.
 _VARIANTS = {
     "deepseek": {"```json": "v3"},
     "gemma": {"<start_function_call>": "functiongemma", "": "gemma4"},
@@ -55,17 +55,17 @@ FORMATS: dict[str, type[ChatFormat]] = {
 
 
 def detect(template: str | None, special_tokens: Mapping[str, int], override: str | None = None) -> ChatFormat:
-    """Return the format of a checkpoint with this chat template; `override` names it if the template does not show it.
+    """Return the format of a checkpoint with this chat template, or the one named `override`.
 
-    `special_tokens` are the ids of all tokens that were added to its tokenizer, by their texts. Raises ModelError if no
-    format has this name.
+    `special_tokens`: the ids of all tokens that were added to its tokenizer, by text. Raises ModelError for an unknown
+    name.
     """
     text = template or ""
     name = override or next((name for name, marks in _MARKS if all(mark in text for mark in marks)), "plain")
     if name not in FORMATS:
         raise ModelError(f"the chat format is {name!r}; expected one of {', '.join(FORMATS)}")
     if FORMATS[name] is HarmonyFormat:
-        return HarmonyFormat(special_tokens)  # has marks of its own
+        return HarmonyFormat(special_tokens)  # has its own markers of reasoning
     reasoning = next((marks for mark, marks in _REASONING.items() if mark in text), None)
     variant = next((variant for mark, variant in _VARIANTS.get(name, {}).items() if mark in text), "")
     return FORMATS[name](special_tokens, reasoning, variant)

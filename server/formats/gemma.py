@@ -1,4 +1,4 @@
-"""Calls of Gemma 4 and FunctionGemma: arguments in a notation of their own, whose strings stand between marks.
+"""Calls of Gemma 4 and FunctionGemma: arguments in a special notation, with strings between marks.
 
 Gemma 4: `<|tool_call>call:f{city:<|"|>Paris<|"|>,days:[1,2]}<tool_call|>`. FunctionGemma:
 `<start_function_call>call:f{city:<escape>Paris<escape>,days:[1,2]}<end_function_call>`. One call follows another.
@@ -28,7 +28,7 @@ _MARKS: dict[str, _Marks] = {
 _WORD = "call:"
 _AS_JSON = {"None": "null", "True": "true", "False": "false"}  # as the chat templates write them
 _QUOTES = {marks.begin: marks.quote for marks in _MARKS.values()}
-_KEY_ENDS = (*":,{}[]", *(mark for marks in _MARKS.values() for mark in marks))  # of one without quotes
+_KEY_ENDS = (*":,{}[]", *(mark for marks in _MARKS.values() for mark in marks))  # of keys without quotes
 _ENDS = {marks.begin: marks.end for marks in _MARKS.values()}
 
 
@@ -49,7 +49,7 @@ class _GemmaParser(Parser):
         return (yield from self._members(_QUOTES[marker])) and (yield from self._ended(_ENDS[marker]))
 
     def _members(self, quote: str) -> Steps[bool]:
-        """Write the arguments after their opening brace; return whether they were complete."""
+        """Write the arguments after the opening brace; return whether they were complete."""
         self._add_arguments("{")
         closing, separator = ["}"], ""
         while closing:
@@ -111,14 +111,14 @@ class _GemmaParser(Parser):
             yield
 
     def _scalar(self) -> Steps[str]:
-        """Take a number, a JSON string or one of the constants; return it as JSON, "" if it is none."""
+        """Take a number, a JSON string or a constant; return it as JSON, "" if there is none."""
         if constant := (yield from self._expect(*_AS_JSON)):
             return _AS_JSON[constant]
         return (yield from self._value())
 
 
 class GemmaFormat(ChatFormat):
-    """What Gemma writes. A variant is the model, functiongemma or gemma4. The markers have to be tokens."""
+    """The format of Gemma. The variants are the models functiongemma and gemma4. The markers must be tokens."""
 
     name = "gemma"
     reads = _GemmaParser
@@ -140,5 +140,5 @@ class GemmaFormat(ChatFormat):
         return f"{one} ({self.literal(self._marks.begin)} {one})*" if several else one
 
     def _call(self, tool: Tool, shared: dict[str, str]) -> str:
-        """As the chat templates write calls, with the properties in the order of their names."""
+        """Return the call as the chat templates write it, with properties sorted by name."""
         return f"{quoted(_WORD + tool.name)} {arguments_rule(tool, self.literal(self._marks.quote))}"

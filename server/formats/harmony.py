@@ -25,7 +25,7 @@ _ANYTHING = "/(?s:.*)/"
 
 
 class _HarmonyParser(Parser):
-    """Reads message after message. Markers are never content; messages of one kind are lines of one text."""
+    """Reads messages. Markers are never content; messages of one kind are joined by line breaks."""
 
     _end_of_broken = re.compile("|".join(map(re.escape, (_END, _RETURN, _CALL))))
 
@@ -49,7 +49,7 @@ class _HarmonyParser(Parser):
                 marker = yield from self._pass_on(self._write)
 
     def _beginning(self) -> Steps[str | None]:
-        """Read what stands before the first marker: the recipient, or content."""
+        """Read the text before the first marker: the recipient, or content."""
         space = yield from self._space()
         if (yield from self._sees(_RECIPIENT)):
             return _START
@@ -57,7 +57,7 @@ class _HarmonyParser(Parser):
         return (yield from self._pass_on(self._write))
 
     def _header(self) -> Steps[tuple[str, str | None]]:
-        """Read a header up to the marker after it. Without a body it is a call, or if it is no header, content."""
+        """Read a header and the marker after it. Without a body it is a call, or content if it is malformed."""
         parts: list[str] = []
         while (marker := (yield from self._pass_on(parts.append))) in (_CHANNEL, _CONSTRAIN):
             parts.append(" ")
@@ -96,13 +96,13 @@ class _HarmonyParser(Parser):
         return is_whole
 
     def _called(self, header: Sequence[str]) -> str:
-        """The function that is the recipient of a message; "" if none is."""
+        """Return the function that is the recipient of a message; "" if there is none."""
         recipients = (word.removeprefix(_RECIPIENT) for word in header if word.startswith(_RECIPIENT))
         name = next(recipients, "").removeprefix(_NAMESPACE)
         return name if name in self._names else ""
 
     def _pass_on(self, write: Callable[[str], None]) -> Steps[str | None]:
-        """Write the text before the next marker, and take the marker; None at the end of the text."""
+        """Write the text before the next marker, and take and return the marker; None at the end of the text."""
         while True:
             text, marker = self._scanner.until(*_MARKERS)
             write(text)
@@ -118,7 +118,7 @@ class _HarmonyParser(Parser):
 
 
 class HarmonyFormat(ChatFormat):
-    """The messages of gpt-oss. The markers have to be tokens."""
+    """The messages of gpt-oss. The markers must be tokens."""
 
     name = "harmony"
     reads = _HarmonyParser
@@ -128,13 +128,13 @@ class HarmonyFormat(ChatFormat):
         super().__init__(special, reasoning or ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END))
 
     def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
-        """All but the bodies of messages to the user: headers, reasoning and calls. With tools, commentary may call."""
+        """Return all but the bodies of messages to the user: headers, reasoning, calls, and with tools commentary."""
         headers = _ANSWERS if tools else (*_ANSWERS, "commentary")
         bodies = StopStrings(f"{header}{_MESSAGE}" for header in headers)
         return Asides((_RECIPIENT,), bodies, StopStrings(_MARKERS), bodies, is_open=starts_in_reasoning)
 
     def _sequence(self, *, several: bool) -> str:
-        """Calls as the chat template writes them, after what may begin the message."""
+        """Return calls as the chat template writes them, after the beginning of the first message."""
         return f"call ({self.literal(f'{_END}{_START}assistant')} call)*" if several else "call"
 
     def _call(self, tool: Tool, shared: dict[str, str]) -> str:
@@ -142,18 +142,18 @@ class HarmonyFormat(ChatFormat):
         return f"{self.literal(head)} {arguments_rule(tool)}"
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Calls; their message may be the first one of the answer, or follow another one."""
+        """Return calls, in the first message of the answer or a later one."""
         role = self.literal(f"{_START}assistant")
         return f"calls: role? rest\nrole: {role}\n{self.rest(tools, several=several)}"
 
     def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:
-        """A final message, or calls with or without a message to the user before them."""
+        """Return a final message, or calls with an optional message to the user before them."""
         preamble = f"role? {self.literal(f'{_CHANNEL}commentary{_MESSAGE}')} TEXT {self.literal(_END)}"
         return "\n".join([
             "auto: role? final | preamble? calls",
             f"final: {self.literal(_FINAL)} TEXT",
             f"preamble: {preamble}",
-            # Other tokens must not spell the markers: a parser would read a call that has no structure.
+            # Other tokens must not spell the markers: the parser would read an unconstrained call.
             f"TEXT: {_ANYTHING}{without(*_MARKERS)}",
             self.calls(tools, several=several),
         ])  # fmt: skip
@@ -166,12 +166,12 @@ _FINAL = f"{_CHANNEL}final{_MESSAGE}"
 
 
 def _is_header_word(word: str) -> bool:
-    """Whether a word stands in a header, or is the beginning of one that does."""
+    """Whether a word is a header's word, or the beginning of one."""
     return word.startswith(_RECIPIENT) or any(known.startswith(word) for known in (*_HEADER_WORDS, _RECIPIENT))
 
 
 class _Messages(Trimmed):
-    """The text of all messages of one kind: each begins a line."""
+    """The text of all messages of one kind, each on a new line."""
 
     _break = ""
 

@@ -1,4 +1,4 @@
-r"""Calls of Hermes 2 Pro, Qwen 2.5 and Qwen 3: a JSON object with name and arguments between two marks.
+r"""Calls of Hermes 2 Pro, Qwen 2.5 and Qwen 3: a JSON object with name and arguments between two markers.
 
 `<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>`, one after another.
 """
@@ -37,6 +37,6 @@ class HermesFormat(ChatFormat):
         return f'{one} ("\\n" {self.literal(_BEGIN)} {one})*' if several else one
 
     def _call(self, tool: Tool, shared: dict[str, str]) -> str:
-        """As the chat templates write calls, with the name first, so that arguments can be streamed."""
+        """Return the call as the chat templates write it, with the name first, so that arguments can be streamed."""
         head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
         return f"{quoted(head)} {arguments_rule(tool)}"

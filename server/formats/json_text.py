@@ -1,4 +1,4 @@
-"""JSON that a model writes, read as it comes. Knows nothing of calls."""
+"""Reads JSON that a model writes, incrementally."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import MutableSequence
 from typing import Any
 
-MAX_DEPTH = 256  # of arrays and objects in each other: readers have limits
+MAX_DEPTH = 256  # of nested arrays and objects; many readers have such a limit
 MAX_NUMBER = 1000  # characters
 
 _SPACE, _PLAIN, _WORD = re.compile(r"[ \t\r\n]+"), re.compile(r'[^"\\\x00-\x1f]+'), re.compile(r"[-+.0-9A-Za-z_]+")
@@ -18,27 +18,27 @@ _HEX = "[0-9a-fA-F]"
 _HIGH, _LOW = rf"\\u[dD][89abAB]{_HEX}{{2}}", rf"\\u[dD][c-fC-F]{_HEX}{{2}}"
 _ESCAPE = re.compile(rf'{_HIGH}{_LOW}|\\u(?![dD][89a-fA-F]){_HEX}{{4}}|\\["\\/bfnrt]')
 _SURROGATE = re.compile(f"{_HIGH}|{_LOW}")
-_OPEN_ESCAPE = re.compile(rf"(?:{_HIGH})?\\(?:u{_HEX}{{0,3}})?|{_HIGH}")  # more of it may come
+_OPEN_ESCAPE = re.compile(rf"(?:{_HIGH})?\\(?:u{_HEX}{{0,3}})?|{_HIGH}")  # possibly incomplete
 
 
 class JsonText:
     r"""Reads one JSON value in pieces, and writes it again.
 
-    What has one obvious meaning is repaired: control characters in strings are escaped, backslashes that escape nothing
-    are doubled (`C:\dir`), half of a pair of surrogates becomes U+FFFD, and a number too large for most readers the
-    largest one that they take. All else that is no JSON breaks the value.
+    Errors with an obvious meaning are repaired: control characters in strings are escaped, invalid backslashes are
+    doubled (`C:\dir`), lone surrogates become U+FFFD, and too large numbers the largest double. Any other error breaks
+    the value.
     """
 
     def __init__(self) -> None:
-        self._closing: list[str] = []  # the brackets that are to come
-        self._next = "v"  # what may come: a value, a key, an end, or the character itself
+        self._closing: list[str] = []  # the expected closing brackets
+        self._next = "v"  # what may follow: a value, a key, an end, or the character itself
         self._in_string = self._is_key = False
         self.is_over = self.is_broken = False
 
     def read(self, text: str, start: int, written: MutableSequence[str], *, is_end: bool) -> int:
-        """Read from `start`, append JSON to `written`; return where it stopped, before what is broken or may go on.
+        """Read from `start`, append JSON to `written`; return the position before an error or an incomplete part.
 
-        `is_end`: no more text comes.
+        `is_end`: the text is complete.
         """
         at = start
         while at < len(text) and not (self.is_over or self.is_broken):
@@ -113,14 +113,14 @@ class JsonText:
 
 
 def value_in(text: str) -> str | None:
-    """The JSON value that a text is, as `JsonText` writes it; None if it is none."""
+    """Return a text that is a JSON value as `JsonText` writes it; None for other texts."""
     value, written = JsonText(), list[str]()
     end = value.read(text, 0, written, is_end=True)
     return "".join(written) if value.is_over and end == len(text) else None
 
 
 def object_in(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None unless every reader takes it: NaN, infinities, very long numbers."""
+    """Decode a JSON object; None for other texts, and for NaN, infinities and numbers beyond the doubles."""
     try:
         found = _FINITE_DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -135,7 +135,7 @@ def _finite(digits: str) -> float:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)

@@ -1,6 +1,6 @@
-"""Calls of Llama 3.1, 3.2 and 3.3: the whole answer is a JSON object with name and parameters, without marks around it.
+"""Calls of Llama 3.1, 3.2 and 3.3: the whole answer is a JSON object with name and parameters, without markers.
 
-`{"name": "f", "parameters": {"x": 1}}`, perhaps after `<|python_tag|>`; several are separated by `; ` or white space.
+`{"name": "f", "parameters": {"x": 1}}`, optionally after `<|python_tag|>`; `; ` or white space separates several calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEXT = (_SEPARATOR + "{", ";{", "\n{")  # call
 
 
 class _LlamaParser(Parser):
-    """Reads calls from the beginning of the answer on. After a call, also a broken one, the next one may begin."""
+    """Reads calls from the beginning of the answer. After a call, even a malformed one, the next one may begin."""
 
     begins = (_TAG,)
     _end_of_broken = re.compile(r"\}(?=(?:; ?|\n)\{)")
@@ -50,7 +50,7 @@ class _LlamaParser(Parser):
 
 
 class LlamaFormat(ChatFormat):
-    """JSON objects from the beginning of the answer on, or after `<|python_tag|>`."""
+    """JSON objects at the beginning of the answer, or after `<|python_tag|>`."""
 
     name = "llama"
     reads = _LlamaParser
@@ -58,7 +58,7 @@ class LlamaFormat(ChatFormat):
     turns = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
     def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
-        """As other formats have them; a call without the tag is known by its name, as the template writes it."""
+        """As in the base class; a call without the tag is recognised by its name, as the template writes it."""
         found = super().asides(tools, starts_in_reasoning=starts_in_reasoning)
         names = (f'{{"name": {json.dumps(tool.name)}' for tool in tools)
         return replace(found, opens=StopStrings((_TAG, *names))) if tools else found
@@ -67,9 +67,9 @@ class LlamaFormat(ChatFormat):
         return f"call ({quoted(_SEPARATOR)} call)*" if several else "call"
 
     def _call(self, tool: Tool, shared: dict[str, str]) -> str:
-        """A call as JSON, so that content of a JSON Schema may stand in its place: the lexer finds the same parts.
+        """Return the call as JSON, with the same lexemes as content of a JSON Schema, which is an alternative to it.
 
-        The schema of the arguments has an identifier, so that its references keep their meaning.
+        The schema of the arguments has an identifier, so that its references stay valid.
         """
         parameters = {"$id": f"tool:{tool.name}", "type": "object"} | json.loads(tool.parameters)
         properties = {"name": {"const": tool.name}, "parameters": parameters}
@@ -80,7 +80,7 @@ class LlamaFormat(ChatFormat):
         return f"calls: {self.literal(_TAG)}? rest\n{self.rest(tools, several=several)}"
 
     def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:
-        """A text that is no object with the name of a function, or calls. After the tag there may be a call alone."""
+        """Return a text that is not an object with a function's name, or calls. After the tag only calls may follow."""
         names = "|".join(pattern(json.dumps(tool.name)) for tool in tools)
         like_calls = rf'\s*\{{(?s:.*)"name"\s*:\s*({names})'
         others = "" if unlike is None else rf" & ~/\s*{pattern(unlike)}(?s:.*)/"
@@ -88,7 +88,7 @@ class LlamaFormat(ChatFormat):
             f"auto: TEXT | {self.literal(_TAG)}? rest",
             rf"TEXT: /(?s:.*)/ & ~/{like_calls}(?s:.*)/ & ~/(?s:.*){pattern(_TAG)}(?s:.*)/{others}",
             f"rest: {self._sequence(several=several)}",
-            # A lexer that has read the beginning of a call as text does not go back: so it is one lexeme.
+            # The head of a call is one lexeme, because the lexer does not backtrack into text.
             *choices(f'{_head(tool)} {arguments_rule(tool)} "}}"' for tool in tools),
         ])  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Calls of Mistral's models, which its tokenizers since version 3 mark with `[TOOL_CALLS]`.
+"""Calls of Mistral's models, marked with `[TOOL_CALLS]` since version 3 of its tokenizers.
 
 Version 3: `[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}]`, all calls in one array. Version 11:
-`[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"x": 1}`, every call with its own mark. Version 13: the same without the id.
+`[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"x": 1}`, each call with its own marker. Version 13: the same without the id.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CALL_ID = "/[a-zA-Z0-9]{9}/"
 
 
 class _MistralParser(Parser):
-    """Reads calls of every variant. After a broken call of an array the next one may begin."""
+    """Reads calls of every variant. After a malformed call of an array the next one may begin."""
 
     begins = (_CALLS,)
     _end_of_broken = re.compile(rf"[}}\]](?=\s*{re.escape(_CALLS)})|\}}(?=, ?\{{)")
@@ -61,7 +61,7 @@ class _MistralParser(Parser):
 
 
 class MistralFormat(ChatFormat):
-    """What Mistral's models write. A variant is the version of the tokenizer: v3, v11 or v13."""
+    """The format of Mistral's models. The variants are the versions of the tokenizer: v3, v11 and v13."""
 
     name = "mistral"
     reads = _MistralParser

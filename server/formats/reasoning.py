@@ -1,4 +1,4 @@
-"""Splits the reasoning from the answer, and the answer into content and calls; and the format that has no calls."""
+"""The parser that splits reasoning, content and calls, and the format without calls."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ from server.formats.base import (
 from server.formats.json_text import JsonText
 
 _T = TypeVar("_T")
-Steps: TypeAlias = Generator[None, None, _T]  # yields where more text has to come first; at the end of the text nowhere
+Steps: TypeAlias = Generator[None, None, _T]  # yields when it needs more text, and never at the end of the text
 
 _NAME, _ARGUMENTS, _IGNORED = '"name"', ('"arguments"', '"parameters"'), ('"id"', '"type"')
-_NOTHING = ('""', "null")  # in the place of arguments
+_NOTHING = ('""', "null")  # instead of arguments
 
 
 @dataclass(slots=True)
 class _JsonCall:
-    """What was read of an object. Arguments that stand before the name are kept."""
+    """What was read of an object. Arguments before the name are kept in `early`."""
 
     name: str = ""
     early: str = ""
     has_arguments: bool = False
-    has_more: bool = False  # members behind the arguments
-    has_others: bool = False  # some of them none of a call's
+    has_more: bool = False  # has members after the arguments
+    has_others: bool = False  # some of which do not belong to a call
     is_broken: bool = False
 
 
 class Parser:
-    """Reads one output: reasoning at its beginning, and then content and calls of `tools`, which subclasses read.
+    """Reads one output: reasoning at the beginning, then content and calls of `tools`, which subclasses read.
 
-    The pieces of two readings of the same text join to the same, however the text was cut. Text is never lost: what
-    looks like a call and is none is content. The arguments of a call are a JSON object.
+    The result does not depend on how the text is split into pieces. No text is lost: a malformed call becomes content.
+    The arguments of a call are a JSON object.
 
-    A call is read in steps: `_start_call`, `_add_arguments`, `_complete_call`. It is passed on when it is complete.
-    Until then all that was taken can still become content. Where calls have a structure, they are passed on as they
-    come: only such a call can be cut so that the pieces end inside of it (`is_in_call`). `is_reasoning`: the reasoning
-    has begun, in its first piece or before the text, and its end mark has not come.
+    A call is read in steps: `_start_call`, `_add_arguments`, `_complete_call`. It is passed on when it is complete,
+    because until then the text may still turn out to be content. If a grammar constrains calls, their parts are passed
+    on immediately, and the output can end within a call (`is_in_call`). `is_reasoning`: the reasoning has begun, in the
+    first piece or in the prompt, and its end marker has not been read.
 
     Args:
-        chat_format: whose marks and tokens the text has.
-        tools: without any no marker begins a call.
-        starts_in_reasoning: whether the mark that begins the reasoning stands before the text.
-        has_structure: whether calls are passed on as they come.
+        chat_format: the format, with its markers and tokens.
+        tools: the functions; without any, no marker begins a call.
+        starts_in_reasoning: whether the prompt ends with the marker that begins the reasoning.
+        has_structure: whether the parts of calls are passed on immediately.
     """
 
-    begins: tuple[str, ...] = ()  # the markers of which each may begin a call
+    begins: tuple[str, ...] = ()  # the markers that may begin a call
     is_in_call = False
-    _end_of_broken = re.compile("(?!)")  # where text goes on after a call that is none
-    # Or where another call begins. Not where a string may quote a whole one, which would then be taken for a call.
+    _end_of_broken = re.compile("(?!)")  # where text continues after a malformed call
+    # It also continues at another call, except in formats whose strings may quote a whole call.
     _reads_on_at_openings = True
 
     def __init__(
@@ -74,27 +74,27 @@ class Parser:
         self.is_reasoning = starts_in_reasoning and chat_format.reasoning is not None
         self._marks, self._starts_in_reasoning = chat_format.reasoning, starts_in_reasoning
         self._dropped, self._openings = chat_format.dropped, self.begins if tools else ()
-        # A token is never half a marker.
+        # A marker that is a token is never incomplete.
         self._spelled = [mark for mark in self._openings if mark not in chat_format.special]
         self._reasoning, self._text = Trimmed(leading=True), Trimmed(leading=False)
         self._pieces: list[Piece] = []
         self._num_calls, self._is_early = 0, has_structure
         self._name, self._arguments = "", list[str]()  # of the call that is read
-        self._ran_out = False  # a call could have gone on where the text has ended
+        self._ran_out = False  # whether the text ended where a call could have continued
         self._names = tuple(tool.name for tool in tools)
         escapes = (True, False)
         self._written = {json.dumps(name, ensure_ascii=escape): name for name in self._names for escape in escapes}
         self._steps = self._run()
 
     def push(self, text: str) -> list[Piece]:
-        """Read as much as is certain."""
+        """Read as far as the result is certain."""
         self._scanner.push(text)
         return self._read()
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
-        """Read what was held back: the text has ended.
+        """Read what was held back, at the end of the text.
 
-        `is_cut`: the model would have gone on. Then what begins a call at the end is neither a call nor content.
+        `is_cut`: the model would have continued. An incomplete call at the end is then neither a call nor content.
         """
         self._is_cut = is_cut
         self._scanner.is_over = True
@@ -155,7 +155,7 @@ class Parser:
     # Calls
 
     def _try_call(self, marker: str) -> Steps[None]:
-        """A call may begin at a marker that was just taken."""
+        """Read a call after a marker that was just taken, or content if it is malformed."""
         self._scanner.mark(len(marker))
         self._ran_out = False
         if not (yield from self._call(marker)):
@@ -163,7 +163,7 @@ class Parser:
         self._scanner.forget()
 
     def _call(self, marker: str) -> Steps[bool]:
-        """Read calls after a marker; return whether all that was taken since the last complete one belongs to them."""
+        """Read calls after a marker; return whether all text taken since the last complete one belongs to them."""
         raise NotImplementedError
 
     def _start_call(self, name: str) -> None:
@@ -190,9 +190,10 @@ class Parser:
         self._scanner.mark()
 
     def _is_unfinished(self) -> bool:
-        """Whether the end of the text has cut a call. Then what was taken of it is neither a call nor content.
+        """Whether the text ended within a call; its part is then neither a call nor content.
 
-        A call that was passed on early can end in any way. Another one is broken if one may have ended inside of it.
+        A call whose parts were passed on can end anywhere. Any other one counts as malformed if it contains what may be
+        the end of a call.
         """
         if not self._scanner.is_over:
             return False
@@ -202,20 +203,17 @@ class Parser:
         return self.is_in_call or is_open
 
     def _length_of_broken(self, taken: str) -> int | None:
-        """Where in the text that was taken a broken call may have ended; None if nowhere."""
+        """Return the position in the taken text where a malformed call may have ended; None if there is none."""
         found = self._end_of_broken.search(taken)
         return found.end() if found else None
 
     def _no_call(self) -> None:
-        """What was taken is no call: it is content up to where it may have ended or another call may begin.
-
-        The rest is read again.
-        """
+        """Treat a malformed call as content, up to its possible end or the next call; the rest is read again."""
         if self._is_unfinished():
             return
         text = self._scanner.taken
         openings = self._openings if self._reads_on_at_openings else ()
-        begins = (text.find(opening, 1) for opening in openings)  # what was taken may begin with its own
+        begins = (text.find(opening, 1) for opening in openings)  # from 1, because the text begins with its own
         found = [at for at in (self._length_of_broken(text), *begins) if at is not None and at >= 0]
         length = min(found, default=len(text) - num_open(text, openings, 1))
         self._num_calls += self.is_in_call
@@ -225,14 +223,14 @@ class Parser:
     # Steps
 
     def _sees(self, *markers: str) -> Steps[str]:
-        """Return that of `markers` with which the text goes on, which stays; "" if with none."""
+        """Return which of `markers` comes next, without taking it; "" if none does."""
         while (found := self._scanner.next_of(*markers)) is None:
             yield
         self._ran_out |= found == "" and self._scanner.is_cut(*markers)
         return found
 
     def _expect(self, *markers: str) -> Steps[str]:
-        """Take that of `markers` with which the text goes on; "" if with none."""
+        """Take which of `markers` comes next; "" if none does."""
         return self._scanner.take(len((yield from self._sees(*markers))))
 
     def _space(self) -> Steps[str]:
@@ -244,7 +242,7 @@ class Parser:
         return "".join(parts)
 
     def _until(self, *markers: str) -> Steps[tuple[str, str]]:
-        """Take the text before the first of `markers`, and the marker; "" if the text has ended before."""
+        """Take the text before the first of `markers`, and the marker; "" if the text ends before it."""
         parts: list[str] = []
         while True:
             text, marker = self._scanner.until(*markers)
@@ -255,7 +253,7 @@ class Parser:
             yield
 
     def _json(self, write: Callable[[str], None]) -> Steps[bool]:
-        """Take a JSON value and write it as it comes; return whether it is complete."""
+        """Take a JSON value and write it incrementally; return whether it is complete."""
         value = JsonText()
         while True:
             written: list[str] = []
@@ -267,7 +265,7 @@ class Parser:
             yield
 
     def _object(self, name: str) -> Steps[bool]:
-        """Read the arguments of a call of this function; return whether they are a JSON object that is complete."""
+        """Read the arguments of a call of this function; return whether they are a complete JSON object."""
         if not (yield from self._sees("{")):
             if found := (yield from self._expect(*_NOTHING)):
                 self._start_call(name)
@@ -277,14 +275,14 @@ class Parser:
         return (yield from self._json(self._add_arguments))
 
     def _value(self) -> Steps[str]:
-        """Take a JSON value; "" if it is none, or not complete."""
+        """Take a JSON value; "" if it is invalid or incomplete."""
         written: list[str] = []
         return "".join(written) if (yield from self._json(written.append)) else ""
 
     def _call_of(self, name: str, *ends: str, has_end: bool) -> Steps[bool]:
-        """Read the arguments of a call of this function: an object, or nothing before what `ends` a call.
+        """Read the arguments of a call of this function: an object, or nothing before one of `ends`.
 
-        With `has_end` one of `ends` has to follow; else the model may also end the text.
+        With `has_end` one of `ends` is required; otherwise the text may also end.
         """
         yield from self._space()
         if (yield from self._sees("{", *_NOTHING)):
@@ -298,15 +296,15 @@ class Parser:
         return is_empty
 
     def _ended(self, *ends: str) -> Steps[bool]:
-        """Take what ends a call, and pass it on; return False if something else follows.
+        """Take the end of a call and complete the call; return False if something else follows.
 
-        A brace too many may stand before, and the end may be missing before the next call and at the end of the text.
+        Surplus braces before it are dropped. The end may be missing before the next call and at the end of the text.
         """
         yield from self._braces()
         if not (yield from self._expect(*ends)) and not (yield from self._sees(*self._openings)):
             if not self._ran_out:
                 return False
-            self._scanner.take_all()  # the beginning of an end
+            self._scanner.take_all()  # an incomplete end
         self._complete_call()
         return True
 
@@ -319,14 +317,14 @@ class Parser:
         return found
 
     def _surplus(self, *followers: str) -> Steps[None]:
-        """Drop braces too many between a complete call and what may follow it."""
+        """Drop surplus braces between a complete call and one of `followers`."""
         if (yield from self._braces()) and ((yield from self._sees(*followers)) or self._scanner.is_cut(*followers)):
             self._scanner.mark()
 
     def _json_call(self, *ends: str) -> Steps[bool]:
-        """Read an object with the name and the arguments of a call, and what ends the call; return whether it is one.
+        """Read an object with the name and arguments of a call, and its end; return whether it is a call.
 
-        The last brace may be missing, unless members of no call are behind the arguments. Without `ends` it is the end.
+        The last brace may be missing, unless unknown members follow the arguments. Without `ends` it is the end.
         """
         if not (yield from self._expect("{")):
             return False
@@ -339,7 +337,7 @@ class Parser:
                 break
         is_closed = bool((yield from self._expect("}")))
         if (call.has_others and not is_closed) or (call.has_more and (yield from self._sees("}"))):
-            return False  # a brace too many may have ended the arguments, and the members behind are of them
+            return False  # a surplus brace may have ended the arguments, to which the further members belong
         if not call.name or not (call.has_arguments or (is_closed and not call.is_broken)):
             return False
         if not call.has_arguments:
@@ -353,7 +351,7 @@ class Parser:
         return is_whole
 
     def _member(self, key: str, call: _JsonCall) -> Steps[bool]:
-        """Read the value of a member; return whether it is one of a call's."""
+        """Read the value of a member; return whether it belongs to a call."""
         call.is_broken = True
         if key == _NAME and not call.name:
             written = yield from self._expect(*self._written)
@@ -386,7 +384,7 @@ class Parser:
 
 
 class PlainFormat(ChatFormat):
-    """Reasoning or none, and content. Calls are not known."""
+    """Reasoning and content, without calls."""
 
     name = "plain"
     reads = Parser
@@ -395,7 +393,5 @@ class PlainFormat(ChatFormat):
         return "call"
 
     def _call(self, tool: Tool, shared: dict[str, str]) -> str:
-        """Refuse: there is no text that would be a call."""
-        raise InvalidRequest.of(
-            "tools", "cannot be called: the chat template of this model knows no calls of functions"
-        )
+        """Raise InvalidRequest: the model has no format of calls."""
+        raise InvalidRequest.of("tools", "are not supported by the chat template of this model")

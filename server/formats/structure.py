@@ -1,4 +1,4 @@
-"""The structure of an answer: reasoning, then calls of functions or content. Composes Lark rules of a chat format."""
+"""The grammar of an answer: reasoning, then calls of functions or content. Composes the Lark rules of a chat format."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ _GAP = r"gap: /\s{0,4}/"  # between reasoning and what follows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an answer may be."""
+    """Constraints on an answer."""
 
     tools: tuple[Tool, ...] = ()  # functions that it may call
-    first_tool: int = 0  # the place of the first of them among the functions of the request
-    must_call: bool = False  # it consists of calls alone
-    several: bool = True  # it may call more than one
-    content: Guided | None = None  # the structure of its content, if it is no call
-    starts_in_reasoning: bool = False  # its text begins inside of the reasoning
-    thinking_budget: int | None = None  # most tokens of reasoning; None: no limit
+    first_tool: int = 0  # index of the first one among the functions of the request
+    must_call: bool = False  # it consists of calls only
+    several: bool = True  # it may have several calls
+    content: Guided | None = None  # the structure of its content, unless it is a call
+    starts_in_reasoning: bool = False  # its text begins with reasoning
+    thinking_budget: int | None = None  # maximum number of reasoning tokens; None: no limit
 
     @property
     def has_structure(self) -> bool:
-        """Whether its text cannot be anything: only then do the schemas of its tools matter."""
+        """Whether the text is constrained; otherwise the schemas of tools are not used."""
         return self.must_call or self.content is not None or any(tool.strict for tool in self.tools)
 
     @property
     def parts(self) -> Iterator[tuple[str, Guided]]:
-        """The structures that the caller sent, each with the name of its field: one of them is at fault."""
+        """The caller's structures with the names of their fields, to find an invalid one."""
         if self.content is not None:
             yield "", self.content
         for i, tool in enumerate(self.tools, self.first_tool):
             yield f"messages.tools[{i}].parameters", _arguments(tool)
 
     def tool_of(self, field: str) -> int | None:
-        """Which tool the field of a part belongs to; None for the structure of the content."""
+        """Return the index of the tool that a field of `parts` belongs to; None for the content."""
         return next(
             (i for i in range(len(self.tools)) if field == f"messages.tools[{self.first_tool + i}].parameters"), None
         )
 
     def relaxed(self, index: int, problem: str) -> Answer:
-        """The same with any object as the arguments of one tool, with the reason in the log."""
+        """Return the same with any object as the arguments of one tool; `problem` is logged."""
         tools = list(self.tools)
-        log.warning("the parameters of %r, which is not strict, are not enforced: %s", tools[index].name, problem)
+        log.warning("the parameters of the non-strict tool %r are not enforced: %s", tools[index].name, problem)
         tools[index] = replace(tools[index], parameters=ANY_OBJECT)
         return replace(self, tools=tuple(tools))
 
 
 def _arguments(tool: Tool) -> Guided:
-    """The structure of the arguments alone: if the tool is not strict, without what cannot be followed exactly."""
+    """Return the structure of a tool's arguments; if it is not strict, without unsupported keywords."""
     if not tool.strict:
         with suppress(ValueError, RecursionError):
             return Guided(grammar=f"start: {arguments_rule(tool)}")
@@ -65,14 +65,14 @@ def _arguments(tool: Tool) -> Guided:
 
 
 def structure_of(answer: Answer, chat_format: ChatFormat) -> Guided | None:
-    """Return the structure of the whole text; None if it may be anything. Raises ValueError if a part is wrong."""
+    """Return the structure of the whole text; None for any text. Raises ValueError if a part is invalid."""
     thinking = _thinking(answer, chat_format)
     if not answer.has_structure:
         return None if thinking is None else Guided(thinking=thinking)
     if chat_format.reasoning is None and answer.content is not None and not answer.tools and not chat_format.prefix(
         has_reasoned=False
     ):  # fmt: skip
-        return answer.content  # as it is, so that its errors are the caller's
+        return answer.content  # unchanged, so that errors refer to the caller's source
     return Guided(grammar="\n".join([*_start(answer, chat_format), *_rules(answer, chat_format)]), thinking=thinking)
 
 
@@ -85,7 +85,7 @@ def _thinking(answer: Answer, chat_format: ChatFormat) -> ThinkingBudget | None:
 
 
 def _start(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:
-    """The rule `start`: the reasoning, if the model marks it, then what the rules of the body say."""
+    """Yield the rule `start`: reasoning, if the model marks it, then the answer."""
     marks = chat_format.reasoning
     if marks is None:
         yield "start: plain"
@@ -96,7 +96,7 @@ def _start(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:
     else:
         yield f"start: {chat_format.literal(marks.begin)} inside gap reasoned | plain"
     if marks.end in chat_format.special:
-        yield f"inside: THOUGHT {end}"  # other tokens must not spell the end, where a reader would find it
+        yield f"inside: THOUGHT {end}"  # other tokens must not spell the end, because the parser would find it
         yield f"THOUGHT: {_ANYTHING}{without(marks.end)}"
     else:
         yield f"inside[suffix={end}]: {_ANYTHING}"
@@ -104,7 +104,7 @@ def _start(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:
 
 
 def _rules(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:
-    """The rules `plain` and `reasoned`: an answer without reasoning before it, and with it."""
+    """Yield the rules `plain` and `reasoned`: answers without and after reasoning."""
     marks = chat_format.reasoning
     calls = bool(answer.tools) and (answer.must_call or answer.content is not None)
     for name, has_reasoned in (("plain", False), ("reasoned", True))[: 1 + (marks is not None)]:

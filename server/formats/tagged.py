@@ -1,7 +1,7 @@
-"""Calls whose arguments stand one by one between tags, with values as plain text: what such formats share.
+"""Calls whose arguments are written one by one between tags, with values as plain text.
 
-A text in which the mark behind a value and the tag that can follow it stand inside of the value cannot be told from one
-in which the value ends there. What comes of a value that is cut off is passed on if it is a string.
+Such formats are ambiguous: a value ends at its end mark followed by a tag, even if both were meant as part of it. The
+beginning of an unfinished value is passed on if it is a string.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from server.formats.value_rules import STRING, Parameters, ValueEnd
 
 
 class _TaggedParser(Parser):
-    """Reads a call tag by tag. The value of a parameter that is always a string is passed on as it comes."""
+    """Reads a call tag by tag. The value of a parameter that is always a string is passed on immediately."""
 
     _reads_on_at_openings = False
 
@@ -29,7 +29,7 @@ class _TaggedParser(Parser):
         super().__init__(chat_format, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
         self._tools = {f"{tool.name}{tags.around_name[1]}": tool for tool in tools}
         self._heads = (tags.around_name[0],) if tags.around_name[0] else tuple(self._tools)
-        self._next_call: int | None = None  # where in the text that was taken another call begins
+        self._next_call: int | None = None  # position of another call in the taken text
         self._end_of_broken = re.compile(tags.ends[1])
 
     def _length_of_broken(self, taken: str) -> int | None:
@@ -68,14 +68,14 @@ class _TaggedParser(Parser):
         return True
 
     def _next(self, *tags: str) -> Steps[str]:
-        """Take that of `tags` which comes after white space; "" if there is none."""
+        """Take white space and which of `tags` follows; "" if none does."""
         yield from self._space()
         return (yield from self._expect(*tags))
 
     def _value_of(self, value: _Value) -> Steps[str]:
-        """Take a value and the tag that follows its end, which is no end if no such tag follows; "" if there is no end.
+        """Take a value up to an end mark that a tag follows, and take the tag; "" if there is no such end.
 
-        Where the call has no structure, a value also has no end if an end, and after it another call begins in it.
+        Without a grammar, a value that contains the end of a call and the beginning of another one has no end either.
         """
         begin, end = self._tags.trigger, self._tags.ends[1]
         others = () if self._is_early else (begin, end)
@@ -83,7 +83,7 @@ class _TaggedParser(Parser):
         self._add_arguments(value.begin())
         while True:
             text, mark = self._scanner.until(self._tags.around_value[1], *others)
-            if mark is None and self._scanner.is_over:  # nothing is left but what may begin the mark
+            if mark is None and self._scanner.is_over:
                 self._ran_out = True
                 return ""
             self._add_arguments(value.add(text))
@@ -104,14 +104,14 @@ class _TaggedParser(Parser):
 
 
 class TaggedFormat(ChatFormat):
-    """How a call is written. To the parser, white space between tags means nothing.
+    """The tags of a call. The parser ignores white space between tags.
 
     Args:
-        around_name: what stands before and after the name of the function.
-        around_key: what stands before and after the name of a parameter.
-        around_value: what stands before and after a value.
-        ends: what ends the parameters, if anything does, and what ends the call.
-        is_indented: whether a value has lines of its own: line breaks around it are not part of it.
+        around_name: the tags before and after the name of the function.
+        around_key: the tags before and after the name of a parameter.
+        around_value: the tags before and after a value.
+        ends: the tags after the parameters ("" for none) and after the call.
+        is_indented: whether values are on separate lines, so that the line breaks around them are not part of them.
         line: the line break between tags, in Lark.
     """
 
@@ -125,7 +125,7 @@ class TaggedFormat(ChatFormat):
 
     @property
     def after_key(self) -> tuple[str, ...]:
-        """What ends a key: the first one does, another one breaks it."""
+        """The end of a key; the other texts make the call malformed."""
         return (self.around_key[1], "\n", *filter(None, (self.trigger, self.around_value[0], *self.after_value)))
 
     @property
@@ -137,7 +137,7 @@ class TaggedFormat(ChatFormat):
         return f"{one} ({self.line} {self.literal(self.trigger)} {one})*" if several else one
 
     def _call(self, tool: Tool, shared: dict[str, str]) -> str:
-        """As the chat templates write it, from the name of the function to the end of its parameters."""
+        """Return the call as the chat templates write it, from the function's name to the end of the parameters."""
         parameters = Parameters(tool)
         parts = [self.literal(self.around_name[0]), quoted(tool.name), self.literal(self.around_name[1]), self.line]
         parts += [
@@ -147,7 +147,7 @@ class TaggedFormat(ChatFormat):
         return " ".join([*parts, f"{self.literal(self.ends[0])} {self.line}" if self.ends[0] else ""])
 
     def _parameter(self, parameters: Parameters, name: str | None, shared: dict[str, str]) -> str:
-        """A parameter in Lark; with None one that has any name."""
+        """Return a parameter in Lark; None stands for any name."""
         if name is not None and (self.around_key[1] in name or name != name.strip()):
             parameters.refuse(f"has a parameter named {name!r}")
         key = quoted(name) if name is not None else r"/[^<>\s]+/"
@@ -165,21 +165,21 @@ class TaggedFormat(ChatFormat):
 
 
 class _Value:
-    """Writes the value of a parameter as JSON: a string as it comes, another value when it has ended."""
+    """Writes the value of a parameter as JSON: a string incrementally, another value when it is complete."""
 
     def __init__(self, parameters: Parameters, name: str, separator: str, *, is_indented: bool) -> None:
         self._parameters, self._name, self._is_indented = parameters, name, is_indented
         self._key = f"{separator}{json.dumps(name, ensure_ascii=False)}: "
         self._is_string = parameters.types(name) == STRING
         self._parts: list[str] = []
-        self._has_begun, self._line_break = False, ""  # a line break that may be the last one
+        self._has_begun, self._line_break = False, ""  # a held-back line break, which may be the last one
 
     def begin(self) -> str:
-        """What stands before the value, if that is a string."""
+        """Return the JSON before the value, if that is a string."""
         return f'{self._key}"' if self._is_string else ""
 
     def add(self, text: str) -> str:
-        """More of the text; return what is certain."""
+        """Add text; return the JSON that is certain."""
         if text and self._is_indented:
             if not self._has_begun:
                 text = text.removeprefix("\n")
@@ -193,7 +193,7 @@ class _Value:
         return ""
 
     def end(self) -> str:
-        """What remains of the value, which has ended."""
+        """Return the rest of the complete value."""
         return '"' if self._is_string else self._key + self._parameters.json_of(self._name, "".join(self._parts))
 
 

@@ -1,7 +1,7 @@
-"""Values of arguments that are written as plain text: how they are read, and Lark rules of those that are valid.
+"""Values of arguments that are written as plain text: how they are read, and Lark rules for them.
 
-A lexer takes the longest text, so a string must not begin as JSON that could stand in its place, and ends where the
-mark behind it is complete.
+A lexer takes the longest match. So a string must not begin like JSON that would be valid in its place, and it ends
+where its end mark is complete.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _FORMAT = "this model's format of calls"
 STRING = frozenset({"string"})
 SPACE = " \t\r\n"
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates show the calls of the past with these words
-# What a schema may say of all arguments together. They are written one by one, so this cannot be held.
+# Keywords about all arguments together, which cannot be enforced because arguments are written one by one.
 _UNWRITABLE = ("minProperties", "maxProperties", "patternProperties")
 _SPACE = r"[ \t\r\n]*"
-_WRITTEN = {  # how a value begins, or what it is, that is no string beside this type
+_WRITTEN = {  # texts that are not strings if this type is allowed, too
     "object": r"\{(?s:.*)",
     "array": r"\[(?s:.*)",
     "integer": rf"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?{_SPACE}",  # as all numbers
@@ -34,12 +34,12 @@ _WRITTEN = {  # how a value begins, or what it is, that is no string beside this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueEnd:
-    """What stands behind a value."""
+    """The end of a value."""
 
-    line_break: str  # a line break before the mark, or nothing
+    line_break: str  # before the mark; may be empty
     mark: str  # the text of the mark
-    token: str | None  # the mark in Lark if it is a token; no text contains it
-    followers: Sequence[str]  # the parser takes the mark for the end of the value only before one of these
+    token: str | None  # the mark in Lark if it is a token, which no text contains
+    followers: Sequence[str]  # the mark ends the value only before one of these
 
     @property
     def lark(self) -> str:
@@ -47,10 +47,10 @@ class ValueEnd:
 
 
 class Parameters:
-    """The parameters of a tool by their names, with values as plain text, which has no quotes of JSON.
+    """The parameters of a tool, with values as plain text without JSON quotes.
 
-    One that can only be a string is the text as it is; one that cannot be a string is JSON; of others a text is JSON if
-    it is a value of a type that is allowed, and else a string. So a string that looks like such a value cannot be
+    If a parameter must be a string, the text is the string; if it cannot be one, the text is JSON. Otherwise the text
+    is JSON if it is a value of an allowed type, and a string if not. So a string that looks like such a value cannot be
     written.
     """
 
@@ -60,20 +60,20 @@ class Parameters:
         self._types: dict[str, frozenset[str]] = {}
 
     def types(self, name: str) -> frozenset[str]:
-        """The types that the value of a parameter can have; with `number` always `integer`."""
+        """Return the types that a parameter may have; `number` always includes `integer`."""
         if name not in self._types:
             branches, found = self._rules.branches, set[str]()
             try:
                 for one in branches.of([self._root]):
                     of_value = branches.of(self._rules.of_property(one, name))
                     found.update(*map(self._rules.keywords.allowed, of_value))
-            except (ValueError, RecursionError):  # a schema that is not strict may be wrong
+            except (ValueError, RecursionError):  # a schema that is not strict may be invalid
                 found.clear()
-            self._types[name] = frozenset(found) or WITH_INTEGERS  # a forbidden one may have any value
+            self._types[name] = frozenset(found) or WITH_INTEGERS  # a forbidden parameter may have any type
         return self._types[name]
 
     def json_of(self, name: str, text: str) -> str:
-        """The JSON of the value of a parameter that was written as `text`."""
+        """Return the JSON of the value that was written as `text`."""
         types, written = self.types(name), text.strip(SPACE)
         value = None if types == STRING else value_in(_PYTHON.get(written, written))
         if value is None or _type_of(json.loads(value)) not in types - STRING:
@@ -81,14 +81,14 @@ class Parameters:
         return value
 
     def declared(self) -> Mapping[str | None, bool]:
-        """The parameters in their order, each with whether it is required; None: others, where none is declared.
+        """Return whether each parameter is required, in order; None stands for undeclared parameters.
 
-        Raises ValueError if the schema says of all together what cannot be held.
+        Raises ValueError if the schema has keywords that cannot be enforced.
         """
         branch, keywords = self._branch, self._rules.keywords
         for part in branch:
             for keyword in filter(part.__contains__, _UNWRITABLE):
-                keywords.refuse(keyword, f"is no part of a schema that {_FORMAT} can express", part)
+                keywords.refuse(keyword, f"is not supported in {_FORMAT}", part)
         found: dict[str | None, bool] = {
             name: False for part in branch for name in keywords.read(part, "properties", dict, {})
         }
@@ -97,7 +97,7 @@ class Parameters:
         return found if is_whole else found | {None: False}
 
     def rule(self, name: str | None, end: ValueEnd) -> str:
-        """The right-hand side of a Lark rule of a value of a parameter and its end. ValueError: there is none."""
+        """Return the right-hand side of a Lark rule for a value and its end. Raises ValueError if there is none."""
         types = self.types(name or "")
         value = self._rules.plain(*self._rules.of_property(self._branch, name or ""))
         lines = ["start: text | json" if value.json else "start: text"]
@@ -105,7 +105,7 @@ class Parameters:
             lines[0] = "start: json"
         else:
             banned = [_SPACE + _WRITTEN[kind] for kind in sorted(types & _WRITTEN.keys())]
-            banned += [r"[\-0-9](?s:.*)"] if "number" in value.kinds else []  # where a lexer cannot tell them apart
+            banned += [r"[\-0-9](?s:.*)"] if "number" in value.kinds else []  # the lexer cannot distinguish them
             exclusions = "".join(f" & ~/{regex}/" for regex in [*banned, *_early_ends(end)])
             texts = " | ".join([*(string + exclusions for string in value.strings), *value.others])
             if end.token is not None:
@@ -125,7 +125,7 @@ class Parameters:
         return branches[0]
 
     def refuse(self, problem: str) -> NoReturn:
-        raise ValueError(f"the schema of {self._tool.name} {problem}; {_FORMAT} cannot express that")
+        raise ValueError(f"the schema of {self._tool.name} {problem}, which {_FORMAT} does not support")
 
 
 def _type_of(value: Any) -> str:
@@ -137,7 +137,7 @@ def _type_of(value: Any) -> str:
 
 
 def _early_ends(end: ValueEnd) -> Iterator[str]:
-    """Texts that contain their end, or that the parser would read as values that end earlier."""
+    """Yield regexes of texts that contain their end, or that the parser would end earlier."""
     yield rf"(?s:.*){pattern(end.line_break + end.mark)}(?s:.*)"
     if end.line_break:
         yield rf"(?s:.*){pattern(end.mark)}{_SPACE}({'|'.join(map(pattern, end.followers))})(?s:.*)"

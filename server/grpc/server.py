@@ -1,10 +1,10 @@
-"""The gRPC front end: its options and port, and the edge of the network, where calls are refused and errors told.
+"""The gRPC front end: options, port and interceptor. The interceptor authenticates calls and translates errors.
 
-Callers need a token except for the health service, and failed calls end with a status. grpc.aio answers invalid bytes
-and exceptions with UNKNOWN and a Python repr. The interceptor here parses the bytes and translates the errors of our
-own services' methods. After an internal fault the caller gets INTERNAL without details, and the log the traceback. The
-fields of a large message are counted before it is parsed: two bytes can be an empty message that takes a hundred bytes
-then (the encoding: https://protobuf.dev/programming-guides/encoding).
+All calls need a token, except those of the health service. grpc.aio answers invalid bytes and exceptions with UNKNOWN
+and a Python repr, so the interceptor parses messages and converts the errors of our services to statuses. After an
+internal error the caller receives INTERNAL without details, and the traceback is logged. The fields of a large message
+are counted before it is parsed, because two bytes can encode an empty message that takes a hundred bytes in memory
+(https://protobuf.dev/programming-guides/encoding).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from server.config import ServerConfig
 from server.errors import Unauthenticated
 
 PING_TIMEOUT_SECONDS = 10  # for the answer to a ping
-MIN_PING_SECONDS = 10  # a client that pings more often is disconnected
+MIN_PING_SECONDS = 10  # clients that ping more often are disconnected
 
 
 def make_server(config: ServerConfig, callers: Callers, slow: SlowWork) -> grpc.aio.Server:
@@ -49,12 +49,12 @@ def listen(server: grpc.aio.Server, config: ServerConfig) -> int:
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
     options = {
-        "grpc.so_reuseport": 0,  # else a second server could open the same port without an error
+        "grpc.so_reuseport": 0,  # otherwise a second server could open the same port without an error
         "grpc.max_receive_message_length": config.max_message_bytes,
         "grpc.max_metadata_size": config.max_header_bytes,
         "grpc.absolute_max_metadata_size": config.max_header_bytes,
         "grpc.max_concurrent_streams": config.max_streams_per_connection,
-        # If a client's machine disappears, the connection is not closed: pings detect this, and its requests end.
+        # If a client's machine disappears, its connection is not closed. Pings detect this and end its requests.
         "grpc.keepalive_time_ms": round(1000 * config.keepalive_seconds),
         "grpc.keepalive_timeout_ms": 1000 * PING_TIMEOUT_SECONDS,
         "grpc.keepalive_permit_without_calls": 1,
@@ -63,7 +63,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         "grpc.http2.min_ping_interval_without_data_ms": 1000 * MIN_PING_SECONDS,
     }
     if config.max_connection_seconds is not None:
-        # Without a grace period live streams may finish; only new calls need a new connection.
+        # Without a grace period, live streams may finish, and only new calls need a new connection.
         options["grpc.max_connection_age_ms"] = round(1000 * config.max_connection_seconds)
     return list(options.items())
 
@@ -84,7 +84,7 @@ Parse = Callable[[bytes], Any]
 
 
 class Boundary(grpc.aio.ServerInterceptor):
-    """Refuses unauthenticated calls, also of methods that do not exist, and wraps our own services' methods."""
+    """Refuses unauthenticated calls, also of unknown methods, and wraps the methods of our services."""
 
     def __init__(self, callers: Callers, slow: SlowWork) -> None:
         self._callers, self._slow = callers, slow
@@ -94,7 +94,7 @@ class Boundary(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the method's handler, wrapped if the method is ours; or a handler that refuses the call."""
+        """Return the method's handler, wrapped if it is one of ours, or a handler that refuses the call."""
         handler, method = await continuation(handler_call_details), str(handler_call_details.method)
         if method.startswith(OPEN_METHODS):
             return handler
@@ -134,32 +134,32 @@ def _wrap(method: Any, parse: Parse, slow: SlowWork) -> Any:
 
 
 async def refuse(refused: Refusal, message: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """End a call with a status and its details, cut to a size that fits into headers."""
+    """End a call with a status and its details, truncated to a size that fits into headers."""
     try:
-        said = clipped(message, MAX_MESSAGE)
-        await context.abort(refused.code, said, trailers(refused, said))
+        short = clipped(message, MAX_MESSAGE)
+        await context.abort(refused.code, short, trailers(refused, short))
     except grpc.aio.InternalError:
-        logger.info("the caller was gone before it could be told: %s", message)
+        logger.info("the caller disconnected before it received the error: %s", message)
 
 
 def parsed(parse: Parse, data: bytes) -> Any:
-    """Return `parse(data)`; the entries of a large message are counted before. Raises InvalidRequest."""
+    """Return `parse(data)`, after the entries of a large message were counted. Raises InvalidRequest."""
     if len(data) > MAX_MIDDLE_BYTES:
         require_few(data, parse.__self__.DESCRIPTOR)  # type: ignore[attr-defined]  # it is a method of the message's class
     try:
         return parse(data)
     except (DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest.of("request", "is no message of this method, or has text that is no UTF-8") from error
+        raise InvalidRequest.of("request", "is not a valid message of this method, or has invalid UTF-8") from error
 
 
 def host_of(peer: str) -> str | None:
-    """Return the address in gRPC's name for a peer, "ipv4:10.0.0.1:5" or "ipv6:%5B::1%5D:5"; None if it has none."""
+    """Return the IP address of a peer ("ipv4:10.0.0.1:5", "ipv6:%5B::1%5D:5"); None if it has none."""
     kind, _, address = unquote(peer).partition(":")
     return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else None
 
 
-MAX_ENTRIES = 65_536  # of one field; a list of numbers is one entry, because it is packed
-MAX_NUMBERS = 1 << 20  # of such a list
+MAX_ENTRIES = 65_536  # of one field; a packed list of numbers is one entry
+MAX_NUMBERS = 1 << 20  # of a packed list
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 _VARINT, _BYTES = 0, 2  # wire types
 _GROUP = (3, 4)  # the start and the end of one
@@ -167,13 +167,13 @@ _FIXED = {1: 8, 5: 4}  # bytes of a number, by its wire type
 
 
 def require_few(data: bytes, descriptor: Descriptor) -> None:
-    """Refuse a message with more than `MAX_ENTRIES` of one field, or more than `MAX_NUMBERS` in one list, at any depth.
+    """Limit the entries of each field to `MAX_ENTRIES`, and of each packed list to `MAX_NUMBERS`, at any depth.
 
-    Bytes that are no message pass: the parser says what is wrong with them.
+    Invalid bytes pass, because the parser reports them.
 
     Raises:
-        InvalidRequest: names the field. It is also raised for a group (wire types 3 and 4), because no message of ours
-            has one, and its end is known only after what is in it.
+        InvalidRequest: names the field. Also raised for groups (wire types 3 and 4), which our messages do not have and
+            whose size is not encoded.
     """
     counts: Counter[str] = Counter()
     position, end, message, path = 0, len(data), descriptor, ""
@@ -190,7 +190,7 @@ def require_few(data: bytes, descriptor: Descriptor) -> None:
             if counts[name] > MAX_ENTRIES:
                 raise InvalidRequest.of(name, f"has more than {MAX_ENTRIES} entries")
             if tag & 7 in _GROUP:
-                raise InvalidRequest.of(name, "is a group, which no message of this server has")
+                raise InvalidRequest.of(name, "is encoded as a group, which this API does not use")
             size, position = _size(data, position, tag & 7)
             inner = None if field is None else field.message_type
             if inner is not None and tag & 7 == _BYTES:
@@ -205,14 +205,14 @@ def require_few(data: bytes, descriptor: Descriptor) -> None:
 
 
 def _require_few_numbers(name: str, packed: bytes) -> None:
-    """Each number of a packed list ends with a byte below 128, as far as our messages have such lists."""
+    """Count the varints of a packed list: each ends with a byte below 128."""
     count = len(packed.translate(None, delete=bytes(range(128, 256))))
     if count > MAX_NUMBERS:
         raise InvalidRequest.of(name, f"has {count} entries; the limit is {MAX_NUMBERS}")
 
 
 def _size(data: bytes, position: int, wire_type: int) -> tuple[int, int]:
-    """Return the number of bytes of a value, and where they begin."""
+    """Return the number of bytes of a value, and their position."""
     if wire_type == _VARINT:
         return 0, _varint(data, position)[1]
     if wire_type == _BYTES:
@@ -221,7 +221,7 @@ def _size(data: bytes, position: int, wire_type: int) -> tuple[int, int]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return a number of 7 bits per byte, the lowest first, and where the next one begins."""
+    """Return a number of 7 bits per byte, lowest first, and the position after it."""
     value = shift = 0
     while True:
         byte = data[position]
@@ -231,4 +231,4 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
             return value, position
         shift += 7
         if shift > 63:
-            raise ValueError("a number of more than ten bytes")
+            raise ValueError("a varint of more than ten bytes")

@@ -13,7 +13,7 @@ import grpc
 from fastapi.responses import JSONResponse
 
 from engine.errors import ContextExcess, InvalidRequest, PilotfishError, Violation, shown
-from server.admission.status import MAX_VIOLATION, clipped, refusal, told
+from server.admission.status import MAX_VIOLATION, clipped, refusal, shortened
 
 _STATUSES = {  # all others: 500
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -81,7 +81,7 @@ def http_error(error: PilotfishError, path: str = "") -> HttpError:
     if not isinstance(error, InvalidRequest):
         code = "model_not_found" if status == 404 else refused.metric
         return HttpError(status, code, clipped(str(error), MAX_MESSAGE), retry_seconds=retry)
-    found = told(error.violations)
+    found = shortened(error.violations)
     over = next((violation for violation in found if violation.excess is not None), None)
     parts = [str(v) if v.excess is None else _context_words(path, v.field, v.excess) for v in found]
     # By this code clients shorten the conversation, and send it again.

@@ -1,8 +1,8 @@
-"""What the prefix cache holds, told to routers as it changes: the K/V events of vLLM's form, over ZeroMQ.
+"""Publishes changes of the prefix cache to routers: K/V events in vLLM's format, over ZeroMQ.
 
-A router that knows which server has the K/V of a prompt's beginning sends the request there. Each batch of events has a
-number, and the log of all batches from number 0 on can be asked for again. When the log has grown long, it begins anew:
-number 0 is then a batch that clears what the reader knows, and enters all that is cached at that time.
+A router sends a request to the server that has the K/V of the longest prefix of its prompt. Batches of events are
+numbered from 0, and subscribers can request a replay from any number. When the log has become long, it is restarted:
+batch 0 then clears the subscriber's state and lists all cached pages.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 EXTRA = "kv_events_endpoint needs ZeroMQ: pip install 'pilotfish[kv-events]'"
 HASH_BYTES = 8
 NUMBER_BYTES = 8
-MAX_UNREAD = 100_000  # messages that wait for one reader; further ones are dropped, and it asks for them again
-LOG_EVENTS = 10_000  # a log of so many events, and of twice the cached pages besides, begins anew
-_END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)  # the number that ends an answer
-_MEDIUM = "GPU"  # the name for pages in the memory of the device that computes, whatever it is
+MAX_UNREAD = 100_000  # queued messages per subscriber; further ones are dropped, and it has to request a replay
+LOG_EVENTS = 10_000  # the log is restarted after this many events plus twice the number of cached pages
+_END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)  # the number that ends a replay
+_MEDIUM = "GPU"  # vLLM's name for pages in the memory of the computing device, also if that is a CPU
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def _event(*fields: Any) -> msgspec.Raw:
-    """Encode a tag and its fields, by position. Encoded, the events of a large cache take little memory."""
+    """Encode a tag and its fields by position. Encoded events take little memory."""
     return msgspec.Raw(_encoder.encode(fields))
 
 
@@ -48,44 +48,43 @@ _CLEARED = _event("AllBlocksCleared")
 
 @dataclass(slots=True)
 class _Block:
-    """A cached page: its hash, the number of its predecessor, and the event that entered it."""
+    """A cached page: its hash, the number of its predecessor, and the event that announced it."""
 
     hash: int
     before: int | None
     stored: msgspec.Raw
-    adapter: str | None  # the name of the one that its keys and values were made with
+    adapter: str | None  # the name of the adapter with which its keys and values were computed
     followers: set[int] = field(default_factory=set)
 
 
 class CachedBlocks:
-    """The pages of the prefix cache under hashes of their content, which are the same on every server of a model.
+    """The pages of the prefix cache by hashes of their content, which are equal on all servers of a model.
 
-    A hash covers the model's name, the salt, the adapter and its weights, and all tokens from the beginning of the text
-    to the end of the page.
+    A hash covers the model's name, the salt, the adapter and its weights, and all tokens up to the end of the page.
     """
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._blocks: dict[int, _Block] = {}  # by number, in the order of their entry, which has predecessors first
+        self._blocks: dict[int, _Block] = {}  # by number, in order of entry, so that predecessors come first
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def clear(self) -> None:
-        """Forget all pages: their engine is lost."""
+        """Drop all pages, after their engine was lost."""
         self._blocks.clear()
 
     def stored(self) -> Iterator[msgspec.Raw]:
         return (block.stored for block in self._blocks.values())
 
     def apply(self, change: CacheChange) -> msgspec.Raw | None:
-        """Return the event of a change; None if it tells a router nothing."""
+        """Return the event of a change; None if it is of no use to a router."""
         return self._enter(change) if change.tokens else self._remove(change.number)
 
     def _enter(self, change: CacheChange) -> msgspec.Raw | None:
         before = None if change.before is None else self._blocks.get(change.before)
         if change.before is not None and before is None:
-            return None  # its predecessor is gone, so nobody can find it
+            return None  # without its predecessor it cannot be found
         root = [self._model, change.salt] if before is None else before.hash
         digest = hashlib.sha256(_encoder.encode((root, change.tokens))).digest()
         name = int.from_bytes(digest[-HASH_BYTES:], "big")
@@ -94,10 +93,10 @@ class CachedBlocks:
             before.followers.add(change.number)
             salt, adapter = None, before.adapter
         else:
-            # The salt is the tenant's, the rotary table and, if there is one, the adapter: its name and fingerprint.
+            # The salt consists of the tenant's salt, the rotary table and the adapter (name and fingerprint), if any.
             salt, adapter = change.salt[0], change.salt[2][0] if len(change.salt) > 2 else None
         extra: tuple[Any, ...] = ()
-        if salt is not None or adapter is not None:  # what the router has to hash with the tokens
+        if salt is not None or adapter is not None:  # which the router has to hash together with the tokens
             extra = (adapter, None if salt is None else ((salt,),))
         stored = _event("BlockStored", (name,), parent, change.tokens, len(change.tokens), None, _MEDIUM, *extra)
         self._blocks[change.number] = _Block(name, change.before, stored, adapter)
@@ -119,18 +118,18 @@ class CachedBlocks:
 
 
 class ZmqKvEvents:
-    """Publishes batches on one socket and, if asked to, answers on another one with the log from some number on."""
+    """Publishes batches on one socket, and replays them on another one if `replay_endpoint` is set."""
 
     def __init__(
-        self, endpoint: str, replay_endpoint: str | None, topic: str, model: str, most: int = LOG_EVENTS
+        self, endpoint: str, replay_endpoint: str | None, topic: str, model: str, max_events: int = LOG_EVENTS
     ) -> None:
-        """Open the sockets. Raises ValueError without pyzmq, OSError if an endpoint cannot be listened on."""
+        """Open the sockets. Raises ValueError without pyzmq, OSError if an endpoint cannot be bound."""
         try:
             import zmq
             import zmq.asyncio
         except ImportError as error:
             raise ValueError(EXTRA) from error
-        self._topic, self._most = topic.encode(), most
+        self._topic, self._max_events = topic.encode(), max_events
         self._blocks = CachedBlocks(model)
         self._log: list[bytes] = []  # the payload of each batch, by number
         self._num_logged = 0  # events in the log
@@ -149,15 +148,15 @@ class ZmqKvEvents:
 
     @classmethod
     def configured(cls, config: ServerConfig, model: str) -> Self | None:
-        """Open what the configuration names; None if it names nothing."""
+        """Open the configured sockets; None if none are configured."""
         if config.kv_events_endpoint is None:
             return None
         topic = config.kv_events_topic or f"kv@{socket.gethostname()}@{model}"
         return cls(config.kv_events_endpoint, config.kv_events_replay_endpoint, topic, model)
 
     def publish(self, changes: Iterable[CacheChange]) -> None:
-        """Publish changes of the engine's prefix cache, in their order, as one batch."""
-        if self._num_logged > self._most + 2 * len(self._blocks):
+        """Publish changes of the engine's prefix cache, in order, as one batch."""
+        if self._num_logged > self._max_events + 2 * len(self._blocks):
             self._log, self._num_logged = [], 0
             self._send([_CLEARED, *self._blocks.stored()])
         events = [event for change in changes if (event := self._blocks.apply(change)) is not None]
@@ -165,16 +164,16 @@ class ZmqKvEvents:
             self._send(events)
 
     def clear(self) -> None:
-        """Publish that the engine is lost, and with it all that was cached."""
+        """Publish that the engine and its whole cache are lost."""
         self._blocks.clear()
         self._send([_CLEARED])
 
     async def answer_replays(self) -> None:
-        """Answer whoever asks for the log, until the task is cancelled."""
+        """Answer replay requests until the task is cancelled."""
         while self._replays is not None:
             frames = await self._replays.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
-                logger.warning("a request for K/V events has %d frames; expected '' and a number", len(frames) - 1)
+                logger.warning("a replay request has %d frames; expected '' and a batch number", len(frames) - 1)
                 continue
             reader, first = frames[0], int.from_bytes(frames[2], "big")
             for number, payload in enumerate(self._log[first:], first):
@@ -189,7 +188,7 @@ class ZmqKvEvents:
     def _send(self, events: list[msgspec.Raw]) -> None:
         import zmq
 
-        payload = _encoder.encode((time.time(), events, 0))  # the last field is the rank among replicas of one server
+        payload = _encoder.encode((time.time(), events, 0))  # the last field is the data-parallel rank
         self._publisher.send_multipart((self._topic, _number(len(self._log)), payload), zmq.NOBLOCK)
         self._log.append(payload)
         self._num_logged += len(events)
@@ -202,7 +201,7 @@ def _listen(listener: zmq.Socket[Any], option: str, endpoint: str) -> None:
     try:
         listener.bind(endpoint)
     except zmq.ZMQError as error:
-        raise OSError(f"{option} is {endpoint!r}; it cannot be listened on: {error}") from error
+        raise OSError(f"cannot listen on {option} {endpoint!r}: {error}") from error
 
 
 def _number(number: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Format of the log: text for people, or one JSON object per line for programs. On a terminal progress is one line."""
+"""The format of the log: text, or one JSON object per line. On a terminal, progress is shown on one line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Writes every record in place of the progress that stands on the terminal's last line, by whichever process."""
+    """Overwrites a progress line, of any process, with the next record."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record; one of progress ends no line."""
+        """Write the record, without a line break if it is progress."""
         self.terminator = "" if getattr(record, "is_progress", False) else "\n"
         super().emit(record)
 
@@ -39,7 +39,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(log_format: LogFormat) -> None:
-    """Send the log to stderr in this format."""
+    """Log to stderr in this format."""
     on_terminal = sys.stderr.isatty()
     as_json = log_format == "json" or (log_format == "auto" and not on_terminal)
     rewrites = on_terminal and not as_json
@@ -47,6 +47,6 @@ def configure(log_format: LogFormat) -> None:
     text = (CLEAR_LINE if rewrites else "") + "%(levelname)s %(name)s: %(message)s"
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(text))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # Messages of these at INFO repeat our own log, or are of no use to an operator.
+    # At INFO these repeat our own log, or are of no use to an operator.
     for chatty in ("uvicorn", "httpx", "httpcore", "filelock", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,7 +1,7 @@
-"""Prometheus metrics, and the page `/metrics`. The caller passes the registry; every series exists from the start.
+"""Prometheus metrics and the page `/metrics`. The caller passes the registry.
 
-One does not: the series of `cache_config_info`, whose labels are known when the model is loaded. Prometheus requests
-the OpenMetrics format; its histograms contain exemplars: the trace of one request of a bucket.
+Every series exists from the start, except `cache_config_info`, whose labels depend on the model. In the OpenMetrics
+format, which Prometheus requests, histograms contain exemplars: the trace id of one request per bucket.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _DRAFTS = (*range(MAX_NUM_DRAFT + 1), 24, 32, 48, MAX_PREDICTED_DRAFTS)
 _LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 17)
 
 
-# Counters of steps, by the field of `StepStats` that they sum up.
+# Counters by the field of `StepStats` that they sum up.
 _OF_STEPS = {
     "rounds": ("spec_drafts", "Rounds in which drafts were verified."),
-    "drafted": ("spec_draft_tokens", "Tokens drafted."),
-    "accepted": ("spec_accepted_tokens", "Drafts kept."),
-    "generated_tokens": ("generated_tokens", "Tokens generated."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens fed to the target, recomputed ones too."),
-    "preempted": ("preemptions", "Sequences that lost their pages to others."),
+    "drafted": ("spec_draft_tokens", "Drafted tokens."),
+    "accepted": ("spec_accepted_tokens", "Accepted draft tokens."),
+    "generated_tokens": ("generated_tokens", "Generated tokens."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed by the target, including recomputed ones."),
+    "preempted": ("preemptions", "Preemptions of sequences."),
     "prefix_lookups": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_hits": ("prefix_cache_hits", "Prompt tokens whose keys and values it had."),
-    "draft_failures": ("draft_failures", "Faults of a proposer, answered by plain decoding."),
+    "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "draft_failures": ("draft_failures", "Failures of a proposer; the step continued without its drafts."),
 }
 
 
 class _Makers:
-    """Makes metrics of one registry."""
+    """Constructors of metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.counter = partial(Counter, namespace="pilotfish", registry=registry)
@@ -69,40 +69,40 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry, make = registry, _Makers(registry)
         self.steps, self.requests = StepMetrics(make), RequestMetrics(make)
-        self.engine_up = make.gauge("engine_up", "1 while the engine can take a step, else 0.")
-        self.restarts = make.counter("engine_restarts", "Times that the engine failed and was restarted.")
+        self.engine_up = make.gauge("engine_up", "1 while the engine can run steps, otherwise 0.")
+        self.restarts = make.counter("engine_restarts", "Restarts of the engine after a failure.")
         self.model_load = make.gauge("model_load_seconds", "Time from start to ready.")
-        about = "How late the event loop ran what was due, asked ten times a second."
-        self.loop_lag = make.seconds("event_loop_lag", about)
-        build = make.gauge("build_info", "Always 1; the labels say which build this is.", ["version"])
+        self.loop_lag = make.seconds("event_loop_lag", "Delay of a timer on the event loop, ten samples per second.")
+        build = make.gauge("build_info", "Always 1; the label is the version.", ["version"])
         build.labels(version()).set(1)
 
 
 class StepMetrics:
-    """Metrics that are updated once per step."""
+    """Metrics that are updated after each step."""
 
     def __init__(self, make: _Makers) -> None:
         kinds = get_args(ForwardKind)
-        size = make.histogram("batch_size", "Sequences in one forward pass.", ["kind"], buckets=_SIZES)
-        tokens = make.histogram("batch_tokens", "Tokens fed to one forward pass.", ["kind"], buckets=_TOKENS)
-        phase = make.histogram("step_duration_seconds", "Time of one phase of a step.", ["phase"], buckets=_SECONDS)
-        about = "Rounds that kept the draft at this position."
+        size = make.histogram("batch_size", "Sequences per forward pass.", ["kind"], buckets=_SIZES)
+        tokens = make.histogram("batch_tokens", "Tokens per forward pass.", ["kind"], buckets=_TOKENS)
+        phase = make.histogram("step_duration_seconds", "Duration of one phase of a step.", ["phase"], buckets=_SECONDS)
+        about = "Rounds that accepted the draft at this position."
         position = make.counter("spec_accepted_tokens_per_position", about, ["position"])
         self._size = {kind: size.labels(kind) for kind in kinds}
         self._tokens = {kind: tokens.labels(kind) for kind in kinds}
         self._phases = {name: phase.labels(name) for name in PHASES}
         self._positions = [position.labels(str(i)) for i in range(MAX_PREDICTED_DRAFTS)]
         self._counters = {field: make.counter(name, about) for field, (name, about) in _OF_STEPS.items()}
-        about = "1 + drafts kept per round, averaged over a step."
+        about = "Acceptance length of a step: 1 + accepted drafts per round."
         self._length = make.histogram("spec_acceptance_length", about, buckets=_LENGTHS)
-        about = "Drafts of one sequence in one step (K), 0 for plain."
+        about = "Drafts per sequence and step (K); 0 is plain decoding."
         self._num_draft = make.histogram("draft_tokens_per_sequence", about, buckets=_DRAFTS)
-        self._gain = make.gauge("spec_gain_ratio", "Tokens per second of the last steps over plain decoding's.")
+        about = "Estimated tokens per second in recent steps, relative to plain decoding."
+        self._gain = make.gauge("spec_gain_ratio", about)
         self._gain.set(1)
-        about = "Threads of our C in the last pass: fewer than asked for where that is faster."
+        about = "CPU threads of the last pass; fewer than configured if that is faster."
         self._threads = make.gauge("compute_threads", about)
-        self._steps = make.counter("engine_steps", "Steps taken.")
-        self._last = make.gauge("engine_last_step_timestamp_seconds", "When the last step ended, Unix time.")
+        self._steps = make.counter("engine_steps", "Steps of the engine.")
+        self._last = make.gauge("engine_last_step_timestamp_seconds", "End of the last step, in Unix time.")
 
     def observe(self, stats: StepStats) -> None:
         for forward in stats.forwards:
@@ -126,19 +126,19 @@ class StepMetrics:
 
 
 class RequestMetrics:
-    """Metrics that are updated when requests are refused, start, get tokens and end."""
+    """Metrics that are updated when requests are refused, start, receive tokens and end."""
 
     def __init__(self, make: _Makers) -> None:
-        total = make.counter("requests", "Requests that ended, by reason of their last output.", ["finish_reason"])
+        total = make.counter("requests", "Ended requests, by the reason of their last output.", ["finish_reason"])
         rejected = make.counter("admission_rejected", "Requests refused before they were queued.", ["reason"])
         self._ended = {reason: total.labels(reason.value) for reason in FinishReason}
         self._rejected = {reason: rejected.labels(reason) for reason in REJECTIONS}
-        self._running = make.gauge("requests_running", "Outputs of requests that take part in steps.")
-        about = "Queued requests, and outputs of others that wait to take part."
+        self._running = make.gauge("requests_running", "Running outputs: sequences that take part in steps.")
+        about = "Queued requests, and outputs of running requests that do not take part in steps yet."
         self._waiting = make.gauge("requests_waiting", about)
-        about = "The queue's requests or tokens over their limit, whichever is more; 1 is full."
+        about = "Usage of the queue's limit on requests or tokens, whichever is higher; 1 is full."
         self.queue_usage = make.gauge("queue_usage_ratio", about)
-        self._kv_usage = make.gauge("kv_usage_ratio", "Share of the target's pages in use, 0 to 1.")
+        self._kv_usage = make.gauge("kv_usage_ratio", "Share of the target's K/V pages in use, 0 to 1.")
         about = "Always 1; the labels are the target's block_size (tokens per page) and num_gpu_blocks (its pages)."
         self.cache_config = make.gauge("cache_config_info", about, ["block_size", "num_gpu_blocks"])
         self._queue = make.seconds("queue_time", "Time from arrival to the engine.")
@@ -146,23 +146,23 @@ class RequestMetrics:
         self._gap = make.seconds("inter_token_latency", "Time between two rounds of tokens of one output.")
         self._per_token = make.seconds("time_per_output_token", "Mean time per token of an output after its first.")
         self._duration = make.seconds("request_duration", "Time from arrival to the end.")
-        self.disconnects = make.counter("client_disconnects", "Requests whose caller went away before the end.")
-        self.stalls = make.counter("stream_stalls", "Streams cut because their reader took no message.")
-        about = "Requests that the engine had when it failed, each time."
+        self.disconnects = make.counter("client_disconnects", "Requests whose caller disconnected before the end.")
+        self.stalls = make.counter("stream_stalls", "Streams aborted because their reader did not read.")
+        about = "Running requests at a failure of the engine, counted at each failure."
         self.interruptions = make.counter("interrupted_requests", about)
-        about = "Requests that continue a stream which was interrupted elsewhere."
+        about = "Requests that resumed a stream which was interrupted on another server or connection."
         self.resumes = make.counter("resumed_requests", about)
 
     def reject(self, reason: str) -> None:
         self._rejected[reason].inc()
 
     def start(self, timeline: Timeline) -> None:
-        """Observe the queue time of a request that was passed to the engine."""
+        """Observe the queue time of a request that was submitted to the engine."""
         assert timeline.started is not None, "a start without a time"
         self._queue.observe(timeline.started - timeline.arrived, _exemplar(timeline))
 
     def deliver(self, timeline: Timeline, previous: float | None) -> None:
-        """Count a delivery of tokens to an output; `previous` is the time of the one before."""
+        """Observe a delivery of tokens to an output; `previous` is the time of the last one."""
         assert timeline.last_token is not None, "a delivery without tokens"
         if previous is None:
             self._first.observe(timeline.last_token - timeline.arrived, _exemplar(timeline))
@@ -192,18 +192,15 @@ def _exemplar(timeline: Timeline) -> dict[str, str] | None:
 
 
 async def watch_lag(observe: Callable[[float], None], clock: Clock, every_seconds: float = 0.1) -> None:
-    """Sleep again and again, and pass to `observe` how many seconds late each sleep ended.
-
-    A sleep ends late if other work blocked the event loop.
-    """
+    """Sleep repeatedly, and pass each sleep's delay in seconds to `observe`; other work on the event loop causes it."""
     while True:
         due = clock() + every_seconds
         await asyncio.sleep(every_seconds)
         observe(max(0.0, clock() - due))
 
 
-# Our names to vLLM's. Units and meanings agree, so that dashboards and autoscalers for vLLM work. Histograms keep our
-# own buckets.
+# vLLM's names of our metrics. Units and meanings agree, so that dashboards and autoscalers for vLLM work. Histograms
+# keep our buckets.
 VLLM_NAMES = MappingProxyType(
     {
         "pilotfish_requests_running": "vllm:num_requests_running",
@@ -239,7 +236,7 @@ class Exposition(Collector):
         self._vllm_labels = None if vllm_model is None else {"model_name": vllm_model, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family without its `_created` series, which would double the size of the page."""
+        """Yield every family without its `_created` series, which would double the page."""
         for family in self._registry.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
@@ -247,21 +244,21 @@ class Exposition(Collector):
                 yield _renamed(family, VLLM_NAMES[family.name], self._vllm_labels)
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """Return the page and its content type, in the format that the Accept header requests."""
+        """Return the page and its content type, in the format requested by the Accept header."""
         encode, content_type = _encoder(accept)
         if content_type not in self._pages:
             self._pages[content_type] = encode(self)
         return self._pages[content_type], content_type
 
     def renew(self) -> None:
-        """Make the next page anew: those that are asked for until then are the same."""
+        """Invalidate the cached page."""
         self._pages.clear()
 
 
 def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     try:
         return choose_encoder(accept)
-    except (TypeError, ValueError):  # parameters that it cannot read, such as version=x
+    except (TypeError, ValueError):  # invalid parameters, such as version=x
         return choose_encoder("")
 
 

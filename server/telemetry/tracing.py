@@ -1,7 +1,6 @@
-"""Requests as spans of OpenTelemetry, part of their caller's trace (W3C trace context). Knows no protocol.
+"""OpenTelemetry spans of requests, as part of the caller's trace (W3C trace context). Independent of the protocol.
 
-The package is an extra and is imported only if tracing is on. Its own `OTEL_*` variables configure where spans are
-sent.
+The package is an extra and is imported only if tracing is enabled. Its own `OTEL_*` variables configure the exporter.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from server.version import version
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-EXTRA = "tracing needs packages that are not installed: pip install 'pilotfish[otel]'"
+EXTRA = "tracing requires OpenTelemetry: pip install 'pilotfish[otel]'"
 
 
 class Tracing:
@@ -31,7 +30,7 @@ class Tracing:
 
     @classmethod
     def configured(cls, model: str) -> Tracing:
-        """Use the exporter that the environment names. Raises ValueError if the extra is not installed."""
+        """Use the exporter from the environment. Raises ValueError if the extra is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -44,7 +43,7 @@ class Tracing:
         return cls(provider.get_tracer("pilotfish", version()), model)
 
     def begin(self, headers: Mapping[str, str]) -> Trace:
-        """Start the trace of a request with these headers or metadata; `traceparent` names the caller's trace."""
+        """Start the trace of a request with these headers or metadata; `traceparent` refers to the caller's trace."""
         if self._tracer is None:
             return Trace(None, self._clock)
         from opentelemetry.propagate import extract
@@ -62,18 +61,18 @@ class Trace:
 
     @property
     def trace_id(self) -> str | None:
-        """32 hexadecimal digits, or None if the trace is not recorded."""
+        """32 hexadecimal digits; None if the trace is not recorded."""
         context = None if self._span is None else self._span.get_span_context()
         return None if context is None or not context.trace_flags.sampled else f"{context.trace_id:032x}"
 
     def refuse(self, error: BaseException) -> None:
-        """End the trace: the request was not admitted."""
+        """End the trace of a request that was not admitted."""
         if self._span is not None:
             self._fail(self._span, error)
             self._span.end()
 
     def end(self, stream: OutputStream) -> None:
-        """End the trace: the call is over."""
+        """End the trace of a request that was admitted."""
         span = self._span
         if span is None:
             return

@@ -17,10 +17,8 @@ from tokenizers import Tokenizer
 
 import client
 from client import GenerateOptions
-from loadtest.driver import REFUSED, Run, Sample, poisson
-from loadtest.experiments.overload import Overload, Phase, full_rate, overload
-from loadtest.metrics import ScrapedMetrics
-from loadtest.process import usage
+from loadtest.experiments.overload import REFUSED, Overload, Phase, Run, Sample, full_rate, overload, poisson
+from loadtest.process import ScrapedMetrics, usage
 from loadtest.workload import LONG, LONGEST_PROMPT, MAX_TOKENS, corpus, request
 from server.telemetry.metrics import Metrics as ServerMetrics
 from tests.server.fake_engine import FakeEngine
@@ -53,7 +51,7 @@ async def test_a_closed_loop_lasts_until_a_rate_can_be_told_from_it():
     async with serving(FakeEngine(batch=2, step_seconds=0.005)) as server:
         connection, run = run_on(server)
         async with connection:
-            await run.closed_loop(2, 0.0, least=5)
+            await run.closed_loop(2, 0.0, minimum=5)
     assert 5 <= len(run.calls) <= 6, "each of two callers ends with the call after which there are enough"
     assert full_rate(run.calls) > 0
 
@@ -122,9 +120,9 @@ def test_an_overload_in_which_all_is_well_has_no_problems_and_any_other_has():
     assert "| good: load | 3 | 2 | 1 | 0 | 1.0 | 8 | 1 / 1.49 |" in Overload(good, good, good).lines()
     for bad, problem in (
         (phase("bad", [*first, refused], counted=2), "3 sent; the server ended or refused 2"),
-        (phase("bad", [*first, call(status=REFUSED)]), "1 refusals without a word"),
+        (phase("bad", [*first, call(status=REFUSED)]), "1 refusals without a retry delay"),
         (phase("bad", [*first, refused, call(status="INTERNAL")]), "neither served nor refused"),
-        (phase("bad", first), "nobody was refused"),
+        (phase("bad", first), "no request was refused"),
         (phase("bad", [call(first=9.0), *first, refused]), "time to first token grew to"),
         (phase("bad", [*first, refused], memory=(100, 103)), "memory grew by 3.0%"),
     ):

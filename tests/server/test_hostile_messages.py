@@ -305,7 +305,7 @@ async def test_odd_bytes_are_no_fault_of_the_server(server):
 async def test_groups_before_a_list_do_not_hide_its_length(server):
     """Two bytes of an unknown group, then 600,000 empty turns, which would take a hundred megabytes."""
     ended = await ended_with(server, b"\x7b\x7c" + nested(5, b"\x0a\x00" * 600_000))
-    assert ended == ("INVALID_ARGUMENT", ["unknown is a group, which no message of this server has"])
+    assert ended == ("INVALID_ARGUMENT", ["unknown is encoded as a group, which this API does not use"])
 
 
 async def test_metadata_of_the_greatest_size_is_taken_and_more_is_refused():

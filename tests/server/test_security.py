@@ -63,8 +63,8 @@ def test_each_token_has_its_caller(tokens):
         (f"alice {ALICE} admin", ":1: expected NAME TOKEN"),
         (f"al/ice {ALICE}", "'al/ice'"),
         ("alice short", "5 characters"),
-        (f"alice {ALICE}\nbob {ALICE}", ":2: 'bob' or its token is there twice"),
-        (f"alice {ALICE}\nalice {BOB}", ":2: 'alice' or its token is there twice"),
+        (f"alice {ALICE}\nbob {ALICE}", ":2: 'bob' or its token is listed twice"),
+        (f"alice {ALICE}\nalice {BOB}", ":2: 'alice' or its token is listed twice"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused_and_no_token_is_told(tmp_path, text, said):
@@ -218,7 +218,7 @@ def test_a_request_counts_as_its_outputs():
     live, rate = Quotas(16, None, clock), Quotas(None, 4.0, clock)
     leave = live.enter(alice, 12)
     for n in (5, 64):
-        with pytest.raises(QuotaExceeded, match=f"has 12 live requests and asks for {n} outputs; the limit is 16"):
+        with pytest.raises(QuotaExceeded, match=f"has 12 live requests and requests {n} outputs; the limit is 16"):
             live.enter(alice, n)
     live.enter(alice, 4)
     leave()

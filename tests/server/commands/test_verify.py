@@ -114,7 +114,7 @@ async def test_without_a_tokenizer_prompts_are_token_ids(capsys):
         assert await verify(server, *QUICK) == 0
     out = capsys.readouterr().out
     left = [line.split(",")[0] for line in out.splitlines() if line.startswith("left out")]
-    assert left == ["left out: JSON schema", "left out: regex", "left out: choice"]
+    assert left == ["skipped: JSON schema", "skipped: regex", "skipped: choice"]
 
 
 # ------------------------------------------------------------------------------------------------------ planted faults
@@ -234,7 +234,7 @@ async def test_a_prompt_that_the_server_refuses(capsys, tmp_path):
     path.write_text("a b\n" + "a b " * 5000)
     async with serving(**FEW) as server:
         assert await verify(server, *QUICK, "--prompts", str(path)) == 0
-    left = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    left = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped: ")]
     assert any("prompt 2: INVALID_ARGUMENT" in line for line in left)
     assert not any("greedy, prompt 1" in line for line in left)
 
@@ -301,7 +301,7 @@ def test_prompts_of_a_file(tmp_path):
     assert read_prompts(lines, encode) == [encode("ab"), encode("{c")]
     objects.write_text('{"prompt": "a\\nb"}\n{"token_ids": [5, 6]}\n"c"\n')
     assert read_prompts(objects, encode) == [encode("a\nb"), (5, 6), encode("c")]
-    with pytest.raises(ValueError, match=r"lines\.txt, prompt 1 is text, and there is no tokenizer"):
+    with pytest.raises(ValueError, match=r"lines\.txt, prompt 1 is text, but there is no tokenizer"):
         read_prompts(lines, None)
 
 

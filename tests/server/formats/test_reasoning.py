@@ -86,7 +86,7 @@ def test_the_cost_is_proportional_to_the_text(begin, part):
 def test_no_call_is_known():
     ping = tool("ping")
     assert read(THINKING, [ping], "<tool_call>") == Reading("", "<tool_call>", [])
-    with pytest.raises(InvalidRequest, match="knows no calls"):
+    with pytest.raises(InvalidRequest, match="are not supported by the chat template"):
         PlainFormat().calls([ping], several=True)
-    with pytest.raises(InvalidRequest, match="knows no calls"):
+    with pytest.raises(InvalidRequest, match="are not supported by the chat template"):
         PlainFormat().auto([ping], several=True)

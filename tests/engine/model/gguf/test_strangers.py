@@ -198,8 +198,8 @@ def test_what_contradicts_itself_is_named(case: str, llama: Parts, tmp_path: Pat
 
 def test_a_template_that_is_none_is_found_before_it_is_served(llama: Parts, tmp_path: Path) -> None:
     for source, complaint in (
-        (b"{% for", "the chat template is no template: line 1"),
-        (b"{% for a in b %}" * 30 + b"{% endfor %}" * 30, "is too deep to be compiled"),
+        (b"{% for", "the chat template is invalid: line 1"),
+        (b"{% for a in b %}" * 30 + b"{% endfor %}" * 30, "is nested too deeply"),
         (b"{{ 'x' }}" * 20_000, "the chat template has 180000 characters; expected at most 131072"),
     ):
         path = llama.written(tmp_path / "bad.gguf", {"tokenizer.chat_template": text(source)})
