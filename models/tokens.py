@@ -1,4 +1,4 @@
-"""The embedded pair's tokenizer, and the corpus as tokens. This module knows no model."""
+"""The tokenizer of the embedded models, and the corpus as tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train the embedded pair from scratch: tokenizer, target, then the draft distilled from the target, in stages.
+"""Trains the embedded models from scratch: tokenizer, target, then the draft distilled from the target, in stages.
 
     python -m models.train            # everything, about 90 minutes on two cores
     python -m models.train --stage draft

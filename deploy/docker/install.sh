@@ -1,9 +1,8 @@
 #!/bin/sh
 # Installs Pilotfish for use, and nothing for tests, into a new virtual environment.
 #   install.sh cpu|cuda FOLDER        from the root of the sources
-# Both images are made by it, and so is what `make test-image` tries. Versions are those of constraints.txt. torch
-# comes from PyTorch's own index, as a build for CPUs or for CUDA, unless TORCH_INDEX names another or is empty: then
-# whatever pip is configured for decides.
+# Used by both images and by `make test-image`. Versions are those of constraints.txt. torch is installed from PyTorch's
+# own index, as a build for CPUs or CUDA, or from TORCH_INDEX; if that is empty, from pip's configured index.
 set -eu
 
 case "$1" in

@@ -18,18 +18,16 @@ class Arguments(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     options: dict[str, Any] = Field({}, description="Options of `pilotfish serve`, by their names.")
-    num_cpus: float = Field(2, ge=0, description="Cores of a replica; as many threads compute unless options say else.")
-    num_gpus: float = Field(0, ge=0, description="GPUs of a replica.")
-    min_replicas: int = Field(1, ge=1, description="Replicas there are always.")
-    max_replicas: int = Field(4, ge=1, description="Replicas there are at most.")
-    upscale_seconds: float = Field(
-        10, ge=0, description="How long there must be too many requests for another replica."
-    )
-    max_waiting: int = Field(64, ge=0, description="Requests that may wait at a proxy; beyond, RESOURCE_EXHAUSTED.")
+    num_cpus: float = Field(2, ge=0, description="CPU cores per replica; also the number of threads, unless set.")
+    num_gpus: float = Field(0, ge=0, description="GPUs per replica.")
+    min_replicas: int = Field(1, ge=1, description="Minimum number of replicas.")
+    max_replicas: int = Field(4, ge=1, description="Maximum number of replicas.")
+    upscale_seconds: float = Field(10, ge=0, description="Seconds of overload before a replica is added.")
+    max_waiting: int = Field(64, ge=0, description="Maximum number of requests waiting at a proxy.")
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Build replicas that each take a full batch; Ray adds replicas once batches are 75 % full or requests wait.
+    """Build replicas for a full batch each; Ray adds replicas when batches are 75 % full or requests wait.
 
     `args` holds the fields of `Arguments`.
     """

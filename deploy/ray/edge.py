@@ -145,7 +145,7 @@ def _ours(code: grpc.StatusCode) -> PilotfishError | None:
         case grpc.StatusCode.NOT_FOUND:  # no application of that name: Ray's text lists the existing ones
             return None
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            problem = "every replica is busy, and as many wait as may"
+            problem = "all replicas are busy and the proxy's queue is full"
             return QueueFull(problem, bound="requests", retry_seconds=RETRY_SECONDS)
     return Unavailable("REPLICA_LOST", "the replica was lost; the request may be sent again")
 

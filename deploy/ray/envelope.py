@@ -1,7 +1,7 @@
 """The value that a replica returns to the edge: a message, or a status with its details. Uses no Ray and no engine.
 
-Ray transports bytes. Of an error it transports only the code and the text, or a stack trace. So errors are sent in
-the same way as answers, and the first byte tells them apart.
+Ray transports only the code and text of an error, or a stack trace. So errors are sent as bytes like answers, and the
+first byte distinguishes them.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def opened(data: bytes) -> bytes | Status:
         return rest
     assert kind == REFUSED, "not one of our envelopes"
     (retry,) = _RETRY.unpack_from(rest)
-    told = rest[_RETRY.size :]
-    status = status_pb2.Status.FromString(told)
-    pairs: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", told)]
+    encoded = rest[_RETRY.size :]
+    status = status_pb2.Status.FromString(encoded)
+    pairs: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", encoded)]
     if retry >= 0:
         pairs.append(("grpc-retry-pushback-ms", str(retry)))
     return Status(_CODES[status.code], status.message, tuple(pairs))

@@ -1,4 +1,4 @@
-"""One replica: an engine with its queue and clock, as in `server/app.py`, without front ends: Ray sends the calls."""
+"""One replica: engine, queue and driver, as in `server/app.py`, without front ends, because Ray sends the calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from server.worker.supervisor import Crashes, Supervisor
 
 logger = logging.getLogger(__name__)
 
-# Options of the front ends of `pilotfish serve`, which Ray's proxy does not support: it knows no options of ours.
+# Options of the front ends of `pilotfish serve`, which Ray's proxy does not support.
 WITHOUT_EFFECT = (
     "token_file",
     "tls_cert",
@@ -130,8 +130,8 @@ class Replica:
         return await _enveloped(self._control.GetLoad(request, grpc_context))
 
     async def Abort(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
-        """Not supported: Ray chooses the replica of each call, which may be one without the request."""
-        return Envelope.refused(Unsupported("Abort needs one server; with many replicas, cancel the call itself"))
+        """Not supported, because Ray may send the call to a replica without the request."""
+        return Envelope.refused(Unsupported("Abort is not supported with replicas; cancel the call itself"))
 
     async def Tokenize(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
         async with self._slow.turn(request.ByteSize()):
@@ -146,7 +146,7 @@ def configured(options: Mapping[str, Any]) -> ServerConfig:
     """Validate the options of `pilotfish serve`; raise ValueError for those that have no effect under Ray."""
     useless = sorted(set(options) & set(WITHOUT_EFFECT))
     if useless:
-        raise ValueError(f"{', '.join(useless)}: Ray's proxy has no such thing; put a gateway before it")
+        raise ValueError(f"{', '.join(useless)}: not supported by Ray's proxy; use a gateway in front of it")
     return ServerConfig(**options)
 
 

@@ -75,7 +75,7 @@ async def text_of(page, side):
 async def test_two_streams_of_one_prompt_in_two_colours_with_one_text(open_page):
     async with open_page(**EMBEDDED) as (page, said, server):
         await page.get_by_label("Prompt").fill(PROMPT)
-        await page.get_by_label("Most tokens").fill("48")
+        await page.get_by_label("Maximum tokens").fill("48")
         await page.get_by_label("Temperature").fill("0.9")
         await page.get_by_label("Seed").fill("11")
         await page.get_by_label("Drafts per round").select_option("4")
@@ -107,7 +107,7 @@ async def test_tokens_come_as_they_are_made_and_stopping_frees_the_server(open_p
     engine = FakeEngine(step_seconds=0.02)
     async with open_page(engine) as (page, said, server):
         await page.get_by_role("combobox", name="Plain decoding").select_option("race")
-        await page.get_by_label("Most tokens").fill("3000")
+        await page.get_by_label("Maximum tokens").fill("3000")
         stop = page.get_by_role("button", name="Stop")
         for cancelled, how in ((2, stop.click), (4, partial(page.keyboard.press, "Escape")), (6, page.close)):
             await page.get_by_role("button", name="Run").click()
@@ -146,7 +146,7 @@ async def test_errors_are_shown_as_the_server_says_them(open_page):
         await page.get_by_role("button", name="Run").click()
         await expect(page.get_by_role("alert")).to_be_hidden()
         await expect(page.locator("#status")).to_have_text(SAME)
-        await page.get_by_label("Most tokens").fill("3000")
+        await page.get_by_label("Maximum tokens").fill("3000")
         await page.get_by_role("button", name="Run").click()
         await expect(page.locator("#drafted .draft").nth(2)).to_be_visible()
         engine.is_broken, engine.fault = True, RuntimeError("secret")
@@ -172,7 +172,7 @@ async def test_what_a_model_writes_is_text_and_nothing_else_and_scrolls_one_way_
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script></pre>" + "averyveryverylongwordwithoutaspace" * 10
     async with open_page(FakeEngine(text=evil), window={"viewport": NARROW}) as (page, said, _):
         await page.get_by_label("Prompt").fill(evil)
-        await page.get_by_label("Most tokens").fill(str(len(CODEC.encode(evil))))
+        await page.get_by_label("Maximum tokens").fill(str(len(CODEC.encode(evil))))
         await page.get_by_role("button", name="Run").click()
         await expect(page.locator("#status")).to_have_text(SAME)
         assert await text_of(page, "plain") == evil
@@ -213,7 +213,7 @@ CONTRASTS = """() => {
 
 async def test_each_theme_is_legible_and_its_own(open_page):
     async with open_page() as (page, said, _):
-        await page.get_by_label("Most tokens").fill("40")
+        await page.get_by_label("Maximum tokens").fill("40")
         await page.get_by_role("button", name="Run").click()
         await expect(page.locator("#status")).to_have_text(SAME)
         await page.get_by_text("Access token").click()

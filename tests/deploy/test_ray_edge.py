@@ -185,7 +185,7 @@ async def test_bytes_that_are_no_message_are_refused_whatever_their_size(data):
 
 
 def test_the_limit_of_stalls_is_refused_because_the_proxy_does_not_know_it():
-    with pytest.raises(ValueError, match="stall_seconds: Ray's proxy has no such thing"):
+    with pytest.raises(ValueError, match="stall_seconds: not supported by Ray's proxy"):
         configured({"stall_seconds": 5.0})
 
 

@@ -1,13 +1,13 @@
-// One page, two streams of /generate. Knows the server's HTTP routes; keeps nothing, not even the token.
+// One page, two streams of /generate. Nothing is stored, not even the token.
 
 const $ = (id) => document.getElementById(id);
 const MAX_BARS = 120; // of the last passes
 const LEAST_ROOM = 4; // drafts that a bar has room for before the scale of all bars changes
 
 const HINTS = {
-  turns: "Drafts first, then the same without: each has the server to itself, so speeds compare.",
-  race: "Both in the same passes: plain decoding waits for the other’s drafts, so the gain looks larger than it is.",
-  alone: "Drafts only; the gain is the server’s own estimate.",
+  turns: "Runs one after the other, so that the speeds can be compared.",
+  race: "Runs both in the same batch: plain decoding waits for the other’s drafts, so the gain is overestimated.",
+  alone: "With drafts only; the gain is the server’s estimate.",
 };
 
 // ------------------------------------------------------------------------------------------------------- one side
@@ -97,7 +97,7 @@ class Side {
 
 const scale = { most: LEAST_ROOM }; // one for both sides
 
-// Indentation is marked as nobody's: long bars would drown the words.
+// Indentation is not coloured, because long bars would hide the words.
 function pieces(kind, text) {
   const [indentation] = /^\s*\n[ \t]*/.exec(text) ?? [""];
   return [piece("blank", indentation), piece(kind, text.slice(indentation.length))].filter((span) => span.textContent);
@@ -135,7 +135,7 @@ async function* events(body, signal) {
       yield event;
     }
   }
-  throw new Refused("The stream ended without its end.");
+  throw new Refused("The stream ended unexpectedly.");
 }
 
 async function* decoded(stream) {
@@ -152,7 +152,7 @@ async function refusal(answer) {
   try {
     said = (await answer.json()).error.message;
   } catch {
-    // A proxy's answer, perhaps: its status has to do.
+    // Possibly a proxy's answer, of which only the status is shown.
   }
   if (answer.status === 401) {
     $("access").open = true;
@@ -165,7 +165,7 @@ async function refusal(answer) {
 
 const drafted = new Side("drafted");
 const plain = new Side("plain");
-let running = null; // what stops the run that is under way
+let running = null; // stops the current run
 
 function asked() {
   const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
@@ -200,21 +200,21 @@ async function run() {
   begin(withDrafts.prompt, stop);
   try {
     if (compare === "race") {
-      tell("Both at the same time…");
+      showStatus("Generating concurrently…");
       await Promise.all([generate(drafted, withDrafts, stop.signal), generate(plain, without, stop.signal)]);
     } else {
-      tell("With drafts…");
+      showStatus("Generating with drafts…");
       await generate(drafted, withDrafts, stop.signal);
       if (compare === "turns") {
-        tell("Plain decoding…");
+        showStatus("Generating by plain decoding…");
         await generate(plain, without, stop.signal);
       }
     }
-    tell(verdict(compare, withDrafts.seed));
+    showStatus(verdict(compare, withDrafts.seed));
   } catch (error) {
     const wasStopped = stop.signal.aborted;
     stop.abort(); // the other side's stream
-    tell(wasStopped ? "Stopped." : "It did not work.");
+    showStatus(wasStopped ? "Stopped." : "Failed.");
     if (!wasStopped) fail(error);
   } finally {
     running = null;
@@ -246,7 +246,7 @@ function fail(error) {
   $("error").hidden = false;
 }
 
-function tell(text) {
+function showStatus(text) {
   $("status").textContent = text;
 }
 
