@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for section in wanted:
         lab.tell(section.title)
         rows = section.measure(lab)
-        told = {"command": command, **machine(), "models": _models(lab.options)}
-        report.write(section, rows, options.out / PAGE, told)
+        conditions = {"command": command, **machine(), "models": _models(lab.options)}
+        report.write(section, rows, options.out / PAGE, conditions)
         report.write_page(SECTIONS, options.out / PAGE)
         print("\n".join([*(section.verdict(rows) if rows else ()), "", *report.table(section.columns, rows), ""]))
 
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=d.prompt, help="tokens")
     parser.add_argument("--tokens", type=int, default=d.tokens, help="of output")
     parser.add_argument("--kv-memory", type=float, default=d.kv_memory, help="GiB for keys and values, per engine")
-    parser.add_argument("--peers", nargs="*", help="names, or parts of names, of programs; none at all: ours alone")
+    parser.add_argument("--peers", nargs="*", help="names, or parts of names, of programs; without any: Pilotfish only")
     parser.add_argument(
         "--peers-python",
         nargs="+",

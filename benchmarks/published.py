@@ -67,10 +67,10 @@ def main(arguments: Seq[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args(arguments)
     rows = [row for name in options.models or published.MODELS for row in PublishedBench(name, options).rows()]
-    told = {**machine(), "threads": options.threads, "rounds": options.rounds}
-    print("\n".join([", ".join(f"{name} {value}" for name, value in told.items()), "", *table(_COLUMNS, rows)]))
+    conditions = {**machine(), "threads": options.threads, "rounds": options.rounds}
+    print("\n".join([", ".join(f"{name} {value}" for name, value in conditions.items()), "", *table(_COLUMNS, rows)]))
     if options.out is not None:
-        options.out.write_text(json.dumps(told | {"rows": rows}, indent=1) + "\n", "utf-8")
+        options.out.write_text(json.dumps(conditions | {"rows": rows}, indent=1) + "\n", "utf-8")
 
 
 class PublishedBench:
@@ -93,16 +93,16 @@ class PublishedBench:
             medians = {name: statistics.median(map(_speed, each)) for name, each in turns.items()}
             pairs = [zip(speeds[OURS][name], turns[name], strict=True) for name in turns]
             ratios = [statistics.median(_speed(a) / _speed(b) for a, b in each) for each in pairs]
-            told = {} if program == OURS else {"ratios": ", ".join(f"{ratio:.2f}" for ratio in ratios)}
+            extra = {} if program == OURS else {"ratios": ", ".join(f"{ratio:.2f}" for ratio in ratios)}
             rows.append(
-                {"model": self._name, "program": program, **medians, **told, **asdict(found)}
+                {"model": self._name, "program": program, **medians, **extra, **asdict(found)}
                 | {"loss": found.served_nll - found.reference_nll}
                 | {"foreign": foreign([turn for each in turns.values() for turn in each])}
             )
         return rows
 
     def _piece(self, length: int) -> tuple[int, ...]:
-        """So many tokens: the beginning of a text, and the next of the texts, which nothing has read yet."""
+        """Return `length` tokens: the beginning of a text, and a part of the texts that no program has read yet."""
         fresh = length - len(self._start)
         if self._taken + fresh > len(self._ids):
             self._taken = 0
@@ -133,7 +133,7 @@ class PublishedBench:
     def _timed(
         self, remotes: Mapping[str, Remote], prompts: Callable[[], list[tuple[int, ...]]], tokens: int
     ) -> dict[str, list[Turn]]:
-        """Turns of all programs; each round has new prompts, because a prompt that was read is cached."""
+        """Run turns of all programs; each round has new prompts, because earlier ones may be cached."""
         turns: dict[str, list[Turn]] = {program: [] for program in remotes}
         for number in range(self._options.rounds + 1):
             wanted = prompts()
@@ -166,8 +166,8 @@ class PublishedBench:
 
     def _logits_of_llama(self, text: Seq[int]) -> torch.Tensor:
         with tempfile.NamedTemporaryFile() as out:
-            told = [self._file, out.name, ",".join(map(str, text))]
-            command = [self._options.peers_python, "-m", "benchmarks.peers.llama", "logits", *told]
+            arguments = [self._file, out.name, ",".join(map(str, text))]
+            command = [self._options.peers_python, "-m", "benchmarks.peers.llama", "logits", *arguments]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise NotMeasured(f"llama.cpp: {done.stderr.strip().splitlines()[-1]}")
@@ -175,7 +175,7 @@ class PublishedBench:
 
 
 def _speed(turn: Turn) -> float:
-    """Tokens per second: of decoding or, where one token was asked for, of its prompt."""
+    """Return tokens per second of decoding or, if only one token was requested, of the prompt."""
     return turn.speed if turn.decode_tokens else _LONG / turn.seconds
 
 

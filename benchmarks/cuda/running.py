@@ -92,7 +92,7 @@ class _Ahead:
         try:
             self.gate.send(None)
         except BrokenPipeError:
-            print(f"{self.section.part}: its process did not live to see its turn", flush=True)
+            print(f"{self.section.part}: its process ended before its turn", flush=True)
 
     def ended(self, deadline: float) -> str:
         """Wait until the process ends or kill it at the deadline; return the outcome in one word."""
@@ -100,10 +100,10 @@ class _Ahead:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-            self.section.failed(["It had not ended at its limit of time, and was killed."])
+            self.section.failed(["It exceeded its time limit and was killed."])
             return "killed"
         if self.process.exitcode not in (0, _TOLD):
-            self.section.failed([f"Its process ended with status {self.process.exitcode}; the log may say why."])
+            self.section.failed([f"Its process ended with status {self.process.exitcode}; see the log."])
         return "failed" if self.process.exitcode else "ended"
 
 
@@ -122,9 +122,9 @@ def _work(part: Part, setting: Setting, section: PartReport, gate: Connection, o
     except EOFError:
         raise
     except Exception:  # noqa: BLE001 - any error is reported, and the next part runs
-        told = traceback.format_exc()
-        print(told, flush=True)
-        section.failed(told.rstrip().splitlines()[-_LINES:])
+        trace = traceback.format_exc()
+        print(trace, flush=True)
+        section.failed(trace.rstrip().splitlines()[-_LINES:])
         sys.exit(_TOLD)
 
 

@@ -152,7 +152,7 @@ class Lab:
         turns = abreast(batches)
         for name, turn in turns.items():
             if turn.tokens != [self.pair.rule.text(prompt[-1], batches[name].num_tokens) for prompt in prompts]:
-                raise RuntimeError(f"K={name} gave other tokens than the rule that is planted in the weights")
+                raise RuntimeError(f"K={name} returned other tokens than the rule in the weights")
         return turns
 
     def rounds(

@@ -39,11 +39,11 @@ worst turn of the row. Rows above 0.1 are unreliable.
 """
 
 
-def write(section: Section, rows: Sequence[Row], folder: Path, told: Mapping[str, Any]) -> None:
+def write(section: Section, rows: Sequence[Row], folder: Path, conditions: Mapping[str, Any]) -> None:
     """Store the results, draw the plots, and rebuild the page."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = list(section.plot(rows, folder)) if find_spec("matplotlib") else []
-    found = {"section": section.name, **told, "pictures": pictures, "rows": list(rows)}
+    found = {"section": section.name, **conditions, "pictures": pictures, "rows": list(rows)}
     (folder / f"{section.name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 

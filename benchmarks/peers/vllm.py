@@ -42,7 +42,7 @@ QUANTIZATION = {
 
 def arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the engine's arguments for: model, draft (or None), drafts, dtype, batch, length, cache (GB)."""
-    told = {
+    found = {
         "model": settings["model"],
         "skip_tokenizer_init": True,
         "dtype": settings["dtype"],
@@ -54,12 +54,12 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if settings.get("draft"):
-        told["speculative_config"] = {
+        found["speculative_config"] = {
             "method": "draft_model",
             "model": settings["draft"],
             "num_speculative_tokens": settings["drafts"],
         }
-    return told
+    return found
 
 
 class VLLM:

@@ -153,7 +153,7 @@ def checked_turn(lab: Lab, remote: Remote, prompts: Sequence[tuple[int, ...]], t
     """
     turn = remote.run(prompts, tokens, k)
     if turn.tokens != [lab.pair.rule.text(prompt[-1], tokens) for prompt in prompts]:
-        raise NotMeasured("gave other tokens than the rule that is planted in the weights")
+        raise NotMeasured("returned other tokens than the rule in the weights")
     return turn
 
 
@@ -229,15 +229,15 @@ def _verdict(rows: Sequence[Row], batch: int, neighbours: int) -> Iterator[str]:
     others = [r for r in mine if not r["is_ours"]]
     plain = next(r for r in mine if r["is_ours"] and not r["k"])
     speed = f"{plain['tokens_per_second']:.1f} tokens/s"
-    told = [f"{plain['memory_share']:.0%} of the memory's limit"] if plain["memory_share"] else []
-    told += [f"{r['plain_over_it']:.2f} times {r['name']}" for r in others if not r["k"] and _kind(r) in EIGHT_BITS]
-    yield f"- {where}, plain: {', '.join([speed, *told])}."
+    parts = [f"{plain['memory_share']:.0%} of the memory's limit"] if plain["memory_share"] else []
+    parts += [f"{r['plain_over_it']:.2f} times {r['name']}" for r in others if not r["k"] and _kind(r) in EIGHT_BITS]
+    yield f"- {where}, plain: {', '.join([speed, *parts])}."
     best = max((r for r in mine if r["is_ours"]), key=lambda r: r["tokens_per_second"])
-    told = [f"{plain['best_over_it']:.2f} times plain"]
+    parts = [f"{plain['best_over_it']:.2f} times plain"]
     if others:
         first = max(others, key=lambda r: r["tokens_per_second"])
-        told.append(f"{first['best_over_it']:.2f} times the best other ({first['name']}, K {first['k']})")
-    yield f"- {where}, with drafts: {best['tokens_per_second']:.1f} tokens/s (K {best['k']}), {', '.join(told)}."
+        parts.append(f"{first['best_over_it']:.2f} times the best other ({first['name']}, K {first['k']})")
+    yield f"- {where}, with drafts: {best['tokens_per_second']:.1f} tokens/s (K {best['k']}), {', '.join(parts)}."
 
 
 def _kind(row: Row) -> str:
@@ -250,11 +250,10 @@ SECTION = Section(
     measure,
     "Decoding speed in tokens/s from the moment that every sequence has a token, median over rounds; whole: prompts "
     "included. Ratios are medians of ratios within a round: our plain decoding over it, and our best way over it. The "
-    "draft model agrees with the target at the stated rate for everybody: it is in the weights. transformers' batches "
-    "do not say when decoding begins: both speeds are the whole. llama.cpp is driven through its C interface by a loop "
-    "of ours; ik_llama.cpp likewise, with the files of llama.cpp. vLLM is told K at its start. Memory is read before "
-    "each round. Neighbours: processes that compute beside it and never wait, started by the benchmark; they are "
-    "counted among the foreign cores.",
+    "draft model agrees with the target at the stated rate in all programs, by construction of the weights. The start "
+    "of decoding is unknown for transformers' batches: both speeds are the whole. llama.cpp is driven through its C "
+    "interface by a loop of ours; ik_llama.cpp likewise, with llama.cpp's files. vLLM has a fixed K. Memory is read "
+    "before each round. Neighbours: busy processes, started by the benchmark and counted among the foreign cores.",
     {
         "batch": "{batch}",
         "neighbours": "{neighbours}",

@@ -132,8 +132,8 @@ async def _stream(
 
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
     """Return a sentence about the server's overhead."""
-    told = ", ".join(f"{r['added']:+.1%} (batch {r['batch']}, K {r['k']})" for r in rows)
-    return [f"Through gRPC the same requests take {told}; the aim is at most {AIM:+.0%}."]
+    added = ", ".join(f"{r['added']:+.1%} (batch {r['batch']}, K {r['k']})" for r in rows)
+    return [f"Through gRPC the same requests take {added}; the aim is at most {AIM:+.0%}."]
 
 
 SECTION = Section(

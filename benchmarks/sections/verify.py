@@ -57,7 +57,7 @@ SECTION = Section(
     "Time per verification against K",
     measure,
     "Milliseconds of a step without drafting (plan, target pass, verification, commit): median over the steps of a "
-    "turn, then over rounds. Ratio: to K=0 in the same round, median over rounds. Drafts are never right here.",
+    "turn, then over rounds. Ratio: to K=0 in the same round, median over rounds. Drafts are always wrong here.",
     {
         "batch": "{batch}",
         "K": "{k}",

@@ -98,5 +98,5 @@ def attention_check(name: str, shape: str, one: Attending) -> KernelCheck:
 
 def row_alone_check(shape: str, one: Attending) -> KernelCheck:
     """Return the check that a row has the same bits alone."""
-    told = str(one.dtype).removeprefix("torch.")
-    return KernelCheck("attention, a row alone", told, shape, 0.0, one.differs_alone)
+    dtype = str(one.dtype).removeprefix("torch.")
+    return KernelCheck("attention, a row alone", dtype, shape, 0.0, one.differs_alone)

@@ -38,14 +38,14 @@ def run_checks(checks: Iterable[KernelCheck], section: PartReport) -> None:
             found = check.differs()
         except Exception as error:  # noqa: BLE001 - reported in its row; the other kernels are still checked
             print(traceback.format_exc(), flush=True)
-            told, is_right = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", False
+            cells, is_right = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", False
         else:
-            told, is_right = f"{found:.2g}", found <= check.most
+            cells, is_right = f"{found:.2g}", found <= check.most
             section.number(name, difference=found)
         count += 1
         wrong += [] if is_right else [name]
-        section.row(check.kernel, check.dtype, check.shape, told, check.most, "" if is_right else "**wrong**")
-    section.say(f"{count - len(wrong)} of {count} are as they should be.")
+        section.row(check.kernel, check.dtype, check.shape, cells, check.most, "" if is_right else "**wrong**")
+    section.say(f"{count - len(wrong)} of {count} are correct.")
     if wrong:
         raise KernelMismatch("; ".join(wrong))
 

@@ -86,8 +86,8 @@ def auto(setting: Setting, section: PartReport) -> None:
             rates = _rate(none, size), _rate(free, size)
             share = rates[0] * round_limit(pair, card, size, setting.context, 0) / size
             ratio = rates[1] / rates[0]
-            told = f"{rates[0]:.0f}", f"{share:.0%}", f"{rates[1]:.0f}", f"{ratio:.2f}", f"{free.tokens:.2f}"
-            section.row(size, acceptance, *told)
+            cells = f"{rates[0]:.0f}", f"{share:.0%}", f"{rates[1]:.0f}", f"{ratio:.2f}", f"{free.tokens:.2f}"
+            section.row(size, acceptance, *cells)
             section.number(f"{size} at {acceptance}", plain=rates[0], of_limit=share, auto=rates[1], ratio=ratio)
         del engine
         gc.collect()
@@ -95,8 +95,8 @@ def auto(setting: Setting, section: PartReport) -> None:
 
 def _explain(setting: Setting, section: PartReport) -> None:
     section.say(
-        f"Context {setting.context}, temperature 1, synthetic acceptance {setting.acceptance}. Host: what a step costs "
-        "Python; shown: how long the device stood still for it. Plain steps wait for the device, and do not time it."
+        f"Context {setting.context}, temperature 1, synthetic acceptance {setting.acceptance}. Host: Python's time "
+        "per step; shown: time in which the device is idle meanwhile. Plain steps wait for the device."
     )
 
 

@@ -79,12 +79,12 @@ def _attention_checks(card: Card) -> Iterable[KernelCheck]:
 def _mixture_checks(card: Card, mixtures: dict[str, Mixture]) -> Iterable[KernelCheck]:
     for dtype in types_on(card)[:2]:
         for name, shape in list(mixtures.items())[: None if dtype == card.dtype else 1]:
-            told = str(dtype).removeprefix("torch.")
+            kind = str(dtype).removeprefix("torch.")
             for rows in (1, 16, 16 * shape.experts // shape.each) if card.is_cuda else (3,):
                 differs = partial(_mixed, card, shape, rows, dtype)
-                yield KernelCheck(f"experts, {rows} rows", told, name, _MIXED[dtype], differs)
+                yield KernelCheck(f"experts, {rows} rows", kind, name, _MIXED[dtype], differs)
             if card.is_cuda:
-                yield KernelCheck("experts, a row alone", told, name, 0.0, partial(_row_alone, card, shape, dtype))
+                yield KernelCheck("experts, a row alone", kind, name, 0.0, partial(_row_alone, card, shape, dtype))
 
 
 def _experts_of(card: Card, shape: Mixture, dtype: torch.dtype) -> StackedExperts:
@@ -135,6 +135,6 @@ def _time(card: Card, mixtures: dict[str, Mixture], section: PartReport) -> None
             rate = met * numbers * card.dtype.itemsize / seconds
             flops = 2 * rows * shape.each * numbers / seconds
             share = rate / card.bytes_per_second
-            told = f"{seconds * 1e6:.1f}", f"{rate / 1e12:.2f}", f"{share:.0%}", f"{flops / 1e12:.1f}"
-            section.row(name, rows, met, *told)
+            cells = f"{seconds * 1e6:.1f}", f"{rate / 1e12:.2f}", f"{share:.0%}", f"{flops / 1e12:.1f}"
+            section.row(name, rows, met, *cells)
             section.number(f"{name} {rows}", microseconds=seconds * 1e6, share_of_copy=share)

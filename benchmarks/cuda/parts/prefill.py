@@ -35,8 +35,8 @@ def measure(setting: Setting, section: PartReport) -> None:
             found.append(perf_counter() - start)
         seconds = statistics.median(found[1:])
         limit = pass_seconds(pair.target, card, 1, length, length) + attention_seconds(setting.target, card, length)
-        told = f"{seconds * 1e3:.1f}", f"{length / seconds:.0f}", f"{limit * 1e3:.1f}", f"{limit / seconds:.0%}"
-        section.row(length, *told)
+        cells = f"{seconds * 1e3:.1f}", f"{length / seconds:.0f}", f"{limit * 1e3:.1f}", f"{limit / seconds:.0%}"
+        section.row(length, *cells)
         section.number(str(length), seconds=seconds, of_limit=limit / seconds)
 
 

@@ -40,7 +40,7 @@ def count(setting: Setting, section: PartReport) -> None:
         fill(engine, _SIZE, setting.context, k)
         for _ in range(setting.strange):
             engine.step()
-        with told() as places:
+        with recorded() as places:
             _steady(engine, steps)
         empty(engine)
         section.row("AUTO" if k is None else k, page, steps, sum(places.values()) if card.is_cuda else "needs a card")
@@ -60,11 +60,11 @@ def _steady(engine: Engine, steps: int) -> None:
     for _ in range(steps):
         events = engine.step().events
         assert not any(event.finished for event in events), "the host frees a slot then, which is not steady"
-    assert engine.loop == "rounds", "a round failed, and the rest were plain steps: the log says why"
+    assert engine.loop == "rounds", "a round failed, and the rest were plain steps: see the log"
 
 
 @contextmanager
-def told() -> Iterator[Counter[str]]:
+def recorded() -> Iterator[Counter[str]]:
     """Count torch's synchronisation warnings by line of Python; the counter is filled when the block ends."""
     places = Counter[str]()
     with warnings.catch_warnings(record=True) as caught:

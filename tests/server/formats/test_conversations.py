@@ -118,7 +118,7 @@ REFUSED = {
     "twice": ({"tools": [TOOL, TOOL]}, r"messages\.tools\[1\]\.name is 'weather', which is there twice"),
     "name": ({"tools": [TOOL | {"name": "a b"}]}, r"messages\.tools\[0\]\.name is 'a b'"),
     "no schema": ({"tools": [TOOL | {"parameters": "[]"}]}, r"messages\.tools\[0\]\.parameters is '\[\]'"),
-    "no JSON": ({"tools": [TOOL | {"parameters": "{"}]}, r"messages\.tools\[0\]\.parameters is '{', which is not valid"),
+    "no JSON": ({"tools": [TOOL | {"parameters": "{"}]}, r"messages\.tools\[0\]\.parameters is '{', which is not"),
     "variables": ({"template_arguments": {"messages": 1}}, r"messages\.template_arguments has 'messages'"),
     "both": (
         {"continue_final_message": True, "add_generation_prompt": True}, r"messages\.add_generation_prompt is true"
