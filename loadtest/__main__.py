@@ -33,7 +33,6 @@ from loadtest.experiments import survival
 from loadtest.experiments.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
 from loadtest.experiments.largest import largest
 from loadtest.experiments.overload import overload
-from loadtest.experiments.restart import restarts
 from loadtest.process import ServerProcess
 from loadtest.workload import LONG, request
 
@@ -135,7 +134,7 @@ def _replicas(server: ServerProcess, options: argparse.Namespace) -> Results:
 
 
 def _restart(server: ServerProcess, options: argparse.Namespace) -> Results:
-    found = asyncio.run(restarts(server, options.deaths, Random(0), _tell))
+    found = asyncio.run(survival.restarts(server, options.deaths, Random(0), _tell))
     return asdict(found), found.lines(), found.problems(timed=not options.untimed)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import shown
-from server.version import version
+from server import version
 
 if TYPE_CHECKING:
     from server.app import App

@@ -11,7 +11,7 @@ from benchmarks.peers.worker import Prompts, serve
 from engine.config import EngineConfig
 from engine.startup.build import build_engine
 from engine.startup.warm import make_ready
-from server.version import version
+from server import version
 
 
 class Pilotfish:

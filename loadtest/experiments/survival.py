@@ -7,14 +7,17 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
+from statistics import median
 from typing import Any
 
 import httpx
 
-from client import AsyncClient, Delta, QueueFullError, RequestFailedError
+from client import AsyncClient, Delta, Finished, QueueFullError, RequestFailedError
 from client.options import ChatMessage, Prompt
 from loadtest.process import ServerProcess, engine_of
 
@@ -66,6 +69,8 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {**_LONG, "temperature": 0, "frequency_penalty": 0.5}),
     ("/v1/completions", {**_LONG, "temperature": 0.7, "seed": 23, "stop": ["\n\n\n\n"]}),
 )
+LONGEST_PAUSE = 2.0  # seconds, in the median
+_IDS = (1, 5, 9, 12)  # a prompt for checkpoints without a tokenizer
 PROMPTS = ("def mean(values):\n", "import os\n\n", "class Queue:\n    def push(self, item):\n", "for i in range(")
 Job = int  # an index into CALLS, then into BODIES
 JOBS = range(len(CALLS) + len(BODIES))
@@ -238,3 +243,48 @@ async def _repeat(
             else:
                 found.differences.append(f"stream {job} is {result}; expected {alone}")
             found.interruptions += interruptions
+
+
+# ------------------------------------------------------------------------------- the pause after a death of the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """The longest pause of each stream after its engine was killed."""
+
+    seconds: Sequence[float]
+
+    def lines(self) -> list[str]:
+        """Return the results as Markdown lines."""
+        each = ", ".join(f"{pause:.2f}" for pause in sorted(self.seconds))
+        return [f"Pause of the stream: median {median(self.seconds):.2f} s of {len(self.seconds)} deaths ({each})."]
+
+    def problems(self, *, timed: bool) -> Iterator[str]:
+        """Yield each violated expectation."""
+        if timed and median(self.seconds) > LONGEST_PAUSE:
+            yield f"the median pause is {median(self.seconds):.2f} s; expected at most {LONGEST_PAUSE:g} s"
+
+
+async def restarts(server: ServerProcess, deaths: int, random: Random, tell: Callable[[str], None]) -> Pauses:
+    """Kill the engine once in each of `deaths` streams; return their pauses."""
+    pauses = []
+    async with AsyncClient(server.address) as client:
+        for _ in range(deaths):
+            pauses.append(await _pause(client, server, random.randint(2, 10)))
+            tell(f"{pauses[-1]:.2f} s")
+    return Pauses(pauses)
+
+
+async def _pause(client: AsyncClient, server: ServerProcess, events: int) -> float:
+    """Kill the engine after `events` events of a stream; return the longest pause after that, in seconds."""
+    engine = engine_of(server.pid)
+    if engine is None:
+        raise RuntimeError("the server has no engine")
+    arrivals: list[float] = []
+    async for event in client.stream(_IDS, max_tokens=256, ignore_eos=True, deadline=120):
+        arrivals.append(time.monotonic())
+        if len(arrivals) == events:
+            os.kill(engine, signal.SIGKILL)
+        if isinstance(event, Finished) and not event.interruptions:
+            raise RuntimeError("the engine was killed, but the stream was not interrupted")
+    return max(later - earlier for earlier, later in pairwise(arrivals[events - 1 :]))

@@ -27,6 +27,7 @@ from engine.types import FinishReason
 from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from pilotfish.v1 import generation_pb2 as generation
+from server import version
 from server.admission.admission import Admission, Origin
 from server.admission.check import require_model
 from server.admission.security import AdapterCalls, Caller, Callers
@@ -40,7 +41,6 @@ from server.grpc.server import host_of
 from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
 from server.streams.stream import OutputStream
-from server.version import version
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # read for the caller of some methods
 

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from engine.errors import PilotfishError, shown
+from server import version
 from server.admission.security import Callers
 from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
@@ -28,7 +29,6 @@ from server.errors import Forbidden, NotFound, Unauthenticated
 from server.http.errors import HttpError, error_at
 from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Exposition
-from server.version import version
 
 PAGE = Path(__file__).resolve().parent / "playground"
 # Files of the page at `/`, which calls the server like any other client. They contain no secrets, so they need no

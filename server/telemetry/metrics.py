@@ -21,8 +21,8 @@ from prometheus_client.samples import Sample
 from engine.params import MAX_NUM_DRAFT, MAX_PREDICTED_DRAFTS
 from engine.stats import Clock, ForwardKind, StepStats
 from engine.types import FinishReason
+from server import version
 from server.streams.stream import Timeline
-from server.version import version
 
 PHASES = ("plan", "launch", "propose", "forward", "verify", "commit", "land")
 REJECTIONS = (

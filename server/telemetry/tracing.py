@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.stats import Clock
+from server import version
 from server.streams.stream import OutputStream
-from server.version import version
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer

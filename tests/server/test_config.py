@@ -10,10 +10,9 @@ from pydantic import ValidationError
 
 from engine.config import EngineConfig
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
-from server import cli
+from server import cli, version
 from server.config import ServerConfig
 from server.telemetry import kv_events, tracing
-from server.version import version
 
 
 def test_without_a_model_the_embedded_pair_is_served_and_a_model_has_no_draft_of_its_own() -> None:

@@ -17,12 +17,15 @@ from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from server import cli
 from server.commands.arguments import read_prompts
-from server.commands.verify import VerifyJob, VerifyReport, as_text, company
-from server.commands.verify_answers import (
+from server.commands.verify import (
     WAYS,
     VerifyCase,
+    VerifyJob,
+    VerifyReport,
     VerifySetting,
+    as_text,
     cases,
+    company,
     default_prompts,
     first_difference,
     largest_gap,

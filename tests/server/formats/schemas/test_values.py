@@ -7,7 +7,7 @@ import json
 import pytest
 
 from server.formats.base import Tool
-from server.formats.value_rules import Parameters
+from server.formats.tagged import Parameters
 
 SCHEMA = {
     "$ref": "#/$defs/root",
