@@ -84,7 +84,7 @@ def _server(options: argparse.Namespace) -> ServerProcess:
     return ServerProcess(*own, *options.serve, log=log)
 
 
-def _tell(text: str) -> None:
+def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -103,7 +103,7 @@ def _conditions() -> dict[str, str]:
 
 def _overload(server: ServerProcess, options: argparse.Namespace) -> Results:
     ask = partial(request, times=options.length)
-    found = asyncio.run(overload(server, ask, options.times, options.seconds or 60.0, _tell))
+    found = asyncio.run(overload(server, ask, options.times, options.seconds or 60.0, _progress))
     return asdict(found), found.lines(), found.problems(timed=not options.untimed)
 
 
@@ -111,16 +111,16 @@ def _chaos(server: ServerProcess, options: argparse.Namespace) -> Results:
     seconds = options.seconds or 300.0
     log = options.out / "replica.log"
     with ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM) as replica:
-        found = asyncio.run(chaos(server, replica, seconds / 5, seconds, _tell))
+        found = asyncio.run(chaos(server, replica, seconds / 5, seconds, _progress))
     return asdict(found), chaos_lines(found), found.problems(timed=not options.untimed)
 
 
 def _survive(server: ServerProcess, options: argparse.Namespace) -> Results:
-    alone = asyncio.run(survival.undisturbed([server.address], server.http_address, _tell))
+    alone = asyncio.run(survival.undisturbed([server.address], server.http_address, _progress))
     runs = []
     for run in range(options.runs):
         runs.append(asyncio.run(survival.engine_deaths(server, alone, options.deaths, Random(run))))
-        _tell(f"run {run}: {runs[-1].lines()[0]}")
+        _progress(f"run {run}: {runs[-1].lines()[0]}")
     lines = [line for found in runs for line in found.lines()]
     return {"runs": lines}, lines, [problem for found in runs for problem in found.problems()]
 
@@ -128,18 +128,18 @@ def _survive(server: ServerProcess, options: argparse.Namespace) -> Results:
 def _replicas(server: ServerProcess, options: argparse.Namespace) -> Results:
     with ServerProcess(*survival.OPTIONS, *options.serve, log=options.out / "replica.log") as replica:
         both = (server, replica)
-        alone = asyncio.run(survival.undisturbed([one.address for one in both], server.http_address, _tell))
+        alone = asyncio.run(survival.undisturbed([one.address for one in both], server.http_address, _progress))
         found = asyncio.run(survival.replica_deaths(both, alone, options.seconds or 300.0, options.every, Random(0)))
     return asdict(found), found.lines(), found.problems()
 
 
 def _restart(server: ServerProcess, options: argparse.Namespace) -> Results:
-    found = asyncio.run(survival.restarts(server, options.deaths, Random(0), _tell))
+    found = asyncio.run(survival.restarts(server, options.deaths, Random(0), _progress))
     return asdict(found), found.lines(), found.problems(timed=not options.untimed)
 
 
 def _largest(server: ServerProcess, options: argparse.Namespace) -> Results:
-    found = asyncio.run(largest(server, options.kinds, _tell))
+    found = asyncio.run(largest(server, options.kinds, _progress))
     return asdict(found), found.lines(), found.problems(timed=not options.untimed)
 
 

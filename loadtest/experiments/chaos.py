@@ -151,7 +151,7 @@ async def holding(server: ServerProcess, client: AsyncClient, patience: float = 
 
 
 async def chaos(
-    server: ServerProcess, replica: ServerProcess, warm_up: float, seconds: float, tell: Callable[[str], None]
+    server: ServerProcess, replica: ServerProcess, warm_up: float, seconds: float, progress: Callable[[str], None]
 ) -> Chaos:
     """Warm up first, for which only errors count, then run the experiment for `seconds`."""
     async with (
@@ -159,13 +159,13 @@ async def chaos(
         AsyncClient(server.address, retry=None) as client,
     ):
         jobs = [(prompt, way) for prompt in _PROMPTS for way in range(len(_WAYS))]
-        tell(f"{len(jobs)} requests one by one")
+        progress(f"{len(jobs)} requests, one at a time")
         alone = {job: (await _tokens(both, job))[0] for job in jobs}
-        tell(f"warming up for {warm_up:g} s")
+        progress(f"warming up for {warm_up:g} s")
         storm = partial(_storm, server, replica, client, both, alone)
         first = await storm(warm_up, Random(0))
         before = await holding(server, client)
-        tell(f"chaos for {seconds:g} s")
+        progress(f"chaos for {seconds:g} s")
         notes = await storm(seconds, Random(1))
         after = await holding(server, client)
         return Chaos(first, notes, before, after, server.metrics().total("engine_restarts_total"))

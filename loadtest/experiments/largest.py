@@ -125,7 +125,7 @@ async def _attacker(server: ServerProcess) -> AsyncIterator[Callable[[str], asyn
         await process.wait()
 
 
-async def largest(server: ServerProcess, names: Sequence[str], tell: Callable[[str], None]) -> Largest:
+async def largest(server: ServerProcess, names: Sequence[str], progress: Callable[[str], None]) -> Largest:
     """Measure streams without hostile calls first, then send the calls, kind by kind."""
     found, watcher = Largest(), Watcher(server)
     clock = asyncio.get_running_loop().time
@@ -142,7 +142,7 @@ async def largest(server: ServerProcess, names: Sequence[str], tell: Callable[[s
                 await asyncio.sleep(0.3)
                 pause, peak = watcher.take()
                 found.kinds.append(KindResult(name, ends, clock() - start, pause, peak - before))
-                tell(f"{name}: {ends}; pause {pause:.2f} s, {peak - before >> 20:+d} MiB")
+                progress(f"{name}: {ends}; pause {pause:.2f} s, {peak - before >> 20:+d} MiB")
             await asyncio.sleep(2)
             found.after = server.usage().resident
     finally:

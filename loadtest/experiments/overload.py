@@ -219,7 +219,7 @@ def full_rate(calls: Sequence[Sample]) -> float:
 
 
 async def overload(
-    server: ServerProcess, ask: Ask, times: float, seconds: float, tell: Callable[[str], None]
+    server: ServerProcess, ask: Ask, times: float, seconds: float, progress: Callable[[str], None]
 ) -> Overload:
     """Measure capacity, then the server at capacity, then at `times` that rate.
 
@@ -233,11 +233,11 @@ async def overload(
 
     async def closed(name: str) -> Phase:
         callers, half = f"{CALLERS} callers", seconds / 2
-        tell(f"{name}: {callers} for {half:g} s")
+        progress(f"{name}: {callers} for {half:g} s")
         return await _measure(server, ask, name, callers, half, lambda run: run.closed_loop(CALLERS, half, places + 1))
 
     async def opened(name: str, rate: float, burst: int = 0, timed_from: float = 0.0) -> Phase:
-        tell(f"{name}: {burst} requests at once, then {rate:.1f} per second for {seconds:g} s")
+        progress(f"{name}: {burst} requests at once, then {rate:.1f} per second for {seconds:g} s")
         moments = [0.0] * burst + list(poisson(rate, seconds, random))
         load = f"{rate:.1f}/s"
         return await _measure(server, ask, name, load, seconds, lambda run: run.open_loop(moments), timed_from)

@@ -143,10 +143,10 @@ async def _over_http(http: httpx.AsyncClient, path: str, body: Mapping[str, Any]
 
 
 async def undisturbed(
-    addresses: Sequence[str], http_address: str, tell: Callable[[str], None], jobs: Sequence[Job] = JOBS
+    addresses: Sequence[str], http_address: str, progress: Callable[[str], None], jobs: Sequence[Job] = JOBS
 ) -> dict[Job, Any]:
     """Return the result of each stream without disturbance."""
-    tell(f"{len(jobs)} streams one by one")
+    progress(f"{len(jobs)} streams, one at a time")
     async with (
         AsyncClient(addresses) as client,
         httpx.AsyncClient(base_url=f"http://{http_address}", timeout=300) as http,
@@ -265,13 +265,13 @@ class Pauses:
             yield f"the median pause is {median(self.seconds):.2f} s; expected at most {LONGEST_PAUSE:g} s"
 
 
-async def restarts(server: ServerProcess, deaths: int, random: Random, tell: Callable[[str], None]) -> Pauses:
+async def restarts(server: ServerProcess, deaths: int, random: Random, progress: Callable[[str], None]) -> Pauses:
     """Kill the engine once in each of `deaths` streams; return their pauses."""
     pauses = []
     async with AsyncClient(server.address) as client:
         for _ in range(deaths):
             pauses.append(await _pause(client, server, random.randint(2, 10)))
-            tell(f"{pauses[-1]:.2f} s")
+            progress(f"{pauses[-1]:.2f} s")
     return Pauses(pauses)
 
 

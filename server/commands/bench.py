@@ -65,8 +65,8 @@ class BenchTurn:
         return [output.token_ids for output in self.outputs]
 
 
-def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, bool]:
-    """Measure and return the table; `tell` receives progress messages."""
+def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str, bool]:
+    """Measure and return the table; `progress` receives progress messages."""
     from engine.llm import LLM
     from server.model import ServedModel
 
@@ -77,21 +77,21 @@ def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, boo
         "json": {"action": "store_true"},
     }
     asked, config = ServerConfig.load_with("bench", _ABOUT, own, arguments)
-    model = ServedModel.load(config.engine(), tell)
+    model = ServedModel.load(config.engine(), progress)
     llm = LLM.of(cast("Engine", model.engine))  # a model that was loaded here has its engine in this process
-    rows = [row for batch in asked.batches for row in _rows(llm, _prompts(model, batch), asked, tell)]
+    rows = [row for batch in asked.batches for row in _rows(llm, _prompts(model, batch), asked, progress)]
     if asked.json:
         return json.dumps([asdict(row) for row in rows], indent=1), True
     who, drafts = model.engine.default_proposer, config.num_draft_tokens
     return as_text(rows, f"{model.name} in {model.engine.dtype}, proposer {who}, K up to {drafts}"), True
 
 
-def _rows(llm: LLM, prompts: list[Tokens], asked: Namespace, tell: Callable[[str], None]) -> list[BenchRow]:
+def _rows(llm: LLM, prompts: list[Tokens], asked: Namespace, progress: Callable[[str], None]) -> list[BenchRow]:
     batch = len(prompts)
     turns: dict[SpeculationMode, list[BenchTurn]] = {way: [] for way in WAYS}
     for number in range(asked.rounds + 1):
         for way in WAYS:
-            tell(f"batch {batch}, round {number} of {asked.rounds}, {way}")
+            progress(f"batch {batch}, round {number} of {asked.rounds}, {way}")
             turn = _turn(llm, prompts, asked.tokens, way)
             if number:  # the first round warms up
                 turns[way].append(turn)

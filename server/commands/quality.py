@@ -27,8 +27,8 @@ checkpoint that was saved with quantised weights), and --json (print JSON).
 """
 
 
-def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, bool]:
-    """Measure and return the table; `tell` receives progress messages. Raises ValueError if there is no text."""
+def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str, bool]:
+    """Measure and return the table; `progress` receives progress messages. Raises ValueError if there is no text."""
     from engine.startup.quality import measure
     from engine.text.codec import Codec
 
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str], tell: Callable[[str], None]) -> tuple[str, boo
         raise ValueError(f"{config.target!r} has no tokenizer, which this command requires")
     texts = [path.read_text("utf-8") for path in asked.text] or default_texts()
     pieces = _cut([codec.encode(text) for text in texts], asked.length, asked.tokens)
-    found = measure(config, pieces, asked.reference, tell)
+    found = measure(config, pieces, asked.reference, progress)
     if asked.json:
         return json.dumps({"model": str(config.target), "weights": config.weights, **as_dict(found)}, indent=2), True
     return as_text(found), True

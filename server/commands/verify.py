@@ -307,7 +307,7 @@ _GONE = (
     errors.CancelledError,
 )
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 Answers = dict[str, tuple[Output, ...]]
 
 
@@ -392,17 +392,17 @@ def _name(setting: VerifySetting) -> dict[str, str]:
     return {"proposer": setting.proposer, "drafts": setting.drafts}
 
 
-def run(arguments: Sequence[str], tell: Tell) -> tuple[str, bool]:
-    """Return the report as text, and whether all answers are equal; `tell` receives progress messages."""
+def run(arguments: Sequence[str], progress: Progress) -> tuple[str, bool]:
+    """Return the report as text, and whether all answers are equal; `progress` receives progress messages."""
     asked = _parser().parse_args(arguments)
     tls = Tls(authority=asked.tls_ca) if asked.tls or asked.tls_ca else None
     retry = Retry(resume_attempts=3)  # a refusal to resume a stream is reported instead of retried
     with Client(asked.address, token=os.environ.get(VARIABLE), tls=tls, retry=retry) as client:
-        report = _verify(asked, client, tell)
+        report = _verify(asked, client, progress)
     return json.dumps(report.as_dict(), indent=1) if asked.json else as_text(report), not report.differences
 
 
-def _verify(asked: Namespace, client: Client, tell: Tell) -> VerifyReport:
+def _verify(asked: Namespace, client: Client, progress: Progress) -> VerifyReport:
     info = client.model_info()
     tokenize = client.tokenize if info.has_tokenizer else None
     given = asked.prompts
@@ -413,14 +413,14 @@ def _verify(asked: Namespace, client: Client, tell: Tell) -> VerifyReport:
     wanted, expected = _expected(asked, client, prompts, run, report)
     draw, every = Random(asked.seed), settings(info, with_rejection=not is_reproducible)  # noqa: S311
     for setting in every:
-        tell(f"alone: {setting.proposer}, {setting.drafts}")
+        progress(f"alone: {setting.proposer}, {setting.drafts}")
         for case in _fitting(setting, wanted):  # with a shared cache
             job = VerifyJob(setting, case, "alone", run)
             report.add(job, expected[case.name], _answer(client, job))
     others = [job for number in range(asked.rounds) for job in company(every, wanted, run, number, draw)]
     draw.shuffle(others)
     together = min(asked.company, info.max_batch_size)
-    tell(f"in company: {len(others)} requests, {together} at a time")
+    progress(f"in company: {len(others)} requests, {together} at a time")
     with ThreadPoolExecutor(together) as pool:
         try:
             answers = pool.map(lambda job: _answer(client, job), others)

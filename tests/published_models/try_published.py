@@ -93,7 +93,7 @@ def test_only_the_pinned_files_are_taken_and_none_twice(
     assert len(files(tmp_path)) == 3
     assert (tools.asked[0][-2:], tools.asked[1][-1]) == (["thing-a==1.0", "thing-b==1.0"], "@of/words@2.0")
     published.fetch((MODEL, TOKENIZER), tools)
-    assert capsys.readouterr().out == "thing: is there\nwords: is there\n"
+    assert capsys.readouterr().out == "thing: cached\nwords: cached\n"
     (cache / "words-2.0" / "tokenizer.json").unlink()
     published.fetch((MODEL, TOKENIZER), tools)
     assert [command[0] for command in tools.asked] == [sys.executable, "npm", "npm"]
