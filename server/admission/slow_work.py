@@ -3,7 +3,7 @@
 Parsing and validation hold the GIL. One thread does one such task at a time, usually the smallest, and starts the next
 one only after the event loop has seen the last one end. So the event loop waits for at most one task, however many
 callers send large inputs at once. A large input has exclusive use of the memory ("its turn") from parsing until its
-entries are counted or its text is decoded, because four megabytes can become a hundred when they are parsed.
+entries are counted or its text is extracted, because four megabytes can become a hundred when they are parsed.
 
 Tokenization releases the GIL, but can take seconds; it has its own threads, so that parsing does not wait for it.
 """
@@ -177,7 +177,7 @@ class _Lane:
 
 
 def release_turn() -> None:
-    """End the turn of this task's input: its entries are counted, or its text is decoded."""
+    """End the turn of this task's input: its entries are counted, or its text is extracted."""
     _turn.get(InputTurn()).release()
 
 

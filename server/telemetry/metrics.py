@@ -134,7 +134,7 @@ class RequestMetrics:
         self._ended = {reason: total.labels(reason.value) for reason in FinishReason}
         self._rejected = {reason: rejected.labels(reason) for reason in REJECTIONS}
         self._running = make.gauge("requests_running", "Running outputs: sequences that take part in steps.")
-        about = "Queued requests, and outputs of running requests that do not take part in steps yet."
+        about = "Queued requests, and outputs of other requests that wait to take part in steps."
         self._waiting = make.gauge("requests_waiting", about)
         about = "Usage of the queue's limit on requests or tokens, whichever is higher; 1 is full."
         self.queue_usage = make.gauge("queue_usage_ratio", about)

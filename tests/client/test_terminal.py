@@ -31,7 +31,7 @@ def test_text_to_stdout_figures_to_stderr(fake, capsys):
     out, err = capsys.readouterr()
     assert out == " retürn a+b\n"
     for figure in (
-        "4 after 3 of prompt",
+        "4 after a prompt of 3",
         "2.0 tokens/s",
         "750 ms",
         "25.0% of 8",

@@ -272,11 +272,11 @@ def test_the_report_names_differences_and_rows_without_drafts():
     assert lines[3].split() == head
     assert lines[4].split() == ["ngram", "K=2", "0/0", "0/0", "0/1", "0/0", "2", "0", "0"]
     assert lines[-5:] == [
-        "ngram K=2 drafted nothing: its row says nothing about drafts",
-        "ngram auto drafted nothing: its row says nothing about drafts",
+        "ngram K=2 drafted nothing, so its row does not test drafts",
+        "ngram auto drafted nothing, so its row does not test drafts",
         "different: ngram K=2, streamed: greedy, prompt 1, output 0, token 1: token expected 6, found 9",
         "different: ngram auto, streamed: greedy, prompt 1, output 0, token 1: token expected 6, found 8 (a near-tie)",
-        "2 of 3 answers differ, 1 of them by near-ties; log-probabilities differ by 0 at most.",
+        "2 of 3 answers differ, 1 of them by near-ties; log-probabilities differ by at most 0.",
     ]
 
 
@@ -286,7 +286,7 @@ def test_the_text_lists_fifty_differences():
         job = VerifyJob(VerifySetting("ngram", "auto"), VerifyCase(f"case {number}", (1,), {}), "alone", "salt")
         report.add(job, (WANT,), (output((5, 9), (-1.0, -0.5)),))
     different = [line for line in as_text(report).splitlines() if line.startswith("different: ")]
-    assert different[50:] == ["different: 2 more, which --json lists"]
+    assert different[50:] == ["different: 2 more; --json lists all"]
     assert "case 49" in different[49]
     assert len(report.as_dict()["differences"]) == 52
 
