@@ -116,7 +116,7 @@ async def test_without_a_tokenizer_prompts_are_token_ids(capsys):
     async with serving(codec=None, **FEW) as server:
         assert await verify(server, *QUICK) == 0
     out = capsys.readouterr().out
-    left = [line.split(",")[0] for line in out.splitlines() if line.startswith("left out")]
+    left = [line.split(",")[0] for line in out.splitlines() if line.startswith("skipped: ")]
     assert left == ["skipped: JSON schema", "skipped: regex", "skipped: choice"]
 
 

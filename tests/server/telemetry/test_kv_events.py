@@ -256,7 +256,7 @@ def test_what_cannot_be_listened_on_is_named(tmp_path):
     taken = f"ipc://{tmp_path}/no/such/folder"
     with pytest.raises(OSError, match=r"cannot listen on kv_events_endpoint 'ipc://.*/no/such/folder'"):
         ZmqKvEvents(taken, None, TOPIC, "m")
-    with pytest.raises(OSError, match="kv_events_replay_endpoint is 'nonsense'"):
+    with pytest.raises(OSError, match="cannot listen on kv_events_replay_endpoint 'nonsense'"):
         ZmqKvEvents(f"ipc://{tmp_path}/events", "nonsense", TOPIC, "m")
 
 
