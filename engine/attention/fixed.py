@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.reference import arena_rows, hidden_from
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec, arena_rows, hidden_from
+from engine.kv.arena import floats_of, width_of
 from engine.kv.batch import RaggedBatch
-from engine.kv.rounded import floats_of, width_of
 
 BLOCK = 64
 ROWS = 4  # a verified sequence has K + 1, a decoding one 1: more would mostly be padding

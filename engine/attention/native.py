@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.attention import sdpa
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
+from engine.kv.arena import is_rounded, width_of
 from engine.kv.batch import RaggedBatch
-from engine.kv.rounded import is_rounded, width_of
 from engine.machine.threads import pool_threads
 from engine.native import library
 from engine.native.compiled import BITS, AttentionArgs, function

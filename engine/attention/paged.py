@@ -12,11 +12,11 @@ from torch import Tensor
 
 from engine.attention import fixed as fixed_order
 from engine.attention import sdpa
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.kernels import reference
 from engine.kernels.paging import Paging
+from engine.kv.arena import SCALE_BYTES, floats_of, is_rounded, width_of
 from engine.kv.batch import RaggedBatch
-from engine.kv.rounded import SCALE_BYTES, floats_of, is_rounded, width_of
 
 WIDEST_IN_PROMPTS = 256  # numbers of a value
 

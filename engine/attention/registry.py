@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention import fixed, native, paged, reference, sdpa
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.choices import AttentionKind
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, is_interpreted

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention import reference
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
+from engine.kv.arena import floats_of, width_of
 from engine.kv.batch import RaggedBatch
-from engine.kv.rounded import floats_of, width_of
 
 
 def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:

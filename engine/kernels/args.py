@@ -41,7 +41,7 @@ class Fp8Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertStacks:
+class FusedWeights:
     """The matrices of E experts in stacks, as transformers holds them; `[E, in, out]` where they are `transposed`."""
 
     up: Tensor  # [E, 2 inner, in], or [E, inner, in] of a gate that stands alone

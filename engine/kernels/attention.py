@@ -45,7 +45,7 @@ def attend(
 ) -> Tensor:  # [T, heads, value_dim]
     """softmax(q k^T * scale + causal mask, with a sink in its denominator) v, each sequence over its own pages.
 
-    `scaled`: bytes of the float32 scale that each vector of int8 codes begins with (`kv.rounded`); 0 where K and V are
+    `scaled`: bytes of the float32 scale that each vector of int8 codes begins with (`kv.arena`); 0 where K and V are
     floats. `plans` are what `plans_of` says of the same shapes, kept from another layer; else it is asked, with
     `options`. Rows of no tile stay unwritten.
     """

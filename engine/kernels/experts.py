@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.args import ExpertStacks, MatmulTile
+from engine.kernels.args import FusedWeights, MatmulTile
 
 _SEEN = 512  # places that a program looks at together
 _SUMMED = 512  # outputs of one row that one program adds up
@@ -27,7 +27,7 @@ def mix(
     x: Tensor,  # [T, in], its rows dense
     chosen: Tensor,  # [T, k] integers; what is no expert adds nothing
     weights: Tensor,  # [T, k]
-    stacks: ExpertStacks,
+    stacks: FusedWeights,
 ) -> Tensor:  # [T, out]
     """As `reference.mix`. A row's bits hang on no other row but where their number decides which tile all get.
 

@@ -31,7 +31,7 @@ def rotate_and_write(
 ) -> Tensor:  # [T, heads, head_dim]
     """Rotate q and k, store k and v at `kv_rows`, give back q. Computed in float32, rounded once.
 
-    `scaled` as in `attention.attend`: above 0, k and v are rounded again, to int8 as `kv.rounded.round_heads` does it.
+    `scaled` as in `attention.attend`: above 0, k and v are rounded again, to int8 as `reference.round_heads` does it.
     On a GPU a code may differ from that by 1 where it lies halfway between two: its product is not rounded before it.
     """
     num_rows, width = projected.shape

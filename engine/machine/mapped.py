@@ -1,4 +1,4 @@
-"""What is mapped from files, weights and code: releasing it, the progress of reading; memory for converted weights."""
+"""Memory of this process: pages mapped from files, memory freed in C, and the progress of reading weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +97,13 @@ def release_libraries() -> None:
             advise(start, stop - start, _DONTNEED)
 
 
+def release_freed() -> None:
+    """Return memory that the C library holds free to the system, where it can; holds no lock of the interpreter."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def in_pages(tensor: Tensor, *, large: bool) -> None:
     """Ask the system for large or small pages for a tensor that has not been written yet. This is only a hint."""
     advise, (start, length) = _madvise(), _pages(tensor)
@@ -113,6 +118,8 @@ def _pages(tensor: Tensor) -> tuple[int, int]:
 
 
 def _lie_in_file(start: int, length: int) -> bool:
+    import numpy as np  # late: a front end uses `release_freed` only
+
     try:
         with _PAGES.open("rb", buffering=0) as file:
             file.seek(start // mmap.PAGESIZE * 8)

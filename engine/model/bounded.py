@@ -6,8 +6,7 @@ import stat
 from pathlib import Path
 
 from engine.errors import ModelError
-from engine.model.gguf.container import gguf_file
-from engine.model.hub import file_from_hub
+from engine.model.gguf.container import file_from_hub, gguf_file
 
 _MOST = 1 << 22  # bytes of configs and chat templates; published ones have a quarter of it at most
 _LARGER = {  # twice those of the largest published, or more

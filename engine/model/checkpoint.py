@@ -16,8 +16,8 @@ from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError, PilotfishError
 from engine.model.bounded import check_folder, find_file
 from engine.model.decoder.families.described import described_by
-from engine.model.gguf.architectures import config_of
 from engine.model.gguf.container import gguf_file, open_gguf
+from engine.model.gguf.families import config_of
 from engine.model.gguf.tokenizer import chat_template_in
 from engine.model.text_part import text_part
 

@@ -1,7 +1,7 @@
 """Models outside of the table of architectures (`decoder`): transformers' own module, unpatched, in floats.
 
 Of our own there is the attention, through transformers' interface for that; where a model's class has none, or keeps
-more than keys and values, `one_by_one` runs it. Imports transformers.
+more than keys and values, `unbatched` runs it. Imports transformers.
 """
 
 from __future__ import annotations

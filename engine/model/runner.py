@@ -16,8 +16,8 @@ from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.checkpoint import end_tokens_of
 from engine.model.decoder.architecture import architecture_of
-from engine.model.linear.rows import matmul_shape
-from engine.recurrent.states import StateArena
+from engine.model.linear.grouped import matmul_shape
+from engine.recurrent.arena import StateArena
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import Model

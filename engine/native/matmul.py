@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
-from engine.native.blocks import StoredCodes
 from engine.native.compiled import fields, function, library
-from engine.native.groups import Groups, GroupScales, panels_of_groups
-from engine.native.weights import panels_of
+from engine.native.weights import Groups, GroupScales, StoredCodes, panels_of, panels_of_groups
 
 _OUT_BITS = {torch.bfloat16: 16, torch.float32: 32}
 _TYPES = frozenset((torch.uint8, torch.int8, *_OUT_BITS))  # of codes, and of float weights

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.recurrent.states import PartSlots
+from engine.recurrent.arena import PartSlots
 
 
 def conv(

@@ -20,15 +20,14 @@ from engine.attention import choose
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
-from engine.kv.latent import HeadProducts
 from engine.machine.threads import exactly
 from engine.model.decoder.decoder import is_batch_invariant
 from engine.model.decoder.experts import RowProducts
-from engine.model.linear.experts import StackedExperts
-from engine.model.linear.fp8 import Fp8Linear
-from engine.model.linear.w4 import W4Linear
+from engine.model.decoder.latent import HeadProducts
+from engine.model.linear.cuda import Fp8Linear, W4Linear
+from engine.model.linear.experts import FusedExperts
 from engine.model.runner import ModelRunner
-from engine.recurrent.states import StateArena
+from engine.recurrent.arena import StateArena
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import Model
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 TILE = 16
 _SHIFTS = (1, 6, TILE - 5)
-_TILED = (nn.Linear, Fp8Linear, W4Linear, StackedExperts, RowProducts)
+_TILED = (nn.Linear, Fp8Linear, W4Linear, FusedExperts, RowProducts)
 
 
 class Tiled(nn.Module):

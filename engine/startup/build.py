@@ -30,8 +30,8 @@ from engine.model.decoder.decoder import DecoderModel, runs_in_c
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.share import Share
+from engine.model.decoder.stack import Tap
 from engine.model.runner import ModelRunner, Runner, end_tokens
-from engine.model.tap import Tap
 from engine.parallel import Ranks, ShardedRunner, worker_loop
 from engine.proposers import Proposer, Proposers
 from engine.proposers.heads import load_heads
@@ -40,13 +40,12 @@ from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
 from engine.startup.batch_invariance import ensure_batch_invariance
+from engine.startup.device_loop import rounds_for, wants_rounds
 from engine.startup.drafters import Drafters, match_vocabularies
 from engine.startup.implementation import Implementation
-from engine.startup.loop import rounds_for, wants_rounds
-from engine.startup.memory import GIB, kv_gib
+from engine.startup.memory import GIB, TARGET, StatePlan, kv_gib
 from engine.startup.precision import held_as
 from engine.startup.runners import Way, check_allowed
-from engine.startup.states import TARGET, StatePlan
 from engine.types import AUTO
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing

@@ -19,8 +19,8 @@ from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.checkpoint import read_config
 from engine.model.fallback import load_model
-from engine.model.one_by_one import plain_logits, use_own_attention
 from engine.model.quantize import quantised_as
+from engine.model.unbatched import plain_logits, use_own_attention
 from engine.startup.build import build_engine, pick_device
 from engine.types import EMPTY_STATE, StateSpan
 

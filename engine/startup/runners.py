@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import Attend, fitting, native
+from engine.attention.reference import AttentionSpec
 from engine.attention.registry import ATTENTION_NAME
-from engine.attention.spec import AttentionSpec
 from engine.choices import HEADS
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
     from engine.config import EngineConfig
     from engine.model.adapters.store import Adapters
     from engine.model.decoder.decoder import Model
-    from engine.model.one_by_one import OneByOneRunner
-    from engine.recurrent.states import StateArena
+    from engine.model.unbatched import UnbatchedRunner
+    from engine.recurrent.arena import StateArena
 
 log = logging.getLogger(__name__)
 
@@ -87,14 +87,14 @@ class Way:
 
     def runner(
         self, arena: KVArena, adapters: Adapters | None = None, states: StateArena | None = None
-    ) -> ModelRunner | OneByOneRunner:
+    ) -> ModelRunner | UnbatchedRunner:
         """The model over its arena."""
         if self.attend is not None:
             during: Any = nullcontext if adapters is None else adapters.during
             return ModelRunner(self.model, arena, self.attend, during, states)
-        from engine.model.one_by_one import OneByOneRunner  # imports transformers
+        from engine.model.unbatched import UnbatchedRunner  # imports transformers
 
-        return OneByOneRunner(self.model, arena)  # type: ignore[arg-type]  # no decoder
+        return UnbatchedRunner(self.model, arena)  # type: ignore[arg-type]  # no decoder
 
 
 def check_allowed(config: EngineConfig, target: Model) -> None:
@@ -150,7 +150,7 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     Raises:
         ModelError: the model fails; the message says how.
     """
-    from engine.model.one_by_one import plain_logits
+    from engine.model.unbatched import plain_logits
 
     if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
         raise ModelError(f"{_name(model)} attends in code of its own, which knows nothing of ragged batches")
@@ -197,7 +197,7 @@ def _layout_alone(model: PreTrainedModel, reason: str) -> KVLayout:
     Raises:
         ModelError: it does not run so either.
     """
-    from engine.model.one_by_one import TOKENS, OneByOneRunner, cache_layout, plain_logits, use_own_attention
+    from engine.model.unbatched import TOKENS, UnbatchedRunner, cache_layout, plain_logits, use_own_attention
 
     never = _NEVER.get(model.config.model_type)
     # By name what shows only in texts unlike those of the self-test, or there by an error of torch alone.
@@ -210,10 +210,10 @@ def _layout_alone(model: PreTrainedModel, reason: str) -> KVLayout:
         plain = plain_logits(model, _tokens(model)[:_LENGTH])
         try:
             layout = cache_layout(model)
-            _check_logits(model, OneByOneRunner(model, _arena(model, layout)), plain)
+            _check_logits(model, UnbatchedRunner(model, _arena(model, layout)), plain)
         except (ModelError, *_FAULTS) as error:
             layout = TOKENS
-            _check_logits(model, OneByOneRunner(model, _arena(model, layout)), plain)
+            _check_logits(model, UnbatchedRunner(model, _arena(model, layout)), plain)
             log.warning("%s is fed its whole text for every token: %r", _name(model), error)
     except (ModelError, *_FAULTS) as error:
         told = str(error) if isinstance(error, ModelError) else repr(error)

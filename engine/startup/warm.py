@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from engine import heap
 from engine.device_loop.results import Progress, untold
 from engine.engine import Engine
+from engine.machine.mapped import release_freed
 from engine.params import SamplingParams
 from engine.startup.build import build_engine, pick_device
 from engine.startup.calibrate import Calibration, drafters_of, run
-from engine.startup.calibration_text import TEXT
-from engine.text.codec import Codec
+from engine.text.codec import CALIBRATION_TEXT, Codec
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -158,9 +157,9 @@ def _text(engine: Engine, codec: Tokenizer | None = None) -> Seq[int]:
     if engine.calibration_text is not None:
         return engine.calibration_text
     found = Codec.load(engine.config.target, engine.config.revision, kept=False) if codec is None else codec()
-    tokens = () if found is None else [t for t in found.encode(TEXT) if t < engine.vocab_size]
+    tokens = () if found is None else [t for t in found.encode(CALIBRATION_TEXT) if t < engine.vocab_size]
     del found
-    heap.give_back()  # a tokenizer that nobody else needs takes more memory than many a model
+    release_freed()  # a tokenizer that nobody else needs takes more memory than many a model
     return tokens
 
 

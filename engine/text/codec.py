@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
-from engine import heap
 from engine.errors import InvalidRequest
+from engine.machine.mapped import release_freed
 from engine.model.bounded import find_file
 from engine.model.gguf.container import Container, open_gguf
 from engine.model.gguf.tokenizer import tokenizer_faults, tokenizer_in
@@ -21,6 +21,8 @@ from engine.text.spelling import Spelling, steps_of
 from engine.text.stops import NO_ASIDES, NO_STOPS, Asides, Stop, StopSearch, StopStrings
 
 TOKENIZER_FILE = "tokenizer.json"
+# Code and prose of our own, like what callers send: for calibration before the first request.
+CALIBRATION_TEXT = (Path(__file__).parents[1] / "types.py").read_text("utf-8")[:9000]
 _SHORT = 2000  # characters or tokens: converting more takes longer than a millisecond
 
 
@@ -41,7 +43,7 @@ class Codec:
         self.added_tokens = {token.content: i for i, token in added.items()}
         self.special_tokens = frozenset(i for i, token in added.items() if token.special)
         self.spelling = Spelling(tokenizer)
-        heap.give_back()  # what a tokenizer is made of takes several times its own memory
+        release_freed()  # what a tokenizer is made of takes several times its own memory
 
     @cached_property
     def longest_token(self) -> int | None:

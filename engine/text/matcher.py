@@ -18,8 +18,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from engine import heap
 from engine.errors import GrammarFault, ModelError, Unsupported
+from engine.machine.mapped import release_freed
 from engine.text.codec import Codec
 from engine.types import GRAMMAR_TOKENS
 
@@ -105,7 +105,7 @@ class GrammarVocabulary:
             return first_line(str(error))
         finally:
             tokens.tokens.clear()  # the library keeps the object, and has a copy of these
-            heap.give_back()
+            release_freed()
 
     def matcher(self, source: str) -> LLMatcher:
         """Make a matcher with its own lexer; its `get_error` reports what is wrong with `source`."""

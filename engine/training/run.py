@@ -21,10 +21,9 @@ from engine.model.checkpoint import positions, read_config
 from engine.params import SamplingParams
 from engine.startup.build import pick_device
 from engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of, export_head
-from engine.training.loop import HeadTrainer, TrainingStep
-from engine.training.recipe import Schedule, TextPlan
-from engine.training.store import RunFolder, TargetParts, WrittenText
+from engine.training.store import RunFolder, Schedule, TargetParts, TextPlan, WrittenText
 from engine.training.text import Tokens, Writer, continued, own_prompts
+from engine.training.trainer import HeadTrainer, TrainingStep
 
 log = logging.getLogger(__name__)
 

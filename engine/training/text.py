@@ -22,13 +22,12 @@ from engine.machine.threads import use_threads
 from engine.model.checkpoint import shape_of
 from engine.model.decoder.architecture import architecture_of
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.tap import FINAL, Tap
+from engine.model.decoder.stack import FINAL, Tap
 from engine.params import SamplingParams, SpeculationMode
 from engine.proposers.base import Passed, Proposer
 from engine.proposers.heads.features import Features
 from engine.startup.build import assemble, load, pick_device
-from engine.training.recipe import TextPlan
-from engine.training.store import TargetParts, WrittenText
+from engine.training.store import TargetParts, TextPlan, WrittenText
 from engine.types import Request
 
 Tokens = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""`pilotfish check`: prints the report of `engine.startup.doctor` as text or as JSON."""
+"""`pilotfish check`: prints the report of `engine.startup.check` as text or as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from engine.startup.doctor import DoctorReport
+    from engine.startup.check import CheckReport
 
 
 ERRORS = (ValidationError, OSError)
@@ -26,7 +26,7 @@ Besides: --no-load reads the configs only, and --json prints JSON.
 
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     """Return the report as text, and whether the pair works."""
-    from engine.startup.doctor import check, problems_told
+    from engine.startup.check import check, problems_told
     from server.chat import ChatTemplate
 
     flag = {"action": "store_true"}
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     return json.dumps(report.as_dict(), indent=2) if asked.json else as_text(report), report.works
 
 
-def as_text(report: DoctorReport) -> str:
+def as_text(report: CheckReport) -> str:
     """Format the report: sections of aligned lines, then the verdict."""
     lines: list[str] = []
     width = max(len(finding.name) for finding in report.findings)

@@ -8,10 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention import choose, fixed, native, paged, reference, registry, sdpa
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.errors import ModelError
+from engine.kernels.reference import round_heads
+from engine.kv.arena import floats_of
 from engine.kv.batch import Feed, RaggedBatch
-from engine.kv.rounded import floats_of, round_heads
 
 
 def _problem(seed: int, lens: list[tuple[int, int]], page: int, kv_heads: int, group: int, dim: int, longest: int = 64):

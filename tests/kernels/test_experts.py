@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import experts, reference
-from engine.kernels.args import ExpertStacks
-from engine.model.linear.experts import StackedExperts
+from engine.kernels.args import FusedWeights
+from engine.model.linear.experts import FusedExperts
 from engine.native.experts import ExpertGate
 from tests.interpreting import DEVICE
 from tests.kernels.test_attention import LOOKING
@@ -34,7 +34,7 @@ def stacks_of(
     *,
     transposed: bool = False,
     has_bias: bool = False,
-) -> ExpertStacks:
+) -> FusedWeights:
     """Random matrices of these many inputs, numbers between, and outputs."""
     generator = torch.Generator().manual_seed(seed)
     inputs, inner, outputs = sizes
@@ -45,7 +45,7 @@ def stacks_of(
         drawn.append((matrix.to(DEVICE, dtype), None if bias is None else bias.to(DEVICE, dtype)))
     (up, up_bias), (down, down_bias) = drawn
     biases = None if up_bias is None else (up_bias, down_bias)
-    return StackedExperts(up, down, biases, gate, experts.mix, transposed=transposed).stacks
+    return FusedExperts(up, down, biases, gate, experts.mix, transposed=transposed).fused
 
 
 def batch(seed: int, rows: int, each: int, num: int, inputs: int, dtype: torch.dtype = torch.float32):

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.kv.batch import Feed
-from engine.kv.latent import latent_of
 from engine.model.adapters.peft import LoraMatrices, read_adapter
 from engine.model.decoder.attention import JoinedPart
-from engine.model.linear.fp8 import Fp8Linear
+from engine.model.decoder.latent import latent_of
+from engine.model.linear.cuda import Fp8Linear
+from engine.model.linear.grouped import matmul_shape
 from engine.model.linear.low_rank import (
     AdapterHook,
     LowRankProduct,
@@ -31,7 +32,6 @@ from engine.model.linear.low_rank import (
     block_diagonal,
     grouped,
 )
-from engine.model.linear.rows import matmul_shape
 from engine.types import Adapter
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.kv.arena import LayerKV
 from engine.model.decoder.rotary import QueryGrowth, RotaryTable
-from engine.recurrent.states import StatePart
+from engine.recurrent.arena import StatePart
 
 
 class Mixer(Protocol):

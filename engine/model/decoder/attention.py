@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.attention.reference import AttentionSpec
 from engine.attention.registry import Ragged
-from engine.attention.spec import AttentionSpec
-from engine.kv.rounded import SCALE_BYTES, is_rounded
+from engine.kv.arena import SCALE_BYTES, is_rounded
 from engine.model.decoder.architecture import AttentionLayer
 from engine.model.decoder.norms import RMSNorm, norm_of, norm_of_heads
 from engine.model.decoder.ops import LayerOps

@@ -33,27 +33,25 @@ from engine.model.decoder.gemma import (
 from engine.model.decoder.latent import LatentAttention, LatentLayer
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.rotary import Rotations
-from engine.model.decoder.stack import Stack
-from engine.model.decoder.states.layers import (
+from engine.model.decoder.recurrent.layers import (
     BesideLayer,
     ConvLayer,
     DeltaLayer,
     FeedLayer,
     Mamba1Layer,
     Mamba2Layer,
+    SharedLayer,
 )
-from engine.model.decoder.states.modules import Beside, GatedDelta, Mamba1, Mamba2, ShortConv
-from engine.model.decoder.states.shared import Shared, SharedLayer
+from engine.model.decoder.recurrent.modules import Beside, GatedDelta, Mamba1, Mamba2, Shared, ShortConv
+from engine.model.decoder.rotary import Rotations
+from engine.model.decoder.stack import FINAL, Stack
 from engine.model.decoder.weights import Embedding, WeightReader
 from engine.model.linear.activations import ELEMENTWISE
-from engine.model.linear.experts import StackedExperts
-from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.cuda import Fp8Linear, W4Linear
+from engine.model.linear.experts import FusedExperts
 from engine.model.linear.grouped import GroupedLinear
-from engine.model.linear.w4 import W4Linear
-from engine.model.tap import FINAL
 from engine.native import PackedMatrix
-from engine.recurrent.states import StatePart
+from engine.recurrent.arena import StatePart
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -226,7 +224,7 @@ def use_ops(model: nn.Module, architecture: Architecture, ops: LayerOps, like: T
             module.use(found)
         elif isinstance(module, GroupedAttention | GatedMLP):
             module.ops = found
-        elif isinstance(module, StackedExperts):
+        elif isinstance(module, FusedExperts):
             module.mix = found.mix
 
 

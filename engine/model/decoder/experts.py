@@ -13,7 +13,7 @@ from engine.kernels import reference
 from engine.model.decoder.feed_forward import GatedFeed, GatedMLP, PlainFeed, PlainMLP
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
-from engine.model.linear.experts import RoutedExperts, StackedExperts
+from engine.model.linear.experts import FusedExperts, RoutedExperts
 from engine.native import PackedMatrix, multiplies, rows_for
 from engine.native.experts import ExpertGate
 
@@ -142,8 +142,8 @@ class MixtureMLP(nn.Module):
         downs = each.experts("down_proj", ("down_proj",), count, read, feed.inner, **form)
         both = cast("list[nn.Linear]", ups), cast("list[nn.Linear]", downs)
         in_c = weights.packs and weights.device.type == "cpu"
-        is_one_by_one = in_c or not all(isinstance(parts[0], nn.Linear) for parts in both)  # codes are not stacked
-        self.experts = RoutedExperts(*both, feed.gate) if is_one_by_one else _stacked(*both, feed.gate)
+        runs_singly = in_c or not all(isinstance(parts[0], nn.Linear) for parts in both)  # codes are not stacked
+        self.experts = RoutedExperts(*both, feed.gate) if runs_singly else _fused(*both, feed.gate)
         if feed.latent is not None:
             self.fc1_latent_proj = weights.matrix({"fc1_latent_proj": read}, width, has_bias=False)
             self.fc2_latent_proj = weights.matrix({"fc2_latent_proj": width}, read, has_bias=False)
@@ -197,10 +197,10 @@ class RowProducts(nn.Module):
         return torch.cat([F.linear(part.clone(), self.weight.float(), self.bias) for part in parts])
 
 
-def _stacked(ups: list[nn.Linear], downs: list[nn.Linear], gate: ExpertGate) -> StackedExperts:
+def _fused(ups: list[nn.Linear], downs: list[nn.Linear], gate: ExpertGate) -> FusedExperts:
     """The matrices of all experts in two stacks, for one function; plain torch until a model is given kernels."""
     up, down = (torch.stack([matmul.weight.detach() for matmul in matmuls]) for matmuls in (ups, downs))
     biases = None
     if ups[0].bias is not None:
         biases = torch.stack([matmul.bias for matmul in ups]), torch.stack([matmul.bias for matmul in downs])
-    return StackedExperts(up, down, biases, gate, reference.mix)
+    return FusedExperts(up, down, biases, gate, reference.mix)

@@ -17,7 +17,7 @@ from engine.model.decoder.norms import norm_of
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import RowWise
-from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.cuda import Fp8Linear
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.low_rank import add_products
 from engine.native import rows_for

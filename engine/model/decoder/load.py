@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from engine import heap
 from engine.choices import Rounded, Weights
 from engine.errors import ModelError
+from engine.machine.mapped import release_freed
 from engine.model.checkpoint import end_tokens_of, read_end_tokens, told_as_model_error
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.decoder import DecoderModel
@@ -78,7 +78,7 @@ def load_decoder(
         made = DecoderModel(architecture, config, reader)
     if share is not None:
         sum_results(made, share)
-    heap.give_back()  # what codes were on their way to panels
+    release_freed()  # what codes were on their way to panels
     ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None
     return made.eval()
@@ -160,7 +160,7 @@ def check(
         if TABLE not in weights:
             del wanted[TABLE]
     held = {key: tuple(weight.shape) for key, weight in weights.items()}
-    for key, (count, *sizes) in _stacks_of(held).items():
+    for key, (count, *sizes) in _fused_shapes(held).items():
         held[key] = count, *(reversed(sizes) if architecture.transposes_experts else sizes)
     missing = sorted(wanted.keys() - held.keys())
     if missing:
@@ -171,7 +171,7 @@ def check(
             raise ModelError(f"model {name!r}: {key} is of shape {has}; its config says {list(shape)}")
 
 
-def _stacks_of(shapes: Shapes) -> Shapes:
+def _fused_shapes(shapes: Shapes) -> Shapes:
     """The shapes of stacks that matrices of experts would have, which a checkpoint has one by one."""
     several: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
     for key, shape in shapes.items():

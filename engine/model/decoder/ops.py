@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.kernels import faults, reference
 from engine.kernels.args import Fp8Rows
+from engine.model.linear.cuda import Multiply, W4Linear
 from engine.model.linear.experts import Mix
-from engine.model.linear.w4 import Multiply, W4Linear
 
 log = logging.getLogger(__name__)
 

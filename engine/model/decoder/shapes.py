@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from engine.choices import Rounded, Weights
 from engine.model.decoder.architecture import Architecture, Layer
 from engine.model.decoder.decoder import DecoderLayer, read_ends
-from engine.model.decoder.weights import HEAD, TABLE, WeightReader, converted_by, linear, stack_of
+from engine.model.decoder.weights import HEAD, TABLE, WeightReader, converted_by, fused_name, linear
 from engine.model.linear.rounding import bits_of, rounded_bytes
 from engine.native import ALIGNED
 
 if TYPE_CHECKING:
-    from engine.model.linear.fp8 import Fp8Linear
-    from engine.model.linear.w4 import W4Linear
+    from engine.model.linear.cuda import Fp8Linear, W4Linear
     from engine.model.published.base import Codes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -152,7 +151,7 @@ def num_bytes(
         wanted[HEAD] = wanted[TABLE]  # its panels; the table keeps the codes
     kept = dict[str, int]()
     for key, each in codes.items():
-        kept[stack_of(key)] = kept.get(stack_of(key), 0) + (each.num_bytes or 0)
+        kept[fused_name(key)] = kept.get(fused_name(key), 0) + (each.num_bytes or 0)
 
     def size(name: str, weight: ReadWeight) -> int:
         found = kept.get(name, kept.get(HEAD) if is_tied and name == TABLE else None)

@@ -27,7 +27,7 @@ from engine.model.decoder.experts import Experts
 from engine.model.decoder.feed_forward import GatedFeed, PlainFeed
 from engine.model.decoder.latent import LatentLayer
 from engine.model.decoder.shapes import shapes_of
-from engine.model.decoder.weights import stack_of
+from engine.model.decoder.weights import fused_name
 from engine.native.experts import ExpertGate
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class ShareOfWeights(UserDict[str, "Tensor | Codes"]):
         }
 
     def __getitem__(self, key: str) -> Tensor | Codes:
-        found, axis, stem = self.data[key], self._axes.get(stack_of(key)), _STEM.sub("", key)
+        found, axis, stem = self.data[key], self._axes.get(fused_name(key)), _STEM.sub("", key)
         if axis is None:
             # What is added to a sum over all shares is added once.
             is_of_sum = key.endswith("bias") and not self._axes.keys().isdisjoint((stem, f"{stem}.weight"))

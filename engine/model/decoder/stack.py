@@ -14,16 +14,45 @@ from torch import Tensor, nn
 
 from engine.attention import native
 from engine.attention.registry import Ragged
+from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.model.decoder.attention import GroupedAttention
 from engine.model.decoder.feed_forward import GatedMLP
 from engine.model.decoder.norms import RMSNorm
-from engine.model.linear.packed import packed_of
-from engine.model.tap import FINAL, Tap
+from engine.model.linear.grouped import packed_of
 from engine.native import rows_for
 from engine.native.layers import LayerParts, Layers
 
+FINAL = -1  # the place after the final norm: what the output matrix reads
 Rotary = tuple[Tensor, Tensor]  # cos and sin, [1, T, head_dim]
+
+
+class Tap:
+    """Keeps hidden states of a decoder's last pass: `[T, hidden]` for each place, one row per token of the batch.
+
+    A place is the number of layers before it: 0 is the embedding, the model's depth the output of its last layer
+    before the final norm, and `FINAL` the input of the output matrix.
+
+    Raises:
+        ModelError: the model, a decoder, has no such place.
+    """
+
+    def __init__(self, model: Any, places: Iterable[int] = (FINAL,)) -> None:
+        self.places, self._rows = frozenset(places), dict[int, Tensor]()
+        between, layers = sorted(self.places - {FINAL}), model.model.layers
+        if between and not 0 <= between[0] <= between[-1] <= len(layers):
+            raise ModelError(f"a head reads the target after {between} layers; it has {len(layers)}")
+        layers.taps = (*layers.taps, self)
+
+    def read(self, places: Seq[int]) -> Tensor | None:
+        """The rows of the last pass at `places`, `[T, len(places) * hidden]`; None before any pass."""
+        if not all(place in self._rows for place in places):
+            return None
+        return torch.cat([self._rows[place] for place in places], -1) if len(places) > 1 else self._rows[places[0]]
+
+    def keep(self, place: int, rows: Tensor) -> None:
+        """Rows `[T, hidden]` of the pass that runs; they are read before the next one."""
+        self._rows[place] = rows
 
 
 class Stack(nn.ModuleList):
@@ -46,10 +75,10 @@ class Stack(nn.ModuleList):
 
         `beside`: what each layer reads beside its hidden state, where it reads more.
         """
-        run = self.at_once if self.serves(hidden_states, rotary, ragged) else self.one_by_one
+        run = self.in_one_call if self.serves(hidden_states, rotary, ragged) else self.layer_by_layer
         return run(hidden_states, rotary, ragged, beside)
 
-    def one_by_one(
+    def layer_by_layer(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
     ) -> Tensor:
         """Run layer after layer."""
@@ -83,10 +112,10 @@ class Stack(nn.ModuleList):
             if place in tap.places:
                 tap.keep(place, rows)
 
-    def at_once(
+    def in_one_call(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
     ) -> Tensor:
-        """Run all layers in C, with the same bits as `one_by_one`."""
+        """Run all layers in C, with the same bits as `layer_by_layer`."""
         shape, first = ragged.arena.layout.same, cast("Any", self._modules["0"])
         assert shape is not None, "`serves` said no"
         where = native.args_of(ragged.batch, first.layer.mixer.heads, shape.heads, shape.key_dim)

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from engine.choices import Rounded, Weights
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.linear.fp8 import Fp8Linear
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide, are_finite
-from engine.model.linear.packed import PackedLinear
+from engine.model.linear.cuda import Fp8Linear, W4Linear
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, PackedLinear, SideBySide, are_finite
 from engine.model.linear.rounding import bits_of, round_weight
-from engine.model.linear.w4 import W4Linear
 from engine.model.published.base import CodedEmbedding, Codes, of_groups
 from engine.native import PackedMatrix, multiplies, rows_for
 
@@ -291,7 +289,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
-def stack_of(key: str) -> str:
+def fused_name(key: str) -> str:
     """The name of the stack that has the matrix of an expert; any other weight's own name."""
     found = SINGLE.fullmatch(key)
     return key if found is None else f"{found[1]}.{'down_proj' if found[3] == 'down_proj' else 'gate_up_proj'}"

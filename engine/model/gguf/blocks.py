@@ -18,7 +18,7 @@ from engine.errors import ModelError
 from engine.model.gguf.container import StoredTensor
 from engine.model.gguf.header import BlockKind
 from engine.model.linear.grouped import GroupedCodes
-from engine.native.blocks import StoredCodes, splits
+from engine.native.weights import StoredCodes, splits
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FIELDS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, each a row for each output
@@ -66,7 +66,7 @@ def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
     """Rows of blocks, each uint8 `[out, bytes]` -> the matrix of all rows as codes; for types that have a size."""
     blocks = (raws[0] if len(raws) == 1 else torch.cat(raws)).unflatten(-1, (-1, kind.size))
     if not splits(kind.name):
-        return GroupedCodes.stacked([_SPLITS[kind.name](chunk) for chunk in blocks.split(_CHUNK)])
+        return GroupedCodes.concatenated([_SPLITS[kind.name](chunk) for chunk in blocks.split(_CHUNK)])
     one = _of_zeros(kind)
     codes = StoredCodes(kind.name, blocks, [getattr(one, name) for name in _FIELDS])
     split: dict[str, Any] = dict(zip(_FIELDS, (codes, *codes.scales()), strict=True))

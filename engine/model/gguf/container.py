@@ -20,7 +20,6 @@ import numpy as np
 
 from engine.errors import ModelError, shown
 from engine.model.gguf.header import MOST_ENTRIES, BlockKind, Cursor, Numbers, Strings, Text
-from engine.model.hub import file_from_hub
 
 T = TypeVar("T")
 
@@ -280,3 +279,20 @@ def _only_one(folder: Path) -> Path | None:
         names = ", ".join(path.name for path in found)
         raise ModelError(f"{str(folder)!r} holds {len(found)} GGUF files: name one of {names}")
     return found[0]
+
+
+def file_from_hub(checkpoint: str, name: str, revision: str | None) -> Path:
+    """The path of a file, downloaded or kept from before.
+
+    Raises:
+        FileNotFoundError: the checkpoint has no such file.
+        OSError, ValueError: there is no such checkpoint, no network, or the name is none.
+    """
+    # Importing the client takes a quarter of a second and 18 MB, which a local checkpoint need not wait for.
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(checkpoint, name, revision=revision))
+    except EntryNotFoundError as error:
+        raise FileNotFoundError(str(error)) from error

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.args import ExpertStacks
-from engine.model.linear.packed import packed_of
+from engine.kernels.args import FusedWeights
+from engine.model.linear.grouped import packed_of
 from engine.native import rows_for
 from engine.native.experts import ExpertGate, ExpertMatrices
 
@@ -57,10 +57,10 @@ class RoutedExperts(nn.Module):
         return ready if serves else None
 
 
-Mix = Callable[[Tensor, Tensor, Tensor, ExpertStacks], Tensor]  # `kernels.experts.mix`, or its reference
+Mix = Callable[[Tensor, Tensor, Tensor, FusedWeights], Tensor]  # `kernels.experts.mix`, or its reference
 
 
-class StackedExperts(nn.Module):
+class FusedExperts(nn.Module):
     """The same as one function over the stacks of all experts, for CUDA."""
 
     up: Tensor
@@ -72,7 +72,7 @@ class StackedExperts(nn.Module):
         self, up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor] | None, gate: ExpertGate, mix: Mix, *,
         transposed: bool = False,
     ) -> None:  # fmt: skip
-        """Take the stacks, as `ExpertStacks` says, and what runs them."""
+        """Take the stacks, as `FusedWeights` says, and what runs them."""
         super().__init__()
         up_bias, down_bias = biases or (None, None)
         for name, stack in (("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)):
@@ -80,14 +80,14 @@ class StackedExperts(nn.Module):
         self.gate, self.mix, self.transposed = gate, mix, transposed
 
     @property
-    def stacks(self) -> ExpertStacks:
+    def fused(self) -> FusedWeights:
         """What the function is given."""
         gate = self.gate
-        return ExpertStacks(
+        return FusedWeights(
             self.up, self.down, self.up_bias, self.down_bias, self.transposed,
             gate, (gate.linear, gate.cubic, gate.limit, gate.plus), gate.squared, gate.alone, gate.interleaved,
         )  # fmt: skip
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As `RoutedExperts.forward`."""
-        return self.mix(hidden_states, top_k_index, top_k_weights, self.stacks)
+        return self.mix(hidden_states, top_k_index, top_k_weights, self.fused)

@@ -98,7 +98,7 @@ def of_groups(codes: GroupedCodes) -> Codes:
     return Codes(shape, codes.dequantised, codes.nbytes, lambda: codes, lambda ids: codes.rows(ids).dequantised())
 
 
-def stacked(matrices: Seq[Codes], *, transposed: bool) -> Codes:
+def fused(matrices: Seq[Codes], *, transposed: bool) -> Codes:
     """The matrices of a mixture's experts, `[experts, out, in]`, or `[experts, in, out]` where it is `transposed`."""
     one, sizes = matrices[0].shape, [size for matrix in matrices if (size := matrix.num_bytes) is not None]
     shape = len(matrices), *(one[::-1] if transposed else one)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.published.base import Codes, Weights, expect, stacked, taken, unpack4
+from engine.model.published.base import Codes, Weights, expect, fused, taken, unpack4
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_FP8 = ("_scale_inv", "_scale")
@@ -106,7 +106,7 @@ def _experts(name: str, blocks: Tensor, scales: Tensor) -> Codes:
     experts, out, groups, half = blocks.shape
     expect(name + _SCALES, scales, (experts, out, groups), torch.uint8)
     pairs, shape = zip(blocks, scales, strict=True), (out, groups * half * 2)
-    return stacked([Codes(shape, partial(_expert, *pair)) for pair in pairs], transposed=True)
+    return fused([Codes(shape, partial(_expert, *pair)) for pair in pairs], transposed=True)
 
 
 def _expert(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.gguf.architectures import HAS_CODES, METHOD
 from engine.model.gguf.container import open_gguf
+from engine.model.gguf.families import HAS_CODES, METHOD
 from engine.model.linear.grouped import GroupedCodes
 from engine.model.published import compressed, floats, gptq
 from engine.model.published.base import Codes, Weights, of_groups, with_codes

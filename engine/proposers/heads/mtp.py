@@ -35,10 +35,10 @@ from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.load import check, prepared
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.shapes import Shapes, shapes_of
-from engine.model.decoder.weights import HEAD, TABLE, WeightReader, stack_of
+from engine.model.decoder.stack import FINAL
+from engine.model.decoder.weights import HEAD, TABLE, WeightReader, fused_name
 from engine.model.gguf.container import gguf_file
 from engine.model.published.methods import quantisation_of, read_weights
-from engine.model.tap import FINAL
 from engine.model.text_part import names_in_whole
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.eagle import JoiningHead
@@ -176,6 +176,6 @@ def _check(name: str, architecture: Architecture, weights: Mapping[str, Tensor |
     own[f"model.{_MATRIX}.weight"] = width, 2 * width
     check(f"{name} (MTP layer)", architecture, {TABLE: table, HEAD: table, **weights}, own)
     known = shapes_of(architecture).keys() | own.keys()
-    others = sorted(key for key in weights if not {key, stack_of(key)} & known)
+    others = sorted(key for key in weights if not {key, fused_name(key)} & known)
     if others:
         raise ModelError(f"mtp: {name!r} has {others[0]} in its MTP layer, which is not known")

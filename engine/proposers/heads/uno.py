@@ -31,7 +31,7 @@ from engine.model.runner import Runner
 from engine.proposers.base import Proposal, Proposer
 from engine.proposers.chain import Chain, chains_of, draw_at_once, proposal_of
 from engine.proposers.heads.base import Head, HeadContext
-from engine.recurrent.states import parts_of
+from engine.recurrent.arena import parts_of
 from engine.sampling.noise import Stream, uniform
 from engine.stats import Forward
 from engine.types import Adapter, Sequence

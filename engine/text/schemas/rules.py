@@ -18,15 +18,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import combinations
 from typing import TypeVar
 
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.text.matcher import first_line, parser_limits
 from engine.text.schemas.branches import Branches
 from engine.text.schemas.keywords import JSON, TEXT, Branch, Document, Keywords, Schema, values_of
 from engine.text.schemas.numbers import SPACES, NumberSet
 from engine.text.schemas.patterns import Alphabet, texts
-from engine.text.schemas.terminals import Texts, is_empty
 
+_LIMITS = parser_limits(initial_lexer_fuel=300_000)  # some 20 ms: a schema may ask hundreds of questions
+_NO_WAY_ON = "NoExtensionBias"  # the library's report where neither a byte nor the end is possible
 _MAX_STATES = 2_000  # of an object whose properties are counted
 _MAX_CLASSES = 64  # of the names that match some of the patterns
 _QUESTION, _NAME = 100, 4  # parts: what it costs to ask whether a terminal is empty, and whether a name fits
@@ -422,3 +427,43 @@ def _repeated(item: str, low: int, high: int | None, *, is_first: bool) -> str:
         return f"({_COMMA}{item}){{{max(0, low)},{most}}}"
     further = f"({_COMMA}{item}){{{max(0, low - 1)},{'' if high is None else high - 1}}}" if high != 1 else ""
     return f"{item} {further}" if low > 0 else f"({item} {further})?"
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def _matcher(terminal: str) -> LLMatcher:
+    source = LLMatcher.grammar_from_lark(f"start: T\nT: {terminal}\n")
+    matcher = LLMatcher(_bytes(), source, log_level=0, limits=_LIMITS)
+    _check(matcher)
+    return matcher
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise ValueError(first_line(matcher.get_error()))
+
+
+def is_empty(terminal: str) -> bool:
+    """Whether a terminal matches nothing. ValueError: it is wrong, or too costly."""
+    matcher = _matcher(terminal)
+    matcher.compute_bitmask()
+    if matcher.is_error() and matcher.get_error().startswith(_NO_WAY_ON):
+        return True
+    _check(matcher)
+    return False
+
+
+class Texts:
+    """The texts that a terminal matches. ValueError: it is wrong, or too costly."""
+
+    def __init__(self, terminal: str) -> None:
+        self._matcher = _matcher(terminal)
+
+    def __contains__(self, text: str) -> bool:
+        matcher, tokens = self._matcher.deep_copy(), list(text.encode())
+        found = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        _check(matcher)
+        return found

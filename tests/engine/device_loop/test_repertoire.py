@@ -222,7 +222,7 @@ def test_attention_that_does_not_fit_means_plain_steps(
 ) -> None:
     """Triton's error is none of Python's own kinds: it would end the load."""
     ops = RoundOps(partial(refusing, fault=fault), PLAIN.choose, PLAIN.commit)
-    monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: ops)
+    monkeypatch.setattr("engine.startup.device_loop.ops_on", lambda _: ops)
     with pytest.raises(ModelError, match="a round of this model fails: out of resource"):
         engine_of()
     for module in ("build", "loop"):

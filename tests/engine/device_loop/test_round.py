@@ -25,7 +25,7 @@ from engine.params import SamplingParams, SpeculationMode, Verification
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
 from engine.scheduler import Work
-from engine.startup.loop import ops_on
+from engine.startup.device_loop import ops_on
 from engine.types import FinishReason, KVCursor, Request
 from tests import fakes, zoo
 from tests.card import Card, here

@@ -18,7 +18,7 @@ from engine.kv.batch import Feed
 from engine.model.adapters.peft import read_adapter
 from engine.model.adapters.store import Adapters
 from engine.model.decoder.attention import JoinedPart
-from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.cuda import Fp8Linear
 from engine.model.linear.low_rank import LowRankProduct
 from tests import adapters, zoo
 

@@ -24,12 +24,12 @@ from engine.model.decoder.experts import MixtureMLP
 from engine.model.decoder.families.table import FAMILIES, architecture_for
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
+from engine.model.decoder.stack import FINAL, Tap
 from engine.model.linear.rounding import round_weight
-from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner, layout_of_model
-from engine.model.tap import FINAL, Tap
+from engine.model.unbatched import plain_logits
 from engine.proposers.model import first_layers
-from engine.recurrent.states import StateArena
+from engine.recurrent.arena import StateArena
 from engine.types import EMPTY_STATE, StateSpan
 from tests import zoo
 from tests.classes import tiny

@@ -21,8 +21,7 @@ from engine.kernels.reference import round_rows
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.shapes import num_bytes
-from engine.model.linear.fp8 import Fp8Linear
-from engine.model.linear.w4 import W4Linear, round_weight
+from engine.model.linear.cuda import Fp8Linear, W4Linear, round_weight
 from engine.startup.build import load
 from engine.startup.precision import weights_of
 from models import embedded_target

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from engine.model.linear import grouped
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide
-from engine.model.linear.rows import round_rows
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide, round_rows
 from tests.drawn import numbers
 from tests.drawn_codes import FORMS, codes
 

@@ -18,14 +18,14 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, LayerKV
 from engine.kv.batch import Feed
-from engine.kv.latent import HeadProducts
 from engine.machine.threads import exactly
 from engine.model.adapters.store import find_place
 from engine.model.decoder.decoder import is_batch_invariant
 from engine.model.decoder.families.table import architecture_for
+from engine.model.decoder.latent import HeadProducts
 from engine.model.fallback import kv_layout
 from engine.model.runner import ModelRunner, layout_of_model
-from engine.startup.doctor import Facts
+from engine.startup.check import Facts
 from tests import adapters, zoo
 from tests.families import generate
 

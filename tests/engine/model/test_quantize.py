@@ -15,8 +15,7 @@ from engine.choices import Rounded, Weights
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.linear.grouped import GroupedLinear
-from engine.model.linear.packed import PackedLinear
+from engine.model.linear.grouped import GroupedLinear, PackedLinear
 from engine.model.published.base import CodedEmbedding
 from engine.model.quantize import save_quantised
 from engine.startup.build import load, pick_device

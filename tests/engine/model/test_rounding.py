@@ -14,9 +14,8 @@ from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear import grouped, rows
 from engine.model.linear.activations import RowWise
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, round_rows
 from engine.model.linear.rounding import _in_torch, round_weight
-from engine.model.linear.rows import round_rows
 from tests import zoo
 from tests.drawn import numbers
 

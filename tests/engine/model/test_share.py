@@ -26,7 +26,7 @@ from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.shapes import is_aligned, shapes_of
 from engine.model.decoder.share import Share, ShareOfWeights, share_of, sum_results
 from engine.model.decoder.weights import WeightReader
-from engine.model.one_by_one import plain_logits
+from engine.model.unbatched import plain_logits
 from engine.startup.implementation import Implementation
 from tests import zoo
 from tests.engine.model.test_decoder import CASES, CPU, _model, _off, _runner, feed

@@ -14,9 +14,8 @@ from engine.attention import reference
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
-from engine.model.decoder.stack import Stack
+from engine.model.decoder.stack import FINAL, Stack, Tap
 from engine.model.runner import ModelRunner, layout_of_model
-from engine.model.tap import FINAL, Tap
 from engine.native import library
 from tests import zoo
 

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.model.tap import FINAL
+from engine.model.decoder.stack import FINAL
 from engine.proposers.heads import proposer
 from engine.proposers.model import first_layers
 from engine.startup.build import assemble

@@ -17,18 +17,18 @@ from engine.model.linear.grouped import kernel_name
 from engine.model.quantize import save_quantised
 from engine.native import instructions, multiplies
 from engine.native.compiled import Loaded
-from engine.startup.doctor import DoctorReport, check
+from engine.startup.check import CheckReport, check
 from models import embedded_draft, embedded_target
 from tests import zoo
 from tests.respell import shuffled
 
 
-def doctor(target: object, draft: object = None, *, load: bool = False, **config: object) -> DoctorReport:
+def doctor(target: object, draft: object = None, *, load: bool = False, **config: object) -> CheckReport:
     settings = {"target": str(target), "draft": None if draft is None else str(draft), "threads": 1}
     return check(EngineConfig(**settings | config), load=load)
 
 
-def line(report: DoctorReport, section: str, name: str) -> str:
+def line(report: CheckReport, section: str, name: str) -> str:
     return report.as_dict()[section][name]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from engine.attention import reference
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.batch import RaggedBatch

@@ -17,10 +17,9 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.params import SamplingParams
 from engine.proposers.heads.eagle import load_eagle
-from engine.training import loop
-from engine.training.recipe import Schedule, TextPlan
+from engine.training import trainer
 from engine.training.run import TrainingJob, train_draft
-from engine.training.store import RunFolder, WrittenText
+from engine.training.store import RunFolder, Schedule, TextPlan, WrittenText
 from engine.training.text import Writer, places_of
 from tests import zoo
 
@@ -35,7 +34,7 @@ class Interrupting:
     def __init__(self, after_texts: int | None = None, after_step: int | None = None, of: int = TEXT.texts) -> None:
         self.after_texts, self.after_step, self.of = after_texts, after_step, of
         self.texts: list[int] = []
-        self.reports: list[loop.TrainingStep] = []
+        self.reports: list[trainer.TrainingStep] = []
 
     def wrote(self, done: int, total: int, tokens: int) -> None:
         assert tokens > 0
@@ -44,7 +43,7 @@ class Interrupting:
         if done == self.after_texts:
             raise KeyboardInterrupt
 
-    def trained(self, report: loop.TrainingStep) -> None:
+    def trained(self, report: trainer.TrainingStep) -> None:
         assert not any(map(math.isnan, report.losses))
         self.reports.append(report)
         if report.step == self.after_step:
@@ -65,7 +64,7 @@ def job_in(target: Path, out: Path) -> TrainingJob:
 
 @pytest.fixture
 def job(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
-    monkeypatch.setattr(loop, "SAVE_EVERY", 2)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 2)
     return job_in(target, tmp_path / "head")
 
 
@@ -79,7 +78,7 @@ def whole(target: Path, told: Interrupting, tmp_path_factory: pytest.TempPathFac
     """One that was run to its end."""
     job = job_in(target, tmp_path_factory.mktemp("whole") / "head")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "SAVE_EVERY", 2)
+        patch.setattr(trainer, "SAVE_EVERY", 2)
         train_draft(job, told)
     return job
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.model.decoder.architecture import Architecture, AttentionLayer, HeadNorm, LearnedPositions, NormForm
 from engine.model.decoder.families.builders import decoder, gated, grouped, plain, refuse, with_attention
 from engine.model.decoder.rotary import RotaryTable

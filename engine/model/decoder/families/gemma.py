@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.model.decoder.architecture import (
     FOUR_NORMS,
     Architecture,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.model.decoder.architecture import NORMS_AFTER, Architecture, HeadNorm, Mixer, NormForm
 from engine.model.decoder.experts import Experts, Router
 from engine.model.decoder.families.builders import (

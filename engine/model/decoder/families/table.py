@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.errors import ModelError
 from engine.model.decoder.architecture import (
     NORMS_AFTER,
@@ -38,7 +38,6 @@ from engine.model.decoder.families.gemma import GEMMA
 from engine.model.decoder.families.hybrid import HYBRIDS
 from engine.model.decoder.families.mixtures import MIXTURES
 from engine.model.decoder.families.sparse import SPARSE
-from engine.model.decoder.families.states import STATES
 from engine.model.decoder.rotary import QueryGrowth, RotaryTable
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -245,5 +244,4 @@ FAMILIES: dict[str, Callable[[Any], Architecture]] = (
     | HYBRIDS
     | MIXTURES
     | SPARSE
-    | STATES
 )

@@ -25,7 +25,7 @@ from engine.model.adapters.peft import read_adapter
 from engine.model.checkpoint import check_whole, read_config
 from engine.model.gguf.container import Container
 from engine.proposers.heads.weights import load_checkpoint
-from engine.startup.doctor import check
+from engine.startup.check import check
 from engine.text.codec import Codec
 from models import embedded_target
 from server.commands import check as command

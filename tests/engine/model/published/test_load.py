@@ -23,14 +23,13 @@ from engine.errors import ModelError
 from engine.model.checkpoint import read_config
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.fallback import load_model
-from engine.model.linear.grouped import GroupedLinear
-from engine.model.linear.packed import PackedLinear
+from engine.model.linear.grouped import GroupedLinear, PackedLinear
 from engine.model.published.base import CodedEmbedding
 from engine.model.published.methods import quantisation_of, read_weights
 from engine.model.quantize import save_quantised
 from engine.model.runner import end_tokens
 from engine.startup.build import load
-from engine.startup.doctor import check
+from engine.startup.check import check
 from engine.startup.precision import held_as
 from tests import published, zoo
 from tests.drawn import numbers

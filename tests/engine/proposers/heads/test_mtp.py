@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.model.tap import FINAL
+from engine.model.decoder.stack import FINAL
 from engine.proposers.heads import load_heads
 from engine.proposers.heads.mtp import first_layer, load_mtp
 from engine.startup.build import build_engine

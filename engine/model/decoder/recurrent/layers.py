@@ -13,8 +13,10 @@ from engine.model.decoder.architecture import (
     NormForm,
     StateMixer,
 )
+from engine.model.decoder.feed_forward import GatedFeed
 from engine.model.decoder.rotary import RotaryTable
-from engine.recurrent.states import StatePart
+from engine.model.decoder.weights import SHARED
+from engine.recurrent.arena import StatePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,3 +273,58 @@ class FeedLayer(StateMixer):
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
         """See `StateMixer`."""
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlock:
+    """feed(norm(attention(norm([x, embeddings])))), shared by several layers (Zamba, arXiv 2405.16712).
+
+    Attributes:
+        number: of the block.
+        attention: reads both halves.
+        feed: of the block.
+        norm: form of all norms.
+        ranks: of what each layer adds to the matrices of attention and of the feed-forward (arXiv 2411.15242); 0 for
+            nothing.
+    """
+
+    number: int
+    attention: AttentionLayer
+    feed: GatedFeed
+    norm: NormForm
+    ranks: tuple[int, int] = (0, 0)
+
+    @property
+    def path(self) -> str:
+        """Of its weights."""
+        return f"{SHARED}{self.number}."
+
+    def added(self, layer: int) -> tuple[dict[str, int], dict[str, int]]:
+        """What a layer adds to attention and to the feed-forward: names of pairs of matrices, with their outputs."""
+        parts = {f"linear_{part}_adapter_list": size for part, size in zip("qkv", self.attention.sizes, strict=True)}
+        both = parts, {"gate_up_proj_adapter_list": 2 * self.feed.inner}
+        first, second = ({f"{name}.{layer}": size for name, size in each.items()} for each in both)
+        return first, second
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLayer(StateMixer):
+    """mamba(norm(x + linear(block([x, embeddings])))); `number`: which of such layers it is."""
+
+    block: SharedBlock
+    mamba: Mamba1Layer | Mamba2Layer
+    number: int
+
+    @property
+    def kv(self) -> LayerKV:
+        """See `StateMixer`."""
+        return self.block.attention.kv
+
+    @property
+    def rotary(self) -> RotaryTable:
+        """See `StateMixer`."""
+        return self.block.attention.rotary
+
+    def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
+        """See `StateMixer`."""
+        return self.mamba.state(dtype)

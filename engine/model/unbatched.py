@@ -119,7 +119,7 @@ class ArenaLayer(CacheLayerMixin):
         return -1
 
 
-class OneByOneRunner:
+class UnbatchedRunner:
     """One transformers model with its arena, fed one sequence after another; its interface is `runner.Runner`."""
 
     def __init__(self, model: PreTrainedModel, arena: KVArena) -> None:

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.training.eagle3 import NUM_PLACES, TrainedEagle3
-from engine.training.recipe import Schedule
-from engine.training.store import RunFolder, TargetParts, WrittenText
+from engine.training.store import RunFolder, Schedule, TargetParts, WrittenText
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class DoctorReport:
+class CheckReport:
     """What was found, in order; `problems` are reasons why the pair cannot be served."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -177,10 +177,10 @@ class Facts:
         return one_line(", ".join(f"{i} {names(i)}" if names else str(i) for i in sorted(self.end_tokens)))
 
 
-def check(config: EngineConfig, *, load: bool = True) -> DoctorReport:
+def check(config: EngineConfig, *, load: bool = True) -> CheckReport:
     """Check the machine, each checkpoint and how they fit together, and then, with `load`, whether they run."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the report contains what it would warn of
-    report = DoctorReport()
+    report = CheckReport()
     with problems_told(report):
         for name, value in environment(config):
             report.findings.append(Finding("environment", name, value))
@@ -234,7 +234,7 @@ def _free_memory() -> int:
 
 
 @contextmanager
-def problems_told(report: DoctorReport) -> Iterator[None]:
+def problems_told(report: CheckReport) -> Iterator[None]:
     """Turn any error inside the block into a problem of the report."""
     try:
         yield
@@ -245,7 +245,7 @@ def problems_told(report: DoctorReport) -> Iterator[None]:
 
 
 def _read(
-    report: DoctorReport, section: str, name: str, revision: str | None, weights: Weights, config: EngineConfig,
+    report: CheckReport, section: str, name: str, revision: str | None, weights: Weights, config: EngineConfig,
 ) -> Facts | None:  # fmt: skip
     report.findings.append(Finding(section, "name", name + (f" at {revision}" if revision else "")))
     facts: Facts | None = None
@@ -255,7 +255,7 @@ def _read(
     return facts
 
 
-def _check_pair(report: DoctorReport, config: EngineConfig, target: Facts, draft: Facts | None) -> None:
+def _check_pair(report: CheckReport, config: EngineConfig, target: Facts, draft: Facts | None) -> None:
     models = [target] if draft is None else [target, draft]
 
     def tell(name: str, say: Callable[[], str]) -> None:
@@ -333,7 +333,7 @@ def _weights(models: list[Facts]) -> str:
     return _size(wanted) + (f", more than the {_size(free)} that are free" if wanted > free else "")
 
 
-def _check_load(report: DoctorReport, config: EngineConfig) -> None:
+def _check_load(report: CheckReport, config: EngineConfig) -> None:
     with problems_told(report):
         start = perf_counter()
         warm.load(config, calibrates=False)
