@@ -50,7 +50,7 @@ def attend(
     sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
     args.sinks = None if sinks is None else sinks.data_ptr()
     if function("attend")(ctypes.byref(args), bits, pool_threads()):
-        raise MemoryError("attention had no memory to work in")
+        raise MemoryError("attention kernel: out of memory")
     return out
 
 

@@ -41,7 +41,7 @@ def attend(
     batch: RaggedBatch,
     spec: AttentionSpec,
 ) -> Tensor:  # [T, heads, value_dim]
-    """What `AttentionSpec` says, each sequence over its own pages, in float32."""
+    """Attention of each sequence over its own pages, in float32."""
     out = query.new_empty(*query.shape[:2], width_of(v))
     for i, kv_len in enumerate(batch.kv_lens):
         rows = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
@@ -65,7 +65,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, spe
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of scores `[kv_heads, group, t, j]`; a sink takes its part and gives nothing."""
+    """Weights of scores `[kv_heads, group, t, j]`; a sink gets a share of the weight and has no value."""
     if sinks is None:
         return scores.softmax(-1)
     sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)

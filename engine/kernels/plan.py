@@ -1,6 +1,6 @@
 """Which program reads which keys: programs for the tiles of a pass, by their number of keys. Made once for all layers.
 
-The device makes it, for lengths may be known there alone: a graph's launches have the same shape whatever stands in it.
+It is made on the device, which may be the only place that has lengths: a graph's launches have one shape for all.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ALL = 1 << 30  # programs: more than there can be splits
 class Plan:
     """Which program reads which keys of which tile: the same for all layers of a pass with one shape and one reach."""
 
-    items: Tensor  # [W, ITEM] int32, one for each program of a K/V head; `_plan_kernel` says what is in them
+    items: Tensor  # [W, ITEM] int32, one for each program of a K/V head; see `_plan_kernel`
     merges: Tensor  # [M] int32, items whose tiles are shared by several programs; -1: none
-    num_cells: int  # what the programs of shared tiles may say in all: one row of one head is a cell
+    num_cells: int  # unmerged results of shared tiles: one row of one head is a cell
     tile: Tile
     is_prompt: bool
     tuning: Tuning

@@ -121,7 +121,7 @@ def add_norm_round(
 
 
 def _unwritten(x: Tensor, size: int | None = None) -> Fp8Rows:
-    """Of so many rows as `x` has, `size` wide each."""
+    """As many rows as `x` has, each `size` wide."""
     shape = torch.Size((*x.shape[:-1], size or x.shape[-1]))
     rows = torch.empty((shape.numel() // shape[-1], shape[-1]), dtype=torch.float8_e4m3fn, device=x.device)
     return Fp8Rows(rows, torch.empty((len(rows), 1), dtype=torch.float32, device=x.device), shape, x.dtype)

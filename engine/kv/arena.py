@@ -89,7 +89,6 @@ class KVLayout:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether K/V are in int8."""
         return self.dtype == torch.int8
 
     def takes(self, dtype: torch.dtype) -> bool:
@@ -129,7 +128,7 @@ class KVArena:
         A layer that reads those of an earlier layer, or whose values are part of its keys, does not store them again.
         """
         shape = self.layout.layers[layer]
-        assert shape is not None, "a layer without attention attends"
+        assert shape is not None, "attention in a layer without keys and values"
         if shape.source is not None:
             return
         for stored, new in ((self.k[layer], key), (self.v[layer], None if shape.is_latent else value)):

@@ -52,7 +52,7 @@ class StatePool:
         return self.num_free >= self.per_sequence
 
     def has_empty(self, num_sequences: int) -> bool:
-        """Whether so many sequences fit while the prefix cache keeps all that it has."""
+        """Whether `num_sequences` fit without evicting from the prefix cache."""
         return num_sequences * self.per_sequence <= len(self._free)
 
     def open(self, cursor: KVCursor) -> bool:
@@ -64,7 +64,6 @@ class StatePool:
         return True
 
     def close(self, cursor: KVCursor) -> None:
-        """Take all slots of `cursor` back."""
         for state in cursor.states:
             self._let_go(state.slot)
         cursor.states.clear()
@@ -124,11 +123,11 @@ class StatePool:
         for cursor in cursors:
             assert not cursor.states or sum(s.is_own for s in cursor.states) == self.per_sequence, "slots are missing"
             can_go_on = any(state.base <= cursor.kv_len <= state.end for state in cursor.states)
-            assert not cursor.states or not cursor.kv_len or can_go_on, "no slot leads to what its sequence was fed"
+            assert not cursor.states or not cursor.kv_len or can_go_on, "no slot covers kv_len"
             for state in cursor.states:
                 holders[state.slot] += 1
                 writers[state.slot] += state.is_own
-        assert holders == self._holders, "a slot has other holders than was counted"
+        assert holders == self._holders, "the holder count of a slot is wrong"
         assert max(writers) <= 1, "two sequences write to one slot"
         kept = set(self._kept.values())
         assert len(kept) == len(self._kept), "a slot is kept with two pages"

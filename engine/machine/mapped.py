@@ -28,33 +28,32 @@ _MB = 10**6
 class ReadProgress:
     """Reports every two seconds how much of the weights of a checkpoint has been read, and in how many seconds."""
 
-    def __init__(self, what: str, size: Callable[[], int], tell: Callable[[str], None]) -> None:
+    def __init__(self, what: str, size: Callable[[], int], report: Callable[[str], None]) -> None:
         """`size` is called at each report, because files of a hub may not be downloaded earlier."""
-        self._what, self._size, self._tell = what, size, tell
+        self._what, self._size, self._report = what, size, report
         self._bytes, self._began = 0, time.monotonic()
-        self._told = self._began
+        self._reported = self._began
 
     def add(self, num_bytes: int) -> None:
-        """Count `num_bytes` more as read."""
         self._bytes += num_bytes
-        self._say(lambda size: min(self._bytes, size))
+        self._maybe_report(lambda size: min(self._bytes, size))
 
     def at(self, done: int, of: int) -> None:
         """Report that `done` of `of` tensors have been read."""
-        self._say(lambda size: size * done // max(1, of))
+        self._maybe_report(lambda size: size * done // max(1, of))
 
-    def _say(self, read: Callable[[int], int]) -> None:
+    def _maybe_report(self, read: Callable[[int], int]) -> None:
         now = time.monotonic()
-        if now - self._told >= _SECONDS:
-            self._told, size = now, self._size()
-            self._tell(f"{self._what}: {read(size) / _MB:.0f} of {size / _MB:.0f} MB, {now - self._began:.1f} s")
+        if now - self._reported >= _SECONDS:
+            self._reported, size = now, self._size()
+            self._report(f"{self._what}: {read(size) / _MB:.0f} of {size / _MB:.0f} MB, {now - self._began:.1f} s")
 
 
 _reading: ContextVar[ReadProgress | None] = ContextVar("reading", default=None)
 
 
 @contextmanager
-def told(reading: ReadProgress) -> Iterator[None]:
+def reporting_to(reading: ReadProgress) -> Iterator[None]:
     """Report everything that this thread reads inside the block to `reading`."""
     before = _reading.set(reading)
     try:
@@ -77,9 +76,9 @@ def release_mapped(tensor: Tensor) -> None:
     advise, (start, length) = _madvise(), _pages(tensor)
     if advise is not None and length and _lie_in_file(start, length):
         advise(start, length, _DONTNEED)
-        watcher = reading()
-        if watcher is not None:
-            watcher.add(tensor.nbytes)
+        progress = reading()
+        if progress is not None:
+            progress.add(tensor.nbytes)
 
 
 def release_libraries() -> None:

@@ -49,13 +49,13 @@ class RankInfo:
         """
         if self.size != tensor_parallel_size:
             raise ModelError(
-                f"tensor_parallel_size is {tensor_parallel_size}, and WORLD_SIZE, the number of processes, is "
-                f"{self.size}: start as many as there are shares (torchrun --nproc-per-node {tensor_parallel_size})"
+                f"tensor_parallel_size is {tensor_parallel_size}, but WORLD_SIZE (number of processes) is "
+                f"{self.size}: start one process per shard (torchrun --nproc-per-node {tensor_parallel_size})"
             )
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     written = environment.get(name, str(default))
     if not written.isdecimal():
-        raise ModelError(f"{name} is {written!r}; torchrun sets it to a number")
+        raise ModelError(f"{name} is {written!r}; expected an integer (torchrun sets it)")
     return int(written)

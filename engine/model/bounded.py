@@ -1,4 +1,4 @@
-"""Files of strangers, found and looked at before they are read: a pipe never ends, a large file takes all memory."""
+"""Bounds on untrusted files, checked before they are read: a pipe never ends, a large file takes all memory."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def bounded(path: Path) -> Path:
     """
     try:
         status = path.stat()
-    except OSError:  # who opens it says why
+    except OSError:  # the error of opening it has the reason
         return path
     if not stat.S_ISREG(status.st_mode):
-        raise ModelError(f"{path} is no regular file")
+        raise ModelError(f"{path} is not a regular file")
     if status.st_size > (most := _LARGER.get(path.name, _MOST)):
         raise ModelError(f"{path} has {status.st_size} bytes; expected at most {most}")
     return path
 
 
 def check_folder(folder: Path) -> None:
-    """Look at those files of a checkpoint that libraries read as a whole; ModelError as `bounded`."""
+    """Check the files of a checkpoint that libraries read as a whole; ModelError as `bounded`."""
     for pattern in _READ_WHOLE:
         for path in folder.glob(pattern):
             bounded(path)
@@ -58,4 +58,4 @@ def find_file(source: str | Path, name: str, revision: str | None = None) -> Pat
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # no such repository, no network, no valid name
-        raise ModelError(f"{source} is no local folder, and no such checkpoint came from the hub: {error}") from error
+        raise ModelError(f"{source} is neither a local folder nor a checkpoint on the hub: {error}") from error

@@ -55,7 +55,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, feeds: Seq[Feed]) -> Tensor:
-        """Run one pass over the ragged batch."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
         states = None if self.states is None else self.states.during(batch)
         ragged = Ragged(batch, self.arena, self.attend, states)
@@ -91,7 +90,7 @@ def vocab_size(model: Model) -> int:
     if shape is not None:
         return shape[1]
     if not isinstance(head, nn.Module) or not isinstance(head.weight, Tensor):
-        raise ModelError(f"{type(model).__name__} has no output embedding: it is no causal language model")
+        raise ModelError(f"{type(model).__name__} has no output embedding; expected a causal language model")
     return head.weight.shape[0]
 
 

@@ -73,11 +73,11 @@ class ExpertMatrices:
 
     def __init__(self, ups: Seq[PackedMatrix], downs: Seq[PackedMatrix], gate: ExpertGate) -> None:
         """Take, for every expert, the matrix before the gate and the one behind it; see `fits`."""
-        assert self.fits(ups, downs, gate), "matrices of several forms"
+        assert self.fits(ups, downs, gate), "matrices of different forms"
         self._parts = tuple(ups), tuple(downs)  # kept alive, because C holds their addresses
         self._up, self._down = ((Matrix * len(parts))(*(part.matrix for part in parts)) for parts in self._parts)
-        told = _Gate(*astuple(gate))
-        self._experts = _Experts(ctypes.addressof(self._up), ctypes.addressof(self._down), len(ups), told)
+        c_gate = _Gate(*astuple(gate))
+        self._experts = _Experts(ctypes.addressof(self._up), ctypes.addressof(self._down), len(ups), c_gate)
         self.in_features, self.out_features = ups[0].in_features, downs[0].out_features
 
     @staticmethod
@@ -104,5 +104,5 @@ class ExpertMatrices:
         at = (tensor.data_ptr() for tensor in (rows, chosen, weights, out))
         batch = _Batch(*at, *chosen.shape, BITS[rows.dtype])
         if function("experts")(ctypes.byref(self._experts), ctypes.byref(batch), pool_threads()):
-            raise MemoryError("a mixture had no memory to work in")
+            raise MemoryError("expert kernel: out of memory")
         return out

@@ -28,7 +28,7 @@ _BLOCK_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K") 
 
 
 def rounds(weight: Tensor, group: int) -> bool:
-    """Whether C can round a matrix `[out, in]` in groups of so many inputs, in its present type, device and layout."""
+    """Whether C can round a matrix `[out, in]` in groups of `group` inputs, in its present type, device and layout."""
     fits = weight.dtype in BITS and weight.is_cpu and weight.stride(1) == 1 and group in (16, 32)
     return fits and library() is not None
 
@@ -63,7 +63,7 @@ def _round(name: str, weight: Tensor, form: tuple[int, ...], made: Seq[Tensor]) 
 
 
 def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
-    """Float matrices `[out, in]`, stacked -> panels `[out / width, in / G, width, G]`, G numbers in 4 bytes."""
+    """Float matrices `[out, in]`, concatenated -> panels `[out / width, in / G, width, G]`, G numbers in 4 bytes."""
     outputs, inputs, group = sum(map(len, parts)), parts[0].shape[1], 4 // parts[0].element_size()
     panels = empty(-(-outputs // width), inputs // group, width, group, dtype=parts[0].dtype)
     panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
@@ -127,7 +127,6 @@ class GroupScales:
 
     @property
     def groups(self) -> int:
-        """The number of groups of an output."""
         finest = next((x for x in (self.steps, self.zeros) if x is not None), self.scale)
         return finest.shape[1]
 
@@ -141,7 +140,7 @@ class GroupScales:
 def panels_of_groups(
     parts: Seq[Tensor | StoredCodes], bits: int, scales: GroupScales, width: int, codes_from: int
 ) -> Tensor:
-    """Pack codes, stacked along the outputs, and their scales -> uint8 `[out / width rounded up, bytes of a panel]`.
+    """Pack codes, joined along the outputs, and their scales -> uint8 `[out / width rounded up, bytes of a panel]`.
 
     Codes of 4 bits are uint8 `[out, in / 2]`, two in a byte, the first input low; of 5 and 6 bits uint8 `[out, in]`; of
     8 bits int8 `[out, in]`, to which `codes_from` is added, because some processors multiply unsigned ones.
@@ -194,9 +193,9 @@ def splits(kind: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredCodes:
-    """Takes the place of the tensor of a matrix' codes, of which a slice of rows is made when it is wanted.
+    """The codes of a matrix in the blocks of a GGUF file, of which slices of rows are split when they are used.
 
-    So there never is a copy of all codes, whose memory the system would take as long to give as all else takes.
+    So there is never a copy of all codes: allocating it would take as long as all the rest.
 
     Attributes:
         kind: the type of the blocks, of those that are split (`splits`).
@@ -216,12 +215,10 @@ class StoredCodes:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
         return self._codes.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the codes."""
         return len(self), self.blocks.shape[1] * self._codes.shape[1]
 
     def __getitem__(self, rows: slice) -> Tensor:

@@ -51,16 +51,16 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceMemory:
-        """What the driver and torch say now."""
+        """Current values of the driver and torch."""
         (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
         return cls(free + torch.cuda.memory_reserved(device) - held, total, held)
 
     def holding(self, more: int) -> DeviceMemory:
-        """The same once this process holds so many bytes more."""
+        """The same with `more` bytes held by this process."""
         return DeviceMemory(self.free - more, self.total, self.held + more)
 
     def part(self, engines: int) -> int:
-        """What one of so many engines may still take: 80 GiB in all, two engines, 16 GiB of weights each: 24 GiB."""
+        """What one of `engines` may still take: 80 GiB in all, two engines, 16 GiB of weights each: 24 GiB."""
         return min(self.free, self.total // engines - self.held)
 
 
@@ -88,18 +88,18 @@ def kv_gib(
     if engines > 1 and found - needed < (asked or _LEAST):
         given = "not given" if asked is None else f"{asked:g} GiB"
         raise ModelError(
-            f"kv_memory is {given}, and engines_per_device {engines}, with a standby counted: one engine's part of "
-            f"{device} leaves {found - needed:.1f} GiB for keys and values; give less kv_memory, a smaller model, "
-            "fewer engines or no standby"
+            f"kv_memory is {given} with {engines} engines per device (standby included); one engine's share of "
+            f"{device} leaves {found - needed:.1f} GiB for keys and values: reduce kv_memory, engines_per_device or "
+            "standbys, or use a smaller model"
         )
     if asked is not None:
         return asked
     if found <= needed:
         raise ModelError(
-            f"{found:.1f} GiB are free on {device} and passes may need {needed:.1f}: nothing is left for keys and "
-            "values; give smaller models, max_batch_size or max_batch_tokens, or kv_memory itself"
+            f"{found:.1f} GiB are free on {device} and passes need up to {needed:.1f}, so none is left for keys and "
+            "values: use a smaller model, reduce max_batch_size or max_batch_tokens, or set kv_memory"
         )
-    log.info("of %.1f GiB that are free on %s, K/V takes at most %.1f", found / _SHARE, device, found - needed)
+    log.info("%.1f GiB free on %s; at most %.1f GiB for K/V", found / _SHARE, device, found - needed)
     return found - needed
 
 
@@ -171,8 +171,8 @@ class StatePlan:
         one = sum(own[name] * size for name, size in sizes.items())
         if parts and budget < one:
             raise ModelError(
-                f"kv_memory is {memory} GiB, and states take at most half of it; those of one sequence take {one} "
-                "bytes: give more, or fewer num_draft_tokens"
+                f"kv_memory is {memory} GiB, of which states may take half; one sequence needs {one} bytes: "
+                "increase it, or reduce num_draft_tokens"
             )
         running = min(most, budget // one) if parts else 0
         slots = {name: _SPARE + running * own[name] for name in parts}

@@ -144,7 +144,7 @@ def _in_parts(
         recalls = False
         calibration.go_on(is_wanted)
         if calibration.is_over:
-            log.info("the calibration is over")
+            log.info("calibration finished")
             if saves:
                 engine.keep_learned()
         return not calibration.is_over
@@ -159,7 +159,7 @@ def _text(engine: Engine, codec: Tokenizer | None = None) -> Seq[int]:
     found = Codec.load(engine.config.target, engine.config.revision, kept=False) if codec is None else codec()
     tokens = () if found is None else [t for t in found.encode(CALIBRATION_TEXT) if t < engine.vocab_size]
     del found
-    release_freed()  # a tokenizer that nobody else needs takes more memory than many a model
+    release_freed()  # the tokenizer itself may take more memory than a model
     return tokens
 
 
@@ -169,7 +169,7 @@ def _rehearse(engine: Engine, progress: Progress) -> None:
         for i, one in enumerate(every, 1):
             progress(f"compiling for plain passes: {i} of {len(every)}")
             _run(engine, one)
-    log.info("plain passes of %d kinds are compiled, in %.1f s", len(every), time.perf_counter() - start)
+    log.info("compiled plain passes of %d kinds in %.1f s", len(every), time.perf_counter() - start)
 
 
 def _run(engine: Engine, one: Rehearsal) -> None:

@@ -47,14 +47,14 @@ class Codec:
 
     @cached_property
     def longest_token(self) -> int | None:
-        """Most bytes of text that one token stands for; None where that is not known. It takes a look at all tokens."""
+        """Maximum bytes of text of one token; None where unknown. Reads all tokens."""
         return _longest_token(self.tokenizer, self.tokenizer.get_added_tokens_decoder().values())
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None, *, kept: bool = True) -> Codec | None:
         """Load the tokenizer of a checkpoint; None if there is none: then only token ids can be served.
 
-        `kept`: whoever loads it again gets the same one.
+        `kept`: later loads return the same one.
         """
         of_container, of_file = (_of_container, _of_file) if kept else (_of_container.__wrapped__, _of_file.__wrapped__)
         gguf = open_gguf(source, revision)
@@ -98,7 +98,7 @@ class Codec:
         return text
 
 
-# A target's and a draft's: whoever makes a model ready asks several times.
+# A target's and a draft's: they are requested several times while a model is loaded.
 @lru_cache(maxsize=2)
 def _of_container(container: Container) -> Codec | None:
     tokenizer = tokenizer_in(container)
@@ -116,7 +116,7 @@ def _size(text: str) -> int:
 
 
 def _longest_token(tokenizer: Tokenizer, added: Collection[AddedToken]) -> int | None:
-    """Most bytes of text that one token stands for; None where that is not known.
+    """Maximum bytes of text of one token; None where unknown.
 
     It is known of byte-pair encodings that have a token for every byte: each byte of a text is part of one token, and
     tokens are spelt with at least one character or byte for each. What is done before must not shorten the text.
@@ -236,7 +236,7 @@ class OutputText:
 
     def push(self, token_ids: Iterable[int]) -> TextPiece:
         """Take tokens, up to the one that completes a stop string, if any."""
-        assert self.stop is None, "nothing follows a stop string"
+        assert self.stop is None, "text after a stop string"
         texts = []
         for token in token_ids:
             text = self._decoder.push(token)

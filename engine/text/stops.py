@@ -12,7 +12,7 @@ class StopStrings:
 
     Source: Aho and Corasick 1975, "Efficient string matching: an aid to bibliographic search".
 
-    A state is a number, 0 at first. It stands for the longest beginning of a stop string that the text ends with. For
+    A state is a number, 0 at first. It is the longest beginning of a stop string that the text ends with. For
     the stop strings "abab" and "ba", and the text "xaba", this is "aba", and "ba" is complete. All outputs of a request
     share one object, because each keeps its own state.
     """
@@ -114,7 +114,7 @@ class StopSearch:
     """Looks for stop strings in one text, character by character.
 
     What may begin a mark can be part of a stop string, too. Then it is known only later which of the two it is, and the
-    stop string is told then.
+    stop string is reported then.
     """
 
     def __init__(self, stops: StopStrings, asides: Asides = NO_ASIDES) -> None:

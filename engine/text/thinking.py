@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Budgeted:
-    """A structure whose outputs have at most so many tokens of reasoning. See `engine.types.Grammar`."""
+    """A structure whose outputs have a maximum number of tokens of reasoning. See `engine.types.Grammar`."""
 
     def __init__(self, inner: Grammar, budget: ThinkingBudget, codec: Codec) -> None:
         self.budget, self._inner, self._codec = budget, inner, codec

@@ -58,7 +58,6 @@ class TrainedRMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
         return F.rms_norm(x.float(), list(x.shape[-1:]), self.weight, self.eps)
 
 
@@ -239,5 +238,5 @@ def export_head(head: TrainedEagle3, config: dict[str, Any], out: Path) -> None:
         for name, tensor in head.state_dict().items()
     }
     unfinished = out / "model.unfinished"
-    unfinished.write_bytes(save(tensors, {"format": "pt"}))  # `save_file` would let nobody else read it
+    unfinished.write_bytes(save(tensors, {"format": "pt"}))  # `save_file` would write it with mode 0600
     unfinished.replace(out / "model.safetensors")

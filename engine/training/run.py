@@ -33,7 +33,7 @@ _FEWEST = 4  # windows of text that a run needs
 
 
 class RunObserver(Protocol):
-    """Is told how far a run is."""
+    """Receives the progress of a run."""
 
     def wrote(self, done: int, total: int, tokens: int) -> None:
         """`done` of `total` texts are written; `tokens` of them since this process began."""
@@ -75,7 +75,7 @@ class TrainingJob:
         return loaded | made | {"prompts": hashlib.sha256(given.encode()).hexdigest()[:16]}
 
 
-def train_draft(job: TrainingJob, told: RunObserver) -> HeadTrainer:
+def train_draft(job: TrainingJob, observer: RunObserver) -> HeadTrainer:
     """Make an EAGLE-3 head and write it into `job.out`; a run that was stopped there goes on.
 
     Raises:
@@ -83,27 +83,27 @@ def train_draft(job: TrainingJob, told: RunObserver) -> HeadTrainer:
     """
     folder = RunFolder(job.out, job.settings())
     with folder.alone():
-        return _run(job, folder, told)
+        return _run(job, folder, observer)
 
 
-def _run(job: TrainingJob, folder: RunFolder, told: RunObserver) -> HeadTrainer:
-    names = _write(job, folder, told)
+def _run(job: TrainingJob, folder: RunFolder, observer: RunObserver) -> HeadTrainer:
+    names = _write(job, folder, observer)
     torch.set_num_threads(job.engine.threads or cores())
     texts = [text for name in names for text in folder.load_texts(name)]
     found = sum(len(text.rows) for text in texts)
     needed = _FEWEST * job.schedule.window
     if found < needed:
-        raise ModelError(f"the target wrote {found} tokens; training needs at least {needed}: ask for more texts")
+        raise ModelError(f"the target wrote {found} tokens; training requires at least {needed}: increase texts")
     parts, notes = folder.load(PARTS)
     target = TargetParts(parts["embedding"], parts["output"], **json.loads(notes["law"]))
     trainer = _trainer(job, folder, texts, target)
-    trainer.run(texts, list(folder.load_texts(HELD_OUT)), told.trained)
+    trainer.run(texts, list(folder.load_texts(HELD_OUT)), observer.trained)
     limit = positions(read_config(job.engine.target, job.engine.revision)).limit
     export_head(trainer.head, config_of(trainer.head.shape, json.loads(notes["places"]), limit), job.out)
     return trainer
 
 
-def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
+def _write(job: TrainingJob, folder: RunFolder, observer: RunObserver) -> list[str]:
     """Let the target write what is not there yet; the names of all files of texts."""
     plan = job.text
     names = [f"{number:05}" for number in range(-(-plan.texts // plan.together))]
@@ -113,8 +113,8 @@ def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
     writer = Writer(job.engine)
     if not folder.has(PARTS):
         parts = writer.parts()
-        law = {"factor": parts.factor, "cap": parts.cap}
-        notes = {"places": json.dumps(writer.places), "law": json.dumps(law)}
+        logits = {"factor": parts.factor, "cap": parts.cap}
+        notes = {"places": json.dumps(writer.places), "law": json.dumps(logits)}
         folder.save(PARTS, {"embedding": parts.embedding, "output": parts.output}, notes)
     prompts, apart = _split(job)
     if not folder.has(f"{HELD_OUT}.texts"):
@@ -126,7 +126,7 @@ def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
         texts = _texts(job, writer, prompts, number)
         folder.save_texts(names[number], texts)
         tokens += sum(len(text.tokens) for text in texts)
-        told.wrote(min(plan.texts, (number + 1) * plan.together), plan.texts, tokens)
+        observer.wrote(min(plan.texts, (number + 1) * plan.together), plan.texts, tokens)
     return names
 
 
@@ -148,7 +148,7 @@ def _split(job: TrainingJob) -> tuple[Seq[Tokens], Seq[Tokens]]:
         return job.prompts, job.held_out
     apart = min(job.text.held_out, len(job.prompts) // 10)
     if not apart:
-        raise ModelError(f"there are {len(job.prompts)} prompts; at least 10 are needed, or held-out ones beside them")
+        raise ModelError(f"there are {len(job.prompts)} prompts; expected at least 10, or separate held-out prompts")
     return job.prompts[:-apart], job.prompts[-apart:]
 
 

@@ -108,19 +108,19 @@ class RunFolder:
         self.out, self.folder = out, out / STATE
         manifest = self.folder / "run.json"
         if not manifest.exists() and not _is_hardly_begun(out):
-            raise ModelError(f"{str(out)!r} holds something else than a training run: choose a new folder")
+            raise ModelError(f"{str(out)!r} is not the folder of a training run; choose a new folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not manifest.exists():
             _replace(manifest, json.dumps(settings, indent=1, sort_keys=True))
         try:
             found = json.loads(manifest.read_text("utf-8"))
         except ValueError as error:
-            raise ModelError(f"cannot read {manifest}: {error}; remove {str(self.folder)!r} to begin again") from error
+            raise ModelError(f"cannot read {manifest}: {error}; remove {str(self.folder)!r} to start over") from error
         asked = json.loads(json.dumps(settings))
         other = list(_differences(found, asked))
         if other:
-            told = ", ".join(other[:4])
-            raise ModelError(f"{str(out)!r} holds a run with other settings: {told}; choose a new folder or remove it")
+            changes = ", ".join(other[:4])
+            raise ModelError(f"{str(out)!r} has a run with other settings: {changes}; use a new folder or remove it")
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -133,7 +133,7 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise ModelError(f"another run goes on in {str(self.out)!r}") from error
+                raise ModelError(f"another run is using {str(self.out)!r}") from error
             yield
 
     def save_texts(self, name: str, texts: list[WrittenText]) -> None:
@@ -143,7 +143,7 @@ class RunFolder:
             ModelError: there are none.
         """
         if not texts:
-            raise ModelError("the target ends its texts at once: give it other prompts")
+            raise ModelError("the target ends its texts immediately: use other prompts")
         tensors = {
             "tokens": torch.cat([text.tokens for text in texts]).int(),
             "rows": torch.cat([text.rows for text in texts]),
@@ -200,10 +200,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _differences(found: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
-    """Name each setting that differs, inside of others as well: `schedule.steps 6 and not 7`."""
+    """Name each setting that differs, inside of others as well: `schedule.steps 6, not 7`."""
     for key in sorted({*found, *asked}):
         old, new = found.get(key), asked.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from (f"{key}.{inner}" for inner in _differences(old, new))
         elif old != new:
-            yield f"{key} {old!r} and not {new!r}"
+            yield f"{key} {old!r}, not {new!r}"

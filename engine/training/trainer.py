@@ -168,11 +168,11 @@ class HeadTrainer:
         hidden, features = rows.split([NUM_PLACES * width, width], -1)
         with torch.autocast(self._device.type, torch.bfloat16):
             with torch.no_grad():
-                law = self._logits(features, self._output).log_softmax(-1)
+                target = self._logits(features, self._output).log_softmax(-1)
                 embedded = self._embedding[tokens[:, 1:]]
             found = []
             for j, logits in enumerate(self.head.unroll(hidden, embedded, unroll), start=1):
-                wanted, known = law[:, j:], is_true[:, j:]
+                wanted, known = target[:, j:], is_true[:, j:]
                 got = logits[:, : wanted.shape[1]].float().log_softmax(-1)
                 away = F.kl_div(got, wanted, reduction="none", log_target=True).sum(-1)
                 found.append((away * known).sum() / known.sum().clamp(min=1))

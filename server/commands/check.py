@@ -26,14 +26,14 @@ Besides: --no-load reads the configs only, and --json prints JSON.
 
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     """Return the report as text, and whether the pair works."""
-    from engine.startup.check import check, problems_told
+    from engine.startup.check import check, collected_problems
     from server.chat import ChatTemplate
 
     flag = {"action": "store_true"}
     asked, config = ServerConfig.load_with("check", _ABOUT, {"no-load": flag, "json": flag}, arguments)
     report = check(config.engine(), load=not asked.no_load)
     if report.works:
-        with problems_told(report):
+        with collected_problems(report):
             ChatTemplate.load(config.target, config.revision)
     return json.dumps(report.as_dict(), indent=2) if asked.json else as_text(report), report.works
 

@@ -127,9 +127,9 @@ def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "is_interpreted", lambda: False)
     assert choose("auto", torch.device("cuda")) is paged.attend
     assert choose("sdpa", torch.device("cuda")) is sdpa.attend
-    with pytest.raises(ModelError, match="attention is triton; it needs a CUDA device"):
+    with pytest.raises(ModelError, match="attention is triton, which requires a CUDA device"):
         choose("triton", cpu)
     monkeypatch.setattr(registry, "has_triton", lambda: False)
     assert choose("auto", torch.device("cuda")) is sdpa.attend
-    with pytest.raises(ModelError, match="attention is native; it needs a CPU and our C kernels"):
+    with pytest.raises(ModelError, match="attention is native, which requires a CPU and the C kernels"):
         choose("native", cpu)

@@ -38,12 +38,10 @@ class StateMixer(ABC):
 
     @property
     def kv(self) -> LayerKV | None:
-        """See `Mixer`."""
         return None
 
     @property
     def rotary(self) -> RotaryTable:
-        """See `Mixer`."""
         return RotaryTable.none(0)
 
     @abstractmethod
@@ -159,7 +157,6 @@ class AttentionLayer:
 
     @property
     def kv(self) -> LayerKV:
-        """What the layer keeps of a position."""
         return LayerKV(self.kv_heads, self.head_dim, self.head_dim, source=self.source)
 
     @property
@@ -313,7 +310,7 @@ class Architecture:
 
     @property
     def transposes_experts(self) -> bool:
-        """Whether the checkpoint has the matrices of stacks of experts as `[inputs, outputs]`."""
+        """Whether the checkpoint has fused matrices of experts as `[inputs, outputs]`."""
         return any(getattr(layer.feed, "transposed", False) for layer in self.layers)
 
     @property
@@ -333,6 +330,6 @@ class Architecture:
 
 
 def architecture_of(model: nn.Module) -> Architecture | None:
-    """The architecture of a decoder, whose table CI has tested; None for a module of transformers."""
+    """The architecture of a decoder, None for a module of transformers."""
     found = getattr(model, "architecture", None)
     return found if isinstance(found, Architecture) else None

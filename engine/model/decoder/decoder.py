@@ -91,16 +91,13 @@ class DecoderModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
         return next(self.parameters()).device
 
     def get_input_embeddings(self) -> nn.Module:
-        """Token ids to hidden states."""
         table: nn.Module = self.model.embed_tokens
         return table
 
     def get_output_embeddings(self) -> nn.Module:
-        """Hidden states to logits."""
         return self.lm_head
 
     def forward(
@@ -247,7 +244,6 @@ class DecoderLayer(nn.Module):
 
     @property
     def mixer(self) -> Any:
-        """What looks at other positions."""
         return self._modules[self.layer.names[0]]
 
     @property
@@ -286,7 +282,7 @@ class DecoderLayer(nn.Module):
         normed = _through(first, x.to(self.dtype))  # between layers it may be float32
         read = normed
         if layer.beside is not None:
-            assert beside is not None, "this layer reads two rows"
+            assert beside is not None, "a layer with `beside` requires a second row"
             read = torch.cat([_through(self._modules[layer.beside], beside), normed], -1)
         total = self._sum(normed if layer.keeps_normed else x, self.mixer(read, rotary, ragged), after_mixer)
         if feed is None:

@@ -65,14 +65,12 @@ class LatentLayer:
 
     @property
     def kv(self) -> LayerKV:
-        """What the layer keeps of a position."""
         if self.expands:
             return LayerKV(self.heads, self.nope + self.rope, self.value)
         return LayerKV(1, self.rank + self.rope, self.rank, is_latent=True)
 
     @property
     def queries(self) -> int:
-        """Numbers of the queries of a row."""
         return self.heads * (self.nope + self.rope)
 
     @property

@@ -44,7 +44,6 @@ class LayerOps:
 
     @classmethod
     def kernels(cls) -> LayerOps:
-        """Our kernels."""
         from engine.kernels import experts, rows, w4  # import Triton
 
         return cls.of(rows, experts, w4)
@@ -84,6 +83,6 @@ class LayerOps:
                 run()
             except faults() as error:
                 failed[name] = getattr(reference, name)
-                told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                log.warning("%s runs in plain torch, as our kernel cannot run here: %s", name, told)
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                log.warning("%s: falling back to torch, the kernel failed: %s", name, reason)
         return replace(self, **failed)  # type: ignore[arg-type]

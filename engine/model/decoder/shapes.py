@@ -51,7 +51,6 @@ class ShapeReader(WeightReader):
     wanted: dict[str, ReadWeight] = field(default_factory=dict)
 
     def vector(self, name: str, *size: int) -> Tensor:
-        """See `WeightReader`."""
         self.wanted[self.path + name] = ReadWeight(size)
         return torch.zeros((), dtype=self.dtype).expand(size)
 
@@ -60,7 +59,6 @@ class ShapeReader(WeightReader):
     def matrix(
         self, outputs: Mapping[str, int], inputs: int, *, has_bias: bool, orders: object = None, dtype: object = None
     ) -> nn.Module:
-        """See `WeightReader`."""
         for name, size in outputs.items():
             both = size, inputs
             self.wanted[f"{self.path}{name}.weight"] = ReadWeight(both, both, True, self.rounded, self.converted)
@@ -71,7 +69,6 @@ class ShapeReader(WeightReader):
     def experts(
         self, stack: str, parts: object, count: int, outputs: int, inputs: int, *, has_bias: bool, transposed: bool
     ) -> list[nn.Module]:
-        """See `WeightReader`."""
         sizes = (inputs, outputs) if transposed else (outputs, inputs)
         self.wanted[self.path + stack] = ReadWeight((count, *sizes), (count * outputs, inputs), True, self.rounded)
         if has_bias:
@@ -79,7 +76,6 @@ class ShapeReader(WeightReader):
         return [linear(torch.zeros(1, 1), None)] * count
 
     def table(self, name: str, rows: int, size: int, scale: float) -> nn.Module:
-        """See `WeightReader`."""
         self.wanted[f"{self.path}{name}.weight"] = ReadWeight((rows, size), (rows, size), False, self.rounded)
         return nn.Identity()
 

@@ -70,11 +70,9 @@ def share_of(architecture: Architecture, size: int) -> Architecture:
 
 def _layer(layer: Layer, size: int) -> Layer:
     if isinstance(layer.mixer, StateMixer):
-        raise ModelError(f"tensor_parallel_size is {size}: layers that keep a state are not cut")
+        raise ModelError(f"tensor_parallel_size is {size}; recurrent layers cannot be sharded")
     if layer.around is not None:
-        raise ModelError(
-            f"tensor_parallel_size is {size}: layers that are parts of others (Gemma 3n and 4) are not cut"
-        )
+        raise ModelError(f"tensor_parallel_size is {size}; nested layers (Gemma 3n and 4) cannot be sharded")
     mixer, feed = _part(layer.mixer, size), None if layer.feed is None else _part(layer.feed, size)
     return replace(layer, mixer=mixer, feed=feed, summed=(mixer != layer.mixer, feed != layer.feed))
 

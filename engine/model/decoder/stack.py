@@ -1,4 +1,4 @@
-"""Runs all layers of a decoder in one call of our C, where that can run the pass; else layer by layer.
+"""Runs all layers of a decoder in one call of C where possible, else layer by layer; taps read hidden states.
 
 In a small model the Python code between two matmuls takes longer than the matmuls.
 """
@@ -41,7 +41,7 @@ class Tap:
         self.places, self._rows = frozenset(places), dict[int, Tensor]()
         between, layers = sorted(self.places - {FINAL}), model.model.layers
         if between and not 0 <= between[0] <= between[-1] <= len(layers):
-            raise ModelError(f"a head reads the target after {between} layers; it has {len(layers)}")
+            raise ModelError(f"the head reads the target after layers {between}; it has {len(layers)} layers")
         layers.taps = (*layers.taps, self)
 
     def read(self, places: Seq[int]) -> Tensor | None:
@@ -66,7 +66,7 @@ class Stack(nn.ModuleList):
         self.taps: tuple[Tap, ...] = ()  # read hidden states between layers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": None, "taps": ()}  # a copy has its own arena, and nobody reads it
+        return {**self.__dict__, "_ready": None, "taps": ()}  # a copy has its own arena and no taps
 
     def run(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
@@ -81,7 +81,6 @@ class Stack(nn.ModuleList):
     def layer_by_layer(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
     ) -> Tensor:
-        """Run layer after layer."""
         for place, (layer, each) in enumerate(zip(self, rotary, strict=True)):
             self.keep(place, hidden_states[0])
             hidden_states = layer(hidden_states, each, ragged, None if beside is None else beside[place])
@@ -100,14 +99,14 @@ class Stack(nn.ModuleList):
             mixed = layer.mixer(normed, turned, ragged)
             normed, hidden = second.of_sum(mixed, hidden, after_mixer, rounds=layer.rounds(layer.feed))
             added, after = layer.feed(normed), after_feed
-        assert added is not None, "a decoder has layers"
+        assert added is not None, "a decoder without layers"
         normed, hidden = final.of_sum(added, hidden, after, rounds=False)
         self.keep(len(self), hidden[0])
         assert isinstance(normed, Tensor)
         return normed
 
     def keep(self, place: int, rows: Tensor) -> None:
-        """Give rows `[T, width]` of a place to who reads them."""
+        """Pass rows `[T, width]` of a place to the taps that read it."""
         for tap in self.taps:
             if place in tap.places:
                 tap.keep(place, rows)
@@ -117,7 +116,7 @@ class Stack(nn.ModuleList):
     ) -> Tensor:
         """Run all layers in C, with the same bits as `layer_by_layer`."""
         shape, first = ragged.arena.layout.same, cast("Any", self._modules["0"])
-        assert shape is not None, "`serves` said no"
+        assert shape is not None, "`serves` was not checked"
         where = native.args_of(ragged.batch, first.layer.mixer.heads, shape.heads, shape.key_dim)
         keys = ragged.arena.k[0]
         where.key_stride = where.value_stride = keys.stride(0)
@@ -146,7 +145,6 @@ class Stack(nn.ModuleList):
         return ours and fits and turns and rows_for(hidden.dtype, hidden.shape[-1], shape.key_dim // 2) is not None
 
     def _layers(self, arena: KVArena) -> Layers:
-        """All layers, over this arena."""
         if self._ready is None or self._ready[0] is not arena:
             depth = len(self._parts)
             self._ready = arena, Layers(self._parts, arena.k[:depth], arena.v[:depth])

@@ -82,7 +82,6 @@ class WeightReader:
     _lock: Lock = field(default_factory=Lock)  # of `shared`
 
     def below(self, path: str) -> WeightReader:
-        """The weights of a part."""
         return replace(self, path=self.path + path)
 
     def at(self, path: str) -> WeightReader:
@@ -222,7 +221,7 @@ class WeightReader:
     ) -> GroupedLinear:
         """A matmul of codes: those of the checkpoint, or floats that are rounded here."""
         if self._keeps(weight):
-            assert weight.grouped is not None, "it has a form"
+            assert weight.grouped is not None, "codes without a packed form"
             try:
                 return GroupedLinear(replace(weight.grouped(), bias=bias), dtype)
             except ValueError as error:
@@ -235,7 +234,7 @@ class WeightReader:
     def _rounded(self, key: str, floats: Tensor, bits: int, bias: Tensor | None = None) -> GroupedCodes:
         codes = round_weight(floats, bits, bias)
         if not are_finite(codes.scale):
-            raise ModelError(f"{key} has a number that is not finite")
+            raise ModelError(f"{key} has NaN or infinite values")
         release_mapped(floats)
         if self.codes is not None:
             self.codes[key] = codes
@@ -267,7 +266,7 @@ class WeightReader:
 
     def _bias(self, name: str) -> Tensor:
         found = self.weights[f"{name}.bias"]
-        assert isinstance(found, Tensor), "nobody rounds a bias"
+        assert isinstance(found, Tensor), "biases are not rounded"
         return found.to(self.device, self.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The families of models that are read from GGUF files, by llama.cpp's names: what their metadata and tensors mean.
+"""The families of models in GGUF files, by llama.cpp's names: their configs and the names of their tensors.
 
 Layouts are those of llama.cpp's converter (github.com/ggml-org/llama.cpp, `convert_hf_to_gguf.py`), and numbers that
 it does not write are those that its own graphs have.
@@ -217,7 +217,7 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 
 def _glm4(keys: Keys) -> dict[str, Any]:
-    keys.refuse("rope.dimension_sections", "rotary embeddings in sections are not read")
+    keys.refuse("rope.dimension_sections", "rotary embeddings in sections are not supported")
     return {"attention_bias": keys.has("blk.0.attn_q.bias"), "rope_parameters": partly(keys, rope_of(keys))}
 
 
@@ -231,7 +231,7 @@ def _mistral3(keys: Keys) -> dict[str, Any]:
 
 
 def _olmo2(keys: Keys) -> dict[str, Any]:
-    keys.refuse("attention.sliding_window", "Olmo 3 is not read")
+    keys.refuse("attention.sliding_window", "Olmo 3 is not supported")
     return {}
 
 
@@ -315,7 +315,7 @@ def _granite_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _olmoe(keys: Keys) -> dict[str, Any]:
-    keys.refuse("attention.clamp_kqv", "clipped queries, keys and values are not read")
+    keys.refuse("attention.clamp_kqv", "clipped queries, keys and values are not supported")
     return _mixture(keys) | {"norm_topk_prob": False}
 
 
@@ -423,13 +423,13 @@ def family_of(keys: Keys) -> GGUFFamily:
         ModelError: it is none of ours.
     """
     name = keys.architecture
-    if name == "mistral3" and keys.real(_GROWTH) is None:  # the text part of an older model that sees
+    if name == "mistral3" and keys.real(_GROWTH) is None:  # the text part of an older vision-language model
         name = "llama"
     if name == "llama" and keys.integer("expert_count", least=0):
         name = "mixtral"
     if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"{keys.container.path} is a {shown(name)} model; GGUF files are read of {known}")
+        raise ModelError(f"{keys.container.path}: general.architecture is {shown(name)}; supported: {known}")
     return FAMILIES[name]
 
 
@@ -484,7 +484,7 @@ def _check_heads(keys: Keys, rope: dict[str, Any]) -> None:
     """Refuse heads that are too many, have values of another size, or of which only a part is rotated in the family."""
     keys.check_width("attention.head_count", keys.heads * keys.head_dim)
     if keys.integer("attention.value_length", keys.head_dim) != keys.head_dim:
-        raise keys.fault("attention.value_length", keys.need("attention.value_length"), f"{keys.head_dim}, as of keys")
+        raise keys.fault("attention.value_length", keys.need("attention.value_length"), f"{keys.head_dim}, as for keys")
     if "partial_rotary_factor" not in rope and keys.rotated != keys.head_dim:
         raise keys.fault("rope.dimension_count", keys.rotated, f"the size of a head, {keys.head_dim}")
 

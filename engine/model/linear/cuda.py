@@ -51,7 +51,6 @@ class Fp8Linear(nn.Module):
 
     @staticmethod
     def num_bytes(in_features: int, out_features: int) -> int:
-        """Bytes of a matrix and its scales."""
         return in_features * out_features + 4 * out_features
 
 
@@ -121,5 +120,4 @@ class W4Linear(nn.Module):
 
     @staticmethod
     def num_bytes(in_features: int, out_features: int) -> int:
-        """Bytes of a matrix and its scales."""
         return in_features * out_features // 2 + 2 * in_features // GROUP * out_features

@@ -1,7 +1,7 @@
 """The experts of a mixture as single matrices, which are rounded and packed like all others. Knows no model by name.
 
 Each expert has two matmuls of its own; where our C has packed them, one call runs all experts of a layer. On CUDA a
-kernel reads stacks of them.
+kernel reads fused matrices.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Mix = Callable[[Tensor, Tensor, Tensor, FusedWeights], Tensor]  # `kernels.exper
 
 
 class FusedExperts(nn.Module):
-    """The same as one function over the stacks of all experts, for CUDA."""
+    """The same as one function over the fused matrices of all experts, for CUDA."""
 
     up: Tensor
     down: Tensor
@@ -72,7 +72,7 @@ class FusedExperts(nn.Module):
         self, up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor] | None, gate: ExpertGate, mix: Mix, *,
         transposed: bool = False,
     ) -> None:  # fmt: skip
-        """Take the stacks, as `FusedWeights` says, and what runs them."""
+        """Take fused matrices, as in `FusedWeights`, and the function that multiplies them."""
         super().__init__()
         up_bias, down_bias = biases or (None, None)
         for name, stack in (("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)):
@@ -81,7 +81,7 @@ class FusedExperts(nn.Module):
 
     @property
     def fused(self) -> FusedWeights:
-        """What the function is given."""
+        """The arguments of the function."""
         gate = self.gate
         return FusedWeights(
             self.up, self.down, self.up_bias, self.down_bias, self.transposed,
@@ -89,5 +89,4 @@ class FusedExperts(nn.Module):
         )  # fmt: skip
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As `RoutedExperts.forward`."""
         return self.mix(hidden_states, top_k_index, top_k_weights, self.fused)

@@ -96,7 +96,6 @@ class GroupedCodes:
 
     @property
     def in_features(self) -> int:
-        """Inputs of the matrix."""
         return self.codes.shape[1] * (2 if self.bits == 4 else 1)
 
     @property
@@ -201,12 +200,12 @@ class GroupedCodes:
             if list(x.shape) != shape or self.in_features % x.shape[1] or x.shape[1] % blocks[1]:
                 raise ValueError(f"{name}: {list(x.shape)} does not fit codes {list(self.codes.shape)}, scale {blocks}")
             if x.is_floating_point() and not are_finite(x):
-                raise ValueError(f"{name}: has a number that is not finite")
+                raise ValueError(f"{name}: has NaN or infinite values")
         whole = _ALIGNED[self.bits]
         if self.group % whole and self.scales.groups > 1:  # one group of any size is multiplied by torch
             raise ValueError(f"scale: groups of {self.group} inputs, bits {self.bits}; expected a multiple of {whole}")
         if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_features)):
-            raise ValueError(f"order: is no order of {self.in_features} inputs")
+            raise ValueError(f"order: not a permutation of {self.in_features} inputs")
 
 
 class Packed(Protocol):
@@ -348,7 +347,6 @@ class PortableGrouped:
         return self
 
     def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `PackedMatrix.multiply`."""
         codes, signed = self._codes, rows.double()
         signed = signed if codes.order is None else signed[:, codes.order]
         inputs = signed.unflatten(1, (-1, codes.group)).transpose(0, 1)  # [groups, M, group]

@@ -82,7 +82,7 @@ class PassRows:
         adapters = (products for products, _ in (*self.tokens, *self.logits))
         missing = [matmul for products in adapters for matmul in products if not self.calls[matmul]]
         if missing:
-            raise ValueError(f"{len(missing)} matmuls with an adapter did not run as modules, the first {missing[0]}")
+            raise ValueError(f"{len(missing)} layers with an adapter were not called as modules, e.g. {missing[0]}")
 
 
 class AdapterHook:
@@ -101,7 +101,7 @@ class AdapterHook:
         """Add to `output` `[..., out]`, in place; `inputs` returns the rows that the matmul gets.
 
         Raises:
-            ValueError: the matmul does not get each row of the pass, so nobody knows which adapter its rows have.
+            ValueError: the matmul does not get each row of the pass, so the adapters of its rows are unknown.
         """
         rows = self._current()
         if rows is None:
@@ -115,7 +115,7 @@ class AdapterHook:
         given = inputs()
         given = given.reshape(-1, given.shape[-1])
         if len(given) != count:
-            raise ValueError(f"a matmul with an adapter gets {len(given)} rows of a pass that has {count}")
+            raise ValueError(f"a layer with an adapter was called with {len(given)} rows; the pass has {count}")
         for products, where in groups:
             flat[where] = (flat[where] + products[matmul].of(given[where])).to(flat.dtype)
 

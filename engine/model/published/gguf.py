@@ -42,7 +42,7 @@ def weights_in(container: Container) -> Weights:
         renamed = family.renamed(name, layers)
         if renamed is None:
             model = f"{family.model_type} model of {keys.blocks} layers"
-            raise ModelError(f"{container.path} holds {name}, for which a {model} has no place")
+            raise ModelError(f"{container.path}: unexpected tensor {name} in a {model}")
         stored.setdefault(renamed, []).append(tensor)
     return {name: _weight(keys, family, tensors) for name, tensors in stored.items()}
 
@@ -118,7 +118,7 @@ def _order(keys: Keys, family: GGUFFamily, tensor: StoredTensor) -> Callable[[in
         try:
             return made(count)
         except RuntimeError as error:
-            raise ModelError(f"{tensor.path}: {tensor.name} has {count} rows, no multiple of its heads") from error
+            raise ModelError(f"{tensor.path}: {tensor.name} has {count} rows, not a multiple of its heads") from error
 
     return order
 

@@ -47,19 +47,19 @@ def check(settings: Mapping[str, Any]) -> None:
     """Raise ModelError for a variant of GPTQ that is not read."""
     bits, layout = settings.get("bits"), _layout(settings)
     if bits not in (4, 8):
-        raise ModelError(f"GPTQ with bits {bits}; Pilotfish reads 4 and 8")
+        raise ModelError(f"GPTQ with bits {bits}; supported: 4, 8")
     if layout not in (_VERSION_1, _VERSION_2) or settings.get("is_marlin_format"):
         found = "marlin" if settings.get("is_marlin_format") else layout
-        raise ModelError(f"GPTQ in the layout {found}; Pilotfish reads {_VERSION_1} and {_VERSION_2}")
+        raise ModelError(f"GPTQ layout {found}; supported: {_VERSION_1}, {_VERSION_2}")
 
 
 def check_awq(settings: Mapping[str, Any]) -> None:
     """Raise ModelError for a variant of AWQ that is not read."""
     bits, layout = settings.get("bits", 4), str(settings.get("version") or settings.get("format") or "gemm").lower()
     if bits != 4:
-        raise ModelError(f"AWQ with bits {bits}; Pilotfish reads 4")
+        raise ModelError(f"AWQ with bits {bits}; supported: 4")
     if layout != "gemm":
-        raise ModelError(f"AWQ in the layout {layout}; Pilotfish reads gemm")
+        raise ModelError(f"AWQ layout {layout}; supported: gemm")
 
 
 def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
@@ -79,7 +79,7 @@ def read_awq(_settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Wei
     """
     scaled = next((key for key in tensors if key.endswith(_ACTIVATION)), None)
     if scaled is not None:
-        raise ModelError(f"AWQ with {scaled}: it scales activations, which the model's class does not")
+        raise ModelError(f"AWQ with {scaled}; scaled activations are not supported")
     return with_codes(tensors, _KINDS[:3], lambda kind, _: kind == "qweight", partial(_awq_matrix, tensors))
 
 
@@ -101,7 +101,7 @@ def _matrix(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: st
     width = words * _WORD // bits if index is None else len(index)
     bits = words * _WORD // max(1, width)
     if bits not in (4, 8) or words * _WORD != width * bits:
-        raise ModelError(f"{path}.qweight has {words} words for {width} inputs; expected 4 or 8 bits for each")
+        raise ModelError(f"{path}.qweight has {words} words for {width} inputs; expected 4 or 8 bits per input")
     zeros, scales = _parts(tensors, path, bits, out)
     less = _ONES[bits] if _layout(settings) == _VERSION_1 else 0
 

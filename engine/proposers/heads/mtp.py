@@ -29,7 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.checkpoint import read_config, shape_of, told_as_model_error
+from engine.model.checkpoint import as_model_error, read_config, shape_of
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.load import check, prepared
@@ -78,7 +78,7 @@ def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
         raise ModelError(f"mtp: {name!r} is a GGUF file, whose MTP layers are not read")
     if target.config.model_type not in FAMILIES:
         raise ModelError(f"mtp: {name!r} is a {target.config.model_type} model, whose MTP layers are not known")
-    with told_as_model_error(f"{name} (MTP layer)"):
+    with as_model_error(f"{name} (MTP layer)"):
         config = read_config(name, revision)
         architecture = architecture_for(_of_one_layer(config))
         if architecture is None:

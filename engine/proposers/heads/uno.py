@@ -25,7 +25,7 @@ import torch
 from engine.errors import ModelError, shown
 from engine.kv.batch import Feed
 from engine.model.adapters.peft import CONFIG, WEIGHTS
-from engine.model.checkpoint import shape_of, told_as_model_error
+from engine.model.checkpoint import as_model_error, shape_of
 from engine.model.published.files import folder_of
 from engine.model.runner import Runner
 from engine.proposers.base import Proposal, Proposer
@@ -68,7 +68,7 @@ def adapter_folder(name: str, revision: str | None) -> Path:
         ModelError: the hub has no such id.
     """
     patterns = [path for file in (CONFIG, WEIGHTS) for path in (file, f"{_INNER}/{file}")]
-    with told_as_model_error(name):
+    with as_model_error(name):
         folder = folder_of(name, revision, *patterns)
     inner = folder / _INNER
     return inner if (inner / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder

@@ -1,4 +1,4 @@
-"""A schema as a document, and its keywords: what they say of values, and which are refused."""
+"""A schema as a document, and its keywords: what they mean for values, and which are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parsed_part(text: str) -> tuple[Schema, int]:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 _DECODER = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal, parse_constant=_refuse)
@@ -81,7 +81,7 @@ class Document:
                 name = key.replace("~1", "/").replace("~0", "~")
                 found = found[int(name)] if isinstance(found, list) else found[name]
         except (KeyError, IndexError, TypeError, ValueError):
-            raise ValueError(f"{reference[:80]!r} names no part of the schema") from None
+            raise ValueError(f"{reference[:80]!r} does not refer to a part of the schema") from None
         return found
 
 

@@ -181,7 +181,7 @@ def _scaled(value: Fraction) -> tuple[int, int]:
 
 
 def _parts(value: Decimal) -> tuple[str, str]:
-    """The digits before and behind the decimal point, without zeros that say nothing: 0.50 -> "0", "5"."""
+    """The digits before and behind the decimal point, without redundant zeros: 0.50 -> "0", "5"."""
     whole, _, decimals = f"{value:f}".lstrip("-").partition(".")
     return whole.lstrip("0") or "0", decimals.rstrip("0")
 

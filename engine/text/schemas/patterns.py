@@ -150,7 +150,7 @@ def _listed(ranges: Iterable[tuple[int, int]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    text: str  # a regex, which may stand beside others
+    text: str  # a regex, which may be concatenated with others
     is_nullable: bool
 
 

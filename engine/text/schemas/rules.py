@@ -70,7 +70,7 @@ class SchemaRules:
     Args:
         root: what `keywords.parsed` has read; references are looked up in it.
         lenient: a keyword that would be refused is ignored, with a line in the log.
-        quote: a token around strings, in Lark. Then documents are no JSON: names stand without quotes where they can,
+        quote: a token around strings, in Lark. Then documents are no JSON: names have no quotes where possible,
             in the order of their letters, and there is no white space. Empty: they are JSON.
     """
 
@@ -88,7 +88,7 @@ class SchemaRules:
         self._open: set[tuple[int, ...]] = set()
         self._assumed: set[tuple[int, ...]] = set()
         self._lines: dict[str, str] = {}  # by their names
-        self._shared: dict[str, str] = {}  # names by what they stand for
+        self._shared: dict[str, str] = {}  # names by their content
         self._terminals: dict[str, str] = {}
 
     def text(self, *schemas: Schema) -> str:
@@ -130,14 +130,14 @@ class SchemaRules:
             except _Unsatisfiable:
                 continue
         for keyword, problem in self.keywords.ignored.items():
-            log.warning("a schema that is not strict is not enforced in full: %s %s", keyword, problem)
+            log.warning("non-strict schema is only partly enforced: %s %s", keyword, problem)
         self.keywords.ignored.clear()
         return found
 
     def _nested(self, start: str | None) -> str:
         """The rules that a document needs, in the braces of a grammar: not those that were made to compare schemas."""
         if start is None:
-            raise ValueError(f"no document is valid under the schema: nothing is at {self._nowhere or '#'}")
+            raise ValueError(f"no document is valid under the schema: no value is allowed at {self._nowhere or '#'}")
         bodies = self._lines | {name: body for body, name in self._terminals.items()}
         found, waiting = dict[str, None](), [start]
         while waiting:

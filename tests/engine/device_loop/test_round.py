@@ -214,7 +214,7 @@ def test_no_number_ends_one_request(card: Card, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"reproducible": True, "attention": "auto"}, "a shape of their own"),
+        ({"reproducible": True, "attention": "auto"}, "reproducible is set"),
         ({"family": "phi3-longrope"}, "two rotary tables"),
     ],
 )

@@ -486,7 +486,7 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_the_log_says_so_once(cap
     model = _model("llama", {})
     with caplog.at_level(logging.WARNING):
         made = zoo.on_kernels(model, replace(LayerOps.of(reference), gate=fails))
-    assert caplog.text.count("gate runs in plain torch, as our kernel cannot run here") == 1
+    assert caplog.text.count("gate: falling back to torch, the kernel failed") == 1
     assert _off(_runner(made).forward([Feed(_FIRST, 0, [0], 1)]), plain_logits(model, _FIRST)[-1:]) < 1e-4
 
 

@@ -51,7 +51,7 @@ def test_chunks_drafts_and_batch_mates_change_nothing(kind: str, keeps: str) -> 
 
 @pytest.mark.parametrize("kind", ["openai-gpt", "mamba", "deepseek_v32"])
 def test_what_is_no_keys_and_values_by_position_has_no_layout(kind: str) -> None:
-    with pytest.raises(ModelError, match="has no cache of keys and values"):
+    with pytest.raises(ModelError, match="has no key/value cache"):
         cache_layout(model_of(kind))
 
 

@@ -71,7 +71,7 @@ class Recorded:
 
     def receive(self, _):
         if not self.said:
-            raise RankLost("rank 1 has lost another one: connection closed by peer")
+            raise RankLost("rank 1 lost the connection to another rank: connection closed by peer")
         return self.said.pop(0)
 
 

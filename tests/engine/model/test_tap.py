@@ -75,5 +75,5 @@ def test_several_taps_read_one_model() -> None:
 
 @pytest.mark.parametrize("places", [[-2], [0, 99]])
 def test_a_place_that_is_not_there_is_refused(places: list[int]) -> None:
-    with pytest.raises(ModelError, match=r"a head reads the target after .* layers; it has"):
+    with pytest.raises(ModelError, match=r"the head reads the target after layers .*; it has"):
         Tap(zoo.ours(copy.deepcopy(zoo.reference("llama"))), places)

@@ -46,7 +46,7 @@ def test_names_follow_what_is_loaded(tmp_path: Path) -> None:
     both = engine_of(medusa=heads.medusa(tmp_path), eagle=heads.eagle(tmp_path))
     assert both.proposer_names == ("none", "ngram", "suffix", "medusa", "eagle", "auto")
     assert both.default_proposer == "auto"
-    with pytest.raises(ModelError, match="proposer is 'medusa'; with what is loaded there is none, ngram, suffix"):
+    with pytest.raises(ModelError, match="proposer is 'medusa'; available: none, ngram, suffix"):
         engine_of(proposer="medusa")
 
 

@@ -29,7 +29,7 @@ def test_a_family_of_the_table_runs_in_the_decoder(family: str) -> None:
 
 
 def test_another_family_needs_transformers_and_is_not_cut() -> None:
-    assert chosen("falcon") == "transformers' module: this falcon is not in the table of architectures"
+    assert chosen("falcon") == "transformers' module: this falcon model is not in the table of architectures"
     with pytest.raises(
         ModelError, match="tensor_parallel_size is 2; a share of falcon is not supported: this falcon is"
     ):

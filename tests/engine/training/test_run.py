@@ -235,7 +235,7 @@ def test_a_served_head_keeps_as_many_drafts_as_it_was_measured_to(job: TrainingJ
 def test_it_writes_into_no_folder_of_something_else(job: TrainingJob) -> None:
     job.out.mkdir()
     (job.out / "model.safetensors").write_bytes(b"a head of somebody else")
-    with pytest.raises(ModelError, match="something else than a training run"):
+    with pytest.raises(ModelError, match="is not the folder of a training run"):
         train_draft(job, Interrupting())
     assert [path.name for path in job.out.iterdir()] == ["model.safetensors"]
 
@@ -265,7 +265,7 @@ def test_it_continues_no_run_of_other_settings(begun: TrainingJob, tmp_path: Pat
 
 
 def test_two_runs_do_not_share_a_folder(begun: TrainingJob) -> None:
-    with RunFolder(begun.out, begun.settings()).alone(), pytest.raises(ModelError, match="another run goes on"):
+    with RunFolder(begun.out, begun.settings()).alone(), pytest.raises(ModelError, match="another run is using"):
         train_draft(begun, Interrupting())
     with RunFolder(begun.out, begun.settings()).alone():
         assert begun.out.exists()
@@ -281,10 +281,10 @@ def test_as_many_texts_are_written_as_are_asked_for(job: TrainingJob) -> None:
 
 
 def test_too_little_text_is_said(job: TrainingJob) -> None:
-    with pytest.raises(ModelError, match=r"wrote \d+ tokens; training needs at least 4000"):
+    with pytest.raises(ModelError, match=r"wrote \d+ tokens; training requires at least 4000"):
         train_draft(replace(job, schedule=replace(SCHEDULE, window=1000)), Interrupting())
     few = [(1, 2, 3)] * 9
-    with pytest.raises(ModelError, match="there are 9 prompts; at least 10 are needed"):
+    with pytest.raises(ModelError, match="there are 9 prompts; expected at least 10"):
         train_draft(replace(job, out=job.out.with_name("few"), prompts=few), Interrupting())
 
 

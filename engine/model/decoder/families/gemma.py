@@ -1,4 +1,4 @@
-"""The Gemma families. As in `table.py`, what the table does not have gives None."""
+"""The Gemma families. See `table.py`."""
 
 from __future__ import annotations
 

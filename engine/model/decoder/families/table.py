@@ -53,7 +53,7 @@ def architecture_for(config: PreTrainedConfig) -> Architecture | None:
     try:
         return None if family is None else family(config)
     except (ModelError, AttributeError, KeyError, TypeError) as error:  # a scaling that only transformers may have, or
-        log.debug("%s is left to transformers: %r", config.model_type, error)  # a number that the config lacks
+        log.debug("%s runs in transformers: %r", config.model_type, error)  # a number that the config lacks
         return None
 
 
@@ -172,7 +172,7 @@ def _cohere2(config: Any) -> Architecture:
 
 
 def _cohere_compass(config: Any) -> Architecture:
-    """Cohere 2 that rotates halves; its kinds of layers say which have rotary positions."""
+    """Cohere 2 that rotates halves; its layer types determine which have rotary positions."""
     made = of_kinds(config, with_windows(config, cohere(config)))
     return with_attention(made, [{"interleaved": False} for _ in made.layers])
 

@@ -41,7 +41,6 @@ class ConvLayer(StateMixer):
     conv: Convolution
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return (self.conv.state(dtype),)
 
 
@@ -85,7 +84,6 @@ class DeltaLayer(StateMixer):
 
     @property
     def decays(self) -> int:
-        """Of a row."""
         return self.heads * (self.key_dim if self.by_channel else 1)
 
     @property
@@ -96,7 +94,6 @@ class DeltaLayer(StateMixer):
 
     @property
     def rule(self) -> StatePart:
-        """The state of the rule."""
         logged = sum(self.sizes) + self.decays
         return StatePart((self.heads, self.key_dim, self.value_dim), logged, torch.float32)
 
@@ -127,7 +124,6 @@ class DeltaLayer(StateMixer):
         return ("o_norm", "o_proj") if self.kind == "apart" else ("norm", "out_proj")
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return self.conv.state(dtype), self.rule
 
 
@@ -176,7 +172,6 @@ class Mamba2Layer(StateMixer):
 
     @property
     def rule(self) -> StatePart:
-        """The state of the rule."""
         logged = self.groups * self.size + self.inner + self.heads
         return StatePart((self.heads, self.size, self.head_dim), logged, torch.float32)
 
@@ -186,7 +181,6 @@ class Mamba2Layer(StateMixer):
         return self.inner, self.inner, self.groups * self.size, self.groups * self.size, self.heads
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return self.conv.state(dtype), self.rule
 
 
@@ -217,7 +211,6 @@ class Mamba1Layer(StateMixer):
 
     @property
     def conv(self) -> Convolution:
-        """That of inputs."""
         return Convolution(self.inner, self.kernel, self.conv_bias)
 
     @property
@@ -237,7 +230,6 @@ class Mamba1Layer(StateMixer):
         return {} if self.norm is None else sizes
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return self.conv.state(dtype), *[self.rule] * (self.heads or 1)
 
 
@@ -251,16 +243,13 @@ class BesideLayer(StateMixer):
 
     @property
     def kv(self) -> LayerKV:
-        """See `StateMixer`."""
         return self.attention.kv
 
     @property
     def rotary(self) -> RotaryTable:
-        """See `StateMixer`."""
         return self.attention.rotary
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return self.mamba.state(dtype)
 
 
@@ -271,7 +260,6 @@ class FeedLayer(StateMixer):
     feed: Any
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return ()
 
 
@@ -296,7 +284,6 @@ class SharedBlock:
 
     @property
     def path(self) -> str:
-        """Of its weights."""
         return f"{SHARED}{self.number}."
 
     def added(self, layer: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -317,14 +304,11 @@ class SharedLayer(StateMixer):
 
     @property
     def kv(self) -> LayerKV:
-        """See `StateMixer`."""
         return self.block.attention.kv
 
     @property
     def rotary(self) -> RotaryTable:
-        """See `StateMixer`."""
         return self.block.attention.rotary
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return self.mamba.state(dtype)

@@ -275,7 +275,7 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
         """`[1, T, width]` -> `[1, T, width]`."""
-        assert ragged.embedded is not None, "the decoder hands it down"
+        assert ragged.embedded is not None, "the pass has no embeddings"
         first, second = map(self.get_submodule, _SHARED_NORMS)
         mixed = self.self_attn(first(torch.cat([x, ragged.embedded], -1)), rotary, ragged)
         read = self.norm(x + self.linear(self.feed_forward(second(mixed))))
@@ -303,7 +303,7 @@ class LowRank(nn.Module):
 
 def states_of(ragged: Ragged) -> PassStates:
     """The states of a pass."""
-    assert isinstance(ragged.states, PassStates), "the runner of a model with states has an arena of them"
+    assert isinstance(ragged.states, PassStates), "a model with states requires a state arena"
     return ragged.states
 
 

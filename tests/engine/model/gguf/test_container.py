@@ -122,7 +122,7 @@ def _tensor(path: Path, kind: Type, rows: np.ndarray) -> Path:
 
 def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     path = _tensor(tmp_path / "model.gguf", Type.I8, np.zeros((2, 84), np.int8))
-    with pytest.raises(ModelError, match=r"a\.weight is stored as I8, which is not read; what is read: F32, F16"):
+    with pytest.raises(ModelError, match=r"a\.weight has type I8; supported: F32, F16"):
         Container.open(path)
 
 
@@ -137,13 +137,13 @@ def test_names_of_files(file: Path, tmp_path: Path) -> None:
     assert gguf_file(file.parent) == file, "a folder with one file"
     assert gguf_file("someone/model") is None
     assert gguf_file(tmp_path) is None
-    with pytest.raises(ModelError, match="there is no such file"):
+    with pytest.raises(ModelError, match="no such file"):
         gguf_file(str(tmp_path / "missing.gguf"))
-    with pytest.raises(ModelError, match="is one of 99999 files by its name; expected at most 1024"):
+    with pytest.raises(ModelError, match="is one of 99999 parts; expected at most 1024"):
         Container.open(tmp_path / "a-00001-of-99999.gguf")
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
-    with pytest.raises(ModelError, match=r"holds 2 GGUF files: name one of a\.gguf, b\.gguf"):
+    with pytest.raises(ModelError, match=r"holds 2 GGUF files; pass the path of one: a\.gguf, b\.gguf"):
         gguf_file(tmp_path)
     (tmp_path / "config.json").touch()
     assert gguf_file(tmp_path) is None, "beside another checkpoint"
