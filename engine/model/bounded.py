@@ -18,11 +18,7 @@ _READ_WHOLE = ("*config.json", "*tokenizer.json", "*.index.json", "*_map.json", 
 
 
 def bounded(path: Path) -> Path:
-    """The path of a file, which may be missing.
-
-    Raises:
-        ModelError: it is no regular file, or larger than any that is published.
-    """
+    """The path, whose file may be missing. Raises ModelError if it is not a regular file, or too large."""
     try:
         status = path.stat()
     except OSError:  # the error of opening it has the reason

@@ -97,11 +97,7 @@ class Way:
 
 
 def check_allowed(config: EngineConfig, target: Model) -> None:
-    """Refuse what a target cannot have that transformers' module runs.
-
-    Raises:
-        ModelError: names the first of it that `config` asks for.
-    """
+    """Raise ModelError, which names the option, for what transformers' modules do not support."""
     if isinstance(target, DecoderModel):
         return
     asked = {

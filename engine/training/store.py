@@ -100,11 +100,7 @@ class RunFolder:
     """Files of one run below `out`."""
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        """Open the folder, or make it.
-
-        Raises:
-            ModelError: it holds something else than a run with these settings.
-        """
+        """Open or create the folder. Raises ModelError if it has anything else than a run with these settings."""
         self.out, self.folder = out, out / STATE
         manifest = self.folder / "run.json"
         if not manifest.exists() and not _is_hardly_begun(out):
@@ -137,11 +133,7 @@ class RunFolder:
             yield
 
     def save_texts(self, name: str, texts: list[WrittenText]) -> None:
-        """Write texts as one file, whole or not at all.
-
-        Raises:
-            ModelError: there are none.
-        """
+        """Write texts as one file, atomically. Raises ModelError if there are none."""
         if not texts:
             raise ModelError("the target ends its texts immediately: use other prompts")
         tensors = {
@@ -172,11 +164,7 @@ class RunFolder:
         unfinished.replace(path)
 
     def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors and notes of a file, mapped from it.
-
-        Raises:
-            ModelError: it is not whole.
-        """
+        """The tensors and notes of a file, mapped from it. Raises ModelError if it cannot be read."""
         path = self.folder / f"{name}.safetensors"
         try:
             with safe_open(path, framework="pt") as file:

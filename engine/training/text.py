@@ -70,11 +70,7 @@ class Writer:
     """A target in an engine that records what it computes."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the target of `config`.
-
-        Raises:
-            ModelError: it cannot be served, or not be read between its layers.
-        """
+        """Load the target of `config`. Raises ModelError if it cannot be served, or its hidden states not read."""
         use_threads(config.threads)
         own = {"proposer": _RECORDER, "speculation": SpeculationMode.FIXED, "num_draft_tokens": 1, "loop": "plain"}
         asked = config.model_copy(update={**own, "prefix_cache": False})  # its hits would not be recorded

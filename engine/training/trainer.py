@@ -124,11 +124,7 @@ class HeadTrainer:
     def __init__(
         self, head: TrainedEagle3, parts: TargetParts, schedule: Schedule, folder: RunFolder, device: torch.device
     ) -> None:
-        """Continue the run in `folder`, or begin it.
-
-        Raises:
-            ModelError: its state is not whole.
-        """
+        """Continue the run in `folder`, or start it. Raises ModelError if its state cannot be read."""
         self.head, self.schedule, self._folder, self._device = head.to(device), schedule, folder, device
         kept = self.head.kept
         self._logits = parts.logits

@@ -24,14 +24,7 @@ from engine.model.decoder.attention import JoinedPart
 from engine.model.decoder.latent import latent_of
 from engine.model.linear.cuda import Fp8Linear
 from engine.model.linear.grouped import matmul_shape
-from engine.model.linear.low_rank import (
-    AdapterHook,
-    LowRankProduct,
-    PassRows,
-    Products,
-    block_diagonal,
-    grouped,
-)
+from engine.model.linear.low_rank import AdapterHook, LowRankProduct, PassRows, Products, block_diagonal, grouped
 from engine.types import Adapter
 
 if TYPE_CHECKING:
@@ -157,11 +150,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     @contextmanager
     def during(self, feeds: Seq[Feed]) -> Iterator[None]:
-        """Within it the model runs a pass over `feeds`.
-
-        Raises:
-            ValueError: a part of an adapter was not added.
-        """
+        """Run a pass over `feeds` within it. Raises ValueError if a part of an adapter was not added."""
         rows = self._running = self._rows(feeds) if any(feed.adapter for feed in feeds) else None
         try:
             yield

@@ -61,11 +61,7 @@ class DecoderModel(nn.Module):
     """A model of the table."""
 
     def __init__(self, architecture: Architecture, config: PreTrainedConfig, weights: WeightReader) -> None:
-        """Take the weights, one matrix at a time.
-
-        Raises:
-            ModelError: one cannot be read.
-        """
+        """Read the weights, one matrix at a time. Raises ModelError if one cannot be read."""
         super().__init__()
         self.architecture, self.config, self.dtype = architecture, config, weights.dtype
         self.generation_config = None  # the config has the end tokens

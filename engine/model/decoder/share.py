@@ -17,12 +17,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.decoder.architecture import (
-    Architecture,
-    AttentionLayer,
-    Layer,
-    StateMixer,
-)
+from engine.model.decoder.architecture import Architecture, AttentionLayer, Layer, StateMixer
 from engine.model.decoder.experts import Experts
 from engine.model.decoder.feed_forward import GatedFeed, PlainFeed
 from engine.model.decoder.latent import LatentLayer

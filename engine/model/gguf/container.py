@@ -75,11 +75,7 @@ class Container:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read everything but the data of tensors.
-
-        Raises:
-            ModelError: this is no GGUF file, it is cut short, or it holds what cannot be read.
-        """
+        """Read everything but the data of tensors. Raises ModelError for an invalid or truncated file."""
         self.path, self.paths, self.size = path, [path], path.stat().st_size
         if not self.size:
             raise ModelError(f"{path} is not a GGUF file: it is empty")
@@ -115,11 +111,7 @@ class Container:
         return _opened(paths, states)
 
     def join(self, others: Seq[Container]) -> None:
-        """Add the tensors of the files that follow this one.
-
-        Raises:
-            ModelError: the files do not belong together.
-        """
+        """Add the tensors of the parts that follow. Raises ModelError if they do not belong together."""
         for number, part in enumerate((self, *others)):
             stated = part.get("split.no", int) or 0, part.get("split.count", int) or 1
             if stated != (number, 1 + len(others)):
@@ -133,11 +125,7 @@ class Container:
             self.paths.append(other.path)
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """The value of a key; None where the file has none.
-
-        Raises:
-            ModelError: the value is of another kind.
-        """
+        """The value of a key; None if it is missing. Raises ModelError if it is of another kind."""
         found = self.metadata.get(key)
         if found is None:
             return None

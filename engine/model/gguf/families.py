@@ -417,11 +417,7 @@ FAMILIES = {
 
 
 def family_of(keys: Keys) -> GGUFFamily:
-    """The family of a file.
-
-    Raises:
-        ModelError: it is none of ours.
-    """
+    """The family of a file. Raises ModelError if it is not supported."""
     name = keys.architecture
     if name == "mistral3" and keys.real(_GROWTH) is None:  # the text part of an older vision-language model
         name = "llama"

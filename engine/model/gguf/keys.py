@@ -36,11 +36,7 @@ class Keys:
         return f"{self.architecture}.{key}"
 
     def need(self, key: str, least: int = 1, most: int = _LARGEST) -> int:
-        """A whole number that the family always has.
-
-        Raises:
-            ModelError: it is missing, or not from `least` to `most`.
-        """
+        """A required whole number. Raises ModelError if it is missing, or not from `least` to `most`."""
         self.container.need(self.full(key), int)
         found = self.integer(key, least=least, most=most)
         assert found is not None, "`need` returned None"
@@ -58,11 +54,7 @@ class Keys:
         return found
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """A positive number; `default` where the file has none.
-
-        Raises:
-            ModelError: it is not positive, or not finite.
-        """
+        """A positive number, or `default`. Raises ModelError if it is not positive, or not finite."""
         found = self.container.get(self.full(key), float)
         if found is not None and not 0 < found < math.inf:
             raise self.fault(key, found, "a positive number")
@@ -135,11 +127,7 @@ class Keys:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values, of the layers that have any.
-
-        Raises:
-            ModelError: they have different numbers, or queries cannot share them.
-        """
+        """K/V heads of the layers that have any. Raises ModelError if layers differ, or queries cannot share them."""
         key = "attention.head_count_kv"
         if self.full(key) not in self.container.metadata:
             return self.heads
@@ -187,11 +175,7 @@ class Keys:
 
 
 def rope_of(keys: Keys) -> dict[str, Any]:
-    """The rotary embedding, with the scaling that the metadata names.
-
-    Raises:
-        ModelError: the scaling is of an unknown type.
-    """
+    """The rotary embedding with its scaling. Raises ModelError for an unknown scaling."""
     plain = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 10_000.0)}
     kind, key = keys.container.get(keys.full("rope.scaling.type"), str), "rope.scaling.factor"
     found = keys.container.get(keys.full(key), float)

@@ -107,11 +107,7 @@ def check_tokens(container: Container) -> None:
 
 
 def tokenizer_in(container: Container) -> Tokenizer | None:
-    """The tokenizer of a file; None if it has none.
-
-    Raises:
-        ModelError: its kind, or its rule of splitting, is not known, or it contradicts itself.
-    """
+    """The tokenizer of a file, or None. Raises ModelError if it is invalid or not supported."""
     kind, whole = container.get("tokenizer.ggml.model", str), container.get("tokenizer.huggingface.json", str)
     if kind is None and whole is None and container.strings("tokenizer.ggml.tokens"):
         raise ModelError(f"{container.path} has tokenizer.ggml.tokens but no tokenizer.ggml.model")

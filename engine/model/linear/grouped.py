@@ -179,11 +179,7 @@ class GroupedCodes:
         return flat if self.order is None else torch.empty_like(flat).index_copy_(1, self.order, flat)
 
     def check(self) -> None:
-        """Check that the tensors fit together.
-
-        Raises:
-            ValueError: they do not; names the field.
-        """
+        """Raise ValueError, which names the field, unless the tensors fit together."""
         if _TYPES.get(self.bits) != self.codes.dtype:
             raise ValueError(
                 f"codes: {self.codes.dtype} with bits {self.bits}; expected uint8 with 4, 5 or 6, or int8 with 8"

@@ -77,11 +77,7 @@ def _groups(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """The weights of a checkpoint, by the names of a float checkpoint.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape or type.
-    """
+    """Weights by the names of a float checkpoint. Raises ModelError if a tensor is missing or does not fit."""
     return with_codes(tensors, _KINDS, _holds_codes, partial(_matrix, settings, tensors))
 
 

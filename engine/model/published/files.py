@@ -23,11 +23,7 @@ _TYPES = {
 
 
 def read_tensors(name: str, revision: str | None) -> dict[str, Tensor]:
-    """Map every tensor of a checkpoint from its files.
-
-    Raises:
-        ModelError: there are no files, or one is incomplete.
-    """
+    """Map every tensor of a checkpoint from its files. Raises ModelError if none are there or one is truncated."""
     check_weights(name)
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder_of(name, revision, _FILES).glob(_FILES)):

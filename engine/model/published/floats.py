@@ -37,11 +37,7 @@ def check_fp8(settings: Mapping[str, Any]) -> None:
 
 
 def read_fp8(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """The weights of a checkpoint, by the names of a float checkpoint.
-
-    Raises:
-        ModelError: a scale is missing, or of another shape.
-    """
+    """Weights by the names of a float checkpoint. Raises ModelError if a scale is missing or does not fit."""
     block = settings.get("weight_block_size")
     weights: Weights = {}
     for key, tensor in tensors.items():
@@ -85,11 +81,7 @@ def scaled(name: str, codes: Tensor, scale: Tensor, block: tuple[int, int] | Non
 
 
 def read_mxfp4(_settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """The weights of a checkpoint, by the names of a float checkpoint.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape or type.
-    """
+    """Weights by the names of a float checkpoint. Raises ModelError if a tensor is missing or does not fit."""
     weights: Weights = {}
     for key, tensor in tensors.items():
         stem = key.removesuffix(_BLOCKS).removesuffix(_SCALES)

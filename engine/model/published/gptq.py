@@ -63,20 +63,12 @@ def check_awq(settings: Mapping[str, Any]) -> None:
 
 
 def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """The weights of a checkpoint of GPTQ, by the names of a float checkpoint.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape or type.
-    """
+    """GPTQ weights by the names of a float checkpoint. Raises ModelError if a tensor is missing or does not fit."""
     return with_codes(tensors, _KINDS, lambda kind, _: kind == "qweight", partial(_matrix, settings, tensors))
 
 
 def read_awq(_settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """The weights of a checkpoint of AWQ, by the names of a float checkpoint.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape or type, or the model scales activations too.
-    """
+    """AWQ weights, as `read`. Raises ModelError also if activations are scaled."""
     scaled = next((key for key in tensors if key.endswith(_ACTIVATION)), None)
     if scaled is not None:
         raise ModelError(f"AWQ with {scaled}; scaled activations are not supported")

@@ -65,11 +65,7 @@ class Document:
         return self._places.get(id(part), "")
 
     def resolved(self, part: Schema, reference: Any) -> Schema:
-        """What a reference in a part of the document names.
-
-        Raises:
-            ValueError: it is nowhere in the document.
-        """
+        """What a reference in a part of the document refers to. Raises ValueError if that is missing."""
         base = self._bases.get(id(part), "")
         reference = str(reference)
         url, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))

@@ -86,11 +86,7 @@ class NumberSet:
         return " & ".join([f"/{plain if step is None else f'-?{_multiples(step)}'}/", *bounds])
 
     def library_schema(self) -> dict[str, object]:
-        """A JSON Schema with which the library writes these integers.
-
-        Raises:
-            ValueError: it would not do it exactly.
-        """
+        """A JSON Schema with which the library writes these integers. Raises ValueError if it would not be exact."""
         tight, step = self._tight(), self.step
         assert step is not None, "numbers without a step have a terminal"
         if step.denominator != 1 or step > MAX_MULTIPLE:

@@ -8,14 +8,7 @@ from typing import Any
 
 from engine.attention.reference import AttentionSpec
 from engine.errors import ModelError
-from engine.model.decoder.architecture import (
-    Architecture,
-    AttentionLayer,
-    HeadNorm,
-    Layer,
-    Mixer,
-    NormForm,
-)
+from engine.model.decoder.architecture import Architecture, AttentionLayer, HeadNorm, Layer, Mixer, NormForm
 from engine.model.decoder.feed_forward import ACTIVATIONS, LEARNED, GatedFeed, PlainFeed
 from engine.model.decoder.rotary import RotaryTable
 
@@ -23,11 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def refuse(condition: object, what: str) -> None:
-    """Leave a model to transformers where the condition holds.
-
-    Raises:
-        ModelError: `what` is not in the table.
-    """
+    """Leave a model to transformers where the condition holds: raise ModelError."""
     if condition:
         raise ModelError(f"{what} is not in the table of architectures")
 

@@ -9,14 +9,7 @@ from typing import Any
 import torch
 
 from engine.attention.reference import AttentionSpec
-from engine.model.decoder.architecture import (
-    FOUR_NORMS,
-    Architecture,
-    AttentionLayer,
-    HeadNorm,
-    Layer,
-    NormForm,
-)
+from engine.model.decoder.architecture import FOUR_NORMS, Architecture, AttentionLayer, HeadNorm, Layer, NormForm
 from engine.model.decoder.experts import Router
 from engine.model.decoder.families.builders import (
     FULL,

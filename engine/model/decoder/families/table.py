@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.attention.reference import AttentionSpec
 from engine.errors import ModelError
-from engine.model.decoder.architecture import (
-    NORMS_AFTER,
-    Architecture,
-    HeadNorm,
-    NormForm,
-)
+from engine.model.decoder.architecture import NORMS_AFTER, Architecture, HeadNorm, NormForm
 from engine.model.decoder.families.builders import (
     after_rotation,
     cohere,

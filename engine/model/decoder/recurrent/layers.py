@@ -8,11 +8,7 @@ from typing import Any, Literal
 import torch
 
 from engine.kv.arena import LayerKV
-from engine.model.decoder.architecture import (
-    AttentionLayer,
-    NormForm,
-    StateMixer,
-)
+from engine.model.decoder.architecture import AttentionLayer, NormForm, StateMixer
 from engine.model.decoder.feed_forward import GatedFeed
 from engine.model.decoder.rotary import RotaryTable
 from engine.model.decoder.weights import SHARED
