@@ -52,7 +52,7 @@ class FusedWeights:
     gate: Callable[[Tensor], Tensor]  # what lies between the two, in plain torch: an `engine.native.experts.ExpertGate`
     numbers: tuple[float, float, float, float]  # and its fields: linear, cubic, limit, plus
     squared: bool
-    alone: bool
+    ungated: bool
     interleaved: bool
 
     @property

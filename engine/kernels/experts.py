@@ -46,7 +46,7 @@ def mix(
     inner, given = (
         torch.empty((num_places, size), dtype=x.dtype, device=x.device) for size in (stacks.inner, stacks.out_features)
     )
-    halves = 0 if stacks.alone else 1 if stacks.interleaved else 2
+    halves = 0 if stacks.ungated else 1 if stacks.interleaved else 2
     for source, matrix, bias, target, shared, kind in (
         (x, stacks.up, stacks.up_bias, inner, each, halves), (inner, stacks.down, stacks.down_bias, given, 1, -1)
     ):  # fmt: skip

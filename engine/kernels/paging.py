@@ -59,7 +59,7 @@ def tile_of(group: int, *, prompt: bool = False) -> Tile:
 
 
 def split_of(position: int, split: int = SPLIT, per_level: int = PER_LEVEL) -> int:
-    """The split that a key position belongs to: a function of the position alone, whatever else is in the batch.
+    """The split that a key position belongs to: a function of the position only.
 
     With splits of 4, two per level: positions 0..3 -> 0, 4..7 -> 1, 8..15 -> 2, 16..23 -> 3, 24..39 -> 4.
     """

@@ -46,7 +46,7 @@ def plans_of(
     per_level: int = PER_LEVEL,
     tuning: Tuning | None = None,
 ) -> tuple[Plan, ...]:
-    """A plan for the tiles of each kind, made on the device: lengths may be known there alone.
+    """A plan for the tiles of each kind, made on the device: lengths may exist there only.
 
     `spread` shares the keys of each tile among as many programs as it has splits, or leaves them to one; by default
     as lengths are. `value_dim` is the size of a value, by default that of a key. `split` and `per_level` are

@@ -1,5 +1,5 @@
 /* What lies between the matmuls of a transformer, a row of the batch at a time. All rows take the same instructions, so
- * a row's result is the same bits whatever stands beside it. `bits` is 32 for float, 16 for bfloat16; widths are
+ * a row's result is the same bits whatever else is in the batch. `bits` is 32 for float, 16 for bfloat16; widths are
  * multiples of LANES. */
 
 #include "exact.h" /* then rounding to integers is what anyone would compute */

@@ -236,7 +236,7 @@ def assemble(
     longest = min(sizes.limit, num_pages * sizes.page_size)
     limits = Limits(runner.vocab_size, longest, end_tokens(target), *borders)
     mine, dtype = runners.get("model") if vocab is None else None, str(target.dtype).removeprefix("torch.")
-    # Rounds draft with the draft model alone: `auto` is theirs where it has no other model or head to choose.
+    # Rounds draft with the draft model only: `auto` is theirs where it has no other model or head to choose.
     by_draft = ("model", AUTO) if drafters.any_of == ("model", "suffix") else ("model",)
     on_device = frozenset(by_draft if isinstance(mine, ModelRunner) else ()) - {*extra_proposers, *wrappers}
     mine = mine if on_device and isinstance(mine, ModelRunner) else None

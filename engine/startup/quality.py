@@ -69,7 +69,7 @@ def measure(
 ) -> Quality:
     """Compare what `config` would serve with float32 of its target, or of the checkpoint `reference`.
 
-    `texts` are token ids of texts that are read alone, each at most `max_model_len` long. Adapters, drafts and heads
+    `texts` are token ids of separate texts, each at most `max_model_len` long. Adapters, drafts and heads
     are left out: drafts change no output.
 
     Raises:
@@ -113,7 +113,7 @@ def reference_model(config: EngineConfig, name: str, progress: Callable[[str], N
 
 
 def _served_logits(engine: Engine, text: Seq[int]) -> Tensor:
-    """The logits of all positions `[len(text), vocab]` of a sequence that is alone in the engine."""
+    """The logits of all positions `[len(text), vocab]` of the only sequence in the engine."""
     pages = list(range(-(-len(text) // engine.page_size)))
     state = StateSpan(EMPTY_STATE, 0, 1, len(text))
     return engine.runner.forward([Feed(list(text), 0, pages, len(text), state=state)]).float()

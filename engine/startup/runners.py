@@ -1,10 +1,10 @@
 """How the models of an engine run: all sequences in one pass, or one sequence at a time where a model's code cannot.
 
-A decoder runs ragged batches. A module of transformers is tried in them first, and then alone, with transformers' own
-attention: with its keys and values in our arena, or else fed its whole text in every pass. A self-test decides each
-time, by the same comparisons: one that has its own attention code, or keeps state besides K/V, would load and run, but
-it would mix the contexts of different requests; one whose attention needs more than our hook receives would run and
-give wrong results. A few passes over tiny sequences detect both. A model that fails them never serves a request.
+A decoder runs ragged batches. A module of transformers is tried in them first, and then one sequence at a time, with
+transformers' own attention: with its keys and values in our arena, or recomputing the whole sequence in every pass. A
+self-test decides each time by the same comparisons: a model with its own attention code, or with state besides K/V,
+would load and run, but it would mix the contexts of requests; one whose attention needs more than our hook receives
+would give wrong results. A few passes over tiny sequences detect both. A model that fails them never serves a request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where stop strings cut a text that comes in parts: anywhere in it, or in the answer alone. Knows no tokens."""
+"""Where stop strings cut a text that comes in parts: anywhere in it, or in the answer only."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def train_draft(job: TrainingJob, observer: RunObserver) -> HeadTrainer:
         ModelError: the target cannot be served or read, there is too little text, or the folder holds something else.
     """
     folder = RunFolder(job.out, job.settings())
-    with folder.alone():
+    with folder.locked():
         return _run(job, folder, observer)
 
 

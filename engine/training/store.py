@@ -119,11 +119,11 @@ class RunFolder:
             raise ModelError(f"{str(out)!r} has a run with other settings: {changes}; use a new folder or remove it")
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other runs out; the system lets them in when this process ends, however it does.
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the folder, which the system releases when this process ends.
 
         Raises:
-            ModelError: another run goes on here.
+            ModelError: another run holds it.
         """
         with (self.folder / _LOCK).open("a") as file:
             try:

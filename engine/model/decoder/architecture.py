@@ -215,7 +215,7 @@ class Layer:
 
     Attributes:
         mixer: what looks at other positions.
-        feed: what looks at one; None in families whose layers are a mixer alone.
+        feed: what looks at one; None in families whose layers have a mixer only.
         norms: names of the norms, as `TWO_NORMS` has them.
         parallel: both read x as it was before the layer; without a second norm they read the same normed row.
         scale: what both results are multiplied by before they are added.

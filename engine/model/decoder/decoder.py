@@ -254,7 +254,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def joins_sums(self) -> bool:
-        """Whether each of its sums is read by an RMSNorm alone, so that one kernel computes both."""
+        """Whether each of its sums is read by an RMSNorm only, so that one kernel computes both."""
         first, after_mixer, second, after_feed = self.norms
         has_norms = isinstance(first, RMSNorm) and isinstance(second, RMSNorm) and self.feed is not None
         others = all(norm is None or isinstance(norm, RMSNorm) for norm in (after_mixer, after_feed))

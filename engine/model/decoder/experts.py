@@ -137,7 +137,7 @@ class MixtureMLP(nn.Module):
             self.correction = weights.floats(router.correction, *size).float().view(-1)
         each = replace(weights.below("experts."), converted=None)
         form = {"has_bias": feed.bias, "transposed": feed.transposed}
-        parts = ("up_proj",) if feed.gate.alone else ("gate_proj", "up_proj")
+        parts = ("up_proj",) if feed.gate.ungated else ("gate_proj", "up_proj")
         ups = each.experts("gate_up_proj", parts, count, len(parts) * feed.inner, read, **form)
         downs = each.experts("down_proj", ("down_proj",), count, read, feed.inner, **form)
         both = cast("list[nn.Linear]", ups), cast("list[nn.Linear]", downs)

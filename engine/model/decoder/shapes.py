@@ -32,7 +32,7 @@ class ReadWeight:
     Attributes:
         shape: in a checkpoint; matrices of experts are one stack.
         matrix: outputs (of all experts) and inputs, where it is a matrix or a table that may be rounded.
-        multiplies: whether rows are multiplied by it, and not looked up in it alone.
+        multiplies: whether rows are multiplied by it, and not only looked up in it.
         rounded: how it is rounded where it is floats, if it is.
         converted: what its matmul becomes, if its sizes allow that.
     """

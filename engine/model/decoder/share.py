@@ -137,8 +137,8 @@ def _joined(part: object) -> dict[str, list[int]]:
             return {"qkv_proj": [*part.sizes]}
         case GatedFeed(joined=True):
             return {"gate_up_proj": [part.inner] * 2}
-        case Experts(gate=ExpertGate(interleaved=interleaved, alone=alone)):
-            found = {} if interleaved or alone else {"experts.gate_up_proj": [part.inner] * 2}
+        case Experts(gate=ExpertGate(interleaved=interleaved, ungated=ungated)):
+            found = {} if interleaved or ungated else {"experts.gate_up_proj": [part.inner] * 2}
             shared = {} if part.shared is None else _joined(part.shared)
             return found | {f"{part.shared_name}.{matrix}": sizes for matrix, sizes in shared.items()}
     return {}

@@ -85,7 +85,7 @@ class FusedExperts(nn.Module):
         gate = self.gate
         return FusedWeights(
             self.up, self.down, self.up_bias, self.down_bias, self.transposed,
-            gate, (gate.linear, gate.cubic, gate.limit, gate.plus), gate.squared, gate.alone, gate.interleaved,
+            gate, (gate.linear, gate.cubic, gate.limit, gate.plus), gate.squared, gate.ungated, gate.interleaved,
         )  # fmt: skip
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class GroupedCodes:
 
     Mostly a step is `scale`, and an offset is `offset`. In two levels several groups, a block, share these floats: a
     step is the block's `scale` times the group's `steps`, and an offset is the block's `offset` times the group's
-    `zeros`. With `zeros` alone an offset is minus the step times `zeros`: integer zero points.
+    `zeros`. With `zeros` only, an offset is minus the step times `zeros`: integer zero points.
 
     Attributes:
         codes: 4 bits: uint8 `[out, in / 2]`, two codes of 0 to 15 in a byte, the first input low; 5 and 6 bits: uint8

@@ -47,18 +47,18 @@ def _tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
-        ({"use_dora": True}, "use_dora is True; DoRA also scales"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]; whole modules"),
-        ({"bias": "all"}, "bias is 'all'; only none"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; supported: LORA"),
+        ({"use_dora": True}, "use_dora is True; DoRA is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]; fully trained modules"),
+        ({"bias": "all"}, "bias is 'all'; supported: none"),
         ({"lora_bias": True}, "lora_bias is True; trained biases are not supported"),
-        ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\]; embeddings"),
-        ({"target_parameters": ["experts"]}, "target_parameters is .*; parameters were trained"),
+        ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\]; trained embeddings"),
+        ({"target_parameters": ["experts"]}, "target_parameters is .*; parameters outside of linear layers"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is .*; repeated layers are not supported"),
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens is .*; activated LoRA is not supported"),
         ({"some_later_field": 1}, "some_later_field is 1; this field is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; it requires a modified base model"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out is true, but the matrices of a llama model"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is true, but the matrices of llama models"),
         ({"r": 0}, "r is 0; expected an integer of 1 or more"),
         ({"lora_alpha": None}, "lora_alpha is None; expected a number"),
         ({"target_modules": None}, "target_modules is None; expected a list of names"),
@@ -68,9 +68,15 @@ def _tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
         ({"target_modules": ["q_proj"]}, "matrices of '.*down_proj' are not in target_modules"),
         ({"target_modules": [*TARGETS, "o_proj"]}, "target_modules has 'o_proj', but there are no matrices"),
         ({"target_modules": ".*q_proj"}, "matrices of '.*down_proj' are not in target_modules"),
-        (lambda t: t.pop(f"{KEY}.lora_B.weight"), "has '.*q_proj.lora_A.weight' and no '.*q_proj.lora_B.weight'"),
+        (
+            lambda t: t.pop(f"{KEY}.lora_B.weight"),
+            "tensor '.*q_proj.lora_A.weight' has no counterpart '.*q_proj.lora_B.weight'",
+        ),
         (lambda t: t.update({f"{KEY}.lora_magnitude_vector": torch.ones(3)}), "lora_magnitude_vector'; DoRA"),
-        (lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(3)}), "an embedding"),
+        (
+            lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(3)}),
+            "changes of embeddings",
+        ),
         (lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.ones(3)}), "save_embedding_layers"),
         (lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(3)}), "supported: lora_A and lora_B"),
         (lambda t: t[f"{KEY}.lora_A.weight"].fill_(float("nan")), "q_proj has NaN or infinite values"),
@@ -151,7 +157,7 @@ def test_a_name_is_loaded_once_and_weights_that_changed_are_seen(folder: Path) -
 
 
 def test_a_target_in_shards_has_none(folder: Path) -> None:
-    with pytest.raises(ModelError, match="a target in shards"):
+    with pytest.raises(ModelError, match="require a whole model of the table"):
         Adapters(None).load("a", folder)
 
 

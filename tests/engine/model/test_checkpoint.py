@@ -82,7 +82,7 @@ def _headless(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),
         (_t5, "t5 model; expected a causal language model"),
         (_bart, "with cross-attention"),
-        (_headless, "lacks"),
+        (_headless, "is missing 6 weights"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -265,9 +265,9 @@ def test_it_continues_no_run_of_other_settings(begun: TrainingJob, tmp_path: Pat
 
 
 def test_two_runs_do_not_share_a_folder(begun: TrainingJob) -> None:
-    with RunFolder(begun.out, begun.settings()).alone(), pytest.raises(ModelError, match="another run is using"):
+    with RunFolder(begun.out, begun.settings()).locked(), pytest.raises(ModelError, match="another run is using"):
         train_draft(begun, Interrupting())
-    with RunFolder(begun.out, begun.settings()).alone():
+    with RunFolder(begun.out, begun.settings()).locked():
         assert begun.out.exists()
 
 

@@ -83,7 +83,7 @@ def _vectors(config: Any, norm: NormForm, streams: int = 1) -> LayerVectors:
 
 
 def _gemma3n(config: Any) -> Architecture:
-    """Streams of hidden states; some layers keep the largest gates alone."""
+    """Streams of hidden states; some layers keep the largest gates only."""
     fits = not config.altup_active_idx and config.altup_correct_scale and config.hidden_size_per_layer_input
     refuse(not fits, "this altup_active_idx, altup_correct_scale or hidden_size_per_layer_input")
     norm, count = NormForm(config.rms_norm_eps), config.altup_num_inputs

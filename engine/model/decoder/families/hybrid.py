@@ -135,7 +135,7 @@ def _mamba2(config: Any) -> Architecture:
     require_silu(config.hidden_act)
     inner = config.num_heads * config.head_dim
     refuse(inner != int(config.expand * config.hidden_size), f"{config.num_heads} heads of {config.head_dim}")
-    return _alone(config, _mamba2_of_old(config, (config.num_heads, config.head_dim, config.state_size)))
+    return _mixers_only(config, _mamba2_of_old(config, (config.num_heads, config.head_dim, config.state_size)))
 
 
 def _mamba2_of_old(config: Any, sizes: tuple[int, int, int], **more: Any) -> Mamba2Layer:
@@ -166,7 +166,7 @@ def _mamba(config: Any, norm: NormForm | None = None) -> Architecture:
         config.intermediate_size, config.state_size, config.time_step_rank, config.conv_kernel,
         bool(config.use_conv_bias), bool(config.use_bias), norm,
     )  # fmt: skip
-    return _alone(config, mixer)
+    return _mixers_only(config, mixer)
 
 
 def _falcon_mamba(config: Any) -> Architecture:
@@ -174,8 +174,8 @@ def _falcon_mamba(config: Any) -> Architecture:
     return _mamba(config, NormForm(config.mixer_rms_eps, has_weight=False))
 
 
-def _alone(config: Any, *mixers: AttentionLayer | StateMixer, wide: bool | None = None) -> Architecture:
-    """A model whose layers are a mixer alone: these, or all the one that is given."""
+def _mixers_only(config: Any, *mixers: AttentionLayer | StateMixer, wide: bool | None = None) -> Architecture:
+    """A model whose layers have a mixer only: these, or all the given one."""
     each = mixers if len(mixers) > 1 else mixers * config.num_hidden_layers
     return Architecture(
         tuple(Layer(mixer, None, ("norm", None, None, None), names=("block", "")) for mixer in each),
@@ -195,7 +195,7 @@ def _nemotron_h(config: Any) -> Architecture:
     of: dict[str, AttentionLayer | StateMixer] = {FULL: attention, LINEAR: mamba, "mlp": FeedLayer(feed)}
     if "moe" in config.layers_block_type:
         of["moe"] = _nemotron_experts(config)
-    return _alone(config, *(of[kind] for kind in config.layers_block_type), wide=False)
+    return _mixers_only(config, *(of[kind] for kind in config.layers_block_type), wide=False)
 
 
 def _nemotron_experts(config: Any) -> FeedLayer:
@@ -204,7 +204,7 @@ def _nemotron_experts(config: Any) -> FeedLayer:
     gate, shared = GATES[config.mlp_hidden_act], plain(inner, config.mlp_hidden_act, bias=bias)
     refuse(bias and config.moe_latent_size is not None, "mlp_bias with moe_latent_size")
     router = router_of_deepseek(config, config.n_routed_experts)
-    feed = experts(config, router, gate=replace(gate, alone=True), shared=shared, latent=config.moe_latent_size)
+    feed = experts(config, router, gate=replace(gate, ungated=True), shared=shared, latent=config.moe_latent_size)
     return FeedLayer(feed)
 
 

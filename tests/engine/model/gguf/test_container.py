@@ -81,14 +81,14 @@ def _put(at: int, put: bytes) -> Callable[[bytes], bytes]:
 
 @pytest.mark.parametrize(
     ("damage", "complaint"),
-    [(_cut(share), "is (cut short|no GGUF file)") for share in (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 0.3, 0.999)]
+    [(_cut(share), "is (truncated|not a GGUF file)") for share in (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 0.3, 0.999)]
     + [
         (_put(0, b"GGML"), "begins with b'GGML'"),
         (_put(4, struct.pack("<I", 1)), "GGUF of version 1"),
         (_put(4, struct.pack(">I", 3)), "big-endian"),
-        (_put(8, struct.pack("<Q", 1 << 60)), "has 1152921504606846976 tensors; expected at most 65536"),
-        (_put(16, struct.pack("<Q", 1 << 60)), "has 1152921504606846976 metadata values; expected at most 65536"),
-        (_put(24, struct.pack("<Q", 1 << 63)), "cut short or damaged"),
+        (_put(8, struct.pack("<Q", 1 << 60)), "declares 1152921504606846976 tensors; expected at most 65536"),
+        (_put(16, struct.pack("<Q", 1 << 60)), "declares 1152921504606846976 metadata values; expected at most 65536"),
+        (_put(24, struct.pack("<Q", 1 << 63)), "truncated or damaged"),
     ],
 )
 def test_damage_is_named(damage: Callable[[bytes], bytes], complaint: str, file: Path, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ KEYS: Mapping[str, tuple[Mapping[str, bytes | None], str]] = {
     "equal tokens": (hundred("a"), "tokenizer.ggml.tokens 0 and 419 are both 'a'"),
     "long token": (
         {"tokenizer.ggml.tokens": texts(b"a" * 400_000, *(b"%d" % i for i in range(419)))},
-        "tokenizer.ggml.tokens has 400000 bytes at 0; expected at most 512",
+        "tokenizer.ggml.tokens[0] has 400000 bytes; expected at most 512",
     ),
     "no such end": (
         {"tokenizer.ggml.eos_token_id": number(4, (1 << 32) - 1)},

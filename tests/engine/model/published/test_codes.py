@@ -96,7 +96,7 @@ def test_what_is_not_coded_stays() -> None:
 @pytest.mark.parametrize(
     ("scale", "told"),
     [
-        (lambda _: None, r"lacks x\.(weight_)?scale"),
+        (lambda _: None, r"has x\.\w+ but no x\.(weight_)?scale"),
         (lambda _: torch.ones(7, 5), r"x\.(weight|scales)"),
         (
             lambda old: old.float().mul(float("nan")).to(old.dtype),
