@@ -108,22 +108,22 @@ def choose(name: AttentionKind, device: torch.device, *, row_wise: bool = False)
 
 
 def fitting(
-    name: AttentionKind, device: torch.device, try_out: Callable[[Attend], None], *, row_wise: bool = False
+    name: AttentionKind, device: torch.device, self_test: Callable[[Attend], None], *, row_wise: bool = False
 ) -> Attend:
-    """As `choose`; where `auto` takes our kernel and `try_out` fails because it does not compile or fit, torch's own.
+    """As `choose`; where `auto` takes our kernel and `self_test` fails because it does not compile or fit, torch's own.
 
     Raises:
-        ModelError: it was asked for by name; or whatever else `try_out` raises.
+        ModelError: it was asked for by name; or whatever else `self_test` raises.
     """
     chosen = choose(name, device, row_wise=row_wise)
     try:
-        try_out(chosen)
+        self_test(chosen)
     except faults() as error:
         if name != "auto":
             raise ModelError(f"attention is {name}; its kernel cannot run on this device: {error}") from error
         log.warning("attention on %s: falling back to torch, the kernel failed: %s", device.type, error)
         chosen = choose("rows" if row_wise else "sdpa", device)
-        try_out(chosen)
+        self_test(chosen)
     return chosen
 
 

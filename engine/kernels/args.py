@@ -1,4 +1,4 @@
-"""What kernels are given and give back, beside single tensors. Knows no Triton."""
+"""What kernels are given and give back, beside single tensors."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A recurrent layer (Mamba, gated delta rules) or a short convolution keeps no K/V
 which every token changes. Rollback remains an integer all the same. A slot holds the state at a position `base`, and
 what the tokens of the positions since do to it, its *log*. Only tokens that are never taken back move `base`; drafts
 are only logged. The next pass reads the newest slot whose `base` is not beyond its first position, applies from the log
-what was kept of the drafts, and goes on. It writes to another slot than the one it reads, so a pass can be repeated.
+what was kept of the drafts, and continues. It writes to another slot than the one it reads, so a pass can be repeated.
 
 Example: a slot with base 10; a pass feeds the newest token (position 10) and three drafts. It writes the state after
 position 10 to the other slot, base 11, with a log of positions 11, 12, 13. Of the drafts one is kept: the next pass

@@ -1,4 +1,4 @@
-"""Sets how many threads compute. Knows the cores that this process may use; knows nothing of the computation."""
+"""Sets how many threads compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a model on ragged batches. Knows token ids and logits, and no request."""
+"""Runs a model on ragged batches."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def layout_of_model(model: Model) -> KVLayout:
 
 
 def vocab_size(model: Model) -> int:
-    """Width of the logits. Every token id must be below it, even if the tokenizer knows larger ids."""
+    """Width of the logits. Every token id must be below it, even if the tokenizer has larger ids."""
     head = model.get_output_embeddings()
     shape = matmul_shape(head)
     if shape is not None:

@@ -22,7 +22,7 @@ NAMES_IN_WHOLE = {r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_
 
 
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the language model inside of `config`, or `config` itself where transformers knows no such part.
+    """The config of the language model inside of `config`, or `config` itself where transformers has no such part.
 
     Of the whole it has the end tokens, the type of weights, the quantisation and whether the head is the embedding.
     """

@@ -1,4 +1,4 @@
-/* How many threads take part in a pass: as many as are fastest, by trial. Knows times, and nothing of threads.
+/* How many threads take part in a pass: as many as are fastest, by trial.
  *
  * The effect of one thread more or less depends on other users of the cores, which no thread can see. So a window of
  * passes is measured with another number, and the better one stays. A trial can cost time, and what it cost decides when

@@ -1,4 +1,4 @@
-"""All experts of a mixture in one call of our C (`experts.c`). Knows matrices and rows; knows no model."""
+"""All experts of a mixture in one call of our C (`experts.c`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All decoder layers in one call of our C (`layers.c`). Knows matrices and rows; knows no model."""
+"""All decoder layers in one call of our C (`layers.c`)."""
 
 from __future__ import annotations
 

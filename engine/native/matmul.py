@@ -1,4 +1,4 @@
-"""Matrices packed for our C (`matmul.h`): integers of 4 to 8 bits, bfloat16 and float32. Knows only numbers."""
+"""Matrices packed for our C (`matmul.h`): integers of 4 to 8 bits, bfloat16 and float32."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 
 #define POOL_MOST 256 /* threads, the caller among them */
 
-/* One piece of a stage. `worker` is below what `pool_enter` returned and differs among those who work at one time. */
+/* One piece of a stage. `worker` is below what `pool_enter` returned and differs among threads that work at one time. */
 typedef void Piece(const void *stage, int64_t piece, int worker);
 
 /* Between these two the pool belongs to the calling thread; another one that enters meanwhile works without it.

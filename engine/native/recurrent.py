@@ -1,4 +1,4 @@
-"""Layers that keep a state per sequence, in C (`recurrent.c`). Knows tensors and addresses only."""
+"""Layers that keep a state per sequence, in C (`recurrent.c`)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class StopStrings:
         return self._stops[number] if number < len(self._stops) else None
 
     def num_held(self, state: int) -> int:
-        """Return how many characters at the end of the text may begin a stop string that goes on.
+        """Return how many characters at the end of the text may begin a longer stop string.
 
         A whole stop string counts as ordinary text; its end may begin another one.
         """

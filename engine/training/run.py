@@ -1,4 +1,4 @@
-"""A whole run: the target writes, the head learns, the folder can be served. Each part goes on where it was stopped."""
+"""A whole run: the target writes, the head learns, the folder can be served. Each part can be resumed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TrainingJob:
     schedule: Schedule = field(default_factory=Schedule)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that a run's folder keeps: a run goes on only where they are the same."""
+        """The settings that a run's folder keeps: a run continues only with the same ones."""
         given = json.dumps([self.prompts, self.held_out, self.opening])
         named = ("target", "revision", "device", "dtype", "weights", "kv_cache_dtype", "threads", "max_model_len")
         loaded = {name: getattr(self.engine, name) for name in named}
@@ -76,7 +76,7 @@ class TrainingJob:
 
 
 def train_draft(job: TrainingJob, observer: RunObserver) -> HeadTrainer:
-    """Make an EAGLE-3 head and write it into `job.out`; a run that was stopped there goes on.
+    """Make an EAGLE-3 head and write it into `job.out`; a run that was stopped there continues.
 
     Raises:
         ModelError: the target cannot be served or read, there is too little text, or the folder holds something else.

@@ -1,6 +1,6 @@
 """The folder of a run: texts with the target's hidden states, the training state, and the settings of the run.
 
-A run writes nothing into a folder that holds anything else, and goes on only where a run with the same settings was.
+A run uses no folder with other content, and continues only a run with the same settings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training of a head on texts with the target's hidden states: batches, loss, optimisers, and a state to go on from.
+"""Training of a head on texts with the target's hidden states: batches, loss, optimisers, and checkpoints.
 
 The data of a step depends only on the step and the seed, so a run that was stopped ends with the same bytes as one that
 was not, on one machine and with one number of threads.

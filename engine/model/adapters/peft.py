@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter in the format of peft: a folder with its config and its matrices. Knows files and no model.
+"""Reads a LoRA adapter in the format of peft: a folder with its config and its matrices.
 
 Anything else than scale * B (A x) on a linear layer is refused by its name: an adapter is served as it was trained, or
 not at all.

@@ -1,6 +1,6 @@
 """What a model computes, as data: sizes, norms, windows and rotary positions, layer by layer. Reads no weights.
 
-Each part knows the shapes of its weights, by the names that they have in a checkpoint below its own name. Which numbers
+Each part has the shapes of its weights, by the names that they have in a checkpoint below its own name. Which numbers
 a family has is in `families/`.
 """
 

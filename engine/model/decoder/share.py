@@ -1,7 +1,7 @@
 """One of several equal shares of a decoder: what its layers compute, and its rows and columns of their matrices.
 
 Results of attention and of feed-forwards are summed over all shares. Tables, norms, routers and the output matrix are
-whole in each, and so are parts in which a norm is of numbers of all shares. Knows no processes.
+whole in each, and so are parts in which a norm is of numbers of all shares.
 """
 
 from __future__ import annotations

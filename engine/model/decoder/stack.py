@@ -126,7 +126,7 @@ class Stack(nn.ModuleList):
         read = {place: torch.empty_like(hidden) for place in places}
         dense = {key: (cos[0].contiguous(), sin[0].contiguous()) for key, (cos, sin) in _distinct(rotary).items()}
         angles = [dense[id(each)] for each in rotary]
-        second = None if beside is None else beside[0][0].contiguous()  # the same of each that C knows
+        second = None if beside is None else beside[0][0].contiguous()  # the same for all layers that C runs
         self._layers(ragged.arena).run(hidden, angles, ragged.batch.kv_rows, where, second, read)
         for place, rows in read.items():
             self.keep(place, hidden if place == depth else rows)

@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file, its special tokens and its chat template.
 
 A file holds a vocabulary, merges or scores, and the name of the rule by which text is split first. What else a
-tokenizer needs belongs to its kind, and llama.cpp knows it by the names (`llama-vocab.cpp`): so does this module.
+tokenizer needs belongs to its kind, and is found by the names of llama.cpp (`llama-vocab.cpp`).
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def merges_of(ids: Mapping[str, int], scores: _Array) -> tuple[_Array, _Array]:
     """The merges that scores imply: of each token any two that make it, those of the best first; ids of both parts.
 
     Tokens a 0, b 0, ab -1, aba -2 -> (a, b), (ab, a). To look each beginning and end of each text up in a dictionary
-    takes seconds for 262,144 tokens. Here all texts go on by one character at a time, and those that began alike share
+    takes seconds for 262,144 tokens. Here all texts advance one character at a time, and those that began alike share
     a number.
     """
     texts, tokens = list(ids), np.fromiter(ids.values(), np.int32)

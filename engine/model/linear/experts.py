@@ -1,4 +1,4 @@
-"""The experts of a mixture as single matrices, which are rounded and packed like all others. Knows no model by name.
+"""The experts of a mixture as single matrices, which are rounded and packed like all others.
 
 Each expert has two matmuls of its own; where our C has packed them, one call runs all experts of a layer. On CUDA a
 kernel reads fused matrices.
@@ -46,7 +46,7 @@ class RoutedExperts(nn.Module):
         return total.to(hidden_states.dtype)
 
     def _native(self, rows: Tensor) -> ExpertMatrices | None:
-        """All experts in our C, where it multiplies all their matrices and knows what lies between; else None."""
+        """All experts in our C, where it has their matrix types and activation; else None."""
         if self._ready is None:
             ups, downs = ([packed_of(matmul) or () for matmul in matmuls] for matmuls in (self.ups, self.downs))
             if all(len(parts) == 1 for parts in (*ups, *downs)):

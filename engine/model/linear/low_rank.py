@@ -1,8 +1,7 @@
 """What low-rank adapters add to a matmul: scale * B (A x), for those rows of a pass that have an adapter.
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685. This module knows modules and
-numbers; it knows no file and no request. A matmul stays the module that it is: a hook changes the rows that have an
-adapter in its result, so all other rows keep their bits.
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685. A matmul stays the module that
+it is: a hook changes the rows that have an adapter in its result, so all other rows keep their bits.
 """
 
 from __future__ import annotations

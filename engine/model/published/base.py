@@ -1,4 +1,4 @@
-"""Matrices as published checkpoints hold them: codes, scales, zero points. Knows tensors; no file and no model.
+"""Matrices as published checkpoints hold them: codes, scales, zero points.
 
 A reader of a format turns the tensors of a checkpoint into `Codes`, which keep the tensors and compute nothing until
 they are asked. So the same reader works on tensors of the meta device, of which only types and shapes are known.

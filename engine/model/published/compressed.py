@@ -1,4 +1,4 @@
-"""compressed-tensors, as llm-compressor writes it: integers of 4 or 8 bits, and floats of 8. Knows tensors and no file.
+"""compressed-tensors, as llm-compressor writes it: integers of 4 or 8 bits, and floats of 8.
 
 Of a matrix, `pack-quantized` has `weight_packed` int32 `[out, in * bits / 32]`, with the codes of consecutive inputs
 from the low bits of a word upwards, each plus half their range; `weight_scale` `[out, groups]`; perhaps

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint's safetensors files, by name. Knows files and no format of weights."""
+"""Tensors of a checkpoint's safetensors files, by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel write it, and AWQ (Lin et al. 2023) in AutoAWQ's layout `gemm`.
 
 Of a matrix both have `qweight` and `qzeros`, int32 words of codes and zero points from the low bits upwards, and
-`scales` `[groups, out]`. Knows tensors; knows no file.
+`scales` `[groups, out]`.
 
 GPTQ: `qweight` `[in * bits / 32, out]` has consecutive inputs in a word, `qzeros` `[groups, out * bits / 32]`
 consecutive outputs, and `g_idx` int32 `[in]` is the group of each input. In version 1 every zero point is less by one;

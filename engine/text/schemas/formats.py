@@ -1,4 +1,4 @@
-"""What `format` accepts, as patterns all of which match. Knows no schema."""
+"""What `format` accepts, as patterns all of which match."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Keywords:
         self.ignored: dict[str, str] = {}
 
     def refuse(self, keyword: str, problem: str, part: Schema = None) -> None:
-        """Refuse a keyword that cannot be followed; if lenient, go on without it."""
+        """Refuse a keyword that cannot be followed; if lenient, ignore it."""
         if not self.is_lenient:
             self.fail(f"{keyword} {problem}", part)
         self.ignored.setdefault(keyword, problem)

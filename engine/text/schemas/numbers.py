@@ -1,4 +1,4 @@
-"""Sets of numbers as regexes of Lark, by exact decimal arithmetic. Knows no schema.
+"""Sets of numbers as regexes of Lark, by exact decimal arithmetic.
 
 A bounded number is written without exponent; zeros at the end of its decimals, and the minus of -0, are free.
 """

@@ -1,4 +1,4 @@
-r"""ECMA-262 patterns as regexes of Lark. Knows no schema.
+r"""ECMA-262 patterns as regexes of Lark.
 
 A pattern is found anywhere in a text, so its anchors are resolved here: `^a|b` -> `a.*|.*b.*`. Patterns have the flag
 `u`, and besides what browsers read without it: `\-` and single `]`, `{` and `}` are characters. Look-around,

@@ -1,4 +1,4 @@
-r"""A JSON Schema as rules of Lark. Knows what the keywords mean, and nothing of tokens.
+r"""A JSON Schema as rules of Lark.
 
 A rule is made for each set of schemas that apply to one value together, so that references, `allOf` and siblings need
 no merging: of an object with the schemas A and B, the property `p` has the schemas that A and B have for `p`.
