@@ -1,4 +1,4 @@
-"""The doctor: what it says of sound pairs, and that what is wrong comes as reasons, never as a traceback."""
+"""`pilotfish check`: its report on valid pairs; errors are reported as problems, never as a traceback."""
 
 from __future__ import annotations
 
