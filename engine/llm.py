@@ -109,7 +109,7 @@ class LLM:
         prediction: tuple[int, ...] = (), adapter: str | None = None,
     ) -> Request:  # fmt: skip
         if self.codec is None and params.stop:
-            raise InvalidRequest.of("stopping.stop", "is text, but this checkpoint has no tokenizer")
+            raise InvalidRequest.of("stopping.stop", "is text; this checkpoint has no tokenizer")
         return Request(
             request_id=f"offline-{next(self._ids)}",
             token_ids=self._encode(prompt),
@@ -123,7 +123,7 @@ class LLM:
 
     def _compile(self, guided: Guided) -> Grammar:
         if self._compiler is None:
-            raise InvalidRequest.of("guided", "requires a tokenizer and an end token; this checkpoint lacks one")
+            raise InvalidRequest.of("guided", "needs a tokenizer and an end token; this checkpoint lacks one")
         return self._compiler.compile(guided)
 
     def _output(self, request: Request, index: int) -> _Output:
@@ -134,10 +134,10 @@ class LLM:
     def _encode(self, prompt: Prompt, *, bare: bool = False) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             if not all(isinstance(token, Integral) for token in prompt):
-                raise InvalidRequest.of("token_ids", "has an entry that is not an integer")
+                raise InvalidRequest.of("token_ids", "has an entry that is no integer")
             return tuple(int(token) for token in prompt)
         if self.codec is None:
-            raise InvalidRequest.of("prompt", "is text, but this checkpoint has no tokenizer; pass token ids")
+            raise InvalidRequest.of("prompt", "is text; this checkpoint has no tokenizer, so it takes token ids")
         return self.codec.encode(prompt, bare=bare)
 
 
@@ -213,7 +213,7 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if many and isinstance(many[0], Integral):
         return [cast("Seq[int]", many)]
     if any(isinstance(prompt, Integral) for prompt in many):
-        raise InvalidRequest.of("prompts", "mixes token ids with prompts; each prompt of token ids must be a list")
+        raise InvalidRequest.of("prompts", "mixes token ids with prompts; a prompt of token ids is a list of its own")
     return cast("list[Prompt]", many)
 
 
@@ -223,5 +223,5 @@ def _paired(
     if isinstance(params, SamplingParams):
         return [(prompt, params) for prompt in prompts]
     if len(params) != len(prompts):
-        raise ValueError(f"there are {len(prompts)} prompts and {len(params)} params; expected the same number, or one")
+        raise ValueError(f"there are {len(prompts)} prompts and {len(params)} params; expected as many, or one")
     return list(zip(prompts, params, strict=True))
