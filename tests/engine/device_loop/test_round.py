@@ -226,7 +226,7 @@ def test_asked_for_in_vain(options, why) -> None:
 def test_the_loop_of_a_cpu_is_plain(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert engine_of(loop="auto").loop == "plain"
-    assert "loop: plain, on a CPU" in caplog.text
+    assert "loop: plain (the default on a CPU)" in caplog.text
 
 
 def round_of(

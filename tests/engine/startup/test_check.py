@@ -76,7 +76,7 @@ def test_it_says_which_type_each_model_is_held_in_and_why(tmp_path: Path) -> Non
     asked = doctor(embedded_target(), tmp_path, dtype="bfloat16")
     assert {line(asked, model, "type") for model in ("target", "draft")} == {"bfloat16: configured"}
     [problem] = doctor(embedded_target(), dtype="float16").problems
-    assert "which is for cuda" in problem
+    assert "which requires cuda" in problem
 
 
 def test_eight_billion_weights_take_sixteen_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_without_a_draft_the_prompt_drafts_and_weights_are_not_read_unless_asked
 
 
 def test_it_says_why_the_context_ends(phi3: Path, tmp_path: Path) -> None:
-    assert "another table beyond 32 tokens" in line(doctor(phi3), "target", "context")
+    assert "a second table beyond 32 tokens" in line(doctor(phi3), "target", "context")
     model = zoo.with_large_weights(zoo.family_config("llama"))
     model.config.rope_parameters = {
         "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64,

@@ -157,7 +157,7 @@ def test_rounded_weights_keep_what_suits_them(tmp_path: Path) -> None:
 
 def test_float16_is_refused_on_a_cpu(tmp_path: Path) -> None:
     name = folder_of(tmp_path, "float16")
-    with pytest.raises(ModelError, match="on cpu take float32"):
+    with pytest.raises(ModelError, match="use float32 on cpu"):
         held(name, dtype="float16")
     assert held(name, CUDA, dtype="float16").type_name == "float16"
 

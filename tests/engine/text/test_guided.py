@@ -320,7 +320,7 @@ HOSTILE = {
     "many nullables": (Guided(grammar="start: " + "[A] " * 3000 + "\nA: /a+/"), "Too many items"),
     "deep grammar": (Guided(grammar="start: " + "(" * 20000 + '"a"' + ")" * 20000), "too deeply nested"),
     "endless": (Guided(grammar="start: start"), "the grammar failed"),
-    "a special token in the midst": (Guided(grammar='start: <|endoftext|> "a"'), "no way on"),
+    "a special token in the midst": (Guided(grammar='start: <|endoftext|> "a"'), "no token is allowed"),
     "broken schema": (Guided(json_schema="{"), "Expecting property name"),
     "deep schema": (Guided(json_schema='{"items":' * 6000 + "true" + "}" * 6000), "recursion"),
     "remote reference": (

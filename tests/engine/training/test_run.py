@@ -254,7 +254,7 @@ def begun(target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingJob
 
 def test_it_continues_no_run_of_other_settings(begun: TrainingJob, tmp_path: Path) -> None:
     other = replace(begun, schedule=replace(SCHEDULE, steps=7))
-    with pytest.raises(ModelError, match=r"other settings: schedule\.steps 6 and not 7;"):
+    with pytest.raises(ModelError, match=r"other settings: schedule\.steps 6, not 7;"):
         train_draft(other, Interrupting())
     with pytest.raises(ModelError, match="other settings: prompts"):
         train_draft(replace(begun, opening=(3,)), Interrupting())
