@@ -32,7 +32,7 @@ from benchmarks.harness.turns import Turn, foreign
 from benchmarks.peers.remote import NotMeasured, Remote
 from engine.config import EngineConfig
 from engine.machine.threads import cores
-from engine.model.one_by_one import plain_logits
+from engine.model.unbatched import plain_logits
 from engine.startup.quality import Differences, Quality, measure, reference_model
 from engine.text.codec import Codec
 from models import published

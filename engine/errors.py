@@ -1,4 +1,4 @@
-"""What can go wrong, and whose mistake it is. Every class says whether it is expected in a healthy server."""
+"""The errors of the engine. Each docstring states whether the error is expected in a healthy server."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ContextExcess:
 
     Args:
         max_model_len: tokens of the context.
-        prompt_tokens: tokens of the prompt; with `is_bound` at least so many, because it was not encoded.
-        max_prompt_tokens: most tokens that a prompt may have.
-        output_tokens: tokens asked for after it; 0 where the prompt alone is too long.
+        prompt_tokens: tokens of the prompt; with `is_bound` a lower bound, because the prompt was not encoded.
+        max_prompt_tokens: maximum number of tokens of a prompt.
+        output_tokens: tokens requested after it; 0 where the prompt itself is too long.
     """
 
     max_model_len: int
@@ -72,7 +72,6 @@ class InvalidRequest(PilotfishError):
 
     @classmethod
     def of(cls, field: str, problem: str) -> InvalidRequest:
-        """The common case: one violation."""
         return cls([Violation(field, problem)])
 
 
@@ -87,7 +86,7 @@ class DuplicateRequest(PilotfishError):
 class ModelError(PilotfishError):
     """Expected: a checkpoint, or a pair of them, that cannot be served; raised at load, never later.
 
-    Its message is one short line, whatever names and values of a stranger's file it quotes.
+    Its message is one short line, whatever names and values of an untrusted file it quotes.
     """
 
     def __init__(self, problem: str) -> None:
@@ -95,8 +94,8 @@ class ModelError(PilotfishError):
 
 
 class GrammarFault(PilotfishError):
-    """Expected: one output's structure cannot go on (a limit of its grammar, a dead end). Only that request ends."""
+    """Expected: one output's grammar has reached a limit or a dead end. Only that request ends."""
 
 
 class RankLost(PilotfishError):
-    """Unexpected: a process that holds a shard of the target is gone. All ranks have to be started again."""
+    """Unexpected: a process that holds a shard of the target is gone. All ranks must be restarted."""

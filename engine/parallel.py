@@ -1,9 +1,9 @@
-"""One target in shards on several processes: the process group, and passes that all ranks run together. Knows feeds.
+"""Tensor parallelism: the process group of a sharded target, and passes that all ranks run together.
 
 Rank 0 has the requests. A pass is the same call in each process, with the same batch: rank 0 first broadcasts it to the
-others. All ranks compute whole logits; only rank 0 uses them. How matrices are cut is in `model/decoder/share.py`.
+others. All ranks compute whole logits; only rank 0 uses them. How matrices are sharded is in `model/decoder/share.py`.
 
-There are two separate kinds of traffic. What layers compute is summed where it lies, on the devices. The broadcasts of
+There are two separate kinds of traffic. The results of layers are summed on the devices. The broadcasts of
 rank 0 are small, start on the host, and always go through gloo, whatever the device is.
 """
 
@@ -36,11 +36,11 @@ _FRAME, _LENGTH = 1 << 14, 8  # bytes of one broadcast, a longer message is sent
 
 
 class Ranks:
-    """This process's end of the group."""
+    """The process group, as seen from this rank."""
 
     def __init__(self, place: RankInfo) -> None:
         self.place = place
-        self._talk = dist.new_group(backend="gloo", timeout=_IDLE)
+        self._group = dist.new_group(backend="gloo", timeout=_IDLE)
 
     @classmethod
     def join(cls, place: RankInfo, device: torch.device) -> Ranks:
@@ -51,7 +51,7 @@ class Ranks:
         """
         if device.type == "cuda":
             if place.local_rank >= torch.cuda.device_count():
-                raise ModelError(f"LOCAL_RANK is {place.local_rank}; torch sees {torch.cuda.device_count()} GPUs here")
+                raise ModelError(f"LOCAL_RANK is {place.local_rank}; torch finds {torch.cuda.device_count()} GPUs")
             torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
@@ -61,44 +61,43 @@ class Ranks:
                 )
             ranks = cls(place)
         except (RuntimeError, ValueError) as error:
-            raise ModelError(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
-        log.info("rank %d of %d, on %s", place.rank, place.size, device.type)
+            raise ModelError(f"rank {place.rank} of {place.size} could not join the process group: {error}") from error
+        log.info("joined as rank %d of %d on %s", place.rank, place.size, device.type)
         return ranks
 
     def broadcast(self, message: object) -> None:
         """Broadcast numbers, dataclasses or lists of them from rank 0 to all other ranks. Raises RankLost."""
-        from msgspec import msgpack  # what needs one process alone runs where it is not installed
+        from msgspec import msgpack  # optional where there is one process
 
         coded = msgpack.encode(message, enc_hook=list)  # hook: ranges
         framed = len(coded).to_bytes(_LENGTH, "little") + coded.ljust(_FRAME - _LENGTH, b"\0")
-        with _losses_told(self.place):
+        with _as_rank_lost(self.place):
             for part in (framed[:_FRAME], framed[_FRAME:]):
                 if part:
-                    dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 0, group=self._talk)
+                    dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 0, group=self._group)
 
     def receive(self, kind: type[T]) -> T:
         """Wait for the next broadcast of rank 0, of this kind, and return it. Raises RankLost."""
         from msgspec import msgpack
 
         message = torch.empty(_FRAME, dtype=torch.uint8)
-        with _losses_told(self.place):
-            dist.broadcast(message, 0, group=self._talk)
+        with _as_rank_lost(self.place):
+            dist.broadcast(message, 0, group=self._group)
             stop = _LENGTH + int.from_bytes(message[:_LENGTH].numpy().tobytes(), "little")
             if stop > _FRAME:
                 rest = torch.empty(stop - _FRAME, dtype=torch.uint8)
-                dist.broadcast(rest, 0, group=self._talk)
+                dist.broadcast(rest, 0, group=self._group)
                 message = torch.cat((message, rest))
         return msgpack.decode(message[_LENGTH:stop].numpy().tobytes(), type=kind)
 
     def total(self, part: Tensor) -> Tensor:
-        """Return the sum of the tensors of this shape that all ranks pass, in the order of ranks, where they lie.
+        """Sum the tensors of all ranks in the order of ranks, rounded once.
 
-        It is rounded once. Sums that libraries compute (all-reduce) have another order for each place in a tensor, so a
-        row's bits would depend on the rows before it.
+        The order of all-reduce is not deterministic per element, so a row's bits would depend on other rows.
         """
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.place.size)]
-        with _losses_told(self.place):
+        with _as_rank_lost(self.place):
             dist.all_gather(parts, part)
         found = parts[0].float()
         for other in parts[1:]:
@@ -106,11 +105,11 @@ class Ranks:
         return found.to(part.dtype)
 
     def minimum(self, number: float) -> float:
-        """Return the smallest of the numbers that all ranks pass. Raises RankLost."""
-        brought = torch.tensor(number, dtype=torch.float64)
-        with _losses_told(self.place):
-            dist.all_reduce(brought, dist.ReduceOp.MIN, group=self._talk)
-        return brought.item()
+        """The minimum over all ranks. Raises RankLost."""
+        result = torch.tensor(number, dtype=torch.float64)
+        with _as_rank_lost(self.place):
+            dist.all_reduce(result, dist.ReduceOp.MIN, group=self._group)
+        return result.item()
 
 
 class ShardedRunner:
@@ -126,10 +125,10 @@ class ShardedRunner:
 
         Raises:
             RankLost: this pass or an earlier one failed, for any reason. Some rank may still be in a collective of the
-                failed pass, and would mix it up with the collectives of the next pass.
+                failed pass, which would collide with the collectives of the next one.
         """
         if not self._is_whole:
-            raise RankLost("an earlier pass over all ranks failed: they are not in step any more")
+            raise RankLost("an earlier pass over all ranks failed: the ranks are out of step")
         self._is_whole = False
         try:
             self._ranks.broadcast(feeds)
@@ -146,7 +145,7 @@ def worker_loop(ranks: Ranks, runner: Runner) -> None:
         while feeds := ranks.receive(list[Feed]):
             runner.forward(feeds)
     except RankLost as error:
-        log.info("rank 0 has ended: %s", error)
+        log.info("rank 0 ended: %s", error)
 
 
 def _meeting_place(place: RankInfo) -> Store:
@@ -157,9 +156,9 @@ def _meeting_place(place: RankInfo) -> Store:
 
 
 @contextmanager
-def _losses_told(place: RankInfo) -> Iterator[None]:
+def _as_rank_lost(place: RankInfo) -> Iterator[None]:
     """Turn torch's error for a peer that closed its connection into RankLost."""
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"rank {place.rank} has lost another one: {error}") from error
+        raise RankLost(f"rank {place.rank} lost the connection to another rank: {error}") from error

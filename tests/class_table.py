@@ -23,9 +23,9 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.model.decoder.architecture import architecture_of
-from engine.model.one_by_one import OneByOneRunner
 from engine.model.runner import ModelRunner
 from engine.model.text_part import text_part
+from engine.model.unbatched import UnbatchedRunner
 from engine.startup.build import build_engine
 from tests import fakes, zoo
 from tests.classes import KINDS, tiny
@@ -99,7 +99,7 @@ def _run(kind: str, folder: str) -> str:
 def way_of(engine: Engine) -> str:
     """How the engine runs its target, and in whose code."""
     target = engine.runner
-    if isinstance(target, OneByOneRunner):
+    if isinstance(target, UnbatchedRunner):
         return WHOLE if target._keeps_tokens else ALONE
     assert isinstance(target, ModelRunner)
     return RAGGED if architecture_of(target.model) is None else DECODER

@@ -37,7 +37,7 @@ from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.sampling import noise
 from engine.sampling.noise import Stream
 from engine.startup.build import assemble
-from engine.startup.loop import ops_on
+from engine.startup.device_loop import ops_on
 from engine.stats import StepStats
 from engine.types import FinishReason, Request
 

@@ -2,8 +2,8 @@
 
 Keys come in blocks of `BLOCK` positions, counted from position 0 of their sequence, and queries in tiles of `ROWS` of
 one sequence. A pair of the two is one small matmul, always of the same shape, and `GROUP` pairs are one call, always of
-the same shape too. A query adds up what its blocks say from left to right. Blocks that it does not see, and the masked
-part of those that it sees in part, add zeros, which change no bit.
+the same shape too. A query sums the results of its blocks from left to right. Masked keys
+add zeros, which change no bit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.reference import arena_rows, hidden_from
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec, arena_rows, hidden_from
+from engine.kv.arena import floats_of, width_of
 from engine.kv.batch import RaggedBatch
-from engine.kv.rounded import floats_of, width_of
 
 BLOCK = 64
 ROWS = 4  # a verified sequence has K + 1, a decoding one 1: more would mostly be padding
@@ -35,14 +34,14 @@ class Pairs:
     """
 
     rows: Tensor  # [N, ROWS], rows of the batch; a tile with fewer repeats its last
-    home: Tensor  # [T], where each row of the batch stands among the N * ROWS
+    home: Tensor  # [T], the index of each row of the batch among the N * ROWS
     tile: Tensor  # [P], ascending; within a tile its blocks from left to right
     where: Tensor  # [P, kv_heads * BLOCK], rows of the arena seen as [rows * kv_heads, d]
     hidden: Tensor  # [P, 1, group * ROWS, BLOCK] bool, which keys a query must not see
 
 
 def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
-    """Same contract as `reference.attend`; bitwise the same for a query wherever, and beside whom, it stands."""
+    """Same contract as `reference.attend`; a query's bits do not depend on the rest of the batch."""
     kv_heads = k.shape[1]
     group = query.shape[1] // kv_heads
     pairs = batch.once(("pairs", spec.reach, kv_heads, group), partial(pair_up, batch, spec, kv_heads, group))
@@ -104,7 +103,7 @@ def _arena_rows(batch: RaggedBatch, sequence: Tensor, key: Tensor) -> Tensor:
     tables = [batch.once(("rows", i), partial(arena_rows, batch, i, device)) for i in range(len(batch.kv_lens))]
     lengths = torch.tensor(batch.kv_lens, device=device)
     first = (lengths.cumsum(0) - lengths)[sequence, None]
-    # Rows beyond the sequence may hold a stranger's NaN, which no mask would stop: its own last row stands for them.
+    # Rows beyond the sequence may hold NaN of another one, which no mask removes: its last row is used instead.
     return torch.cat(tables)[first + key.minimum(lengths[sequence, None] - 1)]
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.attention import sdpa
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
+from engine.kv.arena import is_rounded, width_of
 from engine.kv.batch import RaggedBatch
-from engine.kv.rounded import is_rounded, width_of
 from engine.machine.threads import pool_threads
 from engine.native import library
 from engine.native.compiled import BITS, AttentionArgs, function
@@ -50,7 +50,7 @@ def attend(
     sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
     args.sinks = None if sinks is None else sinks.data_ptr()
     if function("attend")(ctypes.byref(args), bits, pool_threads()):
-        raise MemoryError("attention had no memory to work in")
+        raise MemoryError("attention kernel: out of memory")
     return out
 
 

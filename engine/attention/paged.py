@@ -1,6 +1,6 @@
-"""Attention by our Triton kernel: on CUDA, or interpreted where a test asks for that; and what it means in plain torch.
+"""Attention by our Triton kernel, on CUDA or interpreted in tests, and the same in plain torch.
 
-Both read where rows and keys lie from device tensors, which a batch may bring along (`key_of`).
+Both read the positions of rows and keys from device tensors, which a batch may already have (`key_of`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from engine.attention import fixed as fixed_order
 from engine.attention import sdpa
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.kernels import reference
 from engine.kernels.paging import Paging
+from engine.kv.arena import SCALE_BYTES, floats_of, is_rounded, width_of
 from engine.kv.batch import RaggedBatch
-from engine.kv.rounded import SCALE_BYTES, floats_of, is_rounded, width_of
 
 WIDEST_IN_PROMPTS = 256  # numbers of a value
 
@@ -31,7 +31,7 @@ def attend(
     if not reads(k, v):
         plain = fixed_order.attend if fixed else sdpa.attend
         return plain(query, k, v, batch, spec)
-    from engine.kernels import attention, plan  # both bring Triton, which not every machine has
+    from engine.kernels import attention, plan  # both import Triton, which is optional
 
     value_dim = width_of(v)
     shape = (*query.shape[1:], v.shape[1], value_dim)

@@ -1,25 +1,47 @@
-"""Attention as the formula says it, for any page size and `AttentionSpec`: the oracle of all others."""
+"""What a layer's attention computes (`AttentionSpec`), and the formula in plain torch: the oracle of the others."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine.attention.spec import AttentionSpec
+from engine.kv.arena import floats_of, width_of
 from engine.kv.batch import RaggedBatch
-from engine.kv.rounded import floats_of, width_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionSpec:
+    """softmax(softcap(q k^T * scale) + causal mask, with a sink in its denominator) v."""
+
+    scale: float
+    window: int | None = None  # a token sees the `window` newest positions, its own included
+    chunk: int | None = None  # positions are cut into chunks of this length; a token sees those of its own chunk
+    softcap: float | None = None  # scores become tanh(score / softcap) * softcap
+    sinks: Tensor | None = None  # [heads], one more score for each query head, which has no value
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """Window and chunk: layers with the same reach see the same keys, and share masks and plans."""
+        return self.window, self.chunk
+
+    def oldest(self, position: int) -> int:
+        """The first key that the token at `position` sees."""
+        in_window = 0 if self.window is None else position - self.window + 1
+        in_chunk = 0 if self.chunk is None else position // self.chunk * self.chunk
+        return max(0, in_window, in_chunk)
 
 
 def attend(
     query: Tensor,  # [T, heads, key_dim]
     k: Tensor,  # [rows, kv_heads, key_dim], the arena of one layer
-    v: Tensor,  # [rows, kv_heads, value_dim]; may be a view of `k`. Both may be in int8, with scales (`kv.rounded`)
+    v: Tensor,  # [rows, kv_heads, value_dim]; may be a view of `k`. Both may be int8 with scales
     batch: RaggedBatch,
     spec: AttentionSpec,
 ) -> Tensor:  # [T, heads, value_dim]
-    """What `AttentionSpec` says, each sequence over its own pages, in float32."""
+    """Attention of each sequence over its own pages, in float32."""
     out = query.new_empty(*query.shape[:2], width_of(v))
     for i, kv_len in enumerate(batch.kv_lens):
         rows = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
@@ -43,7 +65,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, spe
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of scores `[kv_heads, group, t, j]`; a sink takes its part and gives nothing."""
+    """Weights of scores `[kv_heads, group, t, j]`; a sink gets a share of the weight and has no value."""
     if sinks is None:
         return scores.softmax(-1)
     sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention import fixed, native, paged, reference, sdpa
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.choices import AttentionKind
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, is_interpreted
@@ -82,49 +82,48 @@ _BY_NAME: Mapping[str, Attend] = {
 
 
 def choose(name: AttentionKind, device: torch.device, *, row_wise: bool = False) -> Attend:
-    """Pick an implementation; `auto` is the fastest here, or if `row_wise` that of those whose rows see no other.
+    """Pick an implementation; `auto` is the fastest, or with `row_wise` the fastest in which rows are independent.
 
-    `fixed` is the one whose order of sums hangs on absolute positions alone: our kernel with tiles of one size where
-    it can be had.
+    `fixed` sums in an order that depends on absolute positions only: our kernel with one tile size where available.
 
     Raises:
-        ModelError: `native` or `triton` is asked for and cannot be had.
+        ModelError: `native` or `triton` is asked for and not available.
     """
     has_native = device.type == "cpu" and library() is not None
     has_kernel = device.type == "cuda" and has_triton()
     if name == "native" and not has_native:
         raise ModelError(
-            "attention is native; it needs a CPU and our C kernels (`pilotfish check` says what is missing)"
+            "attention is native, which requires a CPU and the C kernels (`pilotfish check` reports what is missing)"
         )
     if name == "triton" and not has_kernel and not is_interpreted():
-        raise ModelError(f"attention is triton; it needs a CUDA device and Triton, and this is {device.type}")
+        raise ModelError(f"attention is triton, which requires a CUDA device and Triton; device is {device.type}")
     others: AttentionKind = "rows" if row_wise else "sdpa"
     fastest: AttentionKind = "native" if has_native else "triton" if has_kernel else others
     chosen = fastest if name == "auto" else name
     if chosen == "fixed" and has_kernel:
-        log.info("attention on %s: triton, all rows in tiles of one size", device.type)
+        log.info("attention on %s: triton, one tile size for all rows", device.type)
         return paged.attend_fixed
-    log.info("attention on %s: %s%s", device.type, chosen, "" if name == "auto" else ", as asked for")
+    log.info("attention on %s: %s%s", device.type, chosen, "" if name == "auto" else " (configured)")
     return partial(native.attend, otherwise=_BY_NAME[others]) if chosen == "native" else _BY_NAME[chosen]
 
 
 def fitting(
-    name: AttentionKind, device: torch.device, try_out: Callable[[Attend], None], *, row_wise: bool = False
+    name: AttentionKind, device: torch.device, self_test: Callable[[Attend], None], *, row_wise: bool = False
 ) -> Attend:
-    """As `choose`; where `auto` takes our kernel and `try_out` shows that it does not compile or fit, torch's own.
+    """As `choose`; where `auto` takes our kernel and `self_test` fails because it does not compile or fit, torch's own.
 
     Raises:
-        ModelError: it was asked for by name; or whatever else `try_out` raises.
+        ModelError: it was asked for by name; or whatever else `self_test` raises.
     """
     chosen = choose(name, device, row_wise=row_wise)
     try:
-        try_out(chosen)
+        self_test(chosen)
     except faults() as error:
         if name != "auto":
             raise ModelError(f"attention is {name}; its kernel cannot run on this device: {error}") from error
-        log.warning("attention on %s: our kernel cannot run here: %s", device.type, error)
+        log.warning("attention on %s: falling back to torch, the kernel failed: %s", device.type, error)
         chosen = choose("rows" if row_wise else "sdpa", device)
-        try_out(chosen)
+        self_test(chosen)
     return chosen
 
 
@@ -144,12 +143,12 @@ def hook(
     """Called by every layer of a transformers model."""
     ragged = _PASS.get()
     if ragged is None:
-        raise ModelError(f"{type(module).__name__} runs outside of a pass of a ragged batch")
+        raise ModelError(f"{type(module).__name__} was called outside of a ragged pass")
     if attention_mask is not None:
-        raise ModelError(f"{type(module).__name__} builds its own mask, which knows nothing of ragged batches")
+        raise ModelError(f"{type(module).__name__} passes its own attention mask, which ragged batches do not support")
     unknown = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
     if unknown:
-        raise ModelError(f"{type(module).__name__} asks for {', '.join(unknown)}, which our attention does not do")
+        raise ModelError(f"{type(module).__name__} passes unsupported attention arguments: {', '.join(unknown)}")
     layer = module.layer_idx
     assert isinstance(layer, int)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -1,7 +1,7 @@
 """Attention by torch's SDPA, one sequence at a time, on any device.
 
-Where the pages of a sequence lie in a row, and the pool sees to it that most do, its K/V is a view of the arena;
-else it is gathered first. K/V in int8 becomes floats first.
+The K/V of a sequence with consecutive pages, the usual case, is a view of the arena; else it is gathered first. int8
+K/V is converted to floats first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention import reference
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
+from engine.kv.arena import floats_of, width_of
 from engine.kv.batch import RaggedBatch
-from engine.kv.rounded import floats_of, width_of
 
 
 def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
@@ -34,10 +34,10 @@ def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: Attent
 
 
 def attend_rows(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
-    """Same contract as `reference.attend`, one row at a time: a row's bits depend on its own sequence alone.
+    """Same contract as `reference.attend`, one row at a time: a row's bits depend on its own sequence only.
 
-    A verified draft and a token decoded alone are then the same operation on operands of the same shape. int8 models
-    want this by default: where a float model shrugs a last bit off, rounding to int8 may turn it into a whole step.
+    A verified draft and a decoded token are then the same operation on operands of the same shape. int8 models need
+    this: rounding to int8 may turn a difference in the last bit into a whole step.
     """
     out = query.new_empty(*query.shape[:2], width_of(v))
     for i, kv_len in enumerate(batch.kv_lens):

@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA, and what each of them means in plain torch. Knows tensors; knows no request and no model.
+"""Triton kernels for CUDA, and what each of them means in plain torch.
 
 Triton is imported by the modules that hold kernels (`attention`, `plan`, `rows`, `sampling`, `truncation`, ...) and by
 nothing else, so that a machine without it can do without. `args`, `paging` and `reference` are plain torch.

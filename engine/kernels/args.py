@@ -1,4 +1,4 @@
-"""What kernels are given and give back, beside single tensors. Knows no Triton."""
+"""What kernels are given and give back, beside single tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST = 448.0  # of 8-bit floats with 4 bits of exponent and 3 of mantissa (e4
 TINIEST = 1e-12  # a row of zeros has a scale all the same
 LARGEST_CODE = 127  # of a key or a value in int8
 TINIEST_PEAK = 1e-30  # so that a vector of zeros has a scale too
-RUNNING, STOPPED, FULL, UNSOUND = range(4)  # what `Committed.ended` says
+RUNNING, STOPPED, FULL, UNSOUND = range(4)  # values of `Committed.ended`
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class Fp8Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertStacks:
+class FusedWeights:
     """The matrices of E experts in stacks, as transformers holds them; `[E, in, out]` where they are `transposed`."""
 
-    up: Tensor  # [E, 2 inner, in], or [E, inner, in] of a gate that stands alone
+    up: Tensor  # [E, 2 inner, in], or [E, inner, in] of a gate without `up`
     down: Tensor  # [E, out, inner]
     up_bias: Tensor | None  # [E, 2 inner], or [E, inner]
     down_bias: Tensor | None  # [E, out]
@@ -52,7 +52,7 @@ class ExpertStacks:
     gate: Callable[[Tensor], Tensor]  # what lies between the two, in plain torch: an `engine.native.experts.ExpertGate`
     numbers: tuple[float, float, float, float]  # and its fields: linear, cubic, limit, plus
     squared: bool
-    alone: bool
+    ungated: bool
     interleaved: bool
 
     @property
@@ -68,7 +68,7 @@ class ExpertStacks:
 
 @dataclass(frozen=True, slots=True)
 class Tracks:
-    """The sequences that stand on the device, one per slot; a commit changes them in place."""
+    """The sequences on the device, one per slot; a commit changes them in place."""
 
     tokens: Tensor  # [S, L] int64
     length: Tensor  # [S] int64, how many of them there are
@@ -79,7 +79,7 @@ class Tracks:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What one round brought each of B sequences."""
+    """The result of one round for each of B sequences."""
 
     drawn: Tensor  # [B, K + 1] int64, of which the first `num_fresh` count
     num_fresh: Tensor  # [B] int64, 0 for one that is not running
@@ -108,7 +108,6 @@ class SamplerRows:
     stream: Tensor  # [R] int64
 
     def rows(self, some: Tensor | slice) -> SamplerRows:
-        """Those of some rows."""
         return SamplerRows(*(getattr(self, field.name)[some] for field in fields(self)))
 
     def dense(self) -> SamplerRows:

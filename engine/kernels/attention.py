@@ -1,9 +1,9 @@
 """Ragged paged attention in one kernel: verification, decoding and chunked prefill alike.
 
 A tile holds some query rows of one sequence times query heads of one K/V head, so that K and V are read once for all
-of them. Its keys are cut by absolute position (`paging.split_of`), and what the splits say is merged from left to
-right. Whether one program walks all splits of a tile, or several share them and a second kernel merges, is a matter of
-speed alone: both add the same numbers in the same order, and no number depends on the rest of the batch.
+of them. Its keys are split by absolute position (`paging.split_of`), and the results of the splits are merged from left
+to right. One program walks all splits of a tile, or several share them and a second kernel merges: both add the same
+numbers in the same order, and no number depends on the rest of the batch.
 
 Tiles of prompts are larger and give that up: their keys are cut into as many runs as there are programs for them.
 """
@@ -24,7 +24,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _ITEM = tl.constexpr(ITEM)
 _AT_ONCE = tl.constexpr(8)  # parts whose loads a merge has under way together
 _MERGED_ROWS = 8  # query rows of one head that one program merges, at most
-_MERGED = 2048  # and their columns: registers hold no more of them in so many parts
+_MERGED = 2048  # and their columns: the maximum that registers hold
 _WHOLE = 128  # columns up to which a head is padded, not cut
 
 
@@ -45,8 +45,8 @@ def attend(
 ) -> Tensor:  # [T, heads, value_dim]
     """softmax(q k^T * scale + causal mask, with a sink in its denominator) v, each sequence over its own pages.
 
-    `scaled`: bytes of the float32 scale that each vector of int8 codes begins with (`kv.rounded`); 0 where K and V are
-    floats. `plans` are what `plans_of` says of the same shapes, kept from another layer; else it is asked, with
+    `scaled`: bytes of the float32 scale that each vector of int8 codes begins with (`kv.arena`); 0 where K and V are
+    floats. `plans` are those of `plans_of` for the same shapes, kept from another layer; else it is called, with
     `options`. Rows of no tile stay unwritten.
     """
     if plans is None:
@@ -168,7 +168,7 @@ def _over_keys(
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, SCALED: tl.constexpr, WITHIN: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """What keys start .. stop - 1 say to a tile: the largest score, the sum of weights, the sum of weighted values."""
+    """Result of keys start .. stop - 1 for a tile: largest score, sum of weights, sum of weighted values."""
     kind: tl.constexpr = q_ptr.dtype.element_ty
     exact: tl.constexpr = kind == tl.float32
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -2,7 +2,7 @@
 
 A place is a row of the batch and one of its chosen experts; a tile is some places of one expert. A program multiplies
 one tile by some outputs of its expert's matrix. It adds all inputs in their order, so a row's sums are the same in any
-tile of that size. Nothing is read on the host, and shapes hang on the number of places alone: there are as many tiles
+tile of that size. Nothing is read on the host, and shapes depend on the number of places only: there are as many tiles
 as there might be, and programs of those that are empty end at once.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.args import ExpertStacks, MatmulTile
+from engine.kernels.args import FusedWeights, MatmulTile
 
 _SEEN = 512  # places that a program looks at together
 _SUMMED = 512  # outputs of one row that one program adds up
@@ -27,9 +27,9 @@ def mix(
     x: Tensor,  # [T, in], its rows dense
     chosen: Tensor,  # [T, k] integers; what is no expert adds nothing
     weights: Tensor,  # [T, k]
-    stacks: ExpertStacks,
+    stacks: FusedWeights,
 ) -> Tensor:  # [T, out]
-    """As `reference.mix`. A row's bits hang on no other row but where their number decides which tile all get.
+    """As `reference.mix`. A row's bits depend on other rows only where their number decides the tile size.
 
     The larger tile is for tensor cores, in passes in which the experts meet as many places, on average, as the smaller
     one holds.
@@ -46,7 +46,7 @@ def mix(
     inner, given = (
         torch.empty((num_places, size), dtype=x.dtype, device=x.device) for size in (stacks.inner, stacks.out_features)
     )
-    halves = 0 if stacks.alone else 1 if stacks.interleaved else 2
+    halves = 0 if stacks.ungated else 1 if stacks.interleaved else 2
     for source, matrix, bias, target, shared, kind in (
         (x, stacks.up, stacks.up_bias, inner, each, halves), (inner, stacks.down, stacks.down_bias, given, 1, -1)
     ):  # fmt: skip
@@ -87,7 +87,7 @@ def _tiles_kernel(
     chosen_ptr, starts_ptr, table_ptr, num_places, num_tiles,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count the places of each expert; say where they start in order, and cut them into tiles."""
+    """Count the places of each expert, compute their starts in order, and split them into tiles."""
     counts = tl.zeros([BINS], tl.int32)
     for first in range(0, num_places, BLOCK):
         p = first + tl.arange(0, BLOCK)
@@ -132,7 +132,7 @@ def _bent(x, linear, cubic, SQUARED: tl.constexpr):
 
 @triton.jit
 def _gated(acc, linear, cubic, limit, plus, GATE: tl.constexpr, SQUARED: tl.constexpr):
-    """Outputs by places, as `ExpertGate` says: gates and ups take turns (1), or come one after the other (2)."""
+    """Outputs by places, as in `ExpertGate`: gates and ups take turns (1), or come one after the other (2)."""
     if GATE == 0:
         acc = _bent(tl.minimum(acc, limit), linear, cubic, SQUARED)
     elif GATE > 0:

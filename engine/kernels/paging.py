@@ -1,7 +1,7 @@
 """Where the rows of a batch and their keys lie, as device tensors that attention reads; and how it is cut for a card.
 
 `tuning.json` beside this file holds what a sweep on a card found best; what is not in it has defaults, which were
-chosen by what the compiler says of registers and shared memory (docs/adr/0020-triton-kernels.md).
+chosen by what the compiler reports of registers and shared memory (docs/adr/0020-triton-kernels.md).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 SPLIT = 256  # keys in one of the first splits
 PER_LEVEL = 16  # splits of one size; those that follow are twice as long
 LEVELS = 12  # 16 million positions
-ITEM = 9  # numbers that say what one program of the attention kernel does
-PROMPT_ROWS = 32  # a sequence that feeds so many rows is a prompt's: more than any verification has
+ITEM = 9  # numbers that describe one program of the attention kernel
+PROMPT_ROWS = 32  # rows of a sequence from which on they are a prompt's: more than any verification has
 _DECODE_ROWS = 8  # query rows that share one reading of K/V: a verification of up to 7 drafts
 _DECODE_SIZE = 64  # query rows times heads, at most
 DECODE_SUMS = _DECODE_SIZE * 256  # rows times heads times numbers of a value: a program holds two of each sum
 _PROMPT_SIZE = 128
-SCRATCH = 128 << 20  # bytes, at most, for what programs that share tiles say; what does not fit is not shared
+SCRATCH = 128 << 20  # bytes, at most, for results of programs that share tiles; what does not fit is not shared
 _SUMS = 2  # float32 numbers of a cell of scratch beside its values: the maximum and the sum of weights
 
 
@@ -59,7 +59,7 @@ def tile_of(group: int, *, prompt: bool = False) -> Tile:
 
 
 def split_of(position: int, split: int = SPLIT, per_level: int = PER_LEVEL) -> int:
-    """The split that a key position belongs to: a function of the position alone, whatever else is in the batch.
+    """The split that a key position belongs to: a function of the position only.
 
     With splits of 4, two per level: positions 0..3 -> 0, 4..7 -> 1, 8..15 -> 2, 16..23 -> 3, 24..39 -> 4.
     """
@@ -69,7 +69,7 @@ def split_of(position: int, split: int = SPLIT, per_level: int = PER_LEVEL) -> i
 
 @dataclass(frozen=True, slots=True)
 class PlanSizes:
-    """How long the lists of a plan are, and what programs may say before it is merged: known without any length."""
+    """Lengths of a plan's lists and the size of unmerged results, which do not depend on sequence lengths."""
 
     wanted: int  # programs of a K/V head, were they as many as asked for
     items: int  # programs of a K/V head: the first of each tile, and the others

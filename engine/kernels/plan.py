@@ -1,6 +1,6 @@
 """Which program reads which keys: programs for the tiles of a pass, by their number of keys. Made once for all layers.
 
-The device makes it, for lengths may be known there alone: a graph's launches have the same shape whatever stands in it.
+It is made on the device, which may be the only place that has lengths: a graph's launches have one shape for all.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ALL = 1 << 30  # programs: more than there can be splits
 class Plan:
     """Which program reads which keys of which tile: the same for all layers of a pass with one shape and one reach."""
 
-    items: Tensor  # [W, ITEM] int32, one for each program of a K/V head; `_plan_kernel` says what is in them
+    items: Tensor  # [W, ITEM] int32, one for each program of a K/V head; see `_plan_kernel`
     merges: Tensor  # [M] int32, items whose tiles are shared by several programs; -1: none
-    num_cells: int  # what the programs of shared tiles may say in all: one row of one head is a cell
+    num_cells: int  # unmerged results of shared tiles: one row of one head is a cell
     tile: Tile
     is_prompt: bool
     tuning: Tuning
@@ -46,7 +46,7 @@ def plans_of(
     per_level: int = PER_LEVEL,
     tuning: Tuning | None = None,
 ) -> tuple[Plan, ...]:
-    """A plan for the tiles of each kind, made on the device: lengths may be known there alone.
+    """A plan for the tiles of each kind, made on the device: lengths may exist there only.
 
     `spread` shares the keys of each tile among as many programs as it has splits, or leaves them to one; by default
     as lengths are. `value_dim` is the size of a value, by default that of a key. `split` and `per_level` are

@@ -20,8 +20,8 @@ from engine.kernels.args import (
     TINIEST_PEAK,
     UNSOUND,
     Committed,
-    ExpertStacks,
     Fp8Rows,
+    FusedWeights,
     Tracks,
 )
 from engine.kernels.paging import Paging
@@ -171,7 +171,7 @@ def w4_matmul(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, _arr
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
-def mix(x: Tensor, chosen: Tensor, weights: Tensor, stacks: ExpertStacks) -> Tensor:
+def mix(x: Tensor, chosen: Tensor, weights: Tensor, stacks: FusedWeights) -> Tensor:
     """As `experts.mix`. All experts multiply all rows: for small sizes."""
     ups, downs = ((m if stacks.transposed else m.transpose(1, 2)).float() for m in (stacks.up, stacks.down))
     both = x.float() @ ups  # [E, T, 2 inner]

@@ -31,7 +31,7 @@ def rotate_and_write(
 ) -> Tensor:  # [T, heads, head_dim]
     """Rotate q and k, store k and v at `kv_rows`, give back q. Computed in float32, rounded once.
 
-    `scaled` as in `attention.attend`: above 0, k and v are rounded again, to int8 as `kv.rounded.round_heads` does it.
+    `scaled` as in `attention.attend`: above 0, k and v are rounded again, to int8 as `reference.round_heads` does it.
     On a GPU a code may differ from that by 1 where it lies halfway between two: its product is not rounded before it.
     """
     num_rows, width = projected.shape
@@ -121,7 +121,7 @@ def add_norm_round(
 
 
 def _unwritten(x: Tensor, size: int | None = None) -> Fp8Rows:
-    """Of so many rows as `x` has, `size` wide each."""
+    """As many rows as `x` has, each `size` wide."""
     shape = torch.Size((*x.shape[:-1], size or x.shape[-1]))
     rows = torch.empty((shape.numel() // shape[-1], shape[-1]), dtype=torch.float8_e4m3fn, device=x.device)
     return Fp8Rows(rows, torch.empty((len(rows), 1), dtype=torch.float32, device=x.device), shape, x.dtype)

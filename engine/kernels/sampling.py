@@ -1,9 +1,9 @@
 """From logits to tokens, with the bits of `engine.sampling.noise`; and which tokens of a round stay.
 
 A token is the argmax of scaled logits plus Gumbel noise; a logit of -inf masks its token. A batch may mix greedy rows,
-rows without and rows with truncation; the device tells them apart by their parameters. `kernels.truncation` finds where
-a row ends. Ten launches with it, three without. `commit` is `engine.verify.coupled` and `engine.engine.Engine._commit`
-in one small kernel, for a loop that the host does not watch.
+rows without and rows with truncation, which differ in their parameters. `kernels.truncation` finds where a row ends.
+Ten launches with it, three without. `commit` is `engine.verify.coupled` and `engine.engine.Engine._commit` in one small
+kernel, for a loop that the host does not watch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Where top-k, and then top-p of what is left, cut off the distribution of a row, without sorting anything.
 
 Scores (logits over temperature, the best at 0) have ranks: the bits of how far a score lies below 0, so that likelier
-tokens have smaller ranks. A law is all tokens up to a last rank, and of that rank the first few by id. The last rank of
-top-k is found in three steps of 9, 11 and 11 bits, and that of top-p in three more: all blocks of a row add what they
-have to the row's bins, and the next launch begins with taking the last bin before which there is less than the law may
-hold. What is added are integers, tokens or weights in units of 2**-44, so that a row's bins are its own in any order.
+tokens have smaller ranks. A distribution is all tokens up to a last rank, and of that rank the first few by id. The
+last rank of top-k is found in three steps of 9, 11 and 11 bits, and that of top-p in three more: all blocks of a row
+add to the row's bins, and the next launch takes the last bin before which there is less than the limit. Integers are
+added, tokens or weights in units of 2**-44, so a row's bins do not depend on the order.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ def find_ends(logits: Tensor, samplers: SamplerRows, peaks: Tensor, search: Sear
     """
     (num_rows, vocab), blocks = logits.shape, peaks.shape[1]
     if vocab >= LARGEST_VOCAB:
-        raise ValueError(f"top-k and top-p of {vocab} tokens: these kernels add up at most {LARGEST_VOCAB - 1}")
+        raise ValueError(f"top-k and top-p of {vocab} tokens: the limit of these kernels is {LARGEST_VOCAB - 1}")
     size = triton.next_power_of_2(blocks)
     grid = num_rows, triton.cdiv(vocab, BLOCK)
-    stands = search.bins, search.rank, search.before
+    found = search.bins, search.rank, search.before
     for weighs in (False, True):
         for step in range(_STEPS):
             _search_kernel[grid](
-                logits, samplers.temperature, samplers.top_k, samplers.top_p, peaks, *stands, search.limit,
+                logits, samplers.temperature, samplers.top_k, samplers.top_p, peaks, *found, search.limit,
                 logits.stride(0), vocab, blocks, step, WEIGHS=weighs, BLOCK=BLOCK, BLOCKS=size, num_warps=8,
             )  # fmt: skip
     _end_kernel[num_rows, blocks](
-        logits, samplers.temperature, samplers.top_k, samplers.top_p, peaks, *stands, search.limit,
+        logits, samplers.temperature, samplers.top_k, samplers.top_p, peaks, *found, search.limit,
         search.last, search.allowed, search.ties, logits.stride(0), vocab, blocks, BLOCK=ties_block, BLOCKS=size,
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ def _last(sums_ptr, before, limit, SIZE: tl.constexpr):
 
 @triton.jit
 def _stand(bins_ptr, rank_ptr, before_ptr, step, limit):
-    """Where a search stands before a step: the rank found so far, what lies before it, what the bin taken last has."""
+    """State of a search before a step: the rank found so far, the mass before it, the mass of the last bin."""
     rank, before, within = step * 0, tl.full((), 0, tl.float64), tl.full((), 0, tl.int64)
     if step > 0:
         bins_ptr += (step - 1) * _WIDTH

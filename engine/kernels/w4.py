@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.kernels import is_interpreted
 from engine.kernels.args import GROUP, TILE_OUTPUTS, WORDS, MatmulTile
 
-MERGED_ROWS = 64  # up to so many rows the groups of one output may be split among programs
+MERGED_ROWS = 64  # maximum number of rows for which the groups of one output may be split among programs
 _PROGRAMS = 396  # three for each multiprocessor of an H100: with fewer, part of the memory's bandwidth lies idle
 _FEWEST = 4  # groups of a split
 
@@ -26,7 +26,7 @@ def w4_matmul(
     bias: Tensor | None,  # [out]
     arrived: Tensor,  # [at least out / TILE_OUTPUTS] int32, zeros before and after; one for each matrix
 ) -> Tensor:  # [M, out]
-    """As `reference.w4_matmul`. What a row's sums are added up in hangs on which of three tiles M rows get.
+    """As `reference.w4_matmul`. The order of a row's sums depends on which of three tiles M rows get.
 
     Not for two passes at the same time: programs that share outputs count in `arrived` which of them is the last.
     """
@@ -111,7 +111,7 @@ def _w4_kernel(
     if splits > 1:
         every = rows.to(tl.int64) * outputs
         tl.store(parts_ptr + split * every + at, acc, mask=real)
-        tl.debug_barrier()  # all of this program's numbers are out before it says so
+        tl.debug_barrier()  # all of this program's numbers are written before it signals that
         is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
         if is_last:
             tl.store(arrived_ptr + tile, 0)

@@ -1,5 +1,5 @@
 """Memory for keys and values: the arena of each model, its pages, and the ragged batch that addresses them.
 
-This package decides which pages are free, held or cached. It knows no model, no request's options and no step. The
-cursor that points into this memory is `engine.types.KVCursor`.
+This package decides which pages are free, held or cached. The cursor that points into this memory is
+`engine.types.KVCursor`.
 """

@@ -2,6 +2,10 @@
 
 There is one arena per model, allocated once. A sequence's position p is stored in arena row
 `page_table[p // page_size] * page_size + p % page_size`, the same row in every layer.
+
+In int8 each vector has a scale of its own, which depends on no other vector. A vector of `dim` numbers takes
+`dim + SCALE_BYTES` bytes: first its float32 scale, then its codes. The scale comes first so that values that are the
+beginning of their keys (MLA) are a view of these.
 """
 
 from __future__ import annotations
@@ -14,8 +18,28 @@ import torch
 from torch import Tensor
 
 from engine.choices import KVType
-from engine.kv.rounded import SCALE_BYTES, round_heads
+from engine.kernels.reference import round_heads
 from engine.machine.mapped import in_pages
+
+SCALE_BYTES = 4
+
+
+def is_rounded(heads: Tensor) -> bool:
+    """Whether a tensor holds codes and scales, not floats."""
+    return heads.dtype == torch.int8
+
+
+def width_of(heads: Tensor) -> int:
+    """Numbers in each vector of `[..., stored]`, however they are stored."""
+    return heads.shape[-1] - (SCALE_BYTES if is_rounded(heads) else 0)
+
+
+def floats_of(heads: Tensor, dtype: torch.dtype) -> Tensor:
+    """Vectors `[..., stored]` as numbers of `dtype` `[..., dim]`: code times scale where they are rounded."""
+    if not is_rounded(heads):
+        return heads.to(dtype)
+    scale = heads[..., :SCALE_BYTES].contiguous().view(torch.float32)
+    return (heads[..., SCALE_BYTES:] * scale).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +63,7 @@ class KVLayout:
     """The shape of K/V, layer by layer; None for a layer without attention, which keeps nothing by position."""
 
     layers: tuple[LayerKV | None, ...]
-    dtype: torch.dtype  # int8: every vector is rounded, and has a scale of its own (`kv.rounded`)
+    dtype: torch.dtype  # int8: every vector has a scale
 
     @classmethod
     def uniform(cls, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
@@ -65,7 +89,6 @@ class KVLayout:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether K/V are in int8."""
         return self.dtype == torch.int8
 
     def takes(self, dtype: torch.dtype) -> bool:
@@ -80,7 +103,7 @@ class KVLayout:
 class KVArena:
     """Keys and values of every sequence of one model: per layer `k` and `v` of `[rows, kv_heads, head_dim]`.
 
-    In int8 the last dimension is that of `rounded.round_heads`. A layer without attention has empty ones; a layer that
+    In int8 the last dimension is that of `round_heads`. A layer without attention has empty ones; a layer that
     reads those of an earlier layer has the same tensors.
     """
 
@@ -105,7 +128,7 @@ class KVArena:
         A layer that reads those of an earlier layer, or whose values are part of its keys, does not store them again.
         """
         shape = self.layout.layers[layer]
-        assert shape is not None, "a layer without attention attends"
+        assert shape is not None, "attention in a layer without keys and values"
         if shape.source is not None:
             return
         for stored, new in ((self.k[layer], key), (self.v[layer], None if shape.is_latent else value)):

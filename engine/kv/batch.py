@@ -81,7 +81,6 @@ class RaggedBatch:
 
     @classmethod
     def of(cls, feeds: Seq[Feed], page_size: int, device: torch.device) -> RaggedBatch:
-        """Concatenate `feeds` into one batch."""
         ids: list[int] = []
         positions: list[int] = []
         position_ids: list[int] = []

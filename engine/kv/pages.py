@@ -51,7 +51,7 @@ class PagePool:
         self._pages: dict[Key, int] = {}  # the prefix cache
         self._entries: dict[int, CacheChange] = {}  # by page: what entered it
         self._kept: OrderedDict[int, None] = OrderedDict()  # cached pages that no page table holds, oldest first
-        self._changes: list[CacheChange] | None = None  # of the prefix cache, not taken yet; None: nobody watches
+        self._changes: list[CacheChange] | None = None  # of the prefix cache, not taken yet; None: not watched
 
     @property
     def num_free(self) -> int:
@@ -64,13 +64,13 @@ class PagePool:
         return self.states is None or self.states.has_room
 
     def has_empty(self, num_sequences: int, num_tokens: int) -> bool:
-        """Whether so many sequences of so many tokens each fit while the prefix cache keeps all that it has."""
+        """Whether `num_sequences` of `num_tokens` each fit without evicting from the prefix cache."""
         has_slots = self.states is None or self.states.has_empty(num_sequences)
         return has_slots and num_sequences * self.pages_for(num_tokens) <= len(self._free)
 
     @property
     def most_drafts(self) -> int | None:
-        """Most tokens of a sequence that may yet be taken back; None for any number."""
+        """Maximum number of tokens of a sequence that can be rolled back; None: no limit."""
         return None if self.states is None else self.states.log_rows
 
     def pages_for(self, num_tokens: int) -> int:
@@ -143,7 +143,7 @@ class PagePool:
 
     def adopt(self, cursor: KVCursor, pages: Seq[int]) -> None:
         """Begin an empty page table with cached pages, whose K/V is already written and does not change."""
-        assert not cursor.page_table, "only a sequence without pages can begin with others' pages"
+        assert not cursor.page_table, "only an empty page table can adopt cached pages"
         for page in pages:
             self._kept.pop(page, None)
             self._holders[page] += 1
@@ -175,7 +175,7 @@ class PagePool:
         self._changes = [*self._entries.values()]  # in the order of their numbers
 
     def take_changes(self) -> tuple[CacheChange, ...]:
-        """The changes since the last call, in order; none where nobody watches."""
+        """The changes since the last call, in order; none where they are not watched."""
         changes, self._changes = self._changes, None if self._changes is None else []
         return tuple(changes or ())
 
@@ -211,10 +211,10 @@ class PagePool:
         holders = [0] * self.num_pages
         for cursor in cursors:
             assert cursor.kv_len <= len(cursor.page_table) * self.page_size, "kv_len beyond the page table"
-            assert len(set(cursor.page_table)) == len(cursor.page_table), "a page is twice in one page table"
+            assert len(set(cursor.page_table)) == len(cursor.page_table), "a page occurs twice in one page table"
             for page in cursor.page_table:
                 holders[page] += 1
-        assert holders == self._holders, "a page has other holders than was counted"
+        assert holders == self._holders, "the holder count of a page is wrong"
         held = [page for page, number in enumerate(holders) if number]
-        assert sorted([*self._free, *self._kept, *held]) == list(range(self.num_pages)), "a page was lost or is twice"
-        assert {entry[1:]: page for page, entry in self._entries.items()} == self._pages, "the prefix cache disagrees"
+        assert sorted([*self._free, *self._kept, *held]) == list(range(self.num_pages)), "a page was lost or duplicated"
+        assert {entry[1:]: page for page, entry in self._entries.items()} == self._pages, "inconsistent prefix cache"

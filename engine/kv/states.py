@@ -4,7 +4,7 @@ A recurrent layer (Mamba, gated delta rules) or a short convolution keeps no K/V
 which every token changes. Rollback remains an integer all the same. A slot holds the state at a position `base`, and
 what the tokens of the positions since do to it, its *log*. Only tokens that are never taken back move `base`; drafts
 are only logged. The next pass reads the newest slot whose `base` is not beyond its first position, applies from the log
-what was kept of the drafts, and goes on. It writes to another slot than the one it reads, so a pass can be repeated.
+what was kept of the drafts, and continues. It writes to another slot than the one it reads, so a pass can be repeated.
 
 Example: a slot with base 10; a pass feeds the newest token (position 10) and three drafts. It writes the state after
 position 10 to the other slot, base 11, with a log of positions 11, 12, 13. Of the drafts one is kept: the next pass
@@ -52,7 +52,7 @@ class StatePool:
         return self.num_free >= self.per_sequence
 
     def has_empty(self, num_sequences: int) -> bool:
-        """Whether so many sequences fit while the prefix cache keeps all that it has."""
+        """Whether `num_sequences` fit without evicting from the prefix cache."""
         return num_sequences * self.per_sequence <= len(self._free)
 
     def open(self, cursor: KVCursor) -> bool:
@@ -64,7 +64,6 @@ class StatePool:
         return True
 
     def close(self, cursor: KVCursor) -> None:
-        """Take all slots of `cursor` back."""
         for state in cursor.states:
             self._let_go(state.slot)
         cursor.states.clear()
@@ -124,11 +123,11 @@ class StatePool:
         for cursor in cursors:
             assert not cursor.states or sum(s.is_own for s in cursor.states) == self.per_sequence, "slots are missing"
             can_go_on = any(state.base <= cursor.kv_len <= state.end for state in cursor.states)
-            assert not cursor.states or not cursor.kv_len or can_go_on, "no slot leads to what its sequence was fed"
+            assert not cursor.states or not cursor.kv_len or can_go_on, "no slot covers kv_len"
             for state in cursor.states:
                 holders[state.slot] += 1
                 writers[state.slot] += state.is_own
-        assert holders == self._holders, "a slot has other holders than was counted"
+        assert holders == self._holders, "the holder count of a slot is wrong"
         assert max(writers) <= 1, "two sequences write to one slot"
         kept = set(self._kept.values())
         assert len(kept) == len(self._kept), "a slot is kept with two pages"

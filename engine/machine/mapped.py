@@ -1,4 +1,4 @@
-"""What is mapped from files, weights and code: releasing it, the progress of reading; memory for converted weights."""
+"""Memory of this process: pages mapped from files, memory freed in C, and the progress of reading weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,33 +28,32 @@ _MB = 10**6
 class ReadProgress:
     """Reports every two seconds how much of the weights of a checkpoint has been read, and in how many seconds."""
 
-    def __init__(self, what: str, size: Callable[[], int], tell: Callable[[str], None]) -> None:
+    def __init__(self, what: str, size: Callable[[], int], report: Callable[[str], None]) -> None:
         """`size` is called at each report, because files of a hub may not be downloaded earlier."""
-        self._what, self._size, self._tell = what, size, tell
+        self._what, self._size, self._report = what, size, report
         self._bytes, self._began = 0, time.monotonic()
-        self._told = self._began
+        self._reported = self._began
 
     def add(self, num_bytes: int) -> None:
-        """Count `num_bytes` more as read."""
         self._bytes += num_bytes
-        self._say(lambda size: min(self._bytes, size))
+        self._maybe_report(lambda size: min(self._bytes, size))
 
     def at(self, done: int, of: int) -> None:
         """Report that `done` of `of` tensors have been read."""
-        self._say(lambda size: size * done // max(1, of))
+        self._maybe_report(lambda size: size * done // max(1, of))
 
-    def _say(self, read: Callable[[int], int]) -> None:
+    def _maybe_report(self, read: Callable[[int], int]) -> None:
         now = time.monotonic()
-        if now - self._told >= _SECONDS:
-            self._told, size = now, self._size()
-            self._tell(f"{self._what}: {read(size) / _MB:.0f} of {size / _MB:.0f} MB, {now - self._began:.1f} s")
+        if now - self._reported >= _SECONDS:
+            self._reported, size = now, self._size()
+            self._report(f"{self._what}: {read(size) / _MB:.0f} of {size / _MB:.0f} MB, {now - self._began:.1f} s")
 
 
 _reading: ContextVar[ReadProgress | None] = ContextVar("reading", default=None)
 
 
 @contextmanager
-def told(reading: ReadProgress) -> Iterator[None]:
+def reporting_to(reading: ReadProgress) -> Iterator[None]:
     """Report everything that this thread reads inside the block to `reading`."""
     before = _reading.set(reading)
     try:
@@ -79,9 +76,9 @@ def release_mapped(tensor: Tensor) -> None:
     advise, (start, length) = _madvise(), _pages(tensor)
     if advise is not None and length and _lie_in_file(start, length):
         advise(start, length, _DONTNEED)
-        watcher = reading()
-        if watcher is not None:
-            watcher.add(tensor.nbytes)
+        progress = reading()
+        if progress is not None:
+            progress.add(tensor.nbytes)
 
 
 def release_libraries() -> None:
@@ -99,6 +96,13 @@ def release_libraries() -> None:
             advise(start, stop - start, _DONTNEED)
 
 
+def release_freed() -> None:
+    """Return memory that the C library holds free to the system, where it can; holds no lock of the interpreter."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def in_pages(tensor: Tensor, *, large: bool) -> None:
     """Ask the system for large or small pages for a tensor that has not been written yet. This is only a hint."""
     advise, (start, length) = _madvise(), _pages(tensor)
@@ -113,6 +117,8 @@ def _pages(tensor: Tensor) -> tuple[int, int]:
 
 
 def _lie_in_file(start: int, length: int) -> bool:
+    import numpy as np  # late: a front end uses `release_freed` only
+
     try:
         with _PAGES.open("rb", buffering=0) as file:
             file.seek(start // mmap.PAGESIZE * 8)

@@ -21,11 +21,7 @@ class RankInfo:
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> RankInfo:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
-
-        Raises:
-            ModelError: one of them is no number, or the rank is not below the number of processes.
-        """
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Raises ModelError for invalid values."""
         if "WORLD_SIZE" not in environment:
             return cls()
         size = _number(environment, "WORLD_SIZE", 1)
@@ -42,20 +38,16 @@ class RankInfo:
         return self.rank == 0
 
     def check(self, tensor_parallel_size: int) -> None:
-        """Check that there are as many processes as shards.
-
-        Raises:
-            ModelError: the numbers differ; the message contains both.
-        """
+        """Raise ModelError unless there are as many processes as shards."""
         if self.size != tensor_parallel_size:
             raise ModelError(
-                f"tensor_parallel_size is {tensor_parallel_size}, and WORLD_SIZE, the number of processes, is "
-                f"{self.size}: start as many as there are shares (torchrun --nproc-per-node {tensor_parallel_size})"
+                f"tensor_parallel_size is {tensor_parallel_size}, but WORLD_SIZE (number of processes) is "
+                f"{self.size}: start one process per shard (torchrun --nproc-per-node {tensor_parallel_size})"
             )
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     written = environment.get(name, str(default))
     if not written.isdecimal():
-        raise ModelError(f"{name} is {written!r}; torchrun sets it to a number")
+        raise ModelError(f"{name} is {written!r}; expected an integer (torchrun sets it)")
     return int(written)

@@ -1,4 +1,4 @@
-"""Sets how many threads compute. Knows the cores that this process may use; knows nothing of the computation."""
+"""Sets how many threads compute."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def use_threads(threads: int | None) -> int:
 
 
 def leave_to_pool() -> None:
-    """Let torch compute on one thread, because the work left to it is small and its threads wait for each other."""
+    """Limit torch to one thread: the work left to it is small, and its threads would wait for each other."""
     torch.set_num_threads(1)
 
 
@@ -60,7 +60,7 @@ def exactly(threads: int) -> Iterator[None]:
 
 
 def most_threads() -> int:
-    """The most threads that may compute: torch's or ours, the larger number."""
+    """The larger of torch's and our number of threads."""
     return max(torch.get_num_threads(), _POOL.most)
 
 

@@ -1,5 +1,5 @@
 """One model: its checkpoint, its weights in the type or number of bits asked for, and passes over ragged batches.
 
 This package contains loading, rounding, rotary tables and the runner that turns token ids into logits. `linear`
-contains the matrices, `fusion` the faster replacement modules. It knows no request, no scheduler and no sampling.
+contains the matrices, `decoder` the models.
 """

@@ -1,4 +1,4 @@
-"""Files of strangers, found and looked at before they are read: a pipe never ends, a large file takes all memory."""
+"""Bounds on untrusted files, checked before they are read: a pipe never ends, a large file takes all memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import stat
 from pathlib import Path
 
 from engine.errors import ModelError
-from engine.model.gguf.container import gguf_file
-from engine.model.hub import file_from_hub
+from engine.model.gguf.container import file_from_hub, gguf_file
 
 _MOST = 1 << 22  # bytes of configs and chat templates; published ones have a quarter of it at most
 _LARGER = {  # twice those of the largest published, or more
@@ -19,24 +18,20 @@ _READ_WHOLE = ("*config.json", "*tokenizer.json", "*.index.json", "*_map.json", 
 
 
 def bounded(path: Path) -> Path:
-    """The path of a file, which may be missing.
-
-    Raises:
-        ModelError: it is no regular file, or larger than any that is published.
-    """
+    """The path, whose file may be missing. Raises ModelError if it is not a regular file, or too large."""
     try:
         status = path.stat()
-    except OSError:  # who opens it says why
+    except OSError:  # the error of opening it has the reason
         return path
     if not stat.S_ISREG(status.st_mode):
-        raise ModelError(f"{path} is no regular file")
+        raise ModelError(f"{path} is not a regular file")
     if status.st_size > (most := _LARGER.get(path.name, _MOST)):
         raise ModelError(f"{path} has {status.st_size} bytes; expected at most {most}")
     return path
 
 
 def check_folder(folder: Path) -> None:
-    """Look at those files of a checkpoint that libraries read as a whole; ModelError as `bounded`."""
+    """Check the files of a checkpoint that libraries read as a whole; ModelError as `bounded`."""
     for pattern in _READ_WHOLE:
         for path in folder.glob(pattern):
             bounded(path)
@@ -59,4 +54,4 @@ def find_file(source: str | Path, name: str, revision: str | None = None) -> Pat
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # no such repository, no network, no valid name
-        raise ModelError(f"{source} is no local folder, and no such checkpoint came from the hub: {error}") from error
+        raise ModelError(f"{source} is neither a local folder nor a checkpoint on the hub: {error}") from error

@@ -1,4 +1,4 @@
-"""Reads checkpoints in a local folder or on the hub, and explains in plain words what is wrong. Loads no weights."""
+"""Reads configs of checkpoints in a local folder or on the hub, and reports what is wrong. Loads no weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError, PilotfishError
 from engine.model.bounded import check_folder, find_file
 from engine.model.decoder.families.described import described_by
-from engine.model.gguf.architectures import config_of
 from engine.model.gguf.container import gguf_file, open_gguf
+from engine.model.gguf.families import config_of
 from engine.model.gguf.tokenizer import chat_template_in
 from engine.model.text_part import text_part
 
@@ -38,7 +38,7 @@ _WHOLE = (
     | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, _LARGEST))
 )
 _POSITIVE = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "rope_theta", "factor")
-_OTHER_PARTS = ("vision", "audio")  # of models that also see or hear; they are not built
+_OTHER_PARTS = ("vision", "audio")  # of multimodal models; they are not built
 _LIMITS = ("max_position_embeddings", "max_seq_len")  # fields of configs, MPT's among them
 _UNBOUNDED = 1 << 17  # positions of a model whose config names no limit, as of one without attention
 
@@ -46,21 +46,20 @@ _UNBOUNDED = 1 << 17  # positions of a model whose config names no limit, as of 
 def read_config(name: str, revision: str | None, *, of_transformers: bool = False) -> PreTrainedConfig:
     """Read the config of a causal language model, without running the checkpoint's own code.
 
-    Of a model that also sees or hears it is the config of its language model. That of a well-known family is read
-    without transformers (`families/described.py`), and has the same fields;
-    with `of_transformers` it is always transformers'.
+    Of a multimodal model it is the config of its language model. That of a well-known family is read without
+    transformers (`families/described.py`) and has the same fields; with `of_transformers` it is always transformers'.
 
     Raises:
         ModelError: there is no config, or it describes another kind of model.
     """
     gguf = open_gguf(name, revision)
     if gguf is not None:
-        with told_as_model_error(name):
+        with as_model_error(name):
             return config_of(gguf, of_transformers=of_transformers)
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise ModelError(f"cannot load model {name!r}: there is no such folder")
+        raise ModelError(f"cannot load model {name!r}: no such folder")
     check_folder(Path(name))
-    with told_as_model_error(name):
+    with as_model_error(name):
         own = None if of_transformers else _described(name, revision)
         if own is not None:
             return own
@@ -71,12 +70,12 @@ def read_config(name: str, revision: str | None, *, of_transformers: bool = Fals
         whole = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         config = text_part(whole)
     if whole.model_type.endswith("_assistant"):
-        raise ModelError(f"{name!r} is a {whole.model_type} model, which reads the keys and values of another model")
+        raise ModelError(f"{name!r} is a {whole.model_type} model, which reads the K/V of another model: not supported")
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ModelError(f"{name!r} is a {config.model_type} model, which is no causal language model")
+        raise ModelError(f"{name!r} is a {config.model_type} model; expected a causal language model")
     if config.is_encoder_decoder or getattr(config.get_text_config(), "add_cross_attention", False):
         raise ModelError(
-            f"{name!r} is a {config.model_type} model with cross-attention: it waits for an encoder's output"
+            f"{name!r} is a {config.model_type} model with cross-attention; encoder-decoder models are not supported"
         )
     return config
 
@@ -86,7 +85,7 @@ def _described(name: str, revision: str | None) -> PreTrainedConfig | None:
     try:
         path = find_file(name, "config.json", revision)
         table = None if path is None else json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError, ModelError):  # transformers says what is wrong
+    except (OSError, ValueError, RecursionError, ModelError):  # transformers reports what is wrong
         return None
     if not isinstance(table, dict):
         return None
@@ -102,9 +101,9 @@ def _check_numbers(name: str, table: Mapping[str, Any]) -> None:
             _check_numbers(name, value)
         if isinstance(value, int) and key in _WHOLE and not _WHOLE[key][0] <= value <= _WHOLE[key][1]:
             low, high = _WHOLE[key]
-            raise ModelError(f"{name!r}: {key} of its config is {value}; expected {low} to {high}")
+            raise ModelError(f"{name!r}: config field {key} is {value}; expected {low} to {high}")
         if isinstance(value, int | float) and key in _POSITIVE and not 0 < value < math.inf:
-            raise ModelError(f"{name!r}: {key} of its config is {value}; expected a positive number")
+            raise ModelError(f"{name!r}: config field {key} is {value}; expected a positive number")
 
 
 def read_end_tokens(name: str, revision: str | None) -> list[int] | None:
@@ -178,9 +177,9 @@ def positions(config: PreTrainedConfig) -> Positions:
     text, border = config.get_text_config(), longrope_border(config)
     whole = next((n for n in (getattr(text, name, None) for name in _LIMITS) if isinstance(n, int)), None)
     if whole is None:
-        return Positions(_UNBOUNDED, "its config names no limit")
+        return Positions(_UNBOUNDED, "no limit in its config")
     if border is not None:
-        return Positions(whole, f"max_position_embeddings; longrope, another table beyond {border} tokens")
+        return Positions(whole, f"max_position_embeddings; longrope, a second table beyond {border} tokens")
     found = Positions(whole, "max_position_embeddings")
     rope = getattr(text, "rope_parameters", None) or {}
     for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -188,7 +187,7 @@ def positions(config: PreTrainedConfig) -> Positions:
         if kind in ("dynamic", "longrope"):
             original = table.get("original_max_position_embeddings")
             limit = int(original or getattr(text, "original_max_position_embeddings", None) or whole)
-            reason = f"{kind} RoPE of {config.model_type}: beyond this, one table would serve all lengths of a batch"
+            reason = f"{kind} RoPE of {config.model_type}: beyond this, the table depends on the batch"
             found = min(found, Positions(limit, reason), key=lambda positions: positions.limit)
     return found
 
@@ -197,7 +196,7 @@ def shape_of(config: PreTrainedConfig, name: str) -> int:
     """Read a number that the config of every supported family contains; ModelError where it is missing."""
     value = getattr(config.get_text_config(), name, None)
     if not isinstance(value, int):
-        raise ModelError(f"a {config.model_type} model cannot be served: its config has no {name}")
+        raise ModelError(f"{config.model_type} config has no {name}")
     return value
 
 
@@ -206,7 +205,7 @@ def check_weights(name: str) -> None:
     folder = Path(name)
     if folder.is_dir() and gguf_file(name) is None and not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for path in folder.glob("*.bin"))
-        found = f"only {pickles[0]}, which may run code when it is read" if pickles else "no weights"
+        found = f"only pickled weights ({pickles[0]}), which can run code" if pickles else "no weights"
         raise ModelError(f"model {name!r} has {found}; expected *.safetensors")
 
 
@@ -217,7 +216,7 @@ def check_size(name: str, model: PreTrainedModel, stored: int) -> None:
     """
     wanted = sum(parameter.numel() for parameter in model.parameters())
     if wanted > 2 * stored:
-        raise ModelError(f"model {name!r} has {stored} weights; its config describes {wanted}")
+        raise ModelError(f"model {name!r} has {stored} parameters; its config describes {wanted}")
 
 
 def check_whole(path: Path) -> int:
@@ -226,7 +225,7 @@ def check_whole(path: Path) -> int:
     with path.open("rb") as file:
         start = _LENGTH + int.from_bytes(file.read(_LENGTH), "little")
         if start > size:
-            raise ModelError(f"{path} is cut short: its header ends at byte {start}, the file at {size}")
+            raise ModelError(f"{path} is truncated: its header ends at byte {start}, the file at {size}")
         if start > _MOST_HEADER:
             raise ModelError(f"{path}: its header has {start} bytes; expected at most {_MOST_HEADER}")
         try:
@@ -235,10 +234,10 @@ def check_whole(path: Path) -> int:
             ends = sorted((start + entry["data_offsets"][1], key) for key, entry in tensors.items())
             numbers: int = sum(math.prod(entry["shape"]) for entry in tensors.values())
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
+            raise ModelError(f"{path} is not a valid safetensors file: {error!r}") from error
     for end, key in ends:
         if end > size:
-            raise ModelError(f"{path} is cut short: {key} ends at byte {end}, the file at {size}")
+            raise ModelError(f"{path} is truncated: {key} ends at byte {end}, the file at {size}")
     return numbers
 
 
@@ -258,28 +257,28 @@ def check_complete(name: str, report: Mapping[str, Collection[Any]]) -> None:
     """
     missing, mismatched = report["missing_keys"], sorted(report["mismatched_keys"])
     if missing:
-        raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {min(missing)} among them")
+        raise ModelError(f"model {name!r} is missing {len(missing)} weights, including {min(missing)}")
     if mismatched:
         weight, has, wants = mismatched[0]
-        raise ModelError(f"model {name!r}: {weight} is of shape {list(has)}; its config says {list(wants)}")
+        raise ModelError(f"model {name!r}: {weight} has shape {list(has)}; its config says {list(wants)}")
 
 
 @contextmanager
-def told_as_model_error(name: str) -> Iterator[None]:
+def as_model_error(name: str) -> Iterator[None]:
     """Turn any error while `name` is read into a ModelError.
 
-    Any, because transformers checks few numbers of a config: a strange one is a division by 0 or a missing index there.
+    Any, because transformers checks few numbers of a config: an invalid one becomes a division by 0 or an IndexError.
     """
     try:
         yield
     except PilotfishError:
         raise
     except Exception as error:
-        raise ModelError(f"cannot load model {name!r}: {_in_short(error)}") from error
+        raise ModelError(f"cannot load model {name!r}: {_short(error)}") from error
 
 
-def _in_short(error: Exception) -> str:
+def _short(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
-        return "its class attends in code of its own, which knows nothing of ragged batches"
-    is_of_python = isinstance(error, ArithmeticError | AssertionError | IndexError)  # whose text says little
+        return "its class does not use the attention interface, which ragged batches require"
+    is_of_python = isinstance(error, ArithmeticError | AssertionError | IndexError)  # whose text has little information
     return repr(error) if is_of_python else str(error) or repr(error)

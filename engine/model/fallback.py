@@ -1,7 +1,7 @@
 """Models outside of the table of architectures (`decoder`): transformers' own module, unpatched, in floats.
 
-Of our own there is the attention, through transformers' interface for that; where a model's class has none, or keeps
-more than keys and values, `one_by_one` runs it. Imports transformers.
+Attention is ours, through transformers' interface for it; a model whose class has none, or that keeps more than keys
+and values, runs in `unbatched`. Imports transformers.
 """
 
 from __future__ import annotations
@@ -20,17 +20,10 @@ from transformers.utils import logging
 
 from engine.attention.registry import ATTENTION_NAME, hook
 from engine.kv.arena import KVLayout, LayerKV
-from engine.model.checkpoint import (
-    check_complete,
-    check_size,
-    read_config,
-    read_end_tokens,
-    shape_of,
-    told_as_model_error,
-)
+from engine.model.checkpoint import as_model_error, check_complete, check_size, read_config, read_end_tokens, shape_of
 from engine.model.published.base import Codes
 from engine.model.published.methods import quantisation_of, read_weights, without_quantisation
-from engine.model.text_part import names_in_whole, rest_untold
+from engine.model.text_part import names_in_whole, without_load_report
 
 
 class _Dequantised:
@@ -57,7 +50,7 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
         ModelError: there is no loadable checkpoint, or a weight is missing or of another shape.
     """
     logging.disable_progress_bar()  # it would write into the log of a server
-    with told_as_model_error(name):
+    with as_model_error(name):
         config = read_config(name, revision, of_transformers=True)
         weights = read_weights(name, revision, quantisation_of(name, config))
         config = without_quantisation(config)
@@ -73,7 +66,7 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
             ignore_mismatched_sizes=True,  # `check_complete` reports them in a clearer message
             key_mapping=names_in_whole(config),
         )
-        with rest_untold(config):
+        with without_load_report(config):
             model, report = _read(read, config)
         check_complete(name, report)
     ends = read_end_tokens(name, revision)

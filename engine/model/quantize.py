@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.choices import Rounded
 from engine.errors import ModelError
-from engine.model.checkpoint import read_config, told_as_model_error
+from engine.model.checkpoint import as_model_error, read_config
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.load import check, prepared, renamed
@@ -47,9 +47,7 @@ def quantised_as(config: PreTrainedConfig) -> Rounded | None:
     weights = _METHODS.get(str(found.get("quant_method")))
     if weights and found != _mark(weights):
         version = found.get("version")
-        raise ModelError(
-            f"{weights} weights of version {version}; this Pilotfish reads {_VERSIONS[weights]}: quantize again"
-        )
+        raise ModelError(f"{weights} weights have version {version}; supported: {_VERSIONS[weights]} (quantize again)")
     return weights
 
 
@@ -70,8 +68,8 @@ def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded 
     others = quantisation_of(name, config)
     already = others.method if others else quantised_as(config)
     if already:
-        raise ModelError(f"{name!r} has {already} weights already")
-    with told_as_model_error(name):
+        raise ModelError(f"{name!r} already has {already} weights")
+    with as_model_error(name):
         tensors = _rounded(name, revision, config, weights)
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Runs a model on ragged batches. Knows token ids and logits, and no request."""
+"""Runs a model on ragged batches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.checkpoint import end_tokens_of
 from engine.model.decoder.architecture import architecture_of
-from engine.model.linear.rows import matmul_shape
-from engine.recurrent.states import StateArena
+from engine.model.linear.grouped import matmul_shape
+from engine.recurrent.arena import StateArena
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import Model
@@ -55,7 +55,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, feeds: Seq[Feed]) -> Tensor:
-        """Run one pass over the ragged batch."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
         states = None if self.states is None else self.states.during(batch)
         ragged = Ragged(batch, self.arena, self.attend, states)
@@ -85,13 +84,13 @@ def layout_of_model(model: Model) -> KVLayout:
 
 
 def vocab_size(model: Model) -> int:
-    """Width of the logits. Every token id must be below it, even if the tokenizer knows larger ids."""
+    """Width of the logits. Every token id must be below it, even if the tokenizer has larger ids."""
     head = model.get_output_embeddings()
     shape = matmul_shape(head)
     if shape is not None:
         return shape[1]
     if not isinstance(head, nn.Module) or not isinstance(head.weight, Tensor):
-        raise ModelError(f"{type(model).__name__} has no output embedding: it is no causal language model")
+        raise ModelError(f"{type(model).__name__} has no output embedding; expected a causal language model")
     return head.weight.shape[0]
 
 

@@ -1,4 +1,4 @@
-"""The language model inside a checkpoint that also sees or hears: its config, and its weights' names as if alone.
+"""The language model of a multimodal checkpoint (text only): its config, and the names of its weights.
 
 Only text is served, so the other parts need neither memory nor the libraries that prepare their inputs.
 """
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 # Text parts that have no class of their own, and the families that compute the same from text alone: all three
 # coordinates of a token's position are then equal, so rotary tables by coordinate are the usual ones.
 _SAME_AS = {"emu3_text_model": "llama", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-# What the language model is called inside of the whole, in old and new checkpoints; without what follows, alone.
+# What the language model is called inside of the whole, in old and new checkpoints.
 NAMES_IN_WHOLE = {r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
           r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model."}  # fmt: skip
 
 
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the language model inside of `config`, or `config` itself where transformers knows no such part.
+    """The config of the language model inside of `config`, or `config` itself where transformers has no such part.
 
     Of the whole it has the end tokens, the type of weights, the quantisation and whether the head is the embedding.
     """
@@ -47,7 +47,7 @@ def names_in_whole(config: PreTrainedConfig) -> dict[str, str] | None:
 
 
 @contextmanager
-def rest_untold(config: PreTrainedConfig) -> Iterator[None]:
+def without_load_report(config: PreTrainedConfig) -> Iterator[None]:
     """Where only the language model of a checkpoint is loaded, keep transformers from listing all other weights."""
     from transformers.utils import logging
 

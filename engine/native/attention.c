@@ -4,7 +4,7 @@
  * share the K/V head). It walks the keys in blocks that begin at multiples of BLOCK and keeps a running maximum and sum
  * (online softmax; Milakov and Gimelshein 2018, arXiv 1805.02867), so every block of K and V is read once for all rows
  * of the tile. What a row may not see has weight 0 exactly and changes neither its maximum nor its sums, and all rows
- * take the same instructions: so a row's result is the same, bit for bit, whatever stands beside it.
+ * take the same instructions: so a row's result is the same, bit for bit, whatever else is in the batch.
  *
  * Keys and values may be int8, each with a scale. They are multiplied as whole numbers, which both float types hold: a
  * score is then multiplied by its key's scale, and a weight by its value's.
@@ -36,7 +36,7 @@ INLINE int64_t oldest_of(const Args *a, int64_t position) {
   return in_chunk > in_window ? in_chunk : in_window;
 }
 
-/* Where the block from position `first` on lies; positions behind the last stand for it, and nobody sees them. */
+/* Where the block from position `first` on lies; positions behind the last one map to it, and are masked. */
 static void find(const Args *a, const Job *job, int64_t first, Places *places) {
   const int32_t *table = a->tables + job->sequence * a->width;
   int64_t kv_len = a->kv_lens[job->sequence], page = -1, at = 0, before = a->rounded ? (int64_t)sizeof(float) : 0;
@@ -173,7 +173,7 @@ static void attention_run(const Args *a, const Job *job, const Job *after, Work 
   Places here, next, *places = &here, *ahead = &next;
   begin(a, job, w, group, start, bits, fast);
   find(a, job, first, places);
-  /* Of a short context everything is the first block, and nobody asked for that ahead of time. */
+  /* Of a short context everything is the first block, and it is not prefetched. */
   for (int j = 0; j < BLOCK; j++) fetch(a->value, places->value[j], a->value_dim, kv_bits(a, bits));
   for (; first <= newest; first += BLOCK) {
     if (first + BLOCK <= newest) {

@@ -10,7 +10,7 @@
 
 typedef struct {
   const void *query, *key, *value; /* [tokens, heads, dim], [arena rows, kv_heads, dim], [.., kv_heads, value_dim] */
-                                   /* `rounded`: a head is a float scale and its int8 codes; dims count codes alone */
+                                   /* `rounded`: a head is a float scale and its int8 codes; dims count codes only */
   void *out;                       /* [tokens, heads, value_dim], dense */
   const int32_t *first_rows;       /* [sequences + 1] */
   const int32_t *kv_lens;          /* [sequences] */
@@ -50,7 +50,7 @@ int64_t attention_tile(const Args *a, int threads);
 /* How many jobs of `tile` rows there are; written to `jobs` unless it is NULL. Which they are depends on no layer. */
 int attention_plan(const Args *a, int64_t tile, Job *jobs);
 
-/* Memory for so many workers; NULL if there is none. */
+/* Memory for this number of workers; NULL if there is none. */
 Work *attention_begin(const Args *a, int workers);
 void attention_end(Work *w, int workers);
 

@@ -1,5 +1,5 @@
 /* Blocks of codes as GGUF files hold them (ggml's `ggml-quants.c`), apart into codes, scales and offsets: what
- * `engine/model/gguf/blocks.py` makes of them with torch, whose comments say what lies where. */
+ * `engine/model/gguf/blocks.py` makes of them with torch, whose comments describe the layouts. */
 
 #include "vectors.h"
 

@@ -117,14 +117,14 @@ def read_manifest(folder: Path = HERE) -> Manifest:
 def read_library(built: BuiltLibrary, folder: Path = HERE) -> bytes:
     """Read a library. Raises OSError: it cannot be read, or it is not what was built."""
     if not built.file.isprintable() or not 0 < built.size <= MOST_BYTES:
-        raise OSError(f"{MANIFEST} is damaged: {built.file!r} cannot have {built.size} bytes")
+        raise OSError(f"{MANIFEST} is damaged: invalid size {built.size} of {built.file!r}")
     with (folder / built.file).open("rb") as file:
         content = file.read(built.size + 1)
     if len(content) != built.size:
         found = len(content) if len(content) < built.size else "more"
-        raise OSError(f"{built.file} is damaged: it has {found} bytes; {built.size} were built")
+        raise OSError(f"{built.file} is damaged: {found} bytes, expected {built.size}")
     if hashlib.sha256(content).hexdigest() != built.sha256:
-        raise OSError(f"{built.file} is damaged: it has another SHA-256 than what was built")
+        raise OSError(f"{built.file} is damaged: its SHA-256 differs from the manifest")
     return content
 
 
@@ -151,7 +151,7 @@ def compiler() -> list[str] | None:
     return [sys.executable, "-m", "ziglang", "cc", "-s", "-target", target]  # without a target: this very processor
 
 
-def build(folder: Path = HERE, names: Sequence[str] = ALL, say: Callable[[str], None] = print) -> bool:
+def build(folder: Path = HERE, names: Sequence[str] = ALL, report: Callable[[str], None] = print) -> bool:
     """Compile the levels of `names` into a folder, unless they are there. False if a source has an error.
 
     Whoever loads meanwhile finds all of the old libraries or all of the new ones.
@@ -164,12 +164,12 @@ def build(folder: Path = HERE, names: Sequence[str] = ALL, say: Callable[[str], 
             return True
         command = compiler()
         if command is None:
-            say("C kernels are not built: there is no C compiler ($CC, cc, gcc, clang, ziglang); torch serves, slower")
+            report("no C kernels: no C compiler found ($CC, cc, gcc, clang, ziglang); torch is used, which is slower")
             return True
         with tempfile.TemporaryDirectory(dir=folder, prefix="native-") as scratch:
             made = Path(scratch) / "made"
             made.mkdir()
-            failures = _compile_all(command, names, made, say)
+            failures = _compile_all(command, names, made, report)
             _publish(made, folder)
         os.fsync(descriptor)
         return not failures
@@ -177,9 +177,9 @@ def build(folder: Path = HERE, names: Sequence[str] = ALL, say: Callable[[str], 
         os.close(descriptor)
 
 
-def _compile_all(command: list[str], names: Sequence[str], to: Path, say: Callable[[str], None]) -> int:
+def _compile_all(command: list[str], names: Sequence[str], to: Path, report: Callable[[str], None]) -> int:
     """Compile levels and write their manifest; return how many have failed."""
-    levels = [level for level in LEVELS if level.name in names and _is_known(command, level, to, say)]
+    levels = [level for level in LEVELS if level.name in names and _is_supported(command, level, to, report)]
     words = [*command, *FLAGS, *map(str, sources()), "-lm"]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         errors = threads.map(
@@ -188,7 +188,7 @@ def _compile_all(command: list[str], names: Sequence[str], to: Path, say: Callab
     manifest = Manifest(fingerprint(), shlex.join(command), list(names), {})
     for level, error in zip(levels, errors, strict=True):
         if error:
-            say(f"C kernels for {level.name} are not built: {error}")
+            report(f"C kernels for {level.name} are not built: {error}")
             manifest.levels.remove(level.name)
             continue
         content = (to / level.name).read_bytes()
@@ -196,23 +196,23 @@ def _compile_all(command: list[str], names: Sequence[str], to: Path, say: Callab
         built = BuiltLibrary(f"native-{level.name}-{digest[:12]}.so", len(content), digest)
         (to / level.name).rename(to / built.file)
         manifest.libraries[level.name] = built
-    told = manifest._asdict() | {"libraries": {level: built._asdict() for level, built in manifest.libraries.items()}}
-    (to / MANIFEST).write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+    table = manifest._asdict() | {"libraries": {level: built._asdict() for level, built in manifest.libraries.items()}}
+    (to / MANIFEST).write_text(json.dumps(table, indent=1) + "\n", "utf-8")
     return len(names) - len(manifest.levels)
 
 
 def _flags(command: list[str], level: Level) -> list[str]:
-    """What tells a compiler the processor; Zig has names of its own."""
+    """The compiler flag for a processor; Zig has its own names."""
     if "ziglang" not in command or not level.processor:
         return [f"-march={level.processor}"] if level.processor else []
     arm = {"armv8-a": "generic", "armv8.2-a+dotprod": "generic+v8_2a+dotprod"}
     return [f"-mcpu={arm.get(level.processor, level.processor.replace('-', '_'))}"]
 
 
-def _is_known(command: list[str], level: Level, to: Path, say: Callable[[str], None]) -> bool:
+def _is_supported(command: list[str], level: Level, to: Path, report: Callable[[str], None]) -> bool:
     error = _run([*command, *_flags(command, level), "-E", "-x", "c", os.devnull], to)
     if error:
-        say(f"C kernels for {level.name} are not built: the compiler does not know {level.processor}: {error}")
+        report(f"C kernels for {level.name} are not built: the compiler does not support {level.processor}: {error}")
     return not error
 
 

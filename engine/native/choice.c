@@ -1,6 +1,6 @@
-/* How many threads take part in a pass: as many as are fastest, by trial. Knows times, and nothing of threads.
+/* How many threads take part in a pass: as many as are fastest, by trial.
  *
- * What one thread more or less brings depends on who else wants the cores, and that no thread can see. So a window of
+ * The effect of one thread more or less depends on other users of the cores, which no thread can see. So a window of
  * passes is measured with another number, and the better one stays. A trial can cost time, and what it cost decides when
  * the next one may come: the loss is a bounded share of all time. No trial takes threads away where there is nothing to
  * gain: with fewer of them a pass saves at most the time in which its caller did not compute. */
@@ -9,7 +9,7 @@
 
 #define WINDOW 0.1  /* seconds of passes that are measured together: some ten slices of a scheduler's time */
 #define GAIN 1.1    /* a number must be this much faster than another to take its place */
-#define PRICE 100.0 /* a trial that lost a second is the last one for so many */
+#define PRICE 100.0 /* seconds without a trial after one that lost a second */
 
 /* The next number to try, or `home` if there is none. A step that failed is followed by the next larger one, since it may
  * take several threads more, or less, to make a difference; one that succeeded by its double. */

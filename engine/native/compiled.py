@@ -43,7 +43,7 @@ class Loaded(NamedTuple):
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled sources; or None, and the log says why."""
+    """The compiled sources; or None, with the reason in the log."""
     return loaded().library
 
 
@@ -51,16 +51,16 @@ def library() -> ctypes.CDLL | None:
 def loaded() -> Loaded:
     """Load the best library that this processor runs and that is as it was built. What is wrong is logged."""
     if os.environ.get("PILOTFISH_NATIVE") == "0":
-        log.info("C kernels are off: %s; torch's operations serve, several times slower", OFF)
+        log.info("C kernels disabled: %s; using torch (several times slower)", OFF)
         return Loaded(None, problems=(OFF,))
     found = _best()
     if found.library is None:
-        log.warning("C kernels: %s; torch's operations serve, several times slower; to mend: %s", told(found), REMEDY)
+        log.warning("no C kernels: %s; using torch (several times slower); fix: %s", first_problem(found), REMEDY)
     elif found.problems:
-        log.warning("C kernels: %s; %s serves, which is slower; to mend: %s", told(found), found.file, REMEDY)
+        log.warning("C kernels: %s; using the slower %s; fix: %s", first_problem(found), found.file, REMEDY)
     elif is_stale():
         log.warning(
-            "C kernels: the sources have changed since %s was built, which serves; `make install` builds it anew",
+            "C kernels: the sources have changed since %s was built; run `make install` to rebuild",
             found.file,
         )
     return found
@@ -72,20 +72,20 @@ def _best() -> Loaded:
         libraries = build.read_manifest(FOLDER).libraries
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
-        return Loaded(None, problems=(f"none were built into {FOLDER}" if is_missing else str(error),))
+        return Loaded(None, problems=(f"no libraries in {FOLDER}" if is_missing else str(error),))
     for level in runnable():
         try:
             built = libraries[level.name]
             return Loaded(load(built), built.file, tuple(problems))
         except KeyError:
-            problems.append(f"none was built for {level.name}")
+            problems.append(f"no library for {level.name}")
         except OSError as error:
             problems.append(str(error))
     return Loaded(None, problems=tuple(problems))
 
 
-def told(found: Loaded) -> str:
-    """The first problem, and how many more there are."""
+def first_problem(found: Loaded) -> str:
+    """The first problem, and the number of others."""
     return found.problems[0] + (f" (and {len(found.problems) - 1} more)" if found.problems[1:] else "")
 
 
@@ -157,19 +157,19 @@ def instructions() -> str:
     """Describe the library and the instructions that it multiplies with, and faster ones; or why there is none."""
     found = loaded()
     if found.library is None:
-        remedy = "" if OFF in found.problems else f"; to mend: {REMEDY}"
-        return f"torch's, several times slower: our C is not loaded ({told(found)}){remedy}"
-    told_by = (found.library.pilotfish_integer_path, found.library.pilotfish_bfloat16_path)
-    for function in told_by:
+        remedy = "" if OFF in found.problems else f"; fix: {REMEDY}"
+        return f"torch (several times slower): C kernels not loaded ({first_problem(found)}){remedy}"
+    paths = (found.library.pilotfish_integer_path, found.library.pilotfish_bfloat16_path)
+    for function in paths:
         function.restype = ctypes.c_char_p
-    integers, bfloat16 = (path().decode() for path in told_by)
-    parts = [f"our C ({found.file}, intact): int8 and int4 by {integers}, bfloat16 by {bfloat16}"]
+    integers, bfloat16 = (path().decode() for path in paths)
+    parts = [f"C ({found.file}, verified): int8 and int4 by {integers}, bfloat16 by {bfloat16}"]
     if found.problems:
-        parts.append(f"a faster one is not loaded ({told(found)}); to mend: {REMEDY}")
+        parts.append(f"a faster library is not loaded ({first_problem(found)}); fix: {REMEDY}")
     elif integers in _FASTER:
         parts.append(f"a processor with {_FASTER[integers]} would be faster")
     if is_stale():
-        parts.append("the C sources have changed since: `make install` builds it anew")
+        parts.append("the C sources have changed since: run `make install` to rebuild")
     return "; ".join(parts)
 
 

@@ -16,7 +16,7 @@
 typedef struct {
   float linear, cubic, limit, plus;
   int32_t squared;
-  int32_t alone;       /* there is no up, and no factor for it */
+  int32_t ungated;     /* there is no up, and no factor for it */
   int32_t interleaved; /* gate and up take turns in a row; else up follows the gate */
 } Gate;
 
@@ -128,11 +128,11 @@ static void gate(const Gate *g, const float *row, int64_t n, float *to) {
   for (int64_t i = 0; i < n; i += LANES) {
     const float *here = row + (g->interleaved ? 2 * i : i);
     vec first = *(const vec_unaligned *)here, second = {0};
-    if (!g->alone) second = *(const vec_unaligned *)(here + (g->interleaved ? LANES : n));
+    if (!g->ungated) second = *(const vec_unaligned *)(here + (g->interleaved ? LANES : n));
     vec x = g->interleaved ? __builtin_shufflevector(first, second, EVEN) : first;
     vec up = g->interleaved ? __builtin_shufflevector(first, second, ODD) : second;
     vec y = activated(g, at_most(x, g->limit));
-    *(vec *)(to + i) = g->alone ? y : y * (-at_most(-at_most(up, g->limit), g->limit) + g->plus);
+    *(vec *)(to + i) = g->ungated ? y : y * (-at_most(-at_most(up, g->limit), g->limit) + g->plus);
   }
 }
 

@@ -1,4 +1,4 @@
-"""All experts of a mixture in one call of our C (`experts.c`). Knows matrices and rows; knows no model."""
+"""All experts of a mixture in one call of our C (`experts.c`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ExpertGate:
         limit: see above.
         plus: see above.
         squared: max(x, 0)^2 takes the place of x * logistic(...).
-        alone: there is no `up`, and no factor for it.
+        ungated: there is no `up`, and no factor for it.
         interleaved: gate and up take turns in a row; else all of up follows all of the gate.
     """
 
@@ -40,13 +40,13 @@ class ExpertGate:
     limit: float = math.inf
     plus: float = 0.0
     squared: bool = False
-    alone: bool = False
+    ungated: bool = False
     interleaved: bool = False
 
     def __call__(self, both: Tensor) -> Tensor:
-        """Compute it in torch: `[..., n]` if `alone`, else `[..., 2 n]` -> `[..., n]`, float32 inside."""
+        """Compute it in torch: `[..., n]` if `ungated`, else `[..., 2 n]` -> `[..., n]`, float32 inside."""
         wide = both.float()
-        if self.alone:
+        if self.ungated:
             return self._activated(wide).to(both.dtype)
         gate, up = (wide[..., ::2], wide[..., 1::2]) if self.interleaved else wide.chunk(2, -1)
         return (self._activated(gate) * (up.clamp(-self.limit, self.limit) + self.plus)).to(both.dtype)
@@ -57,7 +57,7 @@ class ExpertGate:
 
 
 class _Gate(ctypes.Structure):
-    _fields_ = (*fields("f", "linear cubic limit plus"), *fields("i", "squared alone interleaved"))
+    _fields_ = (*fields("f", "linear cubic limit plus"), *fields("i", "squared ungated interleaved"))
 
 
 class _Experts(ctypes.Structure):
@@ -73,11 +73,11 @@ class ExpertMatrices:
 
     def __init__(self, ups: Seq[PackedMatrix], downs: Seq[PackedMatrix], gate: ExpertGate) -> None:
         """Take, for every expert, the matrix before the gate and the one behind it; see `fits`."""
-        assert self.fits(ups, downs, gate), "matrices of several forms"
+        assert self.fits(ups, downs, gate), "matrices of different forms"
         self._parts = tuple(ups), tuple(downs)  # kept alive, because C holds their addresses
         self._up, self._down = ((Matrix * len(parts))(*(part.matrix for part in parts)) for parts in self._parts)
-        told = _Gate(*astuple(gate))
-        self._experts = _Experts(ctypes.addressof(self._up), ctypes.addressof(self._down), len(ups), told)
+        c_gate = _Gate(*astuple(gate))
+        self._experts = _Experts(ctypes.addressof(self._up), ctypes.addressof(self._down), len(ups), c_gate)
         self.in_features, self.out_features = ups[0].in_features, downs[0].out_features
 
     @staticmethod
@@ -85,7 +85,7 @@ class ExpertMatrices:
         """Whether C can run these: all `ups` have one form, all `downs` too, and rows are whole vectors."""
         if any(len({part.form for part in parts}) != 1 for parts in (ups, downs)):
             return False
-        sizes = ups[0].out_features == downs[0].in_features * (1 if gate.alone else 2)
+        sizes = ups[0].out_features == downs[0].in_features * (1 if gate.ungated else 2)
         return sizes and not downs[0].out_features % ALIGNED and not any(p.matrix.order for p in (*ups, *downs))
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> ExpertMatrices:
@@ -104,5 +104,5 @@ class ExpertMatrices:
         at = (tensor.data_ptr() for tensor in (rows, chosen, weights, out))
         batch = _Batch(*at, *chosen.shape, BITS[rows.dtype])
         if function("experts")(ctypes.byref(self._experts), ctypes.byref(batch), pool_threads()):
-            raise MemoryError("a mixture had no memory to work in")
+            raise MemoryError("expert kernel: out of memory")
         return out

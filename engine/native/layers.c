@@ -29,7 +29,7 @@ typedef struct {
   int32_t normed_residual;
 } Layer;
 
-/* Scratch memory is the caller's; sizes in numbers of the hidden type unless said. */
+/* Scratch memory is the caller's; sizes in numbers of the hidden type unless noted. */
 typedef struct {
   void *hidden;              /* [rows, width]: in, and out */
   const void *const *cos, *const *sin; /* [depth]: for each layer [rows, dim] */
@@ -45,7 +45,7 @@ typedef struct {
   void *const *read;  /* [depth]: where a copy of `hidden` before each layer goes, NULL for nowhere; or NULL */
 } Pass;
 
-/* What a stage of a layer is told. */
+/* The arguments of a stage of a layer. */
 typedef struct {
   const Pass *p;
   const Layer *l;

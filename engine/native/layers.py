@@ -1,4 +1,4 @@
-"""All decoder layers in one call of our C (`layers.c`). Knows matrices and rows; knows no model."""
+"""All decoder layers in one call of our C (`layers.c`)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LayerParts:
     norm_beside: WeightAndEps | None = None  # of a second row, which `qkv` reads before the layer's own
     normed_residual: bool = False  # with `norm_beside`: the layer adds to its normed row, not to the row itself
 
-    def told(self, number: int, k: Tensor, v: Tensor) -> _Layer:
+    def c_layer(self, number: int, k: Tensor, v: Tensor) -> _Layer:
         """Make the C structure of layer `number`, with its arena `k`, `v` `[rows, kv_heads, head_dim]`."""
         matrices = (_Joined.of(getattr(self, name)) for name in _MATRICES)
         norms = (Norm.of(getattr(self, name)) for name in _NORMS)
@@ -94,8 +94,8 @@ class Layers:
 
     def __init__(self, parts: Seq[LayerParts], k: Seq[Tensor], v: Seq[Tensor]) -> None:
         self._parts, self._arena = tuple(parts), (tuple(k), tuple(v))  # kept alive, because C holds their addresses
-        told = [part.told(i, *kv) for i, (part, *kv) in enumerate(zip(self._parts, *self._arena, strict=True))]
-        self._layers = (_Layer * len(told))(*told)
+        layers = [part.c_layer(i, *kv) for i, (part, *kv) in enumerate(zip(self._parts, *self._arena, strict=True))]
+        self._layers = (_Layer * len(layers))(*layers)
         self._inner = max(part.down[0].in_features for part in parts)
         joined = [getattr(part, name) for part in parts for name in _MATRICES]
         self._fed = 4 * max(sum(matrix.in_features for matrix in matrices) for matrices in joined)
@@ -115,9 +115,9 @@ class Layers:
             MemoryError: the C code could not allocate working memory.
         """
         dtype, (rows, width) = hidden.dtype, hidden.shape
-        assert hidden.is_contiguous(), "rows lie apart"
-        assert beside is None or beside.is_contiguous(), "rows lie apart"
-        assert beside is not None or not any(part.norm_beside for part in self._parts), "a layer reads a second row"
+        assert hidden.is_contiguous(), "rows are not contiguous"
+        assert beside is None or beside.is_contiguous(), "rows are not contiguous"
+        assert beside is not None or not any(part.norm_beside for part in self._parts), "a second row is missing"
         mixed = where.heads * where.dim
         joined = mixed + 2 * where.kv_heads * where.dim
         # One allocation for all buffers between the stages; each buffer starts at a multiple of 64 bytes, for vectors.
@@ -130,11 +130,11 @@ class Layers:
         cos, sin = map(_pointers, zip(*rotary, strict=True))
         copies = _pointers(map(read.get, range(len(self._layers)))) if read else None
         second = None if beside is None else beside.data_ptr()
-        told = _Pass(
+        c_pass = _Pass(
             hidden.data_ptr(), cos, sin, places.data_ptr(), *at, where, rows, width, BITS[dtype], second, copies
         )
-        if function("layers")(ctypes.byref(told), self._layers, len(self._layers), pool_threads()):
-            raise MemoryError("a pass had no memory to work in")
+        if function("layers")(ctypes.byref(c_pass), self._layers, len(self._layers), pool_threads()):
+            raise MemoryError("layer kernel: out of memory")
         return hidden
 
 

@@ -168,7 +168,7 @@ void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t l
   }
 }
 
-/* The outputs of a panel: whoever packs one must know. */
+/* The outputs of a panel, for packing. */
 int pilotfish_panel(void) { return PANEL; }
 
 /* What codes of 8 bits in groups lie in panels with. */

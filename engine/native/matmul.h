@@ -47,7 +47,7 @@ typedef struct {
   int64_t stride;    /* numbers of `out` from row to row */
   int64_t rows;
   int bits; /* of `out`: 32 or 16 */
-  int add;  /* whether to add to what stands in `out` */
+  int add;  /* whether to add to `out` */
 } Product;
 
 /* What a matrix reads of a row: bytes, and how they are made of `row`, which is int16 for codes, else
@@ -59,7 +59,7 @@ void feed(const Matrix *m, const void *row, void *to);
 
 int64_t matmul_panels(const Matrix *m);
 
-/* The products of panels [first, last). A result is the same bits whoever computes it, and whatever stands in the other
+/* The products of panels [first, last). A result has the same bits on every thread, and whatever is in the other
  * rows. */
 void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t last);
 

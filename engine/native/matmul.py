@@ -1,4 +1,4 @@
-"""Matrices packed for our C (`matmul.h`): integers of 4 to 8 bits, bfloat16 and float32. Knows only numbers."""
+"""Matrices packed for our C (`matmul.h`): integers of 4 to 8 bits, bfloat16 and float32."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
-from engine.native.blocks import StoredCodes
 from engine.native.compiled import fields, function, library
-from engine.native.groups import Groups, GroupScales, panels_of_groups
-from engine.native.weights import panels_of
+from engine.native.weights import Groups, GroupScales, StoredCodes, panels_of, panels_of_groups
 
 _OUT_BITS = {torch.bfloat16: 16, torch.float32: 32}
 _TYPES = frozenset((torch.uint8, torch.int8, *_OUT_BITS))  # of codes, and of float weights
@@ -69,15 +67,15 @@ class PackedMatrix:
         # C holds the addresses of these tensors, so they must stay alive.
         padded = None if bias is None else F.pad(bias, (0, -len(bias) % panel())).contiguous()
         self._held: tuple[Tensor | None, ...] = panels, padded
-        told = (None if x is None else x.data_ptr() for x in self._held)
-        self.matrix = Matrix(*told, self.in_features, self.out_features, bits)
+        addresses = (None if x is None else x.data_ptr() for x in self._held)
+        self.matrix = Matrix(*addresses, self.in_features, self.out_features, bits)
 
     @classmethod
     def of(cls, weight: Tensor | Seq[Tensor], bias: Tensor | None = None) -> PackedMatrix:
         """Pack a float matrix, or several stacked along the outputs; `bias` `[out]` is float32."""
         parts = [weight] if isinstance(weight, Tensor) else weight
         outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
-        assert not inputs % ALIGNED, f"{inputs} inputs are no whole number of vectors"
+        assert not inputs % ALIGNED, f"{inputs} inputs; expected a multiple of {ALIGNED}"
         dtype = parts[0].dtype
         return cls(dtype, (outputs, inputs), 8 * dtype.itemsize, panels_of(parts, panel()), bias)
 
@@ -106,7 +104,6 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights."""
         return self._panels.nbytes
 
     def multiply(self, rows: Tensor, step: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -128,7 +125,7 @@ class PackedMatrices:
     """Float matrices of one form, each for rows of its own, multiplied in one call. A copy is the same object."""
 
     def __init__(self, parts: Seq[PackedMatrix]) -> None:
-        assert len({part.form for part in parts}) == 1, "matrices of several forms"
+        assert len({part.form for part in parts}) == 1, "matrices of different forms"
         self._parts = tuple(parts)  # kept alive, because C holds their addresses
         self._matrices = (Matrix * len(parts))(*(part.matrix for part in parts))
 
@@ -145,8 +142,8 @@ class PackedMatrices:
 def _multiply(
     matrices: ctypes.Structure | ctypes.Array[Any], count: int, rows: Tensor, step: Tensor | None, out: Tensor
 ) -> None:
-    assert rows.is_contiguous(), "rows lie apart"
+    assert rows.is_contiguous(), "rows are not contiguous"
     at = None if step is None else step.data_ptr()
     product = _Product(rows.data_ptr(), at, out.data_ptr(), out.shape[-1], out.shape[-2], _OUT_BITS[out.dtype], 0)
     if function("multiply")(ctypes.byref(matrices), count, ctypes.byref(product), pool_threads()):
-        raise MemoryError("a product had no memory to work in")
+        raise MemoryError("matmul kernel: out of memory")

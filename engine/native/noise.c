@@ -39,7 +39,7 @@ void pilotfish_uniform(const int64_t *seed, const int64_t *position, const int64
   }
 }
 
-/* The same for the tokens [rows, count] alone: out [rows, count]. */
+/* The same for the tokens [rows, count] only: out [rows, count]. */
 void pilotfish_uniform_at(const int64_t *seed, const int64_t *position, const int64_t *stream, const int64_t *tokens,
                           int64_t rows, int64_t count, double *out) {
   for (int64_t row = 0; row < rows; row++) {

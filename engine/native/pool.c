@@ -1,19 +1,18 @@
-/* Threads that claim pieces of work from each other. A stage is over when its pieces are done, not when every thread
- * has arrived: a thread whose core was taken away holds at most the piece that it was at, and one that has claimed
- * nothing is waited for by nobody.
+/* A work-sharing pool: threads claim pieces of a stage. A stage is over when its pieces are done, not when every thread
+ * has arrived: a thread that has lost its core delays at most the piece that it holds.
  *
- * The pieces of a stage are cut in spans, one for each thread, so that a thread reads memory in order and the same parts
- * in every pass. Whoever is done with its own span goes through those of the others.
+ * The pieces of a stage are split into spans, one per thread, so that a thread reads memory in order and the same parts
+ * in every pass. A thread that is done with its own span takes pieces of the others.
  *
- * Memory ordering. A span's `left` counts down; who brings it from n > 0 to n - 1 has claimed a piece. The caller writes
- * the stage (plain memory), then each `left` (release). A claim is a read-modify-write (acquire), so it sees the stage
- * to which its piece belongs, however late the claimer was and whatever it had seen before; and that stage stays until
- * the piece is done, because the caller writes the next one only when it has counted all pieces. A helper counts each
- * piece in `helped` after its work (release), the caller reads that before it goes on (acquire): it sees what was
- * written. Nobody else writes or reads what is plain.
+ * Memory ordering. A span's `left` counts down; the thread that changes it from n > 0 to n - 1 has claimed a piece. The
+ * caller writes the stage (plain memory), then each `left` (release). A claim is a read-modify-write (acquire), so it
+ * sees the stage to which its piece belongs, however late it is; and that stage stays until the piece is done, because
+ * the caller writes the next one only when it has counted all pieces. A helper counts each piece in `helped` after its
+ * work (release), and the caller reads that before it continues (acquire): it sees what was written. No other thread
+ * accesses plain memory.
  *
- * Sleep. Who waits spins for a while, then says that it sleeps, looks once more, and sleeps until it is woken. Who raises
- * the counter looks whether somebody sleeps afterwards. Both are sequentially consistent: one of the two sees the other.
+ * Sleep. A waiting thread spins for a while, sets `asleep`, checks once more, and sleeps until it is woken. A thread that
+ * raises the counter checks `asleep` afterwards. Both are sequentially consistent: one of the two sees the other.
  */
 
 #include "pool.h"
@@ -27,7 +26,7 @@
 #define CACHE_LINE 64
 
 typedef struct {
-  _Alignas(CACHE_LINE) atomic_llong left; /* pieces of the span that nobody has claimed */
+  _Alignas(CACHE_LINE) atomic_llong left; /* unclaimed pieces of the span */
   _Alignas(CACHE_LINE) atomic_int asleep;
   pthread_mutex_t lock;
   pthread_cond_t woken;
@@ -37,7 +36,7 @@ static Seat seats[POOL_MOST];
 static struct {
   _Alignas(CACHE_LINE) atomic_llong stages; /* begun so far */
   _Alignas(CACHE_LINE) atomic_llong helped; /* pieces of this stage that helpers have done */
-  _Alignas(CACHE_LINE) atomic_int taken;    /* whether the pool belongs to somebody */
+  _Alignas(CACHE_LINE) atomic_int taken;    /* whether a thread holds the pool */
   atomic_int threads;                       /* that take part in this pass */
   /* What follows is the caller's; helpers read what belongs to a stage. */
   Piece *run;
@@ -135,13 +134,13 @@ static void restart(void) {
   pool.started = 1, mine = 0;
 }
 
-/* In a forked child there are no helpers, and whoever held the pool is not there either. */
+/* In a forked child there are no helpers, and no thread holds the pool. */
 __attribute__((constructor)) static void begin(void) {
   restart();
   pthread_atfork(NULL, NULL, restart);
 }
 
-/* Signals are for threads that somebody else started. */
+/* Signals are for the threads of others. */
 static void start_helpers(int threads) {
   sigset_t all, before;
   sigfillset(&all);

@@ -7,13 +7,13 @@
 
 #define POOL_MOST 256 /* threads, the caller among them */
 
-/* One piece of a stage. `worker` is below what `pool_enter` returned and differs among those who work at one time. */
+/* One piece of a stage. `worker` is below what `pool_enter` returned and differs among threads that work at one time. */
 typedef void Piece(const void *stage, int64_t piece, int worker);
 
-/* Between these two the pool belongs to the calling thread; another one that enters meanwhile works alone. `threads` is
- * how many may take part: as many of them as are fastest do. Below 0: exactly so many. Returns a bound on the workers.
+/* Between these two the pool belongs to the calling thread; another one that enters meanwhile works without it.
+ * `threads` is a maximum, of which the fastest number takes part; below 0 it is exact. Returns a bound on the workers.
  *
- * `work` says how much was done, in any unit that does not depend on the number of threads: rates are compared by it. */
+ * `work` is the amount done, in any unit that does not depend on the number of threads: rates are compared by it. */
 int pool_enter(int threads);
 void pool_leave(double work);
 

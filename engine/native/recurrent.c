@@ -3,7 +3,7 @@
  * same bits in any batch and however its sequence is cut.
  *
  * A piece of work is a part of the state of one sequence, small enough for the first cache: it is read once, stays there
- * while all rows of the sequence run, and is written where the plan says. Rows that may be taken back are logged: not
+ * while all rows of the sequence run, and is written to the slots of the plan. Rows that may be taken back are logged: not
  * what they were fed, but what they do to a state. So rows of a log are applied again without the sums over the state
  * that a new row takes. */
 
@@ -77,7 +77,7 @@ INLINE void *log_row(const Scan *s, const Sequence *q, int64_t t, int bits) {
   return (char *)s->log + (q->write * s->log_rows + t - q->settled) * s->log_width * (bits / 8);
 }
 
-/* Slots to which the state after so many rows goes; returns how many. */
+/* Slots to which the state after this number of rows goes; returns their number. */
 INLINE int slots_after(const Sequence *q, int64_t rows, int64_t slots[2]) {
   int count = 0;
   if (rows == q->settled) slots[count++] = q->write;

@@ -1,4 +1,4 @@
-"""Layers that keep a state per sequence, in C (`recurrent.c`). Knows tensors and addresses only."""
+"""Layers that keep a state per sequence, in C (`recurrent.c`)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def scan(
         wide: for `delta`, a decay for each number of a key; for `conv`, silu.
         corrects: whether `delta` is a delta rule; else it adds what it is fed, as Mamba 2 does.
     """
-    assert all(x.is_contiguous() for x in (states, log, plan)), "rows lie apart"
+    assert all(x.is_contiguous() for x in (states, log, plan)), "rows are not contiguous"
     rows = [x.contiguous() for x in rows]
     a, d = (None if x is None else x.contiguous() for x in (a, d))
     out = torch.empty_like(rows[0])

@@ -66,8 +66,8 @@ INLINE ints four_inputs(const char *x) { return every(four_bytes(x)); }
 
 #if defined(__AVX512VNNI__) || (WIDTH == 32 && defined(__AVXVNNI__)) || defined(__ARM_NEON)
 
-/* Where an instruction takes unsigned weights, codes of 8 bits lie in panels with 128 more, and whoever sums them takes as
- * many times the row's inputs away. */
+/* Where an instruction takes unsigned weights, codes of 8 bits are in panels plus 128, and sums are corrected by 128 times
+ * the row's inputs. */
 #if defined(__ARM_NEON)
 #define CODES_FROM(bits) 0
 #else
@@ -221,7 +221,7 @@ INLINE floats float16s(const char *x) {
 #elif WIDTH == 32 && defined(__F16C__)
   return (floats)_mm256_cvtph_ps(*(const __m128i *)x);
 #else
-  /* The exponent starts 112 lower. Finite numbers alone, and small ones stay exact. */
+  /* The exponent starts 112 lower. For finite numbers only; small ones stay exact. */
   ints bits = __builtin_convertvector(*(const halves *)x, ints);
   floats size = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
   return (floats)((ints)size | (bits & 0x8000) << 16);

@@ -1,5 +1,5 @@
 /* What lies between the matmuls of a transformer, a row of the batch at a time. All rows take the same instructions, so
- * a row's result is the same bits whatever stands beside it. `bits` is 32 for float, 16 for bfloat16; widths are
+ * a row's result is the same bits whatever else is in the batch. `bits` is 32 for float, 16 for bfloat16; widths are
  * multiples of LANES. */
 
 #include "exact.h" /* then rounding to integers is what anyone would compute */
@@ -110,7 +110,7 @@ float wide_round_row(const void *row, int bits, int64_t n, int16_t *to) {
   return round_row(wide, n, to);
 }
 
-/* A head to its place in a rounded arena: the bits of `round_heads` in kv/rounded.py. */
+/* A head to its place in a rounded arena: the bits of `round_heads` in kernels/reference.py. */
 static void round_head(const void *head, int bits, int64_t dim, void *arena, int64_t place) {
   char *to = (char *)arena + place * ((int64_t)sizeof(float) + dim);
   uint8_t around[dim];

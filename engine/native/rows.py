@@ -107,19 +107,19 @@ class Rows:
         """
         kv_heads, dim = k.shape[1], cos.shape[1]
         heads = qkv.shape[1] // dim - 2 * kv_heads
-        told = _Heads(heads, kv_heads, dim, _dense(k), _dense(v), k.dtype == torch.int8, *map(Norm.of, norms))
+        c_heads = _Heads(heads, kv_heads, dim, _dense(k), _dense(v), k.dtype == torch.int8, *map(Norm.of, norms))
         function("rotate")(
-            _dense(qkv), BITS[qkv.dtype], len(qkv), ctypes.byref(told), _dense(cos), _dense(sin), _dense(places)
+            _dense(qkv), BITS[qkv.dtype], len(qkv), ctypes.byref(c_heads), _dense(cos), _dense(sin), _dense(places)
         )
         query: Tensor = qkv[:, : heads * dim].unflatten(1, (heads, dim))
         return query
 
 
 def _rows(x: Tensor) -> int:
-    assert x.stride(1) == 1, "numbers of a row lie apart"
+    assert x.stride(1) == 1, "the last dimension is not contiguous"
     return x.data_ptr()
 
 
 def _dense(x: Tensor) -> int:
-    assert x.is_contiguous(), "rows lie apart"
+    assert x.is_contiguous(), "rows are not contiguous"
     return x.data_ptr()

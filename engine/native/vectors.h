@@ -122,7 +122,7 @@ INLINE void store(void *row, int64_t i, vec x, int bits) {
     *(bf16vec *)((bf16 *)row + i) = narrow(x);
 }
 
-/* The first `count` numbers of a vector to out[at...], or added to what stands there; rounded before they are added. */
+/* The first `count` numbers of a vector to out[at...], or added to what is there; rounded before they are added. */
 INLINE void store_some(void *out, int64_t at, vec y, int bits, int add, int64_t count) {
   char few[4 * LANES] __attribute__((aligned(64))) = {0};
   size_t size = (size_t)(bits / 8);

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.native import recurrent
 from engine.recurrent import rules
-from engine.recurrent.states import PartSlots
+from engine.recurrent.arena import PartSlots
 
 
 def fits(rows: Tensor, depth: int) -> bool:

@@ -3,8 +3,8 @@
 Every function runs the rows of each sequence from the state in the slot that the plan reads. First it applies rows of
 that slot's log, then the new ones; it writes the states that the plan wants, and logs the rows that may be taken back.
 A row of the log is not what a layer is fed but what that does to a state, so no row is computed twice. Each operation
-has the same order and the same shape at every position, so the bits of a row depend on its own sequence alone, however
-its tokens were cut into passes.
+has the same order and the same shape at every position, so the bits of a row depend on its own sequence only, however
+its tokens were split into passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.recurrent.states import PartSlots
+from engine.recurrent.arena import PartSlots
 
 
 def conv(

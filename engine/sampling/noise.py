@@ -7,13 +7,14 @@ On a CPU our C computes the same words where there is a compiler (`native/noise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.native import noise as native
+from engine.native.compiled import function, library
 from engine.types import Sequence
 
 _WORD = 0xFFFFFFFF
@@ -60,9 +61,11 @@ def gumbel(seed: Tensor, position: Tensor, stream: Tensor, num_tokens: int) -> T
 
     `seed`, `position`, `stream` are int64 `[rows]`. A token's noise does not depend on `num_tokens`.
     """
-    if native.draws(seed):
-        return _gumbel(native.uniform(seed, position, stream, (num_tokens + 1) // 2))[:, :num_tokens]
-    pairs = torch.arange((num_tokens + 1) // 2, device=seed.device)
+    num_pairs = (num_tokens + 1) // 2
+    if _runs_in_c(seed):
+        size = len(seed), 2 * num_pairs
+        return _gumbel(_in_c("uniform", (seed, position, stream), (len(seed), num_pairs), size))[:, :num_tokens]
+    pairs = torch.arange(num_pairs, device=seed.device)
     at_once = max(1, _NUMBERS_AT_ONCE // num_tokens) if seed.device.type == "cpu" else max(1, len(seed))
     rows = [slice(i, i + at_once) for i in range(0, len(seed), at_once)]
     noise = [seed.new_zeros((0, num_tokens), dtype=torch.float64)]
@@ -75,8 +78,8 @@ def gumbel(seed: Tensor, position: Tensor, stream: Tensor, num_tokens: int) -> T
 
 def gumbel_at(seed: Tensor, position: Tensor, stream: Tensor, tokens: Tensor) -> Tensor:
     """The same noise for the given `tokens` `[rows, S]` only: float64 `[rows, S]`."""
-    if native.draws(seed):
-        return _gumbel(native.uniform_at(seed, position, stream, tokens))
+    if _runs_in_c(seed):
+        return _gumbel(_in_c("uniform_at", (seed, position, stream, tokens), tokens.shape, tokens.shape))
     words = _token_words(seed[:, None], position[:, None], stream[:, None], tokens // 2)
     odd = tokens % 2 == 1
     return _gumbel(_open_unit(torch.where(odd, words[2], words[0]), torch.where(odd, words[3], words[1])))
@@ -101,6 +104,18 @@ def _gumbel(uniform: Tensor) -> Tensor:
     # -log(-log(u)). The winner of an argmax has u near 1, where 52 bits still give -log(u) enough precision.
     # It stays float64: in float32 two tokens would sometimes tie, and then the order of the tokens would decide.
     return torch.log_(torch.log(uniform).neg_()).neg_()
+
+
+def _runs_in_c(seed: Tensor) -> bool:
+    """Whether C can compute the noise for these seeds; it cannot for traced tensors, which have a shape but no data."""
+    return type(seed) is Tensor and seed.is_cpu and library() is not None
+
+
+def _in_c(name: str, given: tuple[Tensor, ...], sizes: Seq[int], shape: Seq[int]) -> Tensor:
+    """Numbers in (0, 1) from a function of `native/noise.c`: int64 tensors -> float64 of `shape`."""
+    dense, out = [tensor.contiguous() for tensor in given], torch.empty(shape, dtype=torch.float64)
+    function(name)(*(tensor.data_ptr() for tensor in dense), *sizes, out.data_ptr())
+    return out
 
 
 class LogitsRow(NamedTuple):

@@ -1,10 +1,10 @@
 """Makes a row's bits independent of its batch (`reproducible`) in a model whose matmuls torch computes.
 
 A matmul library chooses its kernel, and with it the order of its sums, by the shape of the operands. So each matmul
-runs in tiles of `TILE` rows, the last filled up with zeros: its operands never change their shape. Its bits can still
-depend on a row's place in the tile, on its neighbours there and on the number of threads, and no library promises that
-they do not. So matmuls are tested at load, one shape at a time; those that fail run row by row. Then the whole model is
-tested. Every result is compared with a run on one thread, so that a later start with more threads gives the same bits.
+runs in tiles of `TILE` rows, the last padded with zeros: its operands never change their shape. Its bits can still
+depend on a row's place in the tile, on its neighbours there and on the number of threads. So matmuls are tested at
+load, one shape at a time; those that fail run row by row. Then the whole model is tested. Every result is
+compared with a run on one thread, so that a later start with more threads gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from engine.attention import choose
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
-from engine.kv.latent import HeadProducts
 from engine.machine.threads import exactly
 from engine.model.decoder.decoder import is_batch_invariant
 from engine.model.decoder.experts import RowProducts
-from engine.model.linear.experts import StackedExperts
-from engine.model.linear.fp8 import Fp8Linear
-from engine.model.linear.w4 import W4Linear
+from engine.model.decoder.latent import HeadProducts
+from engine.model.linear.cuda import Fp8Linear, W4Linear
+from engine.model.linear.experts import FusedExperts
 from engine.model.runner import ModelRunner
-from engine.recurrent.states import StateArena
+from engine.recurrent.arena import StateArena
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import Model
@@ -37,18 +36,18 @@ log = logging.getLogger(__name__)
 
 TILE = 16
 _SHIFTS = (1, 6, TILE - 5)
-_TILED = (nn.Linear, Fp8Linear, W4Linear, StackedExperts, RowProducts)
+_TILED = (nn.Linear, Fp8Linear, W4Linear, FusedExperts, RowProducts)
 
 
 class Tiled(nn.Module):
-    """A module whose rows do not see each other, computed `rows` rows at a time; all else is as in `inner`."""
+    """A row-independent module, computed `rows` rows at a time; all else is as in `inner`."""
 
     def __init__(self, inner: nn.Module, rows: int = TILE) -> None:
         super().__init__()
         self.inner, self.rows = inner, rows
 
     def __getattr__(self, name: str) -> Any:
-        """What this module has not itself: sizes, weights, what adapters ask for."""
+        """Attributes of `inner`: sizes, weights, what adapters read."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -96,11 +95,9 @@ def _tiled(name: str, module: nn.Module, rows: dict[str, int]) -> Tiled:
         fitting = (size for size in (TILE, 1) if is_independent(Tiled(module, size)))
         rows[shape] = next(fitting, 0)
         if not rows[shape]:
-            raise ModelError(
-                f"reproducible: {name} ({shape}) gives a row other bits beside other rows, or on more threads"
-            )
+            raise ModelError(f"reproducible: {name} ({shape}) is not batch-invariant on this machine")
     if rows[shape] == 1:
-        log.warning("reproducible: %s (%s) is computed row by row", name, shape)
+        log.warning("reproducible: %s (%s) runs row by row (slower)", name, shape)
     return Tiled(module, rows[shape])
 
 
@@ -152,5 +149,5 @@ def _check_equal(model: Model, got: Tensor, want: Tensor, on_what: str) -> None:
     if not torch.equal(got, want):
         raise ModelError(
             f"reproducible: in {type(model).__name__} ({model.dtype}, {torch.get_num_threads()} threads) a row's bits "
-            f"depend on {on_what}; fewer threads or another dtype may help"
+            f"depend on {on_what}; try fewer threads or another dtype"
         )

@@ -21,7 +21,7 @@ from engine.errors import ModelError
 from engine.kernels import has_triton, reference
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.pages import PagePool
-from engine.machine.mapped import ReadProgress, told
+from engine.machine.mapped import ReadProgress, reporting_to
 from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
 from engine.model.adapters.store import Adapters
@@ -30,8 +30,8 @@ from engine.model.decoder.decoder import DecoderModel, runs_in_c
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.share import Share
+from engine.model.decoder.stack import Tap
 from engine.model.runner import ModelRunner, Runner, end_tokens
-from engine.model.tap import Tap
 from engine.parallel import Ranks, ShardedRunner, worker_loop
 from engine.proposers import Proposer, Proposers
 from engine.proposers.heads import load_heads
@@ -40,13 +40,12 @@ from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
 from engine.startup.batch_invariance import ensure_batch_invariance
+from engine.startup.device_loop import rounds_for, wants_rounds
 from engine.startup.drafters import Drafters, match_vocabularies
 from engine.startup.implementation import Implementation
-from engine.startup.loop import rounds_for, wants_rounds
-from engine.startup.memory import GIB, kv_gib
+from engine.startup.memory import GIB, TARGET, StatePlan, kv_gib
 from engine.startup.precision import held_as
 from engine.startup.runners import Way, check_allowed
-from engine.startup.states import TARGET, StatePlan
 from engine.types import AUTO
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
@@ -95,7 +94,7 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     """
     device = pick_device(config.device)
     target, ranks = _load_target(config, device, progress)
-    assert ranks is not None, "a share of a whole target"
+    assert ranks is not None, "a shard without a process group"
     # In the order of `assemble`: the passes of a test are of all ranks together.
     way = Way.of(config, target, fixed=config.reproducible)
     if config.reproducible:
@@ -103,7 +102,7 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     ranks.minimum(kv_gib(config, device, target.config))
     num_pages, page_size = ranks.receive(list[int])
     arena = KVArena(way.layout, num_pages, page_size, target.device)
-    progress(f"rank {ranks.place.rank} follows")
+    progress(f"rank {ranks.place.rank} is ready")
     return partial(worker_loop, ranks, way.runner(arena))
 
 
@@ -117,7 +116,7 @@ def _load_target(
     if shares > 1:
         place.check(shares)
         Implementation.of(config, read_config(config.target, config.revision), device)  # refuses most
-        progress(f"meeting {shares - 1} other ranks")
+        progress(f"waiting for {shares - 1} other ranks")
         ranks = Ranks.join(place, device)
         share = Share(place.rank, shares, ranks.total)
     progress(f"loading target {config.target}")
@@ -140,7 +139,7 @@ def load(
     Raises:
         ModelError: the model cannot be loaded, or its rounded weights cannot run on this device.
     """
-    with told(ReadProgress(f"loading {name}", partial(weights_size, name, revision), progress)):
+    with reporting_to(ReadProgress(f"loading {name}", partial(weights_size, name, revision), progress)):
         return _load(config, name, revision, weights, device, share)
 
 
@@ -149,10 +148,10 @@ def _load(
 ) -> Model:
     described = read_config(name, revision)
     held = held_as(config, name, revision, weights, device, described=described)
-    log.info("%r is held in %s", name, held)
-    log.info("%r: rounded are %s", name, held.rounding(device))
+    log.info("%r: %s", name, held)
+    log.info("%r: rounding: %s", name, held.rounding(device))
     implementation = Implementation.of(config, described, device)
-    log.info("%r runs in: %s", name, implementation)
+    log.info("%r: runs in %s", name, implementation)
     if implementation.architecture is None:
         from engine.model.fallback import load_model
 
@@ -194,7 +193,7 @@ def assemble(
     """
     _check_reproducible(config, target.device)
     check_allowed(config, target)
-    heads = load_heads(config, cast("DecoderModel", target))  # `check_allowed` said so
+    heads = load_heads(config, cast("DecoderModel", target))  # `check_allowed` guarantees it
     # Before the self-test, which shows that it works.
     tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else tap
     way = Way.of(config, target, fixed=config.reproducible)
@@ -223,21 +222,21 @@ def assemble(
     prefill = PrefillBudget(config.max_step_ms / 1000, config.max_batch_tokens)
 
     def context_of(name: str) -> HeadContext:
-        assert tap is not None, "a head has places"
-        assert way.attend is not None, "a target with heads is a decoder"
+        assert tap is not None, "a head without a tap"
+        assert way.attend is not None, "a target with heads must be a decoder"
         return HeadContext(runner, tap, arenas.get(name), way.attend, prefill, own.get(name))
 
     by_name = drafters.proposers(runners, prefill, context_of) | dict(extra_proposers)
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     proposers = Proposers(by_name, runner.vocab_size, drafters.any_of)
     if config.proposer is not None and config.proposer not in proposers.names:
-        raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(proposers.names)}")
+        raise ModelError(f"proposer is {config.proposer!r}; available: {', '.join(proposers.names)}")
     scheduler = _scheduler(config, proposers, prefill, sizes)
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     longest = min(sizes.limit, num_pages * sizes.page_size)
     limits = Limits(runner.vocab_size, longest, end_tokens(target), *borders)
     mine, dtype = runners.get("model") if vocab is None else None, str(target.dtype).removeprefix("torch.")
-    # Rounds draft with the draft model alone: `auto` is theirs where it has no other model or head to choose.
+    # Rounds draft with the draft model only: `auto` is theirs where it has no other model or head to choose.
     by_draft = ("model", AUTO) if drafters.any_of == ("model", "suffix") else ("model",)
     on_device = frozenset(by_draft if isinstance(mine, ModelRunner) else ()) - {*extra_proposers, *wrappers}
     mine = mine if on_device and isinstance(mine, ModelRunner) else None
@@ -300,7 +299,7 @@ def _scheduler(config: EngineConfig, proposers: Proposers, prefill: PrefillBudge
 def pick_device(name: str) -> torch.device:
     """`auto` -> cuda where there is one, else cpu; ModelError where cuda is asked for and missing."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device is cuda, and torch sees no CUDA device here")
+        raise ModelError("device is cuda, but torch finds no CUDA device")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
@@ -310,7 +309,7 @@ def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
     """The smaller of what is asked and what the models' positions allow; ModelError where more is asked."""
     known = [positions(model).limit for model in models]
     if config.max_model_len is not None and config.max_model_len > min(known):
-        raise ModelError(f"max_model_len is {config.max_model_len}; the models know positions up to {min(known)}")
+        raise ModelError(f"max_model_len is {config.max_model_len}; the models support at most {min(known)} positions")
     return config.max_model_len or min(known)
 
 
@@ -321,13 +320,13 @@ def pages_within(memory: float, most: int, layouts: list[KVLayout], page_size: i
     if affordable < 1:
         raise ModelError(
             f"kv_memory is {memory} GiB; one page of {page_size} tokens takes {page_bytes} bytes: "
-            "give more, or a smaller max_model_len or page_size"
+            "increase it, or reduce max_model_len or page_size"
         )
     return min(affordable, most * -(-max_model_len // page_size))
 
 
 def _check_reproducible(config: EngineConfig, device: torch.device) -> None:
     if config.reproducible and device.type not in ("cpu", "cuda"):
-        raise ModelError(f"reproducible is for cpu and cuda: on {device.type} no order of sums is known to be fixed")
+        raise ModelError(f"reproducible is not supported on {device.type}; supported: cpu, cuda")
     if config.reproducible and device.type == "cuda" and not has_triton():
-        raise ModelError("reproducible on cuda needs Triton: the order of sums of other attention hangs on lengths")
+        raise ModelError("reproducible on cuda requires Triton: other attention kernels are not batch-invariant")

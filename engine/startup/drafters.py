@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
 
     from engine.config import EngineConfig
     from engine.model.decoder.decoder import DecoderModel, Model
-    from engine.model.one_by_one import OneByOneRunner
+    from engine.model.unbatched import UnbatchedRunner
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Drafters:
         return cls(models, heads, layouts, vocab)
 
     def proposers(
-        self, runners: Mapping[str, ModelRunner | OneByOneRunner], prefill: PrefillBudget,
+        self, runners: Mapping[str, ModelRunner | UnbatchedRunner], prefill: PrefillBudget,
         context_of: Callable[[str], HeadContext],
     ) -> dict[str, Proposer]:  # fmt: skip
         """Make one proposer per name that a request may ask for, of `runners` of the models and contexts of the heads.

@@ -1,6 +1,6 @@
 """Chooses which code runs a model: our decoder, over the table of architectures, or transformers' own module.
 
-This is the only place that chooses; loading and the doctor use its result. It reads no weights.
+This is the only place that chooses; loading and `check` use its result. It reads no weights.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Implementation:
 
     @classmethod
     def of(cls, config: EngineConfig, described: PreTrainedConfig, device: torch.device) -> Implementation:
-        """The code for a checkpoint that `described` is the config of, whole or cut into shares.
+        """The code for a checkpoint that `described` is the config of, whole or sharded.
 
         Raises:
-            ModelError: it cannot be cut.
+            ModelError: it cannot be sharded.
         """
         kind, architecture, shares = described.model_type, architecture_for(described), config.tensor_parallel_size
         why_not = ""
         if architecture is None:
-            why_not = f"this {kind} is not in the table of architectures"
+            why_not = f"this {kind} model is not in the table of architectures"
         elif device.type != "cpu" and not has_triton():
-            why_not = f"device is {device.type}, and Triton is not installed"
+            why_not = f"device is {device.type} and Triton is not installed"
         if shares > 1 and why_not:
-            raise ModelError(f"tensor_parallel_size is {shares}; a share of {kind} is not supported: {why_not}")
+            raise ModelError(f"tensor_parallel_size is {shares}, which is not supported for {kind}: {why_not}")
         if architecture is None or why_not:
             return cls(kind, why_not=why_not)
         if _changes_latents(config, architecture):

@@ -1,9 +1,9 @@
-"""Computes how much memory keys and values may take. It uses shapes and devices only, and no loaded model."""
+"""Computes how much memory keys, values and recurrent states may take, from shapes and devices."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,14 @@ from engine.device_loop.graphs import A_ROUND, MemoryBudget, MemoryUse
 from engine.device_loop.repertoire import MOST_RECORDED, allows_rounds, in_order_of_worth, places_for
 from engine.errors import ModelError
 from engine.kernels.paging import scratch_bytes
+from engine.kv.states import StatePool, slots_per_sequence
+from engine.recurrent.arena import StateArena, StatePart, bytes_per_slot, parts_of
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from transformers import PreTrainedConfig
 
     from engine.config import EngineConfig
+    from engine.model.decoder.decoder import Model
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,11 @@ _LOGITS = 2  # float32 numbers for each logit, where kernels draw the tokens
 _LONGEST = 1 << 20  # tokens, for a model whose config gives no limit
 _LEAST = 0.001  # GiB for keys and values, where their part is not asked for
 _WIDTHS = 6  # rows, each as wide as a layer's widest, that a pass holds at once
+TARGET = "target"  # as a key beside the names of proposers
+# States are large (megabytes per layer). Their slots share the memory for keys and values; where their part is too
+# small for all sequences, fewer run at once.
+_STATES_SHARE = 0.5  # largest part of that memory
+_SPARE = 1  # slots that no sequence gets: the empty state
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +51,16 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceMemory:
-        """What the driver and torch say now."""
+        """Current values of the driver and torch."""
         (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
         return cls(free + torch.cuda.memory_reserved(device) - held, total, held)
 
     def holding(self, more: int) -> DeviceMemory:
-        """The same once this process holds so many bytes more."""
+        """The same with `more` bytes held by this process."""
         return DeviceMemory(self.free - more, self.total, self.held + more)
 
     def part(self, engines: int) -> int:
-        """What one of so many engines may still take: 80 GiB in all, two engines, 16 GiB of weights each: 24 GiB."""
+        """What one of `engines` may still take: 80 GiB in all, two engines, 16 GiB of weights each: 24 GiB."""
         return min(self.free, self.total // engines - self.held)
 
 
@@ -80,18 +88,18 @@ def kv_gib(
     if engines > 1 and found - needed < (asked or _LEAST):
         given = "not given" if asked is None else f"{asked:g} GiB"
         raise ModelError(
-            f"kv_memory is {given}, and engines_per_device {engines}, with a standby counted: one engine's part of "
-            f"{device} leaves {found - needed:.1f} GiB for keys and values; give less kv_memory, a smaller model, "
-            "fewer engines or no standby"
+            f"kv_memory is {given} with {engines} engines per device (standby included); one engine's share of "
+            f"{device} leaves {found - needed:.1f} GiB for keys and values: reduce kv_memory, engines_per_device or "
+            "standbys, or use a smaller model"
         )
     if asked is not None:
         return asked
     if found <= needed:
         raise ModelError(
-            f"{found:.1f} GiB are free on {device} and passes may need {needed:.1f}: nothing is left for keys and "
-            "values; give smaller models, max_batch_size or max_batch_tokens, or kv_memory itself"
+            f"{found:.1f} GiB are free on {device} and passes need up to {needed:.1f}, so none is left for keys and "
+            "values: use a smaller model, reduce max_batch_size or max_batch_tokens, or set kv_memory"
         )
-    log.info("of %.1f GiB that are free on %s, K/V takes at most %.1f", found / _SHARE, device, found - needed)
+    log.info("%.1f GiB free on %s; at most %.1f GiB for K/V", found / _SHARE, device, found - needed)
     return found - needed
 
 
@@ -137,3 +145,54 @@ def _shared_attention(rows: int, config: EngineConfig, text: PreTrainedConfig) -
     widest = max(head_dim, *(getattr(text, name, None) or 0 for name in ("kv_lora_rank", "global_head_dim")))
     longest = config.max_model_len or getattr(text, "max_position_embeddings", None) or _LONGEST
     return scratch_bytes(rows, text.num_attention_heads, widest, longest)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """The states of a target and of the models that draft for it, by `TARGET` and by proposer name."""
+
+    parts: Mapping[str, tuple[StatePart, ...]]
+    slots: Mapping[str, int]  # of each arena
+    log_rows: int
+    prefix_cache: bool  # whether it keeps states of the target
+
+    @classmethod
+    def of(cls, config: EngineConfig, models: Mapping[str, Model], memory: float) -> StatePlan:
+        """Plan for `models`, by `TARGET` and by proposer name, within `memory` GiB for states, keys and values.
+
+        Raises:
+            ModelError: not even one sequence has room.
+        """
+        parts = {name: found for name, model in models.items() if (found := parts_of(model))}
+        log_rows, most = max(1, config.num_draft_tokens), config.max_batch_size
+        sizes = {name: bytes_per_slot(found, log_rows) for name, found in parts.items()}
+        own = {name: slots_per_sequence(snapshots=config.prefix_cache and name == TARGET) for name in parts}
+        budget = int(memory * GIB * _STATES_SHARE) - _SPARE * sum(sizes.values())
+        one = sum(own[name] * size for name, size in sizes.items())
+        if parts and budget < one:
+            raise ModelError(
+                f"kv_memory is {memory} GiB, of which states may take half; one sequence needs {one} bytes: "
+                "increase it, or reduce num_draft_tokens"
+            )
+        running = min(most, budget // one) if parts else 0
+        slots = {name: _SPARE + running * own[name] for name in parts}
+        if TARGET in parts and config.prefix_cache:
+            slots[TARGET] += min(2 * most, (budget - running * one) // sizes[TARGET])
+        return cls(parts, slots, log_rows, config.prefix_cache)
+
+    @property
+    def gib(self) -> float:
+        """GiB that all arenas of states take."""
+        return sum(bytes_per_slot(parts, self.log_rows) * self.slots[name] for name, parts in self.parts.items()) / GIB
+
+    def arena(self, name: str, device: torch.device) -> StateArena | None:
+        """The arena of a model; None where its layers keep no state."""
+        if name not in self.parts:
+            return None
+        return StateArena(self.parts[name], self.slots[name], self.log_rows, device)
+
+    def pool(self, name: str) -> StatePool | None:
+        """A new pool of the slots of a model; None where it keeps no state."""
+        if name not in self.parts:
+            return None
+        return StatePool(self.slots[name], self.log_rows, snapshots=self.prefix_cache and name == TARGET)

@@ -1,6 +1,6 @@
 """Chooses how a checkpoint is held in memory: the rounding of its matrices, the type of everything else, and why.
 
-This is the only place that chooses a type; loading, the doctor and the sizes of arenas use its result. It reads no
+This is the only place that chooses a type; loading, `check` and the sizes of arenas use its result. It reads no
 weights.
 """
 
@@ -17,7 +17,7 @@ import torch
 from engine.choices import Weights
 from engine.errors import ModelError
 from engine.kernels import has_triton
-from engine.model.checkpoint import named_type, read_config, told_as_model_error
+from engine.model.checkpoint import as_model_error, named_type, read_config
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.shapes import is_aligned
 from engine.model.decoder.share import share_of
@@ -62,7 +62,7 @@ class HeldPrecision:
         return " and ".join([*codes, *rounded]) or "native"
 
     def rounding(self, device: torch.device) -> str:
-        """What is rounded, in words: weights and rows."""
+        """A description of what is rounded: weights and rows."""
         weights = _ROUNDED_WEIGHTS.get(self.weights)
         if device.type != "cpu":
             return {"int4": "weights to 4 bits in groups of 128 inputs", "fp8": "weights and rows to fp8"}.get(
@@ -71,8 +71,8 @@ class HeldPrecision:
         if weights is None and not self.keeps_codes:
             return "none"
         codes = "the checkpoint's own codes" if self.keeps_codes else ""
-        told = " and ".join(filter(None, (codes, weights)))
-        return f"{told}; rows to integers of 16 bits, most of which fit in 8"
+        rounded = " and ".join(filter(None, (codes, weights)))
+        return f"{rounded}; rows to integers of 16 bits, most of which fit in 8"
 
     @property
     def type_name(self) -> str:
@@ -107,16 +107,16 @@ def held_as(
     weights = weights_of(name, quantised_as(described), asked, device)
     if weights != "native" and not is_ours:
         raise ModelError(
-            f"weights is {weights}; {name!r} is a {described.model_type} model, which is not in the table of "
-            "architectures: transformers' module runs it, in floats"
+            f"weights is {weights}, but {name!r} is a {described.model_type} model, which is not in the table of "
+            "architectures: transformers runs it, with float weights"
         )
     if config.dtype == "float16" and device.type == "cpu":
-        raise ModelError("dtype is float16, which is for cuda; on cpu take float32, which holds all numbers of float16")
+        raise ModelError("dtype is float16, which requires cuda; use float32 on cpu")
     on_kernels = quantisation is not None and quantisation.has_integers and device.type == "cpu" and is_ours
     keeps_codes = on_kernels and asked not in ("dequantised", "fp8")
     rounded = quantisation.method if quantisation and keeps_codes and weights == "native" else weights
     if config.tensor_parallel_size > 1 and (keeps_codes or quantised_as(described)):
-        codes = f"{quantisation.method if quantisation else weights} weights, which cannot be cut"
+        codes = f"{quantisation.method if quantisation else weights} weights, which cannot be sharded"
         raise ModelError(f"tensor_parallel_size is {config.tensor_parallel_size}; {name!r} has {codes}")
     dtype, why = _type(config, name, revision, described, device, rounded, multiplies)
     return HeldPrecision(weights, dtype, why, quantisation, keeps_codes)
@@ -133,18 +133,18 @@ def _type(
 ) -> tuple[torch.dtype, str]:
     """The type of everything that is not rounded, and why; `rounded` is how matrices are, native if they are not."""
     if config.dtype != "auto":
-        return getattr(torch, config.dtype), "as asked for"
+        return getattr(torch, config.dtype), "configured"
     if rounded == "fp8":
-        return torch.bfloat16, "what fp8 matmuls read and write"
+        return torch.bfloat16, "required by fp8 matmuls"
     if rounded != "native" and device.type == "cpu":
         return torch.float32, f"beside {rounded} matrices bfloat16 is no faster"
     own, why = _own(name, revision, described)
     if rounded == "int4" and own == torch.float32:
-        return torch.bfloat16, "what int4 matmuls read and write"
+        return torch.bfloat16, "required by int4 matmuls"
     if device.type != "cpu" or own == torch.float32:
         return own, why
     against = (
-        "the checkpoint's float16 is for GPUs, and float32 holds all its numbers"
+        "the checkpoint's float16 is not supported on cpu"
         if own == torch.float16
         else _against_bfloat16(config, described, multiplies)
     )
@@ -155,16 +155,18 @@ def weights_of(name: str, saved: Weights | None, asked: Weights, device: torch.d
     """The type that matrices of floats will be rounded to; ModelError where the device cannot multiply that type."""
     if asked == "dequantised":
         if saved:
-            raise ModelError(f"{name!r} is saved in {saved}, and only checkpoints of others are dequantised")
+            raise ModelError(
+                f"weights is dequantised; {name!r} is saved in {saved}, not a published quantised checkpoint"
+            )
         return "native"
     found = saved or asked
     if device.type == "cpu" or found in ("native", "fp8"):
         return found
     if saved or found == "int8":
         how = f"saved in {found}" if saved else f"with {found} weights"
-        raise ModelError(f"{name!r} {how} runs on cpu alone; device is {device.type}")
+        raise ModelError(f"{name!r} {how} requires cpu; device is {device.type}")
     if not has_triton():
-        raise ModelError(f"{name!r} with int4 weights needs Triton on {device.type}, and it is not installed")
+        raise ModelError(f"{name!r} with int4 weights requires Triton on {device.type}, which is not installed")
     return found
 
 
@@ -173,11 +175,11 @@ def _own(name: str, revision: str | None, described: PreTrainedConfig) -> tuple[
     own, why = named_type(described), _OWN
     if own is None:
         counts = Counter[str]()
-        with told_as_model_error(name):
+        with as_model_error(name):
             for _, kind, shape in tensor_infos(name, revision):
                 counts[kind] += math.prod(shape)
         most = next((kind for kind, _ in counts.most_common() if kind in _STORED), "")
-        own, why = _STORED.get(most), "as its weights are stored; its config names no type"
+        own, why = _STORED.get(most), "the type of most stored weights (none in its config)"
     if own in _FLOATS:
         return own, why
     found = "no type" if own is None else str(own).removeprefix("torch.")
@@ -193,10 +195,10 @@ def _against_bfloat16(config: EngineConfig, described: PreTrainedConfig, multipl
     reasons = (
         (config.loop == "rounds", "loop is rounds"),
         (config.attention not in _ROW_WISE, f"attention is {config.attention}"),
-        (not multiplies(torch.bfloat16), "our C multiplies no bfloat16 here (`pilotfish check` says why)"),
+        (not multiplies(torch.bfloat16), "the C kernels do not support bfloat16 here (`pilotfish check` reports why)"),
     )
-    found = next((reason for stands, reason in reasons if stands), None)
+    found = next((reason for applies, reason in reasons if applies), None)
     architecture = architecture_for(described)
     if found is None and (architecture is None or not is_aligned(share_of(architecture, config.tensor_parallel_size))):
-        found = "our C does not multiply all its matrices"
-    return None if found is None else f"{found}, and torch rounds bfloat16 by the shape of a batch"
+        found = "the C kernels do not support all its matrices"
+    return None if found is None else f"{found}, and torch's bfloat16 rounding depends on the batch shape"

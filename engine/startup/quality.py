@@ -1,7 +1,7 @@
 """How far what would be served is from float32 of the same checkpoint, on given texts.
 
 Both models read the same tokens: the checkpoint in float32, by transformers' own code and without any of ours, and the
-engine as it would serve. What is compared are their laws of the next token at every position.
+engine as it would serve. Their distributions of the next token are compared at every position.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.checkpoint import read_config
 from engine.model.fallback import load_model
-from engine.model.one_by_one import plain_logits, use_own_attention
 from engine.model.quantize import quantised_as
+from engine.model.unbatched import plain_logits, use_own_attention
 from engine.startup.build import build_engine, pick_device
 from engine.types import EMPTY_STATE, StateSpan
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.engine import Engine
 
-_ROWS = 64  # positions that are compared at once: a law of 262,144 tokens takes a megabyte
+_ROWS = 64  # positions that are compared at once: a distribution over 262,144 tokens takes a megabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Quality:
 
     Attributes:
         tokens: positions that were compared.
-        kl: mean of sum p log(p / q), p the law in float32 and q the served one.
+        kl: mean of sum p log(p / q), p the distribution in float32 and q the served one.
         kl_99: the value that 99 of 100 positions do not exceed.
         same_top: share of positions at which both have the same most likely token.
         reference_nll: mean negative log-probability of the text's next token in float32.
@@ -69,7 +69,7 @@ def measure(
 ) -> Quality:
     """Compare what `config` would serve with float32 of its target, or of the checkpoint `reference`.
 
-    `texts` are token ids of texts that are read alone, each at most `max_model_len` long. Adapters, drafts and heads
+    `texts` are token ids of separate texts, each at most `max_model_len` long. Adapters, drafts and heads
     are left out: drafts change no output.
 
     Raises:
@@ -104,7 +104,7 @@ def reference_model(config: EngineConfig, name: str, progress: Callable[[str], N
     described = read_config(name, config.revision if name == config.target else None)
     saved = quantised_as(described)
     if saved:
-        raise ModelError(f"{name!r} is saved in {saved}: name the checkpoint that it was made of with --reference")
+        raise ModelError(f"{name!r} is saved in {saved}; pass its float checkpoint with --reference")
     progress(f"loading {name} in float32")
     revision = config.revision if name == config.target else None
     model = load_model(name, revision, torch.float32, pick_device(config.device))
@@ -113,7 +113,7 @@ def reference_model(config: EngineConfig, name: str, progress: Callable[[str], N
 
 
 def _served_logits(engine: Engine, text: Seq[int]) -> Tensor:
-    """The logits of all positions `[len(text), vocab]` of a sequence that is alone in the engine."""
+    """The logits of all positions `[len(text), vocab]` of the only sequence in the engine."""
     pages = list(range(-(-len(text) // engine.page_size)))
     state = StateSpan(EMPTY_STATE, 0, 1, len(text))
     return engine.runner.forward([Feed(list(text), 0, pages, len(text), state=state)]).float()
@@ -143,7 +143,6 @@ class Differences:
             self._apart += float((wanted - found).abs().sum())
 
     def result(self) -> Quality:
-        """Means of what was added."""
         kl = torch.cat(self._kl)
         pairs = max(1, self._pairs)
         return Quality(

@@ -1,10 +1,10 @@
 """How the models of an engine run: all sequences in one pass, or one sequence at a time where a model's code cannot.
 
-A decoder runs ragged batches. A module of transformers is tried in them first, and then alone, with transformers' own
-attention: with its keys and values in our arena, or else fed its whole text in every pass. A self-test decides each
-time, by the same comparisons: one that has its own attention code, or keeps state besides K/V, would load and run, but
-it would mix the contexts of different requests; one whose attention needs more than our hook receives would run and
-give wrong results. A few passes over tiny sequences detect both. A model that fails them never serves a request.
+A decoder runs ragged batches. A module of transformers is tried in them first, and then one sequence at a time, with
+transformers' own attention: with its keys and values in our arena, or recomputing the whole sequence in every pass. A
+self-test decides each time by the same comparisons: a model with its own attention code, or with state besides K/V,
+would load and run, but it would mix the contexts of requests; one whose attention needs more than our hook receives
+would give wrong results. A few passes over tiny sequences detect both. A model that fails them never serves a request.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import Attend, fitting, native
+from engine.attention.reference import AttentionSpec
 from engine.attention.registry import ATTENTION_NAME
-from engine.attention.spec import AttentionSpec
 from engine.choices import HEADS
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
@@ -35,15 +35,15 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
     from engine.config import EngineConfig
     from engine.model.adapters.store import Adapters
     from engine.model.decoder.decoder import Model
-    from engine.model.one_by_one import OneByOneRunner
-    from engine.recurrent.states import StateArena
+    from engine.model.unbatched import UnbatchedRunner
+    from engine.recurrent.arena import StateArena
 
 log = logging.getLogger(__name__)
 
 _LENGTH, _PAGE = 12, 5  # tokens of each sequence of the self-test, in pages of a size that divides no part of it
 _MINE, _OTHER = (4, 0, 2), (1, 3, 5)  # their pages
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_NEVER = {"xlm": "takes the tokens of its text that equal its pad token for padding"}  # by model type
+_NEVER = {"xlm": "treats tokens equal to its pad token as padding"}  # by model type
 # What the code of a model raises that is not made for a batch or a cache like ours.
 _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError)
 
@@ -78,35 +78,30 @@ class Way:
             layout = layout_of_model(model).stored_as(config.kv_cache_dtype)
             attend = fitting(config.attention, model.device, partial(check_ragged_contract, model, layout))
         except (ModelError, *_FAULTS) as error:
-            is_told = isinstance(error, ModelError)
-            reason = str(error) if is_told else f"{_name(model)} cannot run a ragged batch: {error!r}"
+            is_own = isinstance(error, ModelError)
+            reason = str(error) if is_own else f"{_name(model)} cannot run a ragged batch: {error!r}"
             layout = _layout_alone(model, reason)
-            log.warning("%s runs one sequence at a time, which is slower: %s", _name(model), reason)
+            log.warning("%s runs one sequence at a time (slower): %s", _name(model), reason)
             return cls(model, layout, None)
         return cls(model, layout, attend)
 
     def runner(
         self, arena: KVArena, adapters: Adapters | None = None, states: StateArena | None = None
-    ) -> ModelRunner | OneByOneRunner:
-        """The model over its arena."""
+    ) -> ModelRunner | UnbatchedRunner:
         if self.attend is not None:
             during: Any = nullcontext if adapters is None else adapters.during
             return ModelRunner(self.model, arena, self.attend, during, states)
-        from engine.model.one_by_one import OneByOneRunner  # imports transformers
+        from engine.model.unbatched import UnbatchedRunner  # imports transformers
 
-        return OneByOneRunner(self.model, arena)  # type: ignore[arg-type]  # no decoder
+        return UnbatchedRunner(self.model, arena)  # type: ignore[arg-type]  # no decoder
 
 
 def check_allowed(config: EngineConfig, target: Model) -> None:
-    """Refuse what a target cannot have that transformers' module runs.
-
-    Raises:
-        ModelError: names the first of it that `config` asks for.
-    """
+    """Raise ModelError, which names the option, for what transformers' modules do not support."""
     if isinstance(target, DecoderModel):
         return
     asked = {
-        "reproducible": config.reproducible,  # the order of its sums hangs on how many tokens a pass feeds
+        "reproducible": config.reproducible,  # the order of its sums depends on the number of tokens of a pass
         "loop = rounds": config.loop == "rounds",
         **{name: getattr(config, name) is not None for name in HEADS},
         "mtp": config.mtp,
@@ -118,12 +113,12 @@ def check_allowed(config: EngineConfig, target: Model) -> None:
     if found is not None:
         raise ModelError(
             f"{found} is not supported for {config.target!r}: {target.config.model_type} is not in the table of "
-            "architectures, and transformers' module runs it"
+            "architectures and runs in transformers"
         )
     if target.device.type == "cpu" and target.dtype == torch.bfloat16:
         log.warning(
-            "%s is in bfloat16, which torch rounds by the number of tokens of a pass: drafts, chunks and the prefix "
-            "cache may change its tokens; in float32 they do not",
+            "%s runs in bfloat16, and torch's rounding depends on the batch shape: drafts, chunked prefill and the "
+            "prefix cache may change its tokens; use float32 to avoid that",
             _name(target),
         )
 
@@ -148,18 +143,18 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     """Refuse a model whose logits in ragged batches are not those of its own plain pass.
 
     Raises:
-        ModelError: the model fails; the message says how.
+        ModelError: the model fails; the message has the reason.
     """
-    from engine.model.one_by_one import plain_logits
+    from engine.model.unbatched import plain_logits
 
     if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
-        raise ModelError(f"{_name(model)} attends in code of its own, which knows nothing of ragged batches")
+        raise ModelError(f"{_name(model)} does not use the attention interface, which ragged batches require")
     text = model.config.get_text_config()
     # Some types of layers differ from ours only beyond the length of the self-test.
     kinds = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         known = ", ".join(sorted(_LAYER_TYPES))
-        raise ModelError(f"{_name(model)} has layers of type {', '.join(sorted(kinds))}; known are {known}")
+        raise ModelError(f"{_name(model)} has layer_types {', '.join(sorted(kinds))}; supported: {known}")
     arena, asked = _arena(model, layout), dict[int, set[int | None]]()
 
     def watch(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
@@ -170,7 +165,7 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     runner.forward([Feed(_tokens(model)[:1], 0, _MINE)])
     for layer, k in enumerate(arena.k):
         if k.data_ptr() not in asked:
-            raise ModelError(f"{_name(model)}: layer {layer} does not go through the attention interface")
+            raise ModelError(f"{_name(model)}: layer {layer} does not use the attention interface")
     model.set_attn_implementation("eager")
     try:
         plain = plain_logits(model, _tokens(model)[:_LENGTH])
@@ -181,8 +176,8 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     for layer, k in enumerate(arena.k):
         windows, wanted = asked[k.data_ptr()], _window(text, layer)
         if windows != {wanted}:
-            told = ", ".join(map(str, windows))
-            raise ModelError(f"{_name(model)}: layer {layer} should see {wanted} positions; it asked for {told}")
+            passed = ", ".join(map(str, windows))
+            raise ModelError(f"{_name(model)}: layer {layer} should have a window of {wanted}; it passed {passed}")
 
 
 def _window(text: PreTrainedConfig, layer: int) -> int | None:
@@ -197,12 +192,12 @@ def _layout_alone(model: PreTrainedModel, reason: str) -> KVLayout:
     Raises:
         ModelError: it does not run so either.
     """
-    from engine.model.one_by_one import TOKENS, OneByOneRunner, cache_layout, plain_logits, use_own_attention
+    from engine.model.unbatched import TOKENS, UnbatchedRunner, cache_layout, plain_logits, use_own_attention
 
     never = _NEVER.get(model.config.model_type)
     # By name what shows only in texts unlike those of the self-test, or there by an error of torch alone.
     if "lsh" in (getattr(model.config.get_text_config(), "attn_layers", None) or ()):
-        never = "has layers of type lsh, which find what to attend to by hashes of the text"
+        never = "has layers of type lsh, which are not supported"
     if never is not None:
         raise ModelError(f"{_name(model)} {never}")
     use_own_attention(model)
@@ -210,14 +205,14 @@ def _layout_alone(model: PreTrainedModel, reason: str) -> KVLayout:
         plain = plain_logits(model, _tokens(model)[:_LENGTH])
         try:
             layout = cache_layout(model)
-            _check_logits(model, OneByOneRunner(model, _arena(model, layout)), plain)
+            _check_logits(model, UnbatchedRunner(model, _arena(model, layout)), plain)
         except (ModelError, *_FAULTS) as error:
             layout = TOKENS
-            _check_logits(model, OneByOneRunner(model, _arena(model, layout)), plain)
-            log.warning("%s is fed its whole text for every token: %r", _name(model), error)
+            _check_logits(model, UnbatchedRunner(model, _arena(model, layout)), plain)
+            log.warning("%s recomputes the whole sequence for every token: %r", _name(model), error)
     except (ModelError, *_FAULTS) as error:
-        told = str(error) if isinstance(error, ModelError) else repr(error)
-        raise ModelError(f"{reason}; one sequence at a time: {told}") from error
+        detail = str(error) if isinstance(error, ModelError) else repr(error)
+        raise ModelError(f"{reason}; one sequence at a time: {detail}") from error
     return layout
 
 
@@ -228,15 +223,15 @@ def _check_logits(model: PreTrainedModel, runner: Runner, plain: Tensor) -> None
     """
     mine, other = _tokens(model)[:_LENGTH], _tokens(model)[_LENGTH:]
     whole = runner.forward([Feed(mine, 0, _MINE, _LENGTH), Feed(other, 0, _OTHER, 0)])
-    _check_equal(model, whole, plain, "its logits are others than those of a pass of its own over one sequence")
+    _check_equal(model, whole, plain, "its logits differ from those of a plain pass over one sequence")
     parts = [
         runner.forward([Feed(mine[:4], 0, _MINE, 4)]),
         runner.forward([Feed(other[:1], _LENGTH, _OTHER, 0), Feed([*mine[4:6], *other[:3]], 4, _MINE, 5)])[:2],
         runner.forward([Feed(mine[6:-1], 6, _MINE, _LENGTH - 7)]),  # over the three drafts, which are taken back
         runner.forward([Feed(mine[-1:], _LENGTH - 1, _MINE, 1)]),
     ]
-    told = "its logits depend on how its text is cut into passes, or on later tokens"
-    _check_equal(model, torch.cat(parts), plain, told)
+    problem = "its logits depend on how a sequence is split into passes, or on later tokens"
+    _check_equal(model, torch.cat(parts), plain, problem)
 
 
 def _check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, problem: str) -> None:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from engine import heap
 from engine.device_loop.results import Progress, untold
 from engine.engine import Engine
+from engine.machine.mapped import release_freed
 from engine.params import SamplingParams
 from engine.startup.build import build_engine, pick_device
 from engine.startup.calibrate import Calibration, drafters_of, run
-from engine.startup.calibration_text import TEXT
-from engine.text.codec import Codec
+from engine.text.codec import CALIBRATION_TEXT, Codec
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -145,7 +144,7 @@ def _in_parts(
         recalls = False
         calibration.go_on(is_wanted)
         if calibration.is_over:
-            log.info("the calibration is over")
+            log.info("calibration finished")
             if saves:
                 engine.keep_learned()
         return not calibration.is_over
@@ -158,9 +157,9 @@ def _text(engine: Engine, codec: Tokenizer | None = None) -> Seq[int]:
     if engine.calibration_text is not None:
         return engine.calibration_text
     found = Codec.load(engine.config.target, engine.config.revision, kept=False) if codec is None else codec()
-    tokens = () if found is None else [t for t in found.encode(TEXT) if t < engine.vocab_size]
+    tokens = () if found is None else [t for t in found.encode(CALIBRATION_TEXT) if t < engine.vocab_size]
     del found
-    heap.give_back()  # a tokenizer that nobody else needs takes more memory than many a model
+    release_freed()  # the tokenizer itself may take more memory than a model
     return tokens
 
 
@@ -170,7 +169,7 @@ def _rehearse(engine: Engine, progress: Progress) -> None:
         for i, one in enumerate(every, 1):
             progress(f"compiling for plain passes: {i} of {len(every)}")
             _run(engine, one)
-    log.info("plain passes of %d kinds are compiled, in %.1f s", len(every), time.perf_counter() - start)
+    log.info("compiled plain passes of %d kinds in %.1f s", len(every), time.perf_counter() - start)
 
 
 def _run(engine: Engine, one: Rehearsal) -> None:

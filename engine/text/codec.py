@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
-from engine import heap
 from engine.errors import InvalidRequest
+from engine.machine.mapped import release_freed
 from engine.model.bounded import find_file
 from engine.model.gguf.container import Container, open_gguf
 from engine.model.gguf.tokenizer import tokenizer_faults, tokenizer_in
@@ -21,6 +21,8 @@ from engine.text.spelling import Spelling, steps_of
 from engine.text.stops import NO_ASIDES, NO_STOPS, Asides, Stop, StopSearch, StopStrings
 
 TOKENIZER_FILE = "tokenizer.json"
+# Code and prose of our own, like what callers send: for calibration before the first request.
+CALIBRATION_TEXT = (Path(__file__).parents[1] / "types.py").read_text("utf-8")[:9000]
 _SHORT = 2000  # characters or tokens: converting more takes longer than a millisecond
 
 
@@ -41,18 +43,18 @@ class Codec:
         self.added_tokens = {token.content: i for i, token in added.items()}
         self.special_tokens = frozenset(i for i, token in added.items() if token.special)
         self.spelling = Spelling(tokenizer)
-        heap.give_back()  # what a tokenizer is made of takes several times its own memory
+        release_freed()  # what a tokenizer is made of takes several times its own memory
 
     @cached_property
     def longest_token(self) -> int | None:
-        """Most bytes of text that one token stands for; None where that is not known. It takes a look at all tokens."""
+        """Maximum bytes of text of one token; None where unknown. Reads all tokens."""
         return _longest_token(self.tokenizer, self.tokenizer.get_added_tokens_decoder().values())
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None, *, kept: bool = True) -> Codec | None:
         """Load the tokenizer of a checkpoint; None if there is none: then only token ids can be served.
 
-        `kept`: whoever loads it again gets the same one.
+        `kept`: later loads return the same one.
         """
         of_container, of_file = (_of_container, _of_file) if kept else (_of_container.__wrapped__, _of_file.__wrapped__)
         gguf = open_gguf(source, revision)
@@ -96,7 +98,7 @@ class Codec:
         return text
 
 
-# A target's and a draft's: whoever makes a model ready asks several times.
+# A target's and a draft's: they are requested several times while a model is loaded.
 @lru_cache(maxsize=2)
 def _of_container(container: Container) -> Codec | None:
     tokenizer = tokenizer_in(container)
@@ -114,7 +116,7 @@ def _size(text: str) -> int:
 
 
 def _longest_token(tokenizer: Tokenizer, added: Collection[AddedToken]) -> int | None:
-    """Most bytes of text that one token stands for; None where that is not known.
+    """Maximum bytes of text of one token; None where unknown.
 
     It is known of byte-pair encodings that have a token for every byte: each byte of a text is part of one token, and
     tokens are spelt with at least one character or byte for each. What is done before must not shorten the text.
@@ -234,7 +236,7 @@ class OutputText:
 
     def push(self, token_ids: Iterable[int]) -> TextPiece:
         """Take tokens, up to the one that completes a stop string, if any."""
-        assert self.stop is None, "nothing follows a stop string"
+        assert self.stop is None, "text after a stop string"
         texts = []
         for token in token_ids:
             text = self._decoder.push(token)

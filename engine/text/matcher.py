@@ -18,8 +18,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from engine import heap
 from engine.errors import GrammarFault, ModelError, Unsupported
+from engine.machine.mapped import release_freed
 from engine.text.codec import Codec
 from engine.types import GRAMMAR_TOKENS
 
@@ -71,15 +71,13 @@ class GrammarVocabulary:
         """
         size = codec.tokenizer.get_vocab_size(with_added_tokens=True)
         if size > vocab_size:
-            raise ModelError(
-                f"structured output: the tokenizer has {size} tokens, the model's logits only {vocab_size}"
-            )
+            raise ModelError(f"structured output: the tokenizer has {size} tokens; the model has {vocab_size} logits")
         outside = [token for token in end_tokens if not 0 <= token < vocab_size]
         if outside or not end_tokens:
             wrong = f"has {outside[0]}; expected 0 to {vocab_size - 1}" if outside else "is empty: no output could end"
             raise ModelError(f"structured output: eos_token_ids {wrong}")
         if not codec.spelling.has_bytes:
-            raise ModelError("structured output cannot use this tokenizer: its decoder is not of bytes")
+            raise ModelError("structured output requires a tokenizer with a byte-level or byte-fallback decoder")
         self.vocab_size, self.end_tokens = vocab_size, end_tokens
         self._codec, self._lock = codec, threading.Lock()
         self._made: LLTokenizer | str | None = None  # or why it cannot be made
@@ -105,7 +103,7 @@ class GrammarVocabulary:
             return first_line(str(error))
         finally:
             tokens.tokens.clear()  # the library keeps the object, and has a copy of these
-            heap.give_back()
+            release_freed()
 
     def matcher(self, source: str) -> LLMatcher:
         """Make a matcher with its own lexer; its `get_error` reports what is wrong with `source`."""
@@ -214,7 +212,7 @@ class MatcherState:
             allowed.view(np.uint8)[:] = np.unpackbits(self._bits.view(np.uint8), count=size, bitorder="little")
         allowed[list(self._vocabulary.end_tokens)] = self._ended or self._matcher.is_accepting()
         if not allowed.any():
-            raise GrammarFault(f"after {len(self._tokens)} tokens the structure has no way on")
+            raise GrammarFault(f"after {len(self._tokens)} tokens no token is allowed")
 
     def advance(self, tokens: Seq[int]) -> int:
         """Accept the longest leading part that fits; returns its length. Nothing fits after an end token."""
@@ -254,7 +252,7 @@ class MatcherState:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = first_line(self._matcher.get_error())
-            raise GrammarFault(f"after {len(self._tokens)} tokens the structure fails: {reason}")
+            raise GrammarFault(f"after {len(self._tokens)} tokens the grammar failed: {reason}")
 
     def _renew(self) -> None:
         """Continue with a separate lexer, because the shared one failed, perhaps on another request's tokens."""
@@ -269,7 +267,7 @@ class MatcherState:
         for start in range(0, len(self._tokens), GRAMMAR_TOKENS):
             matcher.consume_tokens(self._tokens[start : start + GRAMMAR_TOKENS])
             if time.perf_counter() > deadline:
-                raise GrammarFault(f"after {len(self._tokens)} tokens the structure fails: its limits were met")
+                raise GrammarFault(f"after {len(self._tokens)} tokens the grammar failed: its limits were reached")
         self._matcher, self._shared = matcher, False
         self._check()
 

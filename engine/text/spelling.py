@@ -1,4 +1,4 @@
-"""The bytes that each token of a vocabulary stands for, by the steps of the tokenizer's decoder. Knows no request."""
+"""The bytes of each token of a vocabulary, by the steps of the tokenizer's decoder."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _writer(step: Mapping[str, Any], *, leads: bool) -> _Write | None:
 def _of_byte_level(data: bytes) -> bytes:
     try:
         return data.decode().translate(_BYTES).encode("latin-1")
-    except UnicodeError:  # another character stands in it, as in some added tokens: it is spelt as it is
+    except UnicodeError:  # it has another character, as some added tokens do: it is spelt as it is
         return data
 
 
@@ -97,7 +97,7 @@ def _stripped(char: bytes, most: int, data: bytes) -> bytes:
     return data
 
 
-# For the characters of a byte-level vocabulary the bytes for which they stand: themselves if they can be printed. A
+# For the characters of a byte-level vocabulary their bytes: themselves if they can be printed. A
 # byte that is spelt in another way becomes what has no byte.
 _PRINTED = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]

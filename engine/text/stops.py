@@ -1,4 +1,4 @@
-"""Where stop strings cut a text that comes in parts: anywhere in it, or in the answer alone. Knows no tokens."""
+"""Where stop strings cut a text that comes in parts: anywhere in it, or in the answer only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StopStrings:
 
     Source: Aho and Corasick 1975, "Efficient string matching: an aid to bibliographic search".
 
-    A state is a number, 0 at first. It stands for the longest beginning of a stop string that the text ends with. For
+    A state is a number, 0 at first. It is the longest beginning of a stop string that the text ends with. For
     the stop strings "abab" and "ba", and the text "xaba", this is "aba", and "ba" is complete. All outputs of a request
     share one object, because each keeps its own state.
     """
@@ -66,7 +66,7 @@ class StopStrings:
         return self._stops[number] if number < len(self._stops) else None
 
     def num_held(self, state: int) -> int:
-        """Return how many characters at the end of the text may begin a stop string that goes on.
+        """Return how many characters at the end of the text may begin a longer stop string.
 
         A whole stop string counts as ordinary text; its end may begin another one.
         """
@@ -114,7 +114,7 @@ class StopSearch:
     """Looks for stop strings in one text, character by character.
 
     What may begin a mark can be part of a stop string, too. Then it is known only later which of the two it is, and the
-    stop string is told then.
+    stop string is reported then.
     """
 
     def __init__(self, stops: StopStrings, asides: Asides = NO_ASIDES) -> None:

@@ -1,4 +1,4 @@
-"""A limit on the reasoning at the beginning of an output. Knows tokens and their text, and no request.
+"""A limit on the reasoning at the beginning of an output.
 
 The end of the reasoning is found in the text, so it may come inside of an accepted run of drafts, in any tokenization
 and together with other text in one token. Like every structure's, the state is a function of the output's tokens.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Budgeted:
-    """A structure whose outputs have at most so many tokens of reasoning. See `engine.types.Grammar`."""
+    """A structure whose outputs have a maximum number of tokens of reasoning. See `engine.types.Grammar`."""
 
     def __init__(self, inner: Grammar, budget: ThinkingBudget, codec: Codec) -> None:
         self.budget, self._inner, self._codec = budget, inner, codec
@@ -98,7 +98,7 @@ class BudgetedState:
             self._num_free = len(self._tails)
 
     def _read(self, text: str) -> None:
-        """Take the text of a token: the reasoning begins, goes on or ends, or the output turns out to have none."""
+        """Take the text of a token: the reasoning begins, continues or ends, or there is none."""
         budget, seen = self._grammar.budget, (self._tails[-1] if self._tails else "") + text
         if budget.begin is not None and self._num_begin is None:
             seen = seen.lstrip()

@@ -1,7 +1,7 @@
 """An EAGLE-3 head with gradients (Li et al. 2025, arXiv 2503.01840), in the form 3.1 of its published folders.
 
 The head is fed (hidden states of position t at three places of the target, token t + 1) and predicts token t + 2. From
-there it goes on with features of its own. Training simulates that ("training-time test"): `unroll` makes several drafts
+there it continues with its own features. Training simulates that ("training-time test"): `unroll` makes several drafts
 from every position at once. As in form 3.1 each of the three hidden states is normalised before they are joined, and
 what is fed back is normalised: otherwise its size drifts with depth.
 
@@ -58,7 +58,6 @@ class TrainedRMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
         return F.rms_norm(x.float(), list(x.shape[-1:]), self.weight, self.eps)
 
 
@@ -198,7 +197,7 @@ class TrainedEagle3(nn.Module):
         joined = [norm(part) for norm, part in zip(self.fc_norm, hidden.chunk(NUM_PLACES, -1), strict=True)]
         feature, past = self.fc(torch.cat(joined, -1)), list[KV]()
         for j in range(drafts):
-            length = hidden.shape[1] - j  # the last chains have no true token to go on with
+            length = hidden.shape[1] - j  # the last chains have no true token to continue with
             if length < 1:
                 return
             past = [(k[:, :, :length], v[:, :, :length]) for k, v in past]
@@ -239,5 +238,5 @@ def export_head(head: TrainedEagle3, config: dict[str, Any], out: Path) -> None:
         for name, tensor in head.state_dict().items()
     }
     unfinished = out / "model.unfinished"
-    unfinished.write_bytes(save(tensors, {"format": "pt"}))  # `save_file` would let nobody else read it
+    unfinished.write_bytes(save(tensors, {"format": "pt"}))  # `save_file` would write it with mode 0600
     unfinished.replace(out / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A whole run: the target writes, the head learns, the folder can be served. Each part goes on where it was stopped."""
+"""A whole run: the target writes, the head learns, the folder can be served. Each part can be resumed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from engine.model.checkpoint import positions, read_config
 from engine.params import SamplingParams
 from engine.startup.build import pick_device
 from engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of, export_head
-from engine.training.loop import HeadTrainer, TrainingStep
-from engine.training.recipe import Schedule, TextPlan
-from engine.training.store import RunFolder, TargetParts, WrittenText
+from engine.training.store import RunFolder, Schedule, TargetParts, TextPlan, WrittenText
 from engine.training.text import Tokens, Writer, continued, own_prompts
+from engine.training.trainer import HeadTrainer, TrainingStep
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ _FEWEST = 4  # windows of text that a run needs
 
 
 class RunObserver(Protocol):
-    """Is told how far a run is."""
+    """Receives the progress of a run."""
 
     def wrote(self, done: int, total: int, tokens: int) -> None:
         """`done` of `total` texts are written; `tokens` of them since this process began."""
@@ -68,7 +67,7 @@ class TrainingJob:
     schedule: Schedule = field(default_factory=Schedule)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that a run's folder keeps: a run goes on only where they are the same."""
+        """The settings that a run's folder keeps: a run continues only with the same ones."""
         given = json.dumps([self.prompts, self.held_out, self.opening])
         named = ("target", "revision", "device", "dtype", "weights", "kv_cache_dtype", "threads", "max_model_len")
         loaded = {name: getattr(self.engine, name) for name in named}
@@ -76,35 +75,35 @@ class TrainingJob:
         return loaded | made | {"prompts": hashlib.sha256(given.encode()).hexdigest()[:16]}
 
 
-def train_draft(job: TrainingJob, told: RunObserver) -> HeadTrainer:
-    """Make an EAGLE-3 head and write it into `job.out`; a run that was stopped there goes on.
+def train_draft(job: TrainingJob, observer: RunObserver) -> HeadTrainer:
+    """Make an EAGLE-3 head and write it into `job.out`; a run that was stopped there continues.
 
     Raises:
         ModelError: the target cannot be served or read, there is too little text, or the folder holds something else.
     """
     folder = RunFolder(job.out, job.settings())
-    with folder.alone():
-        return _run(job, folder, told)
+    with folder.locked():
+        return _run(job, folder, observer)
 
 
-def _run(job: TrainingJob, folder: RunFolder, told: RunObserver) -> HeadTrainer:
-    names = _write(job, folder, told)
+def _run(job: TrainingJob, folder: RunFolder, observer: RunObserver) -> HeadTrainer:
+    names = _write(job, folder, observer)
     torch.set_num_threads(job.engine.threads or cores())
     texts = [text for name in names for text in folder.load_texts(name)]
     found = sum(len(text.rows) for text in texts)
     needed = _FEWEST * job.schedule.window
     if found < needed:
-        raise ModelError(f"the target wrote {found} tokens; training needs at least {needed}: ask for more texts")
+        raise ModelError(f"the target wrote {found} tokens; training requires at least {needed}: increase texts")
     parts, notes = folder.load(PARTS)
     target = TargetParts(parts["embedding"], parts["output"], **json.loads(notes["law"]))
     trainer = _trainer(job, folder, texts, target)
-    trainer.run(texts, list(folder.load_texts(HELD_OUT)), told.trained)
+    trainer.run(texts, list(folder.load_texts(HELD_OUT)), observer.trained)
     limit = positions(read_config(job.engine.target, job.engine.revision)).limit
     export_head(trainer.head, config_of(trainer.head.shape, json.loads(notes["places"]), limit), job.out)
     return trainer
 
 
-def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
+def _write(job: TrainingJob, folder: RunFolder, observer: RunObserver) -> list[str]:
     """Let the target write what is not there yet; the names of all files of texts."""
     plan = job.text
     names = [f"{number:05}" for number in range(-(-plan.texts // plan.together))]
@@ -114,8 +113,8 @@ def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
     writer = Writer(job.engine)
     if not folder.has(PARTS):
         parts = writer.parts()
-        law = {"factor": parts.factor, "cap": parts.cap}
-        notes = {"places": json.dumps(writer.places), "law": json.dumps(law)}
+        logits = {"factor": parts.factor, "cap": parts.cap}
+        notes = {"places": json.dumps(writer.places), "law": json.dumps(logits)}
         folder.save(PARTS, {"embedding": parts.embedding, "output": parts.output}, notes)
     prompts, apart = _split(job)
     if not folder.has(f"{HELD_OUT}.texts"):
@@ -127,7 +126,7 @@ def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
         texts = _texts(job, writer, prompts, number)
         folder.save_texts(names[number], texts)
         tokens += sum(len(text.tokens) for text in texts)
-        told.wrote(min(plan.texts, (number + 1) * plan.together), plan.texts, tokens)
+        observer.wrote(min(plan.texts, (number + 1) * plan.together), plan.texts, tokens)
     return names
 
 
@@ -149,7 +148,7 @@ def _split(job: TrainingJob) -> tuple[Seq[Tokens], Seq[Tokens]]:
         return job.prompts, job.held_out
     apart = min(job.text.held_out, len(job.prompts) // 10)
     if not apart:
-        raise ModelError(f"there are {len(job.prompts)} prompts; at least 10 are needed, or held-out ones beside them")
+        raise ModelError(f"there are {len(job.prompts)} prompts; expected at least 10, or separate held-out prompts")
     return job.prompts[:-apart], job.prompts[-apart:]
 
 

@@ -1,6 +1,6 @@
 """The folder of a run: texts with the target's hidden states, the training state, and the settings of the run.
 
-A run writes nothing into a folder that holds anything else, and goes on only where a run with the same settings was.
+A run uses no folder with other content, and continues only a run with the same settings.
 """
 
 from __future__ import annotations
@@ -23,6 +23,44 @@ from engine.errors import ModelError
 
 STATE = ".training"  # the folder of a run's own files, in that of the head
 _LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPlan:
+    """What the target writes. A text is a prompt and the target's continuation."""
+
+    texts: int = 4096
+    tokens: int = 128  # of each continuation
+    prompt_tokens: int = 384  # most tokens of a prompt that are kept: its last ones
+    greedy: float = 0.75  # share of the texts that continue greedily; the rest is drawn at `temperature`
+    temperature: float = 1.0
+    held_out: int = 32  # prompts that are never trained on, whose greedy continuations measure acceptance
+    held_out_tokens: int = 64
+    together: int = 64  # texts that are written at a time, and kept in one file
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How a head is trained. The learning rates warm up, hold, and fall to zero over the last 60 % of the steps."""
+
+    steps: int = 4000
+    batch_tokens: int = 2048
+    window: int = 320  # positions of a training sequence
+    unroll: int = 4  # drafts in a row that training simulates ("training-time test")
+    early_unroll: int = 1  # of the first steps, which learn more from more text than from deeper drafts
+    early: float = 0.65  # share of the steps that do so
+    decay: float = 0.9  # weight of each deeper draft: it is used only if all drafts before it were right
+    matrix_lr: float = 0.02  # Muon
+    other_lr: float = 1e-3  # AdamW: output matrix and norms
+    warmup: int = 50
+    seed: int = 0
+
+    def unroll_at(self, step: int) -> int:
+        return min(self.unroll, self.early_unroll) if step < self.early * self.steps else self.unroll
+
+    def rate_at(self, step: int) -> float:
+        return min(1.0, (step + 1) / self.warmup, (self.steps - step) / (0.6 * self.steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,50 +100,42 @@ class RunFolder:
     """Files of one run below `out`."""
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        """Open the folder, or make it.
-
-        Raises:
-            ModelError: it holds something else than a run with these settings.
-        """
+        """Open or create the folder. Raises ModelError if it has anything else than a run with these settings."""
         self.out, self.folder = out, out / STATE
         manifest = self.folder / "run.json"
         if not manifest.exists() and not _is_hardly_begun(out):
-            raise ModelError(f"{str(out)!r} holds something else than a training run: choose a new folder")
+            raise ModelError(f"{str(out)!r} is not the folder of a training run; choose a new folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not manifest.exists():
             _replace(manifest, json.dumps(settings, indent=1, sort_keys=True))
         try:
             found = json.loads(manifest.read_text("utf-8"))
         except ValueError as error:
-            raise ModelError(f"cannot read {manifest}: {error}; remove {str(self.folder)!r} to begin again") from error
+            raise ModelError(f"cannot read {manifest}: {error}; remove {str(self.folder)!r} to start over") from error
         asked = json.loads(json.dumps(settings))
         other = list(_differences(found, asked))
         if other:
-            told = ", ".join(other[:4])
-            raise ModelError(f"{str(out)!r} holds a run with other settings: {told}; choose a new folder or remove it")
+            changes = ", ".join(other[:4])
+            raise ModelError(f"{str(out)!r} has a run with other settings: {changes}; use a new folder or remove it")
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other runs out; the system lets them in when this process ends, however it does.
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the folder, which the system releases when this process ends.
 
         Raises:
-            ModelError: another run goes on here.
+            ModelError: another run holds it.
         """
         with (self.folder / _LOCK).open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise ModelError(f"another run goes on in {str(self.out)!r}") from error
+                raise ModelError(f"another run is using {str(self.out)!r}") from error
             yield
 
     def save_texts(self, name: str, texts: list[WrittenText]) -> None:
-        """Write texts as one file, whole or not at all.
-
-        Raises:
-            ModelError: there are none.
-        """
+        """Write texts as one file, atomically. Raises ModelError if there are none."""
         if not texts:
-            raise ModelError("the target ends its texts at once: give it other prompts")
+            raise ModelError("the target ends its texts immediately: use other prompts")
         tensors = {
             "tokens": torch.cat([text.tokens for text in texts]).int(),
             "rows": torch.cat([text.rows for text in texts]),
@@ -134,11 +164,7 @@ class RunFolder:
         unfinished.replace(path)
 
     def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors and notes of a file, mapped from it.
-
-        Raises:
-            ModelError: it is not whole.
-        """
+        """The tensors and notes of a file, mapped from it. Raises ModelError if it cannot be read."""
         path = self.folder / f"{name}.safetensors"
         try:
             with safe_open(path, framework="pt") as file:
@@ -162,10 +188,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _differences(found: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
-    """Name each setting that differs, inside of others as well: `schedule.steps 6 and not 7`."""
+    """Name each setting that differs, inside of others as well: `schedule.steps 6, not 7`."""
     for key in sorted({*found, *asked}):
         old, new = found.get(key), asked.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from (f"{key}.{inner}" for inner in _differences(old, new))
         elif old != new:
-            yield f"{key} {old!r} and not {new!r}"
+            yield f"{key} {old!r}, not {new!r}"

@@ -1,6 +1,6 @@
 """What the target writes: prompts of its own if none are given, and continuations, with its hidden states.
 
-A draft must predict what the target writes, not what people write, so it learns from the target's own text (Zhou et
+A draft must predict the target's text, so it learns from text that the target wrote (Zhou et
 al. 2023, "DistillSpec", arXiv 2310.08461). The target writes through an engine, as it does for any caller, so
 whatever is served can be learned from: rounded weights, GGUF files, layers with states.
 """
@@ -22,13 +22,12 @@ from engine.machine.threads import use_threads
 from engine.model.checkpoint import shape_of
 from engine.model.decoder.architecture import architecture_of
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.tap import FINAL, Tap
+from engine.model.decoder.stack import FINAL, Tap
 from engine.params import SamplingParams, SpeculationMode
 from engine.proposers.base import Passed, Proposer
 from engine.proposers.heads.features import Features
 from engine.startup.build import assemble, load, pick_device
-from engine.training.recipe import TextPlan
-from engine.training.store import TargetParts, WrittenText
+from engine.training.store import TargetParts, TextPlan, WrittenText
 from engine.types import Request
 
 Tokens = tuple[int, ...]
@@ -48,8 +47,8 @@ def places_of(depth: int) -> tuple[int, int, int]:
 class RowRecorder(Proposer):
     """A proposer that drafts nothing and keeps hidden states by request: bfloat16 `[positions, (places + 1) * hidden]`.
 
-    The last part is that after `FINAL`. The engine goes on without an observer that fails, so whoever reads the rows
-    checks that every position was seen.
+    The last part is that after `FINAL`. The engine continues without an observer that fails, so `Writer.write` checks
+    that every position was recorded.
     """
 
     def __init__(self, tap: Tap, places: Seq[int]) -> None:
@@ -71,18 +70,14 @@ class Writer:
     """A target in an engine that records what it computes."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the target of `config`.
-
-        Raises:
-            ModelError: it cannot be served, or not be read between its layers.
-        """
+        """Load the target of `config`. Raises ModelError if it cannot be served, or its hidden states not read."""
         use_threads(config.threads)
         own = {"proposer": _RECORDER, "speculation": SpeculationMode.FIXED, "num_draft_tokens": 1, "loop": "plain"}
-        asked = config.model_copy(update={**own, "prefix_cache": False})  # whose hits would be seen by nobody
+        asked = config.model_copy(update={**own, "prefix_cache": False})  # its hits would not be recorded
         loaded = load(asked, config.target, config.revision, config.weights, pick_device(config.device))
         if architecture_of(loaded) is None:
             kind = loaded.config.model_type
-            raise ModelError(f"target is {config.target!r}: {kind} is not in the table of architectures")
+            raise ModelError(f"target is {config.target!r}; {kind} is not in the table of architectures")
         self.model = cast("DecoderModel", loaded)
         self.places = places_of(shape_of(self.model.config, "num_hidden_layers"))
         tap = Tap(self.model, {*self.places, FINAL})
@@ -108,13 +103,12 @@ class Writer:
         while self.engine.has_work:
             for event in self.engine.step().events:
                 if event.finished is not None and event.finished.error is not None:
-                    raise ModelError(f"the target failed at a text: {event.finished.error}")
+                    raise ModelError(f"the target failed while writing a text: {event.finished.error}")
                 texts[event.request_id] += event.token_ids
         for name, rows in kept.items():
             if rows.first or rows.stop < len(texts[name]) - 1:
                 raise ModelError(
-                    f"the target's hidden states were seen at {rows.stop - rows.first} of {len(texts[name]) - 1} "
-                    "positions of a text: no head can read it"
+                    f"only {rows.stop - rows.first} of {len(texts[name]) - 1} positions have hidden states"
                 )
         return [
             WrittenText(torch.tensor(tokens), prompt, kept[name].rows[: len(tokens) - 1] if records else torch.empty(0))
@@ -131,9 +125,11 @@ class Writer:
         made, device = self.model.architecture, self.model.device
         kind = self.model.config.model_type
         if made.head_bias:
-            raise ModelError(f"{kind} adds a bias to its logits: no head is trained for it")
+            raise ModelError(f"{kind} has a bias in its logits, which training does not support")
         if made.embedding_width not in (None, made.width):
-            raise ModelError(f"{kind} has embeddings of {made.embedding_width} numbers, and states of {made.width}")
+            raise ModelError(
+                f"{kind} has embeddings of width {made.embedding_width}; expected the hidden size {made.width}"
+            )
         table = self.model.get_input_embeddings()(torch.arange(self.engine.vocab_size, device=device))
         unit = torch.eye(made.width, dtype=self.model.dtype, device=device)
         output = self.model.get_output_embeddings()(unit).float().T

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeVar, TypeVarTuple
 
-from engine import heap
+from engine.machine.mapped import release_freed
 from engine.params import Guided
 from engine.types import Grammar
 from server.errors import DeadlinePassed, QueueFull
@@ -189,4 +189,4 @@ def _give_memory_back() -> None:
     """
     if gc.get_freeze_count():
         gc.collect()
-    heap.give_back()
+    release_freed()

@@ -1,4 +1,4 @@
-"""`pilotfish check`: prints the report of `engine.startup.doctor` as text or as JSON."""
+"""`pilotfish check`: prints the report of `engine.startup.check` as text or as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from engine.startup.doctor import DoctorReport
+    from engine.startup.check import CheckReport
 
 
 ERRORS = (ValidationError, OSError)
@@ -26,19 +26,19 @@ Also: --no-load (read only the config files), and --json (print JSON).
 
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     """Return the report as text, and whether the model can be served."""
-    from engine.startup.doctor import check, problems_told
+    from engine.startup.check import check, collected_problems
     from server.chat import ChatTemplate
 
     flag = {"action": "store_true"}
     asked, config = ServerConfig.load_with("check", _ABOUT, {"no-load": flag, "json": flag}, arguments)
     report = check(config.engine(), load=not asked.no_load)
     if report.works:
-        with problems_told(report):
+        with collected_problems(report):
             ChatTemplate.load(config.target, config.revision)
     return json.dumps(report.as_dict(), indent=2) if asked.json else as_text(report), report.works
 
 
-def as_text(report: DoctorReport) -> str:
+def as_text(report: CheckReport) -> str:
     """Format the report: sections of aligned lines, then the result."""
     lines: list[str] = []
     width = max(len(finding.name) for finding in report.findings)

@@ -17,14 +17,14 @@ from engine.choices import HEADS
 from engine.errors import InvalidRequest, ModelError
 from engine.model.checkpoint import read_config
 from engine.text.codec import Codec
-from engine.training.recipe import Schedule, TextPlan
+from engine.training.store import Schedule, TextPlan
 from server.chat import ChatTemplate
 from server.commands.arguments import Tokens, at_least, read_prompts
 from server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from engine.training.loop import TrainingStep
     from engine.training.run import TrainingJob
+    from engine.training.trainer import TrainingStep
 
 _SMOOTH = 0.03  # weight of the newest loss in the mean that is shown
 

@@ -39,11 +39,10 @@ def freeze_loaded() -> None:
 
 def settle() -> None:
     """Keep of a load what stays: other memory goes back to the system, and so do pages of code that was run once."""
-    from engine import heap
-    from engine.machine.mapped import release_libraries  # it needs numpy, which the fork server imports later
+    from engine.machine.mapped import release_freed, release_libraries  # numpy is imported later
 
     freeze_loaded()
-    heap.give_back()
+    release_freed()
     release_libraries()
 
 

@@ -20,8 +20,8 @@ from msgspec import structs
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.request.intake import Intake
-from engine.startup.calibration_text import TEXT
 from engine.stats import EngineLoad
+from engine.text.codec import CALIBRATION_TEXT
 from engine.types import Adapter, FinishReason, Request, TokenEvent
 from server.config import LogFormat
 from server.errors import EngineCrashed, EngineHung, Unavailable
@@ -101,7 +101,7 @@ class RemoteEngine:
         self._use(worker)
         self._load_seconds = _LOADS * (time.monotonic() - started)
         text = await reading
-        tokens = () if text.codec is None else await asyncio.to_thread(text.codec.encode, TEXT)
+        tokens = () if text.codec is None else await asyncio.to_thread(text.codec.encode, CALIBRATION_TEXT)
         self._text = wire.CalibrationText(tuple(token for token in tokens if token < facts.limits.vocab_size))
         worker.send(self._text)
         return await asyncio.to_thread(self._program.around, self, self.config, facts.device, text)

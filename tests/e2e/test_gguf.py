@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from engine.config import EngineConfig
-from engine.startup.doctor import check
+from engine.startup.check import check
 from models import embedded_target
 from server.model import ServedModel, fingerprint, model_name
 from tests import gguf_files

@@ -8,10 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention import choose, fixed, native, paged, reference, registry, sdpa
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.errors import ModelError
+from engine.kernels.reference import round_heads
+from engine.kv.arena import floats_of
 from engine.kv.batch import Feed, RaggedBatch
-from engine.kv.rounded import floats_of, round_heads
 
 
 def _problem(seed: int, lens: list[tuple[int, int]], page: int, kv_heads: int, group: int, dim: int, longest: int = 64):
@@ -126,9 +127,9 @@ def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "is_interpreted", lambda: False)
     assert choose("auto", torch.device("cuda")) is paged.attend
     assert choose("sdpa", torch.device("cuda")) is sdpa.attend
-    with pytest.raises(ModelError, match="attention is triton; it needs a CUDA device"):
+    with pytest.raises(ModelError, match="attention is triton, which requires a CUDA device"):
         choose("triton", cpu)
     monkeypatch.setattr(registry, "has_triton", lambda: False)
     assert choose("auto", torch.device("cuda")) is sdpa.attend
-    with pytest.raises(ModelError, match="attention is native; it needs a CPU and our C kernels"):
+    with pytest.raises(ModelError, match="attention is native, which requires a CPU and the C kernels"):
         choose("native", cpu)

@@ -176,7 +176,7 @@ def test_a_lost_rank_is_nobodys_fault_and_ends_the_step() -> None:
 
     def lost(context: tuple[int, ...]) -> torch.Tensor:
         tried.append(context)
-        raise RankLost("rank 0 has lost another one")
+        raise RankLost("rank 0 lost the connection")
 
     with pytest.raises(RankLost):
         started(lost, steps=1)

@@ -21,11 +21,12 @@ from triton.runtime.interpreter import GridExecutor
 from engine.attention import choose, paged, sdpa
 from engine.attention import fixed as fixed_order
 from engine.attention import reference as by_formula
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.kernels import attention, paging, plan, reference
 from engine.kernels.paging import Paging, Tuning, default_for, key_of, plan_sizes, scratch_bytes, split_of, tile_of
+from engine.kernels.reference import round_heads
+from engine.kv.arena import SCALE_BYTES
 from engine.kv.batch import Feed, RaggedBatch
-from engine.kv.rounded import SCALE_BYTES, round_heads
 from tests.covering import covering
 from tests.interpreting import DEVICE
 from tests.no_gpu.counting import Counting

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import experts, reference
-from engine.kernels.args import ExpertStacks
-from engine.model.linear.experts import StackedExperts
+from engine.kernels.args import FusedWeights
+from engine.model.linear.experts import FusedExperts
 from engine.native.experts import ExpertGate
 from tests.interpreting import DEVICE
 from tests.kernels.test_attention import LOOKING
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 GATES = (
     ExpertGate(),
     ExpertGate(linear=1.6, cubic=0.07, limit=2.0),
-    ExpertGate(squared=True, alone=True),
+    ExpertGate(squared=True, ungated=True),
     ExpertGate(linear=1.702, limit=1.5, plus=1.0, interleaved=True),
 )
 
@@ -34,18 +34,18 @@ def stacks_of(
     *,
     transposed: bool = False,
     has_bias: bool = False,
-) -> ExpertStacks:
+) -> FusedWeights:
     """Random matrices of these many inputs, numbers between, and outputs."""
     generator = torch.Generator().manual_seed(seed)
     inputs, inner, outputs = sizes
     drawn = []
-    for shape in ((inner if gate.alone else 2 * inner, inputs), (outputs, inner)):
+    for shape in ((inner if gate.ungated else 2 * inner, inputs), (outputs, inner)):
         matrix = torch.randn(num, *(shape[::-1] if transposed else shape), generator=generator) / 5
         bias = torch.randn(num, shape[0], generator=generator) if has_bias else None
         drawn.append((matrix.to(DEVICE, dtype), None if bias is None else bias.to(DEVICE, dtype)))
     (up, up_bias), (down, down_bias) = drawn
     biases = None if up_bias is None else (up_bias, down_bias)
-    return StackedExperts(up, down, biases, gate, experts.mix, transposed=transposed).stacks
+    return FusedExperts(up, down, biases, gate, experts.mix, transposed=transposed).fused
 
 
 def batch(seed: int, rows: int, each: int, num: int, inputs: int, dtype: torch.dtype = torch.float32):
@@ -99,7 +99,7 @@ def test_each_place_is_in_one_tile(places):
 
 def test_a_rows_bits_are_its_own():
     """Alone or among others, in numbers whose sums are exact in any order: the interpreter's matmul is the CPU's."""
-    stacks = stacks_of(ExpertGate(squared=True, alone=True), 1)
+    stacks = stacks_of(ExpertGate(squared=True, ungated=True), 1)
     for matrix in (stacks.up, stacks.down):
         matrix.copy_(matrix.mul(4).round())
     x, chosen, weights = batch(1, 30, 2, 5, 48)

@@ -70,7 +70,7 @@ FAULTS = tuple(
 6 | rollback | engine/types.py | of several proposers only the last one used is rolled back (auto)
 -for cursor in self.drafts.values() or (self.draft,):
 +for cursor in (self.draft,):
-7 | rollback | engine/recurrent/states.py | the log of a recurrent state is written one row too early
+7 | rollback | engine/recurrent/arena.py | the log of a recurrent state is written one row too early
 -span.settled - span.base,
 +span.settled - span.base - (span.settled > span.base + 1),
 =tests/engine/recurrent/test_mixers.py tests/engine/recurrent/test_schedules.py

@@ -15,7 +15,7 @@ import torch
 from engine.attention import paged
 from engine.kernels import attention
 from engine.kernels.paging import Paging
-from engine.kv.rounded import SCALE_BYTES
+from engine.kv.arena import SCALE_BYTES
 from tests.no_gpu.stand_in import Specialised, StandIn
 
 KV_HEADS = 8

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine import kernels
 from engine.attention import reference as by_sequence
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.kernels import reference
 from engine.kernels.paging import Paging
 from engine.kv.batch import RaggedBatch

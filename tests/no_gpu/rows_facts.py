@@ -11,8 +11,8 @@ import torch
 
 from engine.kernels import experts, rows, w4
 from engine.kernels.args import GROUP, WORDS
-from engine.kv.rounded import SCALE_BYTES
-from engine.model.linear.experts import StackedExperts
+from engine.kv.arena import SCALE_BYTES
+from engine.model.linear.experts import FusedExperts
 from engine.native.experts import ExpertGate
 from tests.no_gpu.stand_in import Specialised, StandIn
 
@@ -55,7 +55,7 @@ def matmuls() -> None:
 def mixtures() -> None:
     """As Qwen3-30B-A3B has them, but fewer."""
     up, down = torch.zeros(16, 2 * 768, 2048, dtype=torch.bfloat16), torch.zeros(16, 2048, 768, dtype=torch.bfloat16)
-    mixture = StackedExperts(up, down, None, ExpertGate(), experts.mix)
+    mixture = FusedExperts(up, down, None, ExpertGate(), experts.mix)
     for num_rows in (1, 17, 300):
         chosen = torch.zeros(num_rows, 8, dtype=torch.int64)
         mixture(torch.zeros(num_rows, 2048, dtype=torch.bfloat16), chosen, chosen.bfloat16())

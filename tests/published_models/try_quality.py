@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.model.one_by_one import plain_logits
+from engine.model.unbatched import plain_logits
 from engine.startup.quality import compare, reference_model
 from engine.text.codec import Codec
 from models import published

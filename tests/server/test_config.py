@@ -38,7 +38,7 @@ def test_as_many_processes_as_shares(processes, shares, capsys, monkeypatch) -> 
     assert cli.main(["serve", "--tensor-parallel-size", str(shares)]) == 2
     told = capsys.readouterr().err
     assert f"tensor_parallel_size is {shares}" in told
-    assert f"is {processes}: start as many" in told
+    assert f"is {processes}: start one process per shard" in told
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
 from engine.kernels import reference
 from engine.kernels.args import Committed, Fp8Rows, SamplerRows, Tracks
-from engine.model.linear import fp8
-from engine.model.linear.w4 import W4Linear
+from engine.model.linear.cuda import Fp8Linear, W4Linear
 from engine.sampling.distribution import choose_unread
 
 ROWS = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 2e-5}  # tolerances for rounding
@@ -191,7 +190,7 @@ def _fp8(card: Card, rows: int, inner: int, outer: int) -> float:
     x = torch.randn(rows, inner, device=card.device, dtype=torch.bfloat16)
     want = _unrounded(reference.round_rows(x)) @ _unrounded(reference.round_rows(linear.weight.detach())).t()
     with torch.no_grad():
-        got = fp8.Fp8Linear(linear)(x)
+        got = Fp8Linear(linear)(x)
     return relative_to_largest(got, want)
 
 

@@ -15,7 +15,7 @@ from benchmarks.cuda.parts.checking import KernelCheck, largest_difference, rela
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from engine.kernels import reference
-from engine.model.linear.experts import StackedExperts
+from engine.model.linear.experts import FusedExperts
 from engine.native.experts import ExpertGate
 
 _MIXED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # relative to the largest number
@@ -87,14 +87,14 @@ def _mixture_checks(card: Card, mixtures: dict[str, Mixture]) -> Iterable[Kernel
                 yield KernelCheck("experts, a row alone", kind, name, 0.0, partial(_row_alone, card, shape, dtype))
 
 
-def _experts_of(card: Card, shape: Mixture, dtype: torch.dtype) -> StackedExperts:
+def _experts_of(card: Card, shape: Mixture, dtype: torch.dtype) -> FusedExperts:
     from engine.kernels import experts  # imported here because it imports Triton
 
     drawn, turned = partial(torch.randn, device=card.device, dtype=dtype), shape.is_turned
     sizes = (2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)
     up, down = (drawn(shape.experts, *(size[::-1] if turned else size)) * size[1] ** -0.5 for size in sizes)
     biases = (drawn(shape.experts, sizes[0][0]), drawn(shape.experts, sizes[1][0])) if turned else None
-    return StackedExperts(up, down, biases, shape.gate, experts.mix, transposed=turned)
+    return FusedExperts(up, down, biases, shape.gate, experts.mix, transposed=turned)
 
 
 def _batch(card: Card, shape: Mixture, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,7 +109,7 @@ def _mixed(card: Card, shape: Mixture, rows: int, dtype: torch.dtype) -> float:
     made, batch = _experts_of(card, shape, dtype), _batch(card, shape, rows, dtype)
     with torch.inference_mode():
         parts = zip(*(tensor.split(64) for tensor in batch), strict=True)
-        want = torch.cat([reference.mix(x, chosen, weights, made.stacks) for x, chosen, weights in parts])
+        want = torch.cat([reference.mix(x, chosen, weights, made.fused) for x, chosen, weights in parts])
         return relative_to_largest(made(*batch), want)
 
 

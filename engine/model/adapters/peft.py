@@ -1,7 +1,7 @@
-"""Reads a LoRA adapter in the format of peft: a folder with its config and its matrices. Knows files and no model.
+"""Reads a LoRA adapter in the format of peft: a folder with its config and its matrices.
 
-Anything that changes a model in another way than by scale * B (A x) on a matmul is refused by its name: an adapter is
-served as it was trained, or not at all.
+Anything else than scale * B (A x) on a linear layer is refused by its name: an adapter is served as it was trained, or
+not at all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
-# Fields of a config that say where the adapter is from, how it was trained, or where its matrices are: these are in
-# the file with the matrices.
+# Fields of a config with the origin of the adapter, how it was trained, or where its matrices are, which the file with
+# the matrices has too.
 _WITHOUT_MEANING = frozenset((
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "megatron_config",
@@ -39,21 +39,21 @@ _READ = frozenset((
     "target_modules", "use_rslora",
 ))  # fmt: skip
 _REASONS = {
-    "modules_to_save": "whole modules were trained beside the adapter, and only matmuls can be changed by request",
-    "use_dora": "DoRA also scales the base model's own matrix",
-    "trainable_token_indices": "embeddings were trained, and only matmuls can be changed by request",
-    "alora_invocation_tokens": "the adapter begins in the middle of a text",
-    "layer_replication": "the adapter is of a model with repeated layers",
-    "target_parameters": "parameters were trained that are not in a matmul of their own",
-    "lora_bias": "biases were trained",
+    "modules_to_save": "fully trained modules are not supported, only low-rank changes of linear layers",
+    "use_dora": "DoRA is not supported (it also scales the base matrix)",
+    "trainable_token_indices": "trained embeddings are not supported, only low-rank changes of linear layers",
+    "alora_invocation_tokens": "activated LoRA is not supported",
+    "layer_replication": "repeated layers are not supported",
+    "target_parameters": "parameters outside of linear layers are not supported",
+    "lora_bias": "trained biases are not supported",
 }
 # The others write another base model, which the adapter is for.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _OTHER_KEYS = {
-    ".base_layer.": "it is a matrix of the base model, which may be another one (save_embedding_layers=False omits it)",
-    "lora_embedding_A": "it changes an embedding, and only matmuls can be changed by request",
-    "lora_embedding_B": "it changes an embedding, and only matmuls can be changed by request",
-    "lora_magnitude_vector": "DoRA also scales the base model's own matrix",
+    ".base_layer.": "matrices of the base model are not supported (save_embedding_layers=False omits them)",
+    "lora_embedding_A": "changes of embeddings are not supported, only low-rank changes of linear layers",
+    "lora_embedding_B": "changes of embeddings are not supported, only low-rank changes of linear layers",
+    "lora_magnitude_vector": "DoRA is not supported (it also scales the base matrix)",
 }
 
 
@@ -70,7 +70,7 @@ class AdapterFile:
     """An adapter as its folder has it."""
 
     parts: Mapping[str, LoraMatrices]  # by the path of the matmul in the model, `model.layers.0.self_attn.q_proj`
-    is_transposed: bool  # the adapter says that the base model stores its matrices as `[in, out]`
+    is_transposed: bool  # the base model stores its matrices as `[in, out]`
     fingerprint: str  # 16 hexadecimal digits, which depend on all bytes of both files
 
 
@@ -91,7 +91,7 @@ def read_adapter(folder: Path) -> AdapterFile:
     rules = _Rules.of(config)
     parts = dict(_parts(rules, tensors))
     if not parts:
-        raise ModelError(f"it has no matrices: {WEIGHTS} has {len(tensors)} tensors")
+        raise ModelError(f"{WEIGHTS} has no LoRA matrices ({len(tensors)} tensors)")
     digest = hashlib.blake2b(config_bytes + b"\0" + weight_bytes, digest_size=8).hexdigest()
     return AdapterFile(parts, bool(config.get("fan_in_fan_out")), digest)
 
@@ -105,7 +105,7 @@ def _bytes_of(folder: Path, name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What a config says of each module."""
+    """The settings of a config for each module."""
 
     rank: int
     alpha: float
@@ -125,13 +125,11 @@ class _Rules:
         )  # fmt: skip
 
     def has(self, path: str) -> bool:
-        """Whether the config targets this module."""
         if isinstance(self.targets, str):
             return self.targets == "all-linear" or re.fullmatch(self.targets, path) is not None
         return any(path == target or path.endswith(f".{target}") for target in self.targets)
 
     def rank_of(self, path: str) -> int:
-        """The rank of a module's matrices."""
         return int(_matching(self.ranks, path, self.rank))
 
     def scale_of(self, path: str) -> float:
@@ -147,15 +145,15 @@ def _matching(pattern: Mapping[str, float], path: str, default: float) -> float:
 
 def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("peft_type") != "LORA":
-        yield f"peft_type is {shown(config.get('peft_type'))}; only LORA is served"
+        yield f"peft_type is {shown(config.get('peft_type'))}; supported: LORA"
     for key, value in config.items():
         if value and key not in _WITHOUT_MEANING | _READ:
-            yield f"{key} is {shown(value)}; {_REASONS.get(key, 'what that means for a pass is not known here')}"
+            yield f"{key} is {shown(value)}; {_REASONS.get(key, 'this field is not supported')}"
     if config.get("bias", "none") != "none":
-        yield f"bias is {shown(config['bias'])}; only none is served: biases are the base model's"
+        yield f"bias is {shown(config['bias'])}; supported: none (biases cannot be changed)"
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         start = shown(config["init_lora_weights"])
-        yield f"init_lora_weights is {start}; such an adapter is for a base model that was changed (convert it first)"
+        yield f"init_lora_weights is {start}; it requires a modified base model (convert the adapter first)"
     yield from _malformed(config)
 
 
@@ -182,32 +180,30 @@ def _broken_expressions(field_name: str, texts: Mapping[str, Any] | list[str]) -
         try:
             re.compile(text)
         except re.error as error:
-            yield f"{field_name} has {shown(text)}, which is no regular expression: {error}"
+            yield f"{field_name} has {shown(text)}, which is not a valid regular expression: {error}"
 
 
 def _parts(rules: _Rules, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, LoraMatrices]]:
     for key, a in tensors.items():
         if not key.startswith(_PREFIX) or not key.endswith((_A, _B)):
-            reason = next(
-                (why for part, why in _OTHER_KEYS.items() if part in key), "only lora_A and lora_B are served"
-            )
-            raise ModelError(f"it has a tensor {shown(key)}; {reason}")
+            reason = next((why for part, why in _OTHER_KEYS.items() if part in key), "supported: lora_A and lora_B")
+            raise ModelError(f"unexpected tensor {shown(key)}; {reason}")
         path = key.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
         other = f"{_PREFIX}{path}{_B if key.endswith(_A) else _A}"
         if other not in tensors:
-            raise ModelError(f"it has {shown(key)} and no {shown(other)}")
+            raise ModelError(f"tensor {shown(key)} has no counterpart {shown(other)}")
         if key.endswith(_A):
             yield path, _checked(rules, path, a, tensors[other])
     if isinstance(rules.targets, list):
         paths = [key.removeprefix(_PREFIX).removesuffix(_A) for key in tensors if key.endswith(_A)]
         for target in rules.targets:
             if not any(path == target or path.endswith(f".{target}") for path in paths):
-                raise ModelError(f"target_modules has {target!r}, of which there are no matrices")
+                raise ModelError(f"target_modules has {target!r}, but there are no matrices for it")
 
 
 def _checked(rules: _Rules, path: str, a: Tensor, b: Tensor) -> LoraMatrices:
     if not rules.has(path):
-        raise ModelError(f"it has matrices of {path!r}; target_modules is {shown(rules.targets)}")
+        raise ModelError(f"matrices of {path!r} are not in target_modules {shown(rules.targets)}")
     rank = rules.rank_of(path)
     if a.ndim != 2 or b.ndim != 2 or len(a) != rank or b.shape[1] != rank:
         found = f"{list(a.shape)} and {list(b.shape)}"
@@ -217,5 +213,5 @@ def _checked(rules: _Rules, path: str, a: Tensor, b: Tensor) -> LoraMatrices:
     if not (a.is_floating_point() and b.is_floating_point()):
         raise ModelError(f"{path} has matrices of {a.dtype} and {b.dtype}; expected floats")
     if not (a.isfinite().all() and b.isfinite().all()):
-        raise ModelError(f"{path} has a number that is not finite")
+        raise ModelError(f"{path} has NaN or infinite values")
     return LoraMatrices(a.to(torch.float32), b.to(torch.float32) * rules.scale_of(path))

@@ -1,4 +1,4 @@
-"""The adapters of a model: loads and drops them by name, and tells the matmuls which row of a pass has which."""
+"""The adapters of a model: loads and drops them by name, and maps the rows of a pass to them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,12 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.kv.batch import Feed
-from engine.kv.latent import latent_of
 from engine.model.adapters.peft import LoraMatrices, read_adapter
 from engine.model.decoder.attention import JoinedPart
-from engine.model.linear.fp8 import Fp8Linear
-from engine.model.linear.low_rank import (
-    AdapterHook,
-    LowRankProduct,
-    PassRows,
-    Products,
-    block_diagonal,
-    grouped,
-)
-from engine.model.linear.rows import matmul_shape
+from engine.model.decoder.latent import latent_of
+from engine.model.linear.cuda import Fp8Linear
+from engine.model.linear.grouped import matmul_shape
+from engine.model.linear.low_rank import AdapterHook, LowRankProduct, PassRows, Products, block_diagonal, grouped
 from engine.types import Adapter
 
 if TYPE_CHECKING:
@@ -41,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _TRANSPOSED = "gpt2"  # the family whose matrices are `[in, out]`
 _EXPANDING = "kv_b_proj"  # latents to keys and values
-_FP8 = "its rows are rounded to 8-bit floats before it gets them, and an adapter needs them as they were"
+_FP8 = "adapters require unrounded input rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +64,16 @@ def find_place(model: DecoderModel, path: str) -> Place:
         own = re.sub(pattern, becomes, own)
     for name in own.removesuffix(".").split("."):
         if name == _EXPANDING and latent_of(module) is not None:
-            raise ModelError(f"{path!r} expands latents, kept as they are: name an adapter of it at start")
+            raise ModelError(f"adapters of {path!r} (latent expansion) must be given at startup")
         children = dict(module.named_children())
         if name not in children:
-            raise ModelError(f"{path!r} is no matmul of {type(model).__name__}: it has no {name!r} there")
+            raise ModelError(f"{type(model).__name__} has no module {path!r}: {name!r} not found")
         module = children[name]
     part = module if isinstance(module, JoinedPart) else None
     matmul = module if part is None else part.joined.matmul
     shape = matmul_shape(matmul)
     if shape is None:
-        raise ModelError(f"{path!r} of {type(model).__name__} is a {type(module).__name__}, and no matmul")
+        raise ModelError(f"{path!r} of {type(model).__name__} is a {type(module).__name__}; expected a linear layer")
     if isinstance(matmul, Fp8Linear):
         raise ModelError(f"{path!r} has fp8 weights: {_FP8}")
     inputs, total = shape
@@ -126,7 +119,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         `expected`: the fingerprint that it has to have; default any.
 
         Raises:
-            ModelError: it cannot be served with this model; the message says why.
+            ModelError: it cannot be served with this model; the message has the reason.
         """
         if name in self._by_name:
             raise ModelError(f"adapter {name!r} is loaded already; unload it first")
@@ -137,16 +130,16 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """As `load`, but no request can name it, and it stays only as long as the caller keeps it; `name` is for logs.
 
         Raises:
-            ModelError: it cannot be served with this model; the message says why.
+            ModelError: it cannot be served with this model; the message has the reason.
         """
         if self._model is None:
-            raise ModelError(f"adapter {name!r}: a target in shards, or whose sequences run one at a time, has none")
+            raise ModelError(f"adapter {name!r}: adapters require a whole model of the table of architectures")
         try:
             loaded = self._read(self._model, name, folder, expected)
         except ModelError as error:
             raise ModelError(f"adapter {name!r}: {error}") from error
         self._by_number[loaded.number] = loaded
-        log.info("adapter %r changes %d matmuls", name, len(loaded.products))
+        log.info("adapter %r: %d linear layers", name, len(loaded.products))
         return loaded
 
     def unload(self, name: str) -> None:
@@ -157,11 +150,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     @contextmanager
     def during(self, feeds: Seq[Feed]) -> Iterator[None]:
-        """Within it the model runs a pass over `feeds`.
-
-        Raises:
-            ValueError: a part of an adapter was not added.
-        """
+        """Run a pass over `feeds` within it. Raises ValueError if a part of an adapter was not added."""
         rows = self._running = self._rows(feeds) if any(feed.adapter for feed in feeds) else None
         try:
             yield
@@ -171,7 +160,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
             rows.check()
 
     def _rows(self, feeds: Seq[Feed]) -> PassRows:
-        assert self._model is not None, "who has an adapter?"
+        assert self._model is not None, "a feed has an adapter, but no model supports adapters"
         device = self._model.device
         spans = []
         for counts in ([len(feed.tokens) for feed in feeds], [feed.num_logits for feed in feeds]):
@@ -183,19 +172,19 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return PassRows(*spans[0], *spans[1])
 
     def _read(self, model: DecoderModel, name: str, folder: Path, expected: str) -> LoadedAdapter:
-        """Read an adapter and bring its matrices to the matmuls that run."""
+        """Read an adapter and map its matrices to the matmuls that run."""
         read = read_adapter(folder)
         if expected not in ("", read.fingerprint):
-            raise ModelError(f"the files in {str(folder)!r} are not those that were loaded first")
+            raise ModelError(f"the files in {str(folder)!r} have changed since they were first loaded")
         if read.is_transposed and model.config.model_type != _TRANSPOSED:
             family = model.config.model_type
-            raise ModelError(f"fan_in_fan_out is true, and the matrices of a {family} model are not transposed")
+            raise ModelError(f"fan_in_fan_out is true, but the matrices of {family} models are not transposed")
         by_matmul: dict[nn.Module, list[tuple[Place, LoraMatrices]]] = defaultdict(list)
         for path, part in read.parts.items():
             place, found = find_place(model, path), (part.a.shape[1], len(part.b))
             if found != (place.inputs, place.outputs):
-                wanted = f"it has {place.inputs} inputs and {place.outputs} outputs"
-                raise ModelError(f"its matrices of {path} are for {found[0]} inputs and {found[1]} outputs; {wanted}")
+                wanted = f"expected {place.inputs} and {place.outputs}"
+                raise ModelError(f"{path} has matrices for {found[0]} inputs and {found[1]} outputs; {wanted}")
             by_matmul[place.matmul].append((place, part))
         products = {matmul: self._product(model, matmul, parts) for matmul, parts in by_matmul.items()}
         return LoadedAdapter(name, next(self._numbers), read.fingerprint, products)

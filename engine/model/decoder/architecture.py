@@ -1,6 +1,6 @@
 """What a model computes, as data: sizes, norms, windows and rotary positions, layer by layer. Reads no weights.
 
-Each part knows the shapes of its weights, by the names that they have in a checkpoint below its own name. Which numbers
+Each part has the shapes of its weights, by the names that they have in a checkpoint below its own name. Which numbers
 a family has is in `families/`.
 """
 
@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.kv.arena import LayerKV
 from engine.model.decoder.rotary import QueryGrowth, RotaryTable
-from engine.recurrent.states import StatePart
+from engine.recurrent.arena import StatePart
 
 
 class Mixer(Protocol):
@@ -38,12 +38,10 @@ class StateMixer(ABC):
 
     @property
     def kv(self) -> LayerKV | None:
-        """See `Mixer`."""
         return None
 
     @property
     def rotary(self) -> RotaryTable:
-        """See `Mixer`."""
         return RotaryTable.none(0)
 
     @abstractmethod
@@ -159,7 +157,6 @@ class AttentionLayer:
 
     @property
     def kv(self) -> LayerKV:
-        """What the layer keeps of a position."""
         return LayerKV(self.kv_heads, self.head_dim, self.head_dim, source=self.source)
 
     @property
@@ -218,7 +215,7 @@ class Layer:
 
     Attributes:
         mixer: what looks at other positions.
-        feed: what looks at one; None in families whose layers are a mixer alone.
+        feed: what looks at one; None in families whose layers have a mixer only.
         norms: names of the norms, as `TWO_NORMS` has them.
         parallel: both read x as it was before the layer; without a second norm they read the same normed row.
         scale: what both results are multiplied by before they are added.
@@ -313,7 +310,7 @@ class Architecture:
 
     @property
     def transposes_experts(self) -> bool:
-        """Whether the checkpoint has the matrices of stacks of experts as `[inputs, outputs]`."""
+        """Whether the checkpoint has fused matrices of experts as `[inputs, outputs]`."""
         return any(getattr(layer.feed, "transposed", False) for layer in self.layers)
 
     @property
@@ -333,6 +330,6 @@ class Architecture:
 
 
 def architecture_of(model: nn.Module) -> Architecture | None:
-    """The architecture of a decoder, whose table CI has tested; None for a module of transformers."""
+    """The architecture of a decoder, None for a module of transformers."""
     found = getattr(model, "architecture", None)
     return found if isinstance(found, Architecture) else None

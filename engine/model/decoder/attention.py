@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.attention.reference import AttentionSpec
 from engine.attention.registry import Ragged
-from engine.attention.spec import AttentionSpec
-from engine.kv.rounded import SCALE_BYTES, is_rounded
+from engine.kv.arena import SCALE_BYTES, is_rounded
 from engine.model.decoder.architecture import AttentionLayer
 from engine.model.decoder.norms import RMSNorm, norm_of, norm_of_heads
 from engine.model.decoder.ops import LayerOps
@@ -23,7 +23,7 @@ from engine.native.rows import WeightAndEps
 
 
 class Joined(nn.Module):
-    """One matmul in place of several that read the same rows; a `JoinedPart` stands for each of them."""
+    """One matmul in place of several that read the same rows, each of which has a `JoinedPart`."""
 
     def __init__(self, matmul: nn.Module, sizes: list[int]) -> None:
         super().__init__()
@@ -90,13 +90,11 @@ class GroupedAttention(nn.Module):
 
     @property
     def spec(self) -> AttentionSpec:
-        """What the scores are."""
         spec = self.layer.spec
         return spec if self.sinks is None else replace(spec, sinks=self.sinks)
 
     @property
     def out(self) -> nn.Module:
-        """The matrix of the output."""
         return cast("nn.Module", self._modules[self.layer.out_name])
 
     @property
@@ -189,7 +187,6 @@ class GroupedAttention(nn.Module):
         return (query, key), eps
 
     def _normed(self, projected: Tensor) -> Tensor:
-        """With normed queries, keys and values."""
         layer = self.layer
         assert layer.norm is not None
         parts = [*projected.split(layer.sizes, -1)] if layer.norm.extent == "all" else [*self._heads(projected)]

@@ -33,27 +33,25 @@ from engine.model.decoder.gemma import (
 from engine.model.decoder.latent import LatentAttention, LatentLayer
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.rotary import Rotations
-from engine.model.decoder.stack import Stack
-from engine.model.decoder.states.layers import (
+from engine.model.decoder.recurrent.layers import (
     BesideLayer,
     ConvLayer,
     DeltaLayer,
     FeedLayer,
     Mamba1Layer,
     Mamba2Layer,
+    SharedLayer,
 )
-from engine.model.decoder.states.modules import Beside, GatedDelta, Mamba1, Mamba2, ShortConv
-from engine.model.decoder.states.shared import Shared, SharedLayer
+from engine.model.decoder.recurrent.modules import Beside, GatedDelta, Mamba1, Mamba2, Shared, ShortConv
+from engine.model.decoder.rotary import Rotations
+from engine.model.decoder.stack import FINAL, Stack
 from engine.model.decoder.weights import Embedding, WeightReader
 from engine.model.linear.activations import ELEMENTWISE
-from engine.model.linear.experts import StackedExperts
-from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.cuda import Fp8Linear, W4Linear
+from engine.model.linear.experts import FusedExperts
 from engine.model.linear.grouped import GroupedLinear
-from engine.model.linear.w4 import W4Linear
-from engine.model.tap import FINAL
 from engine.native import PackedMatrix
-from engine.recurrent.states import StatePart
+from engine.recurrent.arena import StatePart
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -63,11 +61,7 @@ class DecoderModel(nn.Module):
     """A model of the table."""
 
     def __init__(self, architecture: Architecture, config: PreTrainedConfig, weights: WeightReader) -> None:
-        """Take the weights, one matrix at a time.
-
-        Raises:
-            ModelError: one cannot be read.
-        """
+        """Read the weights, one matrix at a time. Raises ModelError if one cannot be read."""
         super().__init__()
         self.architecture, self.config, self.dtype = architecture, config, weights.dtype
         self.generation_config = None  # the config has the end tokens
@@ -93,16 +87,13 @@ class DecoderModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
         return next(self.parameters()).device
 
     def get_input_embeddings(self) -> nn.Module:
-        """Token ids to hidden states."""
         table: nn.Module = self.model.embed_tokens
         return table
 
     def get_output_embeddings(self) -> nn.Module:
-        """Hidden states to logits."""
         return self.lm_head
 
     def forward(
@@ -226,7 +217,7 @@ def use_ops(model: nn.Module, architecture: Architecture, ops: LayerOps, like: T
             module.use(found)
         elif isinstance(module, GroupedAttention | GatedMLP):
             module.ops = found
-        elif isinstance(module, StackedExperts):
+        elif isinstance(module, FusedExperts):
             module.mix = found.mix
 
 
@@ -249,7 +240,6 @@ class DecoderLayer(nn.Module):
 
     @property
     def mixer(self) -> Any:
-        """What looks at other positions."""
         return self._modules[self.layer.names[0]]
 
     @property
@@ -264,7 +254,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def joins_sums(self) -> bool:
-        """Whether each of its sums is read by an RMSNorm alone, so that one kernel computes both."""
+        """Whether each of its sums is read by an RMSNorm only, so that one kernel computes both."""
         first, after_mixer, second, after_feed = self.norms
         has_norms = isinstance(first, RMSNorm) and isinstance(second, RMSNorm) and self.feed is not None
         others = all(norm is None or isinstance(norm, RMSNorm) for norm in (after_mixer, after_feed))
@@ -288,7 +278,7 @@ class DecoderLayer(nn.Module):
         normed = _through(first, x.to(self.dtype))  # between layers it may be float32
         read = normed
         if layer.beside is not None:
-            assert beside is not None, "this layer reads two rows"
+            assert beside is not None, "a layer with `beside` requires a second row"
             read = torch.cat([_through(self._modules[layer.beside], beside), normed], -1)
         total = self._sum(normed if layer.keeps_normed else x, self.mixer(read, rotary, ragged), after_mixer)
         if feed is None:

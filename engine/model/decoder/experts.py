@@ -13,7 +13,7 @@ from engine.kernels import reference
 from engine.model.decoder.feed_forward import GatedFeed, GatedMLP, PlainFeed, PlainMLP
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
-from engine.model.linear.experts import RoutedExperts, StackedExperts
+from engine.model.linear.experts import FusedExperts, RoutedExperts
 from engine.native import PackedMatrix, multiplies, rows_for
 from engine.native.experts import ExpertGate
 
@@ -32,7 +32,7 @@ class Router:
         least: what they are divided by at least.
         scale: what weights are multiplied by.
         groups: of experts, and how many of them a row may choose from; None where they are all one.
-        best: a group is as good as the sum of so many of its scores.
+        best: number of highest scores whose sum ranks a group.
         bias: the product of the router has one.
         correction: the name of a bias, below the feed-forward, that counts where experts are chosen, and not in their
             weights.
@@ -95,14 +95,14 @@ class Router:
 class Experts:
     """A router and its experts, each of which is down(gate(gate_up)); in some families a feed-forward for all rows too.
 
-    A checkpoint has the matrices of all experts in two stacks, or each by itself.
+    A checkpoint has the matrices of all experts fused in two tensors, or each by itself.
 
     Attributes:
         inner: inputs of `down`.
-        gate: what lies between the two matrices of an expert; one that stands alone has `up_proj` for gate and up.
+        gate: the activation between the two matrices of an expert; one without `up` has `up_proj` only.
         router: which experts a row gets.
         bias: both matrices have one.
-        transposed: matrices of stacks are `[inputs, outputs]`.
+        transposed: fused matrices are `[inputs, outputs]`.
         latent: inputs and outputs of experts, where those are not a row's: `fc1_latent_proj` and `fc2_latent_proj` are
             between.
         on_inputs: weights multiply what experts read, and not what they give.
@@ -137,13 +137,13 @@ class MixtureMLP(nn.Module):
             self.correction = weights.floats(router.correction, *size).float().view(-1)
         each = replace(weights.below("experts."), converted=None)
         form = {"has_bias": feed.bias, "transposed": feed.transposed}
-        parts = ("up_proj",) if feed.gate.alone else ("gate_proj", "up_proj")
+        parts = ("up_proj",) if feed.gate.ungated else ("gate_proj", "up_proj")
         ups = each.experts("gate_up_proj", parts, count, len(parts) * feed.inner, read, **form)
         downs = each.experts("down_proj", ("down_proj",), count, read, feed.inner, **form)
         both = cast("list[nn.Linear]", ups), cast("list[nn.Linear]", downs)
         in_c = weights.packs and weights.device.type == "cpu"
-        is_one_by_one = in_c or not all(isinstance(parts[0], nn.Linear) for parts in both)  # codes are not stacked
-        self.experts = RoutedExperts(*both, feed.gate) if is_one_by_one else _stacked(*both, feed.gate)
+        runs_singly = in_c or not all(isinstance(parts[0], nn.Linear) for parts in both)  # codes are not fused
+        self.experts = RoutedExperts(*both, feed.gate) if runs_singly else _fused(*both, feed.gate)
         if feed.latent is not None:
             self.fc1_latent_proj = weights.matrix({"fc1_latent_proj": read}, width, has_bias=False)
             self.fc2_latent_proj = weights.matrix({"fc2_latent_proj": width}, read, has_bias=False)
@@ -197,10 +197,10 @@ class RowProducts(nn.Module):
         return torch.cat([F.linear(part.clone(), self.weight.float(), self.bias) for part in parts])
 
 
-def _stacked(ups: list[nn.Linear], downs: list[nn.Linear], gate: ExpertGate) -> StackedExperts:
-    """The matrices of all experts in two stacks, for one function; plain torch until a model is given kernels."""
+def _fused(ups: list[nn.Linear], downs: list[nn.Linear], gate: ExpertGate) -> FusedExperts:
+    """The matrices of all experts fused in two tensors; plain torch until a model uses kernels."""
     up, down = (torch.stack([matmul.weight.detach() for matmul in matmuls]) for matmuls in (ups, downs))
     biases = None
     if ups[0].bias is not None:
         biases = torch.stack([matmul.bias for matmul in ups]), torch.stack([matmul.bias for matmul in downs])
-    return StackedExperts(up, down, biases, gate, reference.mix)
+    return FusedExperts(up, down, biases, gate, reference.mix)

@@ -1,4 +1,4 @@
-"""What a layer computes of each row alone."""
+"""Feed-forward layers: what a layer computes of each row by itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.model.decoder.norms import norm_of
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import RowWise
-from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.cuda import Fp8Linear
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.low_rank import add_products
 from engine.native import rows_for
@@ -30,7 +30,7 @@ class GatedFeed:
 
     `norm`: of what `down` reads, `ffn_sub_norm`.
     `scales`: what the gate, before its activation, and the result are multiplied by.
-    `deviations`: so many standard deviations above their mean gates begin to count: others become 0.
+    `deviations`: gates count from this number of standard deviations above their mean on; others become 0.
     """
 
     inner: int
@@ -167,7 +167,7 @@ class GatedMLP(nn.Module):
 
 
 def _largest(x: Tensor, deviations: float) -> Tensor:
-    """How far each number is above the mean of its row and so many standard deviations, or 0."""
+    """Each number minus (mean of its row + `deviations` standard deviations), at least 0."""
     wide = x.float()
     mean = wide.mean(-1, keepdim=True)
     spread = (wide - mean).square().mean(-1, keepdim=True).sqrt()

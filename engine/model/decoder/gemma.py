@@ -154,7 +154,6 @@ class ScaledLayer(_Gated):
     def forward(
         self, layer: Any, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged, given: Tensor | None
     ) -> Tensor:
-        """As the layer's own."""
         total: Tensor = layer.sums(x, rotary, ragged)
         if given is not None:
             total = total + self.gated(total, given)
@@ -246,7 +245,6 @@ class NormedMixture(MixtureMLP):
         self.register_buffer("expert_scale", scales.float(), persistent=False)
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
-        """See `MixtureMLP`."""
         before, after, before_experts, after_experts = map(self.get_submodule, _FEED_NORMS)
         chosen, shares = self.feed.router.choose(self.router(self.router_norm(x[0])), None)
         mixed = self.experts(before_experts(x[0]), chosen, shares * self.expert_scale[chosen])

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from engine import heap
 from engine.choices import Rounded, Weights
 from engine.errors import ModelError
-from engine.model.checkpoint import end_tokens_of, read_end_tokens, told_as_model_error
+from engine.machine.mapped import release_freed
+from engine.model.checkpoint import as_model_error, end_tokens_of, read_end_tokens
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.shapes import Shapes, shapes_of
@@ -64,10 +64,10 @@ def load_decoder(
     """
     converted = converted_by(weights, on_cuda=device.type == "cuda")
     if converted is not None and dtype not in converted.types:
-        raise ModelError(f"{weights} weights are for models in bfloat16; dtype is {str(dtype).removeprefix('torch.')}")
+        raise ModelError(f"{weights} weights require bfloat16; dtype is {str(dtype).removeprefix('torch.')}")
     rounded = cast("Rounded", weights) if weights in get_args(Rounded) and converted is None else None
     names = (names_in_whole(config) or {}).items()
-    with told_as_model_error(name):
+    with as_model_error(name):
         found = prepared(read_weights(name, revision, quantisation), architecture, names)
         check(name, architecture, found)
         if share is not None:
@@ -78,7 +78,7 @@ def load_decoder(
         made = DecoderModel(architecture, config, reader)
     if share is not None:
         sum_results(made, share)
-    heap.give_back()  # what codes were on their way to panels
+    release_freed()  # what codes were on their way to panels
     ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None
     return made.eval()
@@ -149,7 +149,7 @@ def _as_outputs(weight: Tensor | Codes) -> Tensor | Codes:
 def check(
     name: str, architecture: Architecture, weights: Mapping[str, Tensor | Codes], more: Shapes | None = None
 ) -> None:
-    """Refuse weights that are missing, or of another shape than the config says; `more`: beside those of a decoder.
+    """Refuse weights that are missing, or of another shape than in the config; `more`: beside those of a decoder.
 
     Raises:
         ModelError: names the checkpoint and the first of them.
@@ -160,19 +160,19 @@ def check(
         if TABLE not in weights:
             del wanted[TABLE]
     held = {key: tuple(weight.shape) for key, weight in weights.items()}
-    for key, (count, *sizes) in _stacks_of(held).items():
+    for key, (count, *sizes) in _fused_shapes(held).items():
         held[key] = count, *(reversed(sizes) if architecture.transposes_experts else sizes)
     missing = sorted(wanted.keys() - held.keys())
     if missing:
-        raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {missing[0]} among them")
+        raise ModelError(f"model {name!r} is missing {len(missing)} weights, including {missing[0]}")
     for key, shape in wanted.items():
         if held[key] != shape:
             has = list(held[key])
-            raise ModelError(f"model {name!r}: {key} is of shape {has}; its config says {list(shape)}")
+            raise ModelError(f"model {name!r}: {key} has shape {has}; its config says {list(shape)}")
 
 
-def _stacks_of(shapes: Shapes) -> Shapes:
-    """The shapes of stacks that matrices of experts would have, which a checkpoint has one by one."""
+def _fused_shapes(shapes: Shapes) -> Shapes:
+    """The shapes that fused matrices of experts would have, of those that a checkpoint has singly."""
     several: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
     for key, shape in shapes.items():
         found = SINGLE.fullmatch(key)

@@ -37,7 +37,6 @@ class RMSNorm(nn.Module):
 
     @property
     def width(self) -> int:
-        """Numbers of a row."""
         return self.scale.numel()
 
     def use(self, ops: LayerOps) -> None:
@@ -124,5 +123,5 @@ def _made(form: NormForm, weight: Tensor, bias: Tensor | None) -> nn.Module:
         weight = 1 + weight.float()
     if form.centred:
         return LayerNorm(weight, bias, form.eps)
-    assert bias is None, "no family has an RMSNorm with a bias"
+    assert bias is None, "RMSNorm with a bias is not supported"
     return RMSNorm(weight, form.eps) if weight.ndim == 1 else HeadsRMSNorm(weight, form.eps)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.kernels import faults, reference
 from engine.kernels.args import Fp8Rows
+from engine.model.linear.cuda import Multiply, W4Linear
 from engine.model.linear.experts import Mix
-from engine.model.linear.w4 import Multiply, W4Linear
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ class LayerOps:
 
     @classmethod
     def kernels(cls) -> LayerOps:
-        """Our kernels."""
         from engine.kernels import experts, rows, w4  # import Triton
 
         return cls.of(rows, experts, w4)
@@ -84,6 +83,6 @@ class LayerOps:
                 run()
             except faults() as error:
                 failed[name] = getattr(reference, name)
-                told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                log.warning("%s runs in plain torch, as our kernel cannot run here: %s", name, told)
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                log.warning("%s: falling back to torch, the kernel failed: %s", name, reason)
         return replace(self, **failed)  # type: ignore[arg-type]

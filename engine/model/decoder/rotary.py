@@ -41,23 +41,23 @@ class RotaryTable:
 
     @classmethod
     def of(cls, parameters: _Parameters, dim: int, turned: int | None = None) -> RotaryTable:
-        """The rotary positions of heads of `dim` numbers, of which `turned` turn: default as the parameters say.
+        """The rotary positions of heads of `dim` numbers, of which `turned` turn: default: as in the parameters.
 
         Raises:
             ModelError: the type of scaling is not in the table, or it lacks a number.
         """
         kind = parameters.get("rope_type", "default")
         if kind not in _SCALED:
-            raise ModelError(f"rope_type {kind!r} is not supported; expected one of {', '.join(sorted(_SCALED))}")
+            raise ModelError(f"rope_type is {kind!r}; supported: {', '.join(sorted(_SCALED))}")
         share = 1.0 if kind == "proportional" else parameters.get("partial_rotary_factor", 1.0)
         turned = int(dim * share) if turned is None else turned
         if turned % 2 or dim % 2:
-            raise ModelError(f"{turned} of {dim} numbers of a head cannot be rotated in pairs")
+            raise ModelError(f"{turned} of {dim} dimensions of a head are rotated; expected even numbers")
         try:
             frequencies, scaling = _SCALED[kind](parameters, _plain(parameters["rope_theta"], turned))
             long = tuple(_extended(parameters, "long_factor", turned).tolist()) if kind == "longrope" else None
         except KeyError as error:
-            raise ModelError(f"rope_parameters of rope_type {kind!r} lack {error.args[0]}") from error
+            raise ModelError(f"rope_parameters of rope_type {kind!r} have no {error.args[0]}") from error
         return cls(tuple(frequencies.tolist()), scaling, (dim - turned) // 2, long)
 
     @classmethod

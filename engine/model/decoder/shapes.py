@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from engine.choices import Rounded, Weights
 from engine.model.decoder.architecture import Architecture, Layer
 from engine.model.decoder.decoder import DecoderLayer, read_ends
-from engine.model.decoder.weights import HEAD, TABLE, WeightReader, converted_by, linear, stack_of
+from engine.model.decoder.weights import HEAD, TABLE, WeightReader, converted_by, fused_name, linear
 from engine.model.linear.rounding import bits_of, rounded_bytes
 from engine.native import ALIGNED
 
 if TYPE_CHECKING:
-    from engine.model.linear.fp8 import Fp8Linear
-    from engine.model.linear.w4 import W4Linear
+    from engine.model.linear.cuda import Fp8Linear, W4Linear
     from engine.model.published.base import Codes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -33,7 +32,7 @@ class ReadWeight:
     Attributes:
         shape: in a checkpoint; matrices of experts are one stack.
         matrix: outputs (of all experts) and inputs, where it is a matrix or a table that may be rounded.
-        multiplies: whether rows are multiplied by it, and not looked up in it alone.
+        multiplies: whether rows are multiplied by it, and not only looked up in it.
         rounded: how it is rounded where it is floats, if it is.
         converted: what its matmul becomes, if its sizes allow that.
     """
@@ -52,7 +51,6 @@ class ShapeReader(WeightReader):
     wanted: dict[str, ReadWeight] = field(default_factory=dict)
 
     def vector(self, name: str, *size: int) -> Tensor:
-        """See `WeightReader`."""
         self.wanted[self.path + name] = ReadWeight(size)
         return torch.zeros((), dtype=self.dtype).expand(size)
 
@@ -61,7 +59,6 @@ class ShapeReader(WeightReader):
     def matrix(
         self, outputs: Mapping[str, int], inputs: int, *, has_bias: bool, orders: object = None, dtype: object = None
     ) -> nn.Module:
-        """See `WeightReader`."""
         for name, size in outputs.items():
             both = size, inputs
             self.wanted[f"{self.path}{name}.weight"] = ReadWeight(both, both, True, self.rounded, self.converted)
@@ -72,7 +69,6 @@ class ShapeReader(WeightReader):
     def experts(
         self, stack: str, parts: object, count: int, outputs: int, inputs: int, *, has_bias: bool, transposed: bool
     ) -> list[nn.Module]:
-        """See `WeightReader`."""
         sizes = (inputs, outputs) if transposed else (outputs, inputs)
         self.wanted[self.path + stack] = ReadWeight((count, *sizes), (count * outputs, inputs), True, self.rounded)
         if has_bias:
@@ -80,7 +76,6 @@ class ShapeReader(WeightReader):
         return [linear(torch.zeros(1, 1), None)] * count
 
     def table(self, name: str, rows: int, size: int, scale: float) -> nn.Module:
-        """See `WeightReader`."""
         self.wanted[f"{self.path}{name}.weight"] = ReadWeight((rows, size), (rows, size), False, self.rounded)
         return nn.Identity()
 
@@ -152,7 +147,7 @@ def num_bytes(
         wanted[HEAD] = wanted[TABLE]  # its panels; the table keeps the codes
     kept = dict[str, int]()
     for key, each in codes.items():
-        kept[stack_of(key)] = kept.get(stack_of(key), 0) + (each.num_bytes or 0)
+        kept[fused_name(key)] = kept.get(fused_name(key), 0) + (each.num_bytes or 0)
 
     def size(name: str, weight: ReadWeight) -> int:
         found = kept.get(name, kept.get(HEAD) if is_tied and name == TABLE else None)

@@ -1,7 +1,7 @@
 """One of several equal shares of a decoder: what its layers compute, and its rows and columns of their matrices.
 
 Results of attention and of feed-forwards are summed over all shares. Tables, norms, routers and the output matrix are
-whole in each, and so are parts in which a norm is of numbers of all shares. Knows no processes.
+whole in each, and so are parts in which a norm is of numbers of all shares.
 """
 
 from __future__ import annotations
@@ -17,17 +17,12 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.decoder.architecture import (
-    Architecture,
-    AttentionLayer,
-    Layer,
-    StateMixer,
-)
+from engine.model.decoder.architecture import Architecture, AttentionLayer, Layer, StateMixer
 from engine.model.decoder.experts import Experts
 from engine.model.decoder.feed_forward import GatedFeed, PlainFeed
 from engine.model.decoder.latent import LatentLayer
 from engine.model.decoder.shapes import shapes_of
-from engine.model.decoder.weights import stack_of
+from engine.model.decoder.weights import fused_name
 from engine.native.experts import ExpertGate
 
 if TYPE_CHECKING:
@@ -70,11 +65,9 @@ def share_of(architecture: Architecture, size: int) -> Architecture:
 
 def _layer(layer: Layer, size: int) -> Layer:
     if isinstance(layer.mixer, StateMixer):
-        raise ModelError(f"tensor_parallel_size is {size}: layers that keep a state are not cut")
+        raise ModelError(f"tensor_parallel_size is {size}; recurrent layers cannot be sharded")
     if layer.around is not None:
-        raise ModelError(
-            f"tensor_parallel_size is {size}: layers that are parts of others (Gemma 3n and 4) are not cut"
-        )
+        raise ModelError(f"tensor_parallel_size is {size}; nested layers (Gemma 3n and 4) cannot be sharded")
     mixer, feed = _part(layer.mixer, size), None if layer.feed is None else _part(layer.feed, size)
     return replace(layer, mixer=mixer, feed=feed, summed=(mixer != layer.mixer, feed != layer.feed))
 
@@ -125,7 +118,7 @@ class ShareOfWeights(UserDict[str, "Tensor | Codes"]):
         }
 
     def __getitem__(self, key: str) -> Tensor | Codes:
-        found, axis, stem = self.data[key], self._axes.get(stack_of(key)), _STEM.sub("", key)
+        found, axis, stem = self.data[key], self._axes.get(fused_name(key)), _STEM.sub("", key)
         if axis is None:
             # What is added to a sum over all shares is added once.
             is_of_sum = key.endswith("bias") and not self._axes.keys().isdisjoint((stem, f"{stem}.weight"))
@@ -144,8 +137,8 @@ def _joined(part: object) -> dict[str, list[int]]:
             return {"qkv_proj": [*part.sizes]}
         case GatedFeed(joined=True):
             return {"gate_up_proj": [part.inner] * 2}
-        case Experts(gate=ExpertGate(interleaved=interleaved, alone=alone)):
-            found = {} if interleaved or alone else {"experts.gate_up_proj": [part.inner] * 2}
+        case Experts(gate=ExpertGate(interleaved=interleaved, ungated=ungated)):
+            found = {} if interleaved or ungated else {"experts.gate_up_proj": [part.inner] * 2}
             shared = {} if part.shared is None else _joined(part.shared)
             return found | {f"{part.shared_name}.{matrix}": sizes for matrix, sizes in shared.items()}
     return {}

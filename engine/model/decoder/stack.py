@@ -1,4 +1,4 @@
-"""Runs all layers of a decoder in one call of our C, where that can run the pass; else layer by layer.
+"""Runs all layers of a decoder in one call of C where possible, else layer by layer; taps read hidden states.
 
 In a small model the Python code between two matmuls takes longer than the matmuls.
 """
@@ -14,16 +14,45 @@ from torch import Tensor, nn
 
 from engine.attention import native
 from engine.attention.registry import Ragged
+from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.model.decoder.attention import GroupedAttention
 from engine.model.decoder.feed_forward import GatedMLP
 from engine.model.decoder.norms import RMSNorm
-from engine.model.linear.packed import packed_of
-from engine.model.tap import FINAL, Tap
+from engine.model.linear.grouped import packed_of
 from engine.native import rows_for
 from engine.native.layers import LayerParts, Layers
 
+FINAL = -1  # the place after the final norm: what the output matrix reads
 Rotary = tuple[Tensor, Tensor]  # cos and sin, [1, T, head_dim]
+
+
+class Tap:
+    """Keeps hidden states of a decoder's last pass: `[T, hidden]` for each place, one row per token of the batch.
+
+    A place is the number of layers before it: 0 is the embedding, the model's depth the output of its last layer
+    before the final norm, and `FINAL` the input of the output matrix.
+
+    Raises:
+        ModelError: the model, a decoder, has no such place.
+    """
+
+    def __init__(self, model: Any, places: Iterable[int] = (FINAL,)) -> None:
+        self.places, self._rows = frozenset(places), dict[int, Tensor]()
+        between, layers = sorted(self.places - {FINAL}), model.model.layers
+        if between and not 0 <= between[0] <= between[-1] <= len(layers):
+            raise ModelError(f"the head reads the target after layers {between}; it has {len(layers)} layers")
+        layers.taps = (*layers.taps, self)
+
+    def read(self, places: Seq[int]) -> Tensor | None:
+        """The rows of the last pass at `places`, `[T, len(places) * hidden]`; None before any pass."""
+        if not all(place in self._rows for place in places):
+            return None
+        return torch.cat([self._rows[place] for place in places], -1) if len(places) > 1 else self._rows[places[0]]
+
+    def keep(self, place: int, rows: Tensor) -> None:
+        """Rows `[T, hidden]` of the pass that runs; they are read before the next one."""
+        self._rows[place] = rows
 
 
 class Stack(nn.ModuleList):
@@ -37,7 +66,7 @@ class Stack(nn.ModuleList):
         self.taps: tuple[Tap, ...] = ()  # read hidden states between layers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": None, "taps": ()}  # a copy has its own arena, and nobody reads it
+        return {**self.__dict__, "_ready": None, "taps": ()}  # a copy has its own arena and no taps
 
     def run(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
@@ -46,13 +75,12 @@ class Stack(nn.ModuleList):
 
         `beside`: what each layer reads beside its hidden state, where it reads more.
         """
-        run = self.at_once if self.serves(hidden_states, rotary, ragged) else self.one_by_one
+        run = self.in_one_call if self.serves(hidden_states, rotary, ragged) else self.layer_by_layer
         return run(hidden_states, rotary, ragged, beside)
 
-    def one_by_one(
+    def layer_by_layer(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
     ) -> Tensor:
-        """Run layer after layer."""
         for place, (layer, each) in enumerate(zip(self, rotary, strict=True)):
             self.keep(place, hidden_states[0])
             hidden_states = layer(hidden_states, each, ragged, None if beside is None else beside[place])
@@ -71,24 +99,24 @@ class Stack(nn.ModuleList):
             mixed = layer.mixer(normed, turned, ragged)
             normed, hidden = second.of_sum(mixed, hidden, after_mixer, rounds=layer.rounds(layer.feed))
             added, after = layer.feed(normed), after_feed
-        assert added is not None, "a decoder has layers"
+        assert added is not None, "a decoder without layers"
         normed, hidden = final.of_sum(added, hidden, after, rounds=False)
         self.keep(len(self), hidden[0])
         assert isinstance(normed, Tensor)
         return normed
 
     def keep(self, place: int, rows: Tensor) -> None:
-        """Give rows `[T, width]` of a place to who reads them."""
+        """Pass rows `[T, width]` of a place to the taps that read it."""
         for tap in self.taps:
             if place in tap.places:
                 tap.keep(place, rows)
 
-    def at_once(
+    def in_one_call(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
     ) -> Tensor:
-        """Run all layers in C, with the same bits as `one_by_one`."""
+        """Run all layers in C, with the same bits as `layer_by_layer`."""
         shape, first = ragged.arena.layout.same, cast("Any", self._modules["0"])
-        assert shape is not None, "`serves` said no"
+        assert shape is not None, "`serves` was not checked"
         where = native.args_of(ragged.batch, first.layer.mixer.heads, shape.heads, shape.key_dim)
         keys = ragged.arena.k[0]
         where.key_stride = where.value_stride = keys.stride(0)
@@ -98,7 +126,7 @@ class Stack(nn.ModuleList):
         read = {place: torch.empty_like(hidden) for place in places}
         dense = {key: (cos[0].contiguous(), sin[0].contiguous()) for key, (cos, sin) in _distinct(rotary).items()}
         angles = [dense[id(each)] for each in rotary]
-        second = None if beside is None else beside[0][0].contiguous()  # the same of each that C knows
+        second = None if beside is None else beside[0][0].contiguous()  # the same for all layers that C runs
         self._layers(ragged.arena).run(hidden, angles, ragged.batch.kv_rows, where, second, read)
         for place, rows in read.items():
             self.keep(place, hidden if place == depth else rows)
@@ -117,7 +145,6 @@ class Stack(nn.ModuleList):
         return ours and fits and turns and rows_for(hidden.dtype, hidden.shape[-1], shape.key_dim // 2) is not None
 
     def _layers(self, arena: KVArena) -> Layers:
-        """All layers, over this arena."""
         if self._ready is None or self._ready[0] is not arena:
             depth = len(self._parts)
             self._ready = arena, Layers(self._parts, arena.k[:depth], arena.v[:depth])

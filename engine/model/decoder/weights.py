@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from engine.choices import Rounded, Weights
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.linear.fp8 import Fp8Linear
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide, are_finite
-from engine.model.linear.packed import PackedLinear
+from engine.model.linear.cuda import Fp8Linear, W4Linear
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, PackedLinear, SideBySide, are_finite
 from engine.model.linear.rounding import bits_of, round_weight
-from engine.model.linear.w4 import W4Linear
 from engine.model.published.base import CodedEmbedding, Codes, of_groups
 from engine.native import PackedMatrix, multiplies, rows_for
 
@@ -84,7 +82,6 @@ class WeightReader:
     _lock: Lock = field(default_factory=Lock)  # of `shared`
 
     def below(self, path: str) -> WeightReader:
-        """The weights of a part."""
         return replace(self, path=self.path + path)
 
     def at(self, path: str) -> WeightReader:
@@ -224,7 +221,7 @@ class WeightReader:
     ) -> GroupedLinear:
         """A matmul of codes: those of the checkpoint, or floats that are rounded here."""
         if self._keeps(weight):
-            assert weight.grouped is not None, "it has a form"
+            assert weight.grouped is not None, "codes without a packed form"
             try:
                 return GroupedLinear(replace(weight.grouped(), bias=bias), dtype)
             except ValueError as error:
@@ -237,7 +234,7 @@ class WeightReader:
     def _rounded(self, key: str, floats: Tensor, bits: int, bias: Tensor | None = None) -> GroupedCodes:
         codes = round_weight(floats, bits, bias)
         if not are_finite(codes.scale):
-            raise ModelError(f"{key} has a number that is not finite")
+            raise ModelError(f"{key} has NaN or infinite values")
         release_mapped(floats)
         if self.codes is not None:
             self.codes[key] = codes
@@ -269,7 +266,7 @@ class WeightReader:
 
     def _bias(self, name: str) -> Tensor:
         found = self.weights[f"{name}.bias"]
-        assert isinstance(found, Tensor), "nobody rounds a bias"
+        assert isinstance(found, Tensor), "biases are not rounded"
         return found.to(self.device, self.dtype)
 
 
@@ -291,7 +288,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
-def stack_of(key: str) -> str:
+def fused_name(key: str) -> str:
     """The name of the stack that has the matrix of an expert; any other weight's own name."""
     found = SINGLE.fullmatch(key)
     return key if found is None else f"{found[1]}.{'down_proj' if found[3] == 'down_proj' else 'gate_up_proj'}"

@@ -18,12 +18,12 @@ from engine.errors import ModelError
 from engine.model.gguf.container import StoredTensor
 from engine.model.gguf.header import BlockKind
 from engine.model.linear.grouped import GroupedCodes
-from engine.native.blocks import StoredCodes, splits
+from engine.native.weights import StoredCodes, splits
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FIELDS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, each a row for each output
 _CHUNK = 2048  # rows that are converted at once
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # what codes of IQ4 stand for
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of the codes of IQ4
 _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the floats of 4 bits
 
 
@@ -58,7 +58,7 @@ def _plain(kind: BlockKind, rows: Tensor) -> Tensor:
     try:
         from gguf import GGMLQuantizationType, quants
     except ImportError as error:
-        raise ModelError(f"{kind.name} is read with the package gguf: pip install 'pilotfish[gguf]'") from error
+        raise ModelError(f"{kind.name} requires the package gguf: pip install 'pilotfish[gguf]'") from error
     return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[kind.name]))
 
 
@@ -66,7 +66,7 @@ def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
     """Rows of blocks, each uint8 `[out, bytes]` -> the matrix of all rows as codes; for types that have a size."""
     blocks = (raws[0] if len(raws) == 1 else torch.cat(raws)).unflatten(-1, (-1, kind.size))
     if not splits(kind.name):
-        return GroupedCodes.stacked([_SPLITS[kind.name](chunk) for chunk in blocks.split(_CHUNK)])
+        return GroupedCodes.concatenated([_SPLITS[kind.name](chunk) for chunk in blocks.split(_CHUNK)])
     one = _of_zeros(kind)
     codes = StoredCodes(kind.name, blocks, [getattr(one, name) for name in _FIELDS])
     split: dict[str, Any] = dict(zip(_FIELDS, (codes, *codes.scales()), strict=True))
@@ -210,7 +210,7 @@ def _crumbs(bytes_: Tensor) -> Tensor:
 
 
 def _levels(bytes_: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """Codes of 4 bits as the int8 numbers that they stand for."""
+    """The int8 values of codes of 4 bits."""
     return torch.tensor(levels, dtype=torch.int8)[_nibbles(bytes_).int()]
 
 

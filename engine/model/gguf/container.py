@@ -1,4 +1,4 @@
-"""Finds and reads the container: header, metadata and the table of tensors. Knows bytes, and no tensor library.
+"""Finds and reads the container: header, metadata and the table of tensors. Uses no tensor library.
 
 Source: "GGUF" in the documents of ggml (github.com/ggml-org/ggml/blob/master/docs/gguf.md), versions 2 and 3, which
 differ in nothing that a reader of little-endian files sees.
@@ -20,14 +20,13 @@ import numpy as np
 
 from engine.errors import ModelError, shown
 from engine.model.gguf.header import MOST_ENTRIES, BlockKind, Cursor, Numbers, Strings, Text
-from engine.model.hub import file_from_hub
 
 T = TypeVar("T")
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _SUFFIX = ".gguf"
 _CHECKPOINT = ("config.json", "*.safetensors")  # what a folder holds that is another kind of checkpoint
-_ALIGNMENT = 32  # bytes, where the file says nothing else
+_ALIGNMENT = 32  # bytes, the default
 _WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -52,12 +51,10 @@ class StoredTensor:
 
     @property
     def num_weights(self) -> int:
-        """Numbers of the tensor."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
         return self.num_weights // self.kind.weights * self.kind.size
 
     @property
@@ -66,7 +63,7 @@ class StoredTensor:
         return (*self.shape[:-1], self.shape[-1] // self.kind.weights * self.kind.size)
 
     def part(self, index: int) -> StoredTensor:
-        """One of the tensors of which this one is a stack."""
+        """One of the tensors that are fused in this one."""
         shape, size = self.shape[1:], self.num_bytes // self.shape[0]
         return replace(self, shape=shape, start=self.start + index * size)
 
@@ -74,18 +71,14 @@ class StoredTensor:
 class Container:
     """An open file, or the first of several with the tensors of all.
 
-    `metadata` holds numbers, and what says where texts and arrays lie; `paths` the files.
+    `metadata` has numbers, and the positions of texts and arrays; `paths` are the files.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read everything but the data of tensors.
-
-        Raises:
-            ModelError: this is no GGUF file, it is cut short, or it holds what cannot be read.
-        """
+        """Read everything but the data of tensors. Raises ModelError for an invalid or truncated file."""
         self.path, self.paths, self.size = path, [path], path.stat().st_size
         if not self.size:
-            raise ModelError(f"{path} is no GGUF file: it is empty")
+            raise ModelError(f"{path} is not a GGUF file: it is empty")
         try:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -97,7 +90,7 @@ class Container:
         for _ in range(num_values):
             key, value = cursor.entry()
             if key in self.metadata:
-                raise ModelError(f"{path} has the key {key} twice")
+                raise ModelError(f"{path}: duplicate key {key}")
             self.metadata[key] = value
         table = [cursor.tensor() for _ in range(num_tensors)]
         self.header_bytes = cursor.at
@@ -118,29 +111,21 @@ class Container:
         return _opened(paths, states)
 
     def join(self, others: Seq[Container]) -> None:
-        """Add the tensors of the files that follow this one.
-
-        Raises:
-            ModelError: the files do not belong together.
-        """
+        """Add the tensors of the parts that follow. Raises ModelError if they do not belong together."""
         for number, part in enumerate((self, *others)):
-            told = part.get("split.no", int) or 0, part.get("split.count", int) or 1
-            if told != (number, 1 + len(others)):
-                told_as = f"its metadata says part {told[0] + 1} of {told[1]}"
-                raise ModelError(f"{part.path} is part {number + 1} of {1 + len(others)} by its name; {told_as}")
+            stated = part.get("split.no", int) or 0, part.get("split.count", int) or 1
+            if stated != (number, 1 + len(others)):
+                by_metadata = f"but part {stated[0] + 1} of {stated[1]} by its metadata"
+                raise ModelError(f"{part.path} is part {number + 1} of {1 + len(others)} by its name, {by_metadata}")
         for other in others:
             twice = self.tensors.keys() & other.tensors.keys()
             if twice:
-                raise ModelError(f"{other.path} holds {min(twice)}, which an earlier part holds too")
+                raise ModelError(f"{other.path}: tensor {min(twice)} is already in an earlier part")
             self.tensors |= other.tensors
             self.paths.append(other.path)
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """The value of a key; None where the file has none.
-
-        Raises:
-            ModelError: the value is of another kind.
-        """
+        """The value of a key; None if it is missing. Raises ModelError if it is of another kind."""
         found = self.metadata.get(key)
         if found is None:
             return None
@@ -179,20 +164,20 @@ class Container:
         placed = dict[str, StoredTensor]()
         for name, shape, kind, offset in table:
             if name in placed:
-                raise ModelError(f"{self.path} holds two tensors of the name {name}")
+                raise ModelError(f"{self.path}: duplicate tensor {name}")
             if offset % alignment:
-                raise ModelError(f"{self.path}: {name} is at byte {offset} of the data; expected whole {alignment}s")
+                raise ModelError(f"{self.path}: {name} is at offset {offset}; expected a multiple of {alignment}")
             if shape[-1] % kind.weights:
-                rows = f"rows of {shape[-1]}; {kind.name} is for multiples of {kind.weights}"
-                raise ModelError(f"{self.path}: {name} has {rows}")
+                expected = f"{kind.name} requires a multiple of {kind.weights}"
+                raise ModelError(f"{self.path}: {name} has rows of {shape[-1]}; {expected}")
             tensor = placed[name] = StoredTensor(name, shape, kind, data + offset, self.path)
             end = tensor.start + tensor.num_bytes
             if end > self.size:
-                raise ModelError(f"{self.path} is cut short: {name} ends at byte {end}, the file at {self.size}")
+                raise ModelError(f"{self.path} is truncated: {name} ends at byte {end}, the file at {self.size}")
         # One part of a file in many tensors would be a model that is larger than its file.
         for before, after in pairwise(sorted(placed.values(), key=lambda tensor: tensor.start)):
             if before.start + before.num_bytes > after.start:
-                raise ModelError(f"{self.path}: {before.name} ends after {after.name} starts, at byte {after.start}")
+                raise ModelError(f"{self.path}: {before.name} overlaps {after.name} at byte {after.start}")
         return placed
 
 
@@ -207,7 +192,7 @@ def names_of_parts(name: str) -> list[str]:
         return [name]
     stem, count = found["stem"], int(found["count"])
     if count > _MOST_PARTS:
-        raise ModelError(f"{name} is one of {count} files by its name; expected at most {_MOST_PARTS}")
+        raise ModelError(f"{name} is one of {count} parts; expected at most {_MOST_PARTS}")
     return [f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)] or [name]
 
 
@@ -222,14 +207,14 @@ def _counts(cursor: Cursor) -> tuple[int, int]:
     """Numbers of tensors and of metadata values."""
     (magic,) = cursor.numbers("4s")
     if magic != _MAGIC:
-        raise ModelError(f"{cursor.path} is no GGUF file: it begins with {magic!r}")
+        raise ModelError(f"{cursor.path} is not a GGUF file: it begins with {magic!r}")
     version, num_tensors, num_values = cursor.numbers("IQQ")
     if version not in _VERSIONS:
         how = "big-endian" if not version & 0xFFFF else f"GGUF of version {version}"
         raise ModelError(f"{cursor.path} is {how}; expected little-endian GGUF of version 2 or 3")
     for count, what in ((num_tensors, "tensors"), (num_values, "metadata values")):
         if count > MOST_ENTRIES:
-            raise ModelError(f"{cursor.path} says that it has {count} {what}; expected at most {MOST_ENTRIES}")
+            raise ModelError(f"{cursor.path} declares {count} {what}; expected at most {MOST_ENTRIES}")
     return num_tensors, num_values
 
 
@@ -262,13 +247,13 @@ def gguf_file(name: str | Path, revision: str | None = None) -> Path | None:
     owner, _, rest = str(name).partition("/")
     model, _, file = rest.partition("/")
     if not file or owner in ("", ".", "..", "~"):
-        raise ModelError(f"cannot load model {str(name)!r}: there is no such file")
+        raise ModelError(f"cannot load model {str(name)!r}: no such file")
     try:
         folder, slash, last = file.rpartition("/")
         parts = [f"{folder}{slash}{part}" for part in names_of_parts(last)]
         first, *_ = [file_from_hub(f"{owner}/{model}", part, revision) for part in parts]
     except (OSError, ValueError) as error:
-        raise ModelError(f"{str(name)!r} is no local file, and no such file came from the hub: {error}") from error
+        raise ModelError(f"{str(name)!r} is neither a local file nor a file on the hub: {error}") from error
     return first
 
 
@@ -278,5 +263,22 @@ def _only_one(folder: Path) -> Path | None:
         return None
     if [path.name for path in found] != names_of_parts(found[0].name):
         names = ", ".join(path.name for path in found)
-        raise ModelError(f"{str(folder)!r} holds {len(found)} GGUF files: name one of {names}")
+        raise ModelError(f"{str(folder)!r} holds {len(found)} GGUF files; pass the path of one: {names}")
     return found[0]
+
+
+def file_from_hub(checkpoint: str, name: str, revision: str | None) -> Path:
+    """The path of a file, downloaded or kept from before.
+
+    Raises:
+        FileNotFoundError: the checkpoint has no such file.
+        OSError, ValueError: there is no such checkpoint, no network, or the name is none.
+    """
+    # Importing the client takes a quarter of a second and 18 MB, which a local checkpoint need not wait for.
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(checkpoint, name, revision=revision))
+    except EntryNotFoundError as error:
+        raise FileNotFoundError(str(error)) from error

@@ -1,4 +1,4 @@
-"""The families of models that are read from GGUF files, by llama.cpp's names: what their metadata and tensors mean.
+"""The families of models in GGUF files, by llama.cpp's names: their configs and the names of their tensors.
 
 Layouts are those of llama.cpp's converter (github.com/ggml-org/llama.cpp, `convert_hf_to_gguf.py`), and numbers that
 it does not write are those that its own graphs have.
@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from engine.errors import ModelError, shown
+from engine.model.decoder.families.described import described_by
+from engine.model.gguf.blocks import float_type
+from engine.model.gguf.container import Container
 from engine.model.gguf.keys import EPSILON, Keys, llama3, longrope, partly, rope_of
+from engine.model.gguf.tokenizer import check_tokens, end_tokens_in
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_RMS_EPSILON = "attention.layer_norm_rms_epsilon"
+METHOD, HAS_CODES = "gguf", "has_codes"  # in `quantization_config`, with which configs of GGUF files are marked
 _GROWTH = "attention.temperature_scale"  # by which queries grow with their positions
 GATE_UP = ("ffn_gate_exps", "ffn_up_exps")  # together the first matrices of a layer's experts
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -208,7 +217,7 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 
 def _glm4(keys: Keys) -> dict[str, Any]:
-    keys.refuse("rope.dimension_sections", "rotary embeddings in sections are not read")
+    keys.refuse("rope.dimension_sections", "rotary embeddings in sections are not supported")
     return {"attention_bias": keys.has("blk.0.attn_q.bias"), "rope_parameters": partly(keys, rope_of(keys))}
 
 
@@ -222,7 +231,7 @@ def _mistral3(keys: Keys) -> dict[str, Any]:
 
 
 def _olmo2(keys: Keys) -> dict[str, Any]:
-    keys.refuse("attention.sliding_window", "Olmo 3 is not read")
+    keys.refuse("attention.sliding_window", "Olmo 3 is not supported")
     return {}
 
 
@@ -306,7 +315,7 @@ def _granite_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _olmoe(keys: Keys) -> dict[str, Any]:
-    keys.refuse("attention.clamp_kqv", "clipped queries, keys and values are not read")
+    keys.refuse("attention.clamp_kqv", "clipped queries, keys and values are not supported")
     return _mixture(keys) | {"norm_topk_prob": False}
 
 
@@ -408,17 +417,79 @@ FAMILIES = {
 
 
 def family_of(keys: Keys) -> GGUFFamily:
-    """The family of a file.
-
-    Raises:
-        ModelError: it is none of ours.
-    """
+    """The family of a file. Raises ModelError if it is not supported."""
     name = keys.architecture
-    if name == "mistral3" and keys.real(_GROWTH) is None:  # the text part of an older model that sees
+    if name == "mistral3" and keys.real(_GROWTH) is None:  # the text part of an older vision-language model
         name = "llama"
     if name == "llama" and keys.integer("expert_count", least=0):
         name = "mixtral"
     if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"{keys.container.path} is a {shown(name)} model; GGUF files are read of {known}")
+        raise ModelError(f"{keys.container.path}: general.architecture is {shown(name)}; supported: {known}")
     return FAMILIES[name]
+
+
+def config_of(container: Container, *, of_transformers: bool = False) -> PreTrainedConfig:
+    """The config of the model in a file; with `of_transformers` always one of transformers' classes.
+
+    Raises:
+        ModelError: the file holds a model that is not read, or lacks a number of its config.
+    """
+    keys = Keys(container)
+    family = family_of(keys)
+    has_codes = any(not tensor.kind.is_float for tensor in container.tensors.values())
+    fields = _common(keys) | family.describe(keys)
+    _check_heads(keys, fields["rope_parameters"])
+    fields["quantization_config"] = {"quant_method": METHOD, HAS_CODES: has_codes}
+    own: Any = None if of_transformers else described_by(fields, family.model_type)
+    if own is not None:
+        return cast("PreTrainedConfig", own)
+    from transformers import AutoConfig
+
+    config: PreTrainedConfig = AutoConfig.for_model(family.model_type, **fields)
+    return config
+
+
+def _common(keys: Keys) -> dict[str, Any]:
+    container = keys.container
+    embedding = container.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{container.path} has no tensor token_embd.weight")
+    check_tokens(container)
+    ends = end_tokens_in(container)
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": keys.size("embedding_length"),
+        "intermediate_size": keys.need("feed_forward_length"),  # of no tensor where all layers have experts
+        "num_hidden_layers": keys.layers,
+        "num_attention_heads": keys.heads,
+        "num_key_value_heads": keys.kv_heads,
+        "head_dim": keys.head_dim,
+        "rms_norm_eps": keys.epsilon(EPSILON if keys.full(EPSILON) in container.metadata else _RMS_EPSILON),
+        "max_position_embeddings": keys.need("context_length", least=2),
+        "tie_word_embeddings": "output.weight" not in container.tensors,
+        "bos_token_id": container.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": None,
+        "rope_parameters": rope_of(keys),
+        "dtype": _float_type(container),
+    }
+
+
+def _check_heads(keys: Keys, rope: dict[str, Any]) -> None:
+    """Refuse heads that are too many, have values of another size, or of which only a part is rotated in the family."""
+    keys.check_width("attention.head_count", keys.heads * keys.head_dim)
+    if keys.integer("attention.value_length", keys.head_dim) != keys.head_dim:
+        raise keys.fault("attention.value_length", keys.need("attention.value_length"), f"{keys.head_dim}, as for keys")
+    if "partial_rotary_factor" not in rope and keys.rotated != keys.head_dim:
+        raise keys.fault("rope.dimension_count", keys.rotated, f"the size of a head, {keys.head_dim}")
+
+
+def _float_type(container: Container) -> torch.dtype:
+    """The type of most numbers that are stored as floats; bfloat16 where most are codes, which lose least in it."""
+    counts: dict[torch.dtype | None, int] = {}
+    for tensor in container.tensors.values():
+        kind = float_type(tensor.kind)
+        counts[kind] = counts.get(kind, 0) + tensor.num_weights
+    most = max(counts, key=lambda kind: counts[kind])
+    return torch.bfloat16 if most is None else most

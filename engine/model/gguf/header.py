@@ -1,7 +1,7 @@
-"""Reads the bytes of a header one value after another. Arrays and texts stay in the file until somebody wants them.
+"""Reads the values of a header in order. Arrays and texts stay in the file until they are used.
 
-Knows the format's encoding and no key. What a header may hold is bounded, because a file of a few bytes can claim any
-count, and a sparse one of a few kilobytes can have any size.
+The size of a header is bounded, because a file of a few bytes can declare any count, and a sparse one of a few
+kilobytes can have any size.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Cursor:
             try:
                 yield mapped[start:stop].decode()
             except UnicodeDecodeError as error:
-                raise ModelError(f"{self.path}: {key} has a text that is no UTF-8, at byte {start}") from error
+                raise ModelError(f"{self.path}: {key} has invalid UTF-8 at byte {start}") from error
 
     def array(self, found: Numbers) -> np.ndarray[Any, Any]:
         """The numbers of an array: a view of the file."""
@@ -167,13 +167,13 @@ class Cursor:
         if kind == _STRING:
             return key, self._text()
         if kind != _ARRAY:
-            raise ModelError(f"{self.path}: {key} is of the unknown type {kind}")
+            raise ModelError(f"{self.path}: {key} has unknown type {kind}")
         inner, count = self.numbers("IQ")
         if inner in _FIXED:
             size = struct.calcsize("<" + _FIXED[inner])
             return key, Numbers(self._skip(count * size), count, _FIXED[inner])
         if inner != _STRING:
-            raise ModelError(f"{self.path}: {key} is an array of the unknown type {inner}")
+            raise ModelError(f"{self.path}: {key} is an array of unknown type {inner}")
         return key, self._strings(key, count)
 
     def tensor(self) -> tuple[str, tuple[int, ...], BlockKind, int]:
@@ -184,11 +184,11 @@ class Cursor:
             raise ModelError(f"{self.path}: {name} has {dimensions} dimensions; expected 1 to {_MOST_DIMENSIONS}")
         shape = tuple(reversed(self.numbers(f"{dimensions}Q")))
         if not all(shape):
-            raise ModelError(f"{self.path}: {name} is of shape {list(shape)}; expected sizes of 1 or more")
+            raise ModelError(f"{self.path}: {name} has shape {list(shape)}; expected dimensions of 1 or more")
         number, offset = self.numbers("IQ")
         if number not in KINDS:
             kind, known = _OTHERS.get(number, f"type {number}"), ", ".join(kind.name for kind in KINDS.values())
-            raise ModelError(f"{self.path}: {name} is stored as {kind}, which is not read; what is read: {known}")
+            raise ModelError(f"{self.path}: {name} has type {kind}; supported: {known}")
         return name, shape, KINDS[number], offset
 
     def _strings(self, key: str, count: int) -> Strings:
@@ -222,7 +222,7 @@ class Cursor:
         return start
 
     def _cut_short(self) -> ModelError:
-        return ModelError(f"{self.path} is cut short or damaged: {self._about} goes on after {len(self._map)} bytes")
+        return ModelError(f"{self.path} is truncated or damaged: {self._about} continues past byte {len(self._map)}")
 
 
 def meant(number: float) -> float:

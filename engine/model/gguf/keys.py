@@ -32,18 +32,14 @@ class Keys:
         self._largest = max((size for tensor in container.tensors.values() for size in tensor.shape), default=1)
 
     def full(self, key: str) -> str:
-        """A key as it stands in the file."""
+        """A key as in the file."""
         return f"{self.architecture}.{key}"
 
     def need(self, key: str, least: int = 1, most: int = _LARGEST) -> int:
-        """A whole number that the family always has.
-
-        Raises:
-            ModelError: it is missing, or not from `least` to `most`.
-        """
+        """A required whole number. Raises ModelError if it is missing, or not from `least` to `most`."""
         self.container.need(self.full(key), int)
         found = self.integer(key, least=least, most=most)
-        assert found is not None, "it is there"
+        assert found is not None, "`need` returned None"
         return found
 
     def size(self, key: str) -> int:
@@ -54,15 +50,11 @@ class Keys:
         """As `need`, of a number that is no integer."""
         self.container.need(self.full(key), float)
         found = self.real(key)
-        assert found is not None, "it is there"
+        assert found is not None, "`need` returned None"
         return found
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """A positive number; `default` where the file has none.
-
-        Raises:
-            ModelError: it is not positive, or not finite.
-        """
+        """A positive number, or `default`. Raises ModelError if it is not positive, or not finite."""
         found = self.container.get(self.full(key), float)
         if found is not None and not 0 < found < math.inf:
             raise self.fault(key, found, "a positive number")
@@ -96,28 +88,27 @@ class Keys:
         if not isinstance(self.container.metadata.get(self.full(key)), Numbers):
             return [self.size(key)] * blocks
         several = self.container.numbers(self.full(key))
-        assert several is not None, "it is there"
+        assert several is not None, "the array is missing"
         found = several.tolist() if len(several) == blocks else []
         if not all(type(number) is int for number in found) or len({number for number in found if number}) != 1:
-            raise self.fault(key, several[:16].tolist(), f"one number and 0, for {blocks} layers")
+            raise self.fault(key, several[:16].tolist(), f"{blocks} values, each 0 or one common number")
         return found
 
     def refuse(self, key: str, why: str) -> None:
         """Raise ModelError where a number of the metadata is there and not 0."""
         if self.container.metadata.get(self.full(key)):
-            raise ModelError(f"{self.container.path}: {self.full(key)} is set: {why}")
+            raise ModelError(f"{self.container.path}: {self.full(key)} is set; {why}")
 
     def fault(self, key: str, found: object, expected: str) -> ModelError:
-        """The error for a value that cannot be."""
+        """The error for an invalid value."""
         return ModelError(f"{self.container.path}: {self.full(key)} is {shown(found)}; expected {expected}")
 
     def check_width(self, key: str, width: int) -> None:
         """Refuse rows that are longer than any of the file: orders of their numbers are made before these are read."""
         if width > self._largest:
-            raise self.fault(key, self.need(key), f"what gives rows of at most {self._largest} numbers")
+            raise self.fault(key, self.need(key), f"a value that gives rows of at most {self._largest}")
 
     def has(self, name: str) -> bool:
-        """Whether the file holds a tensor."""
         return name in self.container.tensors
 
     @property
@@ -132,16 +123,11 @@ class Keys:
 
     @property
     def heads(self) -> int:
-        """Heads of the queries."""
         return self.size("attention.head_count")
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values, of the layers that have any.
-
-        Raises:
-            ModelError: they have different numbers, or queries cannot share them.
-        """
+        """K/V heads of the layers that have any. Raises ModelError if layers differ, or queries cannot share them."""
         key = "attention.head_count_kv"
         if self.full(key) not in self.container.metadata:
             return self.heads
@@ -152,14 +138,13 @@ class Keys:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head."""
         key = "attention.key_length"
         if self.full(key) in self.container.metadata:
             found = self.size(key)
         else:
             key, found = "attention.head_count", self.size("embedding_length") // self.heads
         if not found or found % 2:
-            raise self.fault(key, self.need(key), "what gives heads of an even size")
+            raise self.fault(key, self.need(key), "a value that gives an even head size")
         return found
 
     @property
@@ -167,7 +152,7 @@ class Keys:
         """Numbers of a head that the rotary embedding rotates."""
         key = "rope.dimension_count"
         found = self.integer(key, self.head_dim, most=self.head_dim)
-        assert found is not None, "a default"
+        assert found is not None, "`integer` with a default returned None"
         if found % 2:
             raise self.fault(key, found, "an even number")
         return found
@@ -184,17 +169,13 @@ class Keys:
         wanted = (self.rotated // 2,)
         found = dequantised(tensor.kind, raw_of(tensor)).float() if tensor.shape == wanted else None
         if found is None or not (found.isfinite() & (found > 0)).all():
-            has = f"is of shape {list(tensor.shape)}" if found is None else "has a number that is not"
+            has = f"has shape {list(tensor.shape)}" if found is None else "has other values"
             raise ModelError(f"{self.container.path}: {name} {has}; expected {wanted[0]} positive numbers")
         return found
 
 
 def rope_of(keys: Keys) -> dict[str, Any]:
-    """The rotary embedding, with the scaling that the metadata names.
-
-    Raises:
-        ModelError: the scaling is of an unknown type.
-    """
+    """The rotary embedding with its scaling. Raises ModelError for an unknown scaling."""
     plain = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 10_000.0)}
     kind, key = keys.container.get(keys.full("rope.scaling.type"), str), "rope.scaling.factor"
     found = keys.container.get(keys.full(key), float)
@@ -238,7 +219,7 @@ def llama3(keys: Keys) -> dict[str, Any] | None:
         if torch.allclose(wanted.float(), factors, rtol=_TIED, atol=0):
             bounds = {"low_freq_factor": low, "high_freq_factor": high}
             return found | bounds | {"original_max_position_embeddings": original}
-    raise ModelError(f"{keys.container.path}: {_FREQUENCIES} is no table of Llama 3: its frequencies cannot be served")
+    raise ModelError(f"{keys.container.path}: {_FREQUENCIES} is not a Llama 3 frequency table, which is required")
 
 
 def longrope(keys: Keys) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file, its special tokens and its chat template.
 
 A file holds a vocabulary, merges or scores, and the name of the rule by which text is split first. What else a
-tokenizer needs belongs to its kind, and llama.cpp knows it by the names (`llama-vocab.cpp`): so does this module.
+tokenizer needs belongs to its kind, and is found by the names of llama.cpp (`llama-vocab.cpp`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
 _LONGEST_TOKEN, _MOST_TEXT, _MOST_MERGES, _MOST_ADDED = 1 << 9, 1 << 22, 8, 1 << 20
 _CHAR_BITS, _ID_BITS = 21, 31  # of a character's number, and of a token's
 _IDS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
-_SPACE = "▁"  # stands for the space in vocabularies of SentencePiece
+_SPACE = "▁"  # the space in vocabularies of SentencePiece
 # Texts of control tokens that end a turn; few files name them beside the end of a text.
 _ENDS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
@@ -53,7 +53,7 @@ class _Rule:
     pattern: str | None = None  # a piece for each match; None for GPT-2's own pattern
     digits: bool = False  # each digit is a piece of its own before that
     whole_words: bool = False  # a piece that is a token needs no merges
-    begins: bool = False  # texts begin with the first token where the file does not say
+    begins: bool = False  # texts begin with the first token where the file has no flag
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         steps = [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")] if self.digits else []
@@ -93,30 +93,24 @@ def check_tokens(container: Container) -> None:
     count = len(tokens or ()) if embedding is None else embedding.shape[0]
     if tokens is not None:
         if len(tokens) != count:
-            raise ModelError(f"{path}: {key} has {len(tokens)} texts; token_embd.weight has {count} rows")
+            raise ModelError(f"{path}: {key} has {len(tokens)} tokens; token_embd.weight has {count} rows")
         sizes = tokens.sizes()
         longest = int(sizes.argmax()) if len(sizes) else 0
         if len(sizes) and sizes[longest] > _LONGEST_TOKEN:
-            raise ModelError(
-                f"{path}: {key} has {sizes[longest]} bytes at {longest}; expected at most {_LONGEST_TOKEN}"
-            )
+            raise ModelError(f"{path}: {key}[{longest}] has {sizes[longest]} bytes; expected at most {_LONGEST_TOKEN}")
         if sizes.sum() > _MOST_TEXT:
             raise ModelError(f"{path}: {key} has {sizes.sum()} bytes; expected at most {_MOST_TEXT}")
     for key in _IDS.values():
         found = container.get(key, int)
         if found is not None and not 0 <= found < count:
-            raise ModelError(f"{path}: {key} is {found}; expected one of {count} tokens")
+            raise ModelError(f"{path}: {key} is {found}; expected a token id below {count}")
 
 
 def tokenizer_in(container: Container) -> Tokenizer | None:
-    """The tokenizer of a file; None if it has none.
-
-    Raises:
-        ModelError: its kind, or its rule of splitting, is not known, or it contradicts itself.
-    """
+    """The tokenizer of a file, or None. Raises ModelError if it is invalid or not supported."""
     kind, whole = container.get("tokenizer.ggml.model", str), container.get("tokenizer.huggingface.json", str)
     if kind is None and whole is None and container.strings("tokenizer.ggml.tokens"):
-        raise ModelError(f"{container.path} has tokenizer.ggml.tokens and no tokenizer.ggml.model")
+        raise ModelError(f"{container.path} has tokenizer.ggml.tokens but no tokenizer.ggml.model")
     if whole is None and kind in _NONE:
         return None
     with tokenizer_faults(container.path):
@@ -183,14 +177,14 @@ class _Vocabulary:
         kinds = _types(container, stored)
         added = int(stored.sizes()[np.isin(kinds, (_CONTROL, _USER_DEFINED))].sum())
         if added > _MOST_ADDED:
-            told = f"tokens of types {_CONTROL} and {_USER_DEFINED} have {added} bytes"
-            raise ModelError(f"{container.path}: {told}; expected at most {_MOST_ADDED}")
+            size = f"tokens of types {_CONTROL} and {_USER_DEFINED} have {added} bytes"
+            raise ModelError(f"{container.path}: {size}; expected at most {_MOST_ADDED}")
         tokens = list(stored)
         ids = dict(zip(tokens, range(len(tokens)), strict=True))
         if len(ids) < len(tokens):
             first, text = next((i, text) for i, text in enumerate(tokens) if ids[text] != i)
             twice = f"{first} and {ids[text]} are both {shown(text)}"
-            raise ModelError(f"{container.path}: tokenizer.ggml.tokens {twice}; expected {len(tokens)} different texts")
+            raise ModelError(f"{container.path}: tokenizer.ggml.tokens {twice}; expected unique tokens")
         return cls(tokens, kinds, ids)
 
     def respell(self, texts: Mapping[str, str]) -> None:
@@ -200,7 +194,6 @@ class _Vocabulary:
             self.tokens[i], self.ids[new] = new, max(i, self.ids.get(new, i))
 
     def of_kind(self, kind: int) -> list[str]:
-        """The tokens of a type."""
         return [self.tokens[i] for i in np.flatnonzero(self.kinds == kind).tolist()]
 
     def add_to(self, made: Tokenizer) -> None:
@@ -210,11 +203,11 @@ class _Vocabulary:
 
 
 def _types(container: Container, tokens: Sized) -> _Array:
-    """The types of tokens; all are normal where the file does not say."""
+    """The types of tokens; all are normal where the file has none."""
     found = container.numbers("tokenizer.ggml.token_type")
     found = np.ones(len(tokens), np.int32) if found is None else found
     if len(found) != len(tokens) or found.dtype.kind not in "iu":
-        raise ModelError(f"{container.path} has {len(tokens)} tokens and types of {len(found)}, {found.dtype}")
+        raise ModelError(f"{container.path} has {len(tokens)} tokens; token types are {len(found)} {found.dtype}")
     return found
 
 
@@ -227,7 +220,7 @@ def _byte_level(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     places = sum(map(len, vocabulary.tokens))
     _check_merges(container, len(stored), len(vocabulary.tokens))
     if not stored and not rule.whole_words and places > len(vocabulary.tokens):
-        raise ModelError(f"{container.path} has no tokenizer.ggml.merges, and tokens of several bytes")
+        raise ModelError(f"{container.path} has no tokenizer.ggml.merges, but tokens of several bytes")
     merges = [merge.partition(" ")[::2] for merge in stored]
     made = Tokenizer(BPE(vocabulary.ids, merges, ignore_merges=rule.whole_words))
     made.pre_tokenizer, made.decoder = rule.pre_tokenizer(), decoders.ByteLevel()
@@ -272,7 +265,7 @@ def merges_of(ids: Mapping[str, int], scores: _Array) -> tuple[_Array, _Array]:
     """The merges that scores imply: of each token any two that make it, those of the best first; ids of both parts.
 
     Tokens a 0, b 0, ab -1, aba -2 -> (a, b), (ab, a). To look each beginning and end of each text up in a dictionary
-    takes seconds for 262,144 tokens. Here all texts go on by one character at a time, and those that began alike share
+    takes seconds for 262,144 tokens. Here all texts advance one character at a time, and those that began alike share
     a number.
     """
     texts, tokens = list(ids), np.fromiter(ids.values(), np.int32)
@@ -327,11 +320,11 @@ class _Pairs(Sequence[tuple[str, str]]):
 def _check_merges(container: Container, count: int, num_tokens: int) -> None:
     """Refuse merges that no vocabulary needs, and of which a small file may have millions."""
     if count > _MOST_MERGES * num_tokens:
-        raise ModelError(f"{container.path} has {count} merges or more; expected at most {_MOST_MERGES} for each token")
+        raise ModelError(f"{container.path} has {count} or more merges; expected at most {_MOST_MERGES} per token")
 
 
 def _begin(container: Container, vocabulary: _Vocabulary, made: Tokenizer, *, otherwise: bool) -> None:
-    """Have each text begin with the first token where the file says so, or `otherwise` where it does not say."""
+    """Let texts begin with the first token if the file's flag says so; `otherwise` is the default."""
     asked, first = (
         container.get("tokenizer.ggml.add_bos_token", bool),
         container.get(_IDS["bos"], int),

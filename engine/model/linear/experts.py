@@ -1,7 +1,7 @@
-"""The experts of a mixture as single matrices, which are rounded and packed like all others. Knows no model by name.
+"""The experts of a mixture as single matrices, which are rounded and packed like all others.
 
 Each expert has two matmuls of its own; where our C has packed them, one call runs all experts of a layer. On CUDA a
-kernel reads stacks of them.
+kernel reads fused matrices.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.args import ExpertStacks
-from engine.model.linear.packed import packed_of
+from engine.kernels.args import FusedWeights
+from engine.model.linear.grouped import packed_of
 from engine.native import rows_for
 from engine.native.experts import ExpertGate, ExpertMatrices
 
@@ -46,7 +46,7 @@ class RoutedExperts(nn.Module):
         return total.to(hidden_states.dtype)
 
     def _native(self, rows: Tensor) -> ExpertMatrices | None:
-        """All experts in our C, where it multiplies all their matrices and knows what lies between; else None."""
+        """All experts in our C, where it has their matrix types and activation; else None."""
         if self._ready is None:
             ups, downs = ([packed_of(matmul) or () for matmul in matmuls] for matmuls in (self.ups, self.downs))
             if all(len(parts) == 1 for parts in (*ups, *downs)):
@@ -57,11 +57,11 @@ class RoutedExperts(nn.Module):
         return ready if serves else None
 
 
-Mix = Callable[[Tensor, Tensor, Tensor, ExpertStacks], Tensor]  # `kernels.experts.mix`, or its reference
+Mix = Callable[[Tensor, Tensor, Tensor, FusedWeights], Tensor]  # `kernels.experts.mix`, or its reference
 
 
-class StackedExperts(nn.Module):
-    """The same as one function over the stacks of all experts, for CUDA."""
+class FusedExperts(nn.Module):
+    """The same as one function over the fused matrices of all experts, for CUDA."""
 
     up: Tensor
     down: Tensor
@@ -72,7 +72,7 @@ class StackedExperts(nn.Module):
         self, up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor] | None, gate: ExpertGate, mix: Mix, *,
         transposed: bool = False,
     ) -> None:  # fmt: skip
-        """Take the stacks, as `ExpertStacks` says, and what runs them."""
+        """Take fused matrices, as in `FusedWeights`, and the function that multiplies them."""
         super().__init__()
         up_bias, down_bias = biases or (None, None)
         for name, stack in (("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)):
@@ -80,14 +80,13 @@ class StackedExperts(nn.Module):
         self.gate, self.mix, self.transposed = gate, mix, transposed
 
     @property
-    def stacks(self) -> ExpertStacks:
-        """What the function is given."""
+    def fused(self) -> FusedWeights:
+        """The arguments of the function."""
         gate = self.gate
-        return ExpertStacks(
+        return FusedWeights(
             self.up, self.down, self.up_bias, self.down_bias, self.transposed,
-            gate, (gate.linear, gate.cubic, gate.limit, gate.plus), gate.squared, gate.alone, gate.interleaved,
+            gate, (gate.linear, gate.cubic, gate.limit, gate.plus), gate.squared, gate.ungated, gate.interleaved,
         )  # fmt: skip
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As `RoutedExperts.forward`."""
-        return self.mix(hidden_states, top_k_index, top_k_weights, self.stacks)
+        return self.mix(hidden_states, top_k_index, top_k_weights, self.fused)

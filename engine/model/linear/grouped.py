@@ -1,9 +1,13 @@
-"""Matrices of integer codes in groups, as published (GGUF, GPTQ, AWQ, compressed-tensors) or as rounded at load.
+"""Matrices on a CPU: integer codes in groups (published, or rounded at load), and floats in panels.
 
-The codes are multiplied as they are: no weight is rounded a second time. Rows are integers as well (`rows.py`), the
-products of a group are summed as integers, and the groups' sums are added as floats in the order of the inputs, each
-product rounded before it is added. So a row's result has the same bits alone and in any batch, in our C and in plain
-torch, on every processor.
+Codes are multiplied as they are: no weight is rounded twice. Rows are integers as well (`round_rows`). The products of
+a group are summed as integers, and the sums of groups are added as floats in the order of the inputs, each product
+rounded before it is added. Floats in panels are summed in the order of the inputs too. So a row has the same bits in
+any batch, and with codes also on every processor, in C and in torch.
+
+A row has one step, so that a product needs one factor per row. The step follows the mean magnitude, and the few numbers
+that need more than 8 bits get 16: published models have single numbers of 30 to 1,000 times the mean (Dettmers et al.
+2022, arXiv 2208.07339).
 """
 
 from __future__ import annotations
@@ -16,14 +20,42 @@ import torch
 from torch import Tensor, nn
 
 from engine.machine.mapped import release_mapped
-from engine.model.linear.rows import round_rows
 from engine.native import ALIGNED, GroupScales, PackedMatrix, multiplies, rows_for
-from engine.native.blocks import StoredCodes
+from engine.native.weights import StoredCodes
 
 _CHUNK = 512  # rows of a matrix that are converted to float at once
 _TYPES = {4: torch.uint8, 5: torch.uint8, 6: torch.uint8, 8: torch.int8}  # of codes, by their bits
 _ALIGNED = {4: ALIGNED, 5: 2 * ALIGNED, 6: ALIGNED, 8: ALIGNED}  # what groups must be multiples of, in inputs
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# As in native/rows.h.
+_LARGEST_CODE = 32512.0  # of a row: 127 * 256
+_MEANS = 2.5  # 127 steps are this times the mean magnitude
+_TINY = 1e-30  # so that a row of zeros has a step too
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Floats `[M, n]` -> int16 `[M, n]`, at most 32,512, and float32 step `[M, 1]`: x is about int16 * step.
+
+    Each operation is correctly rounded or in integers, so a row's place and neighbours cannot change its bits. C and
+    torch give the same bits. The step is NaN where a number of the row is not finite.
+    """
+    native = rows_for(x.dtype, x.shape[1])
+    if native is not None and x.is_cpu and x.stride(1) == 1:
+        return native.round(x)
+    wide = x.float()
+    peak = wide.abs().amax(-1, keepdim=True).clamp_min_(_TINY) + (wide - wide).sum(-1, keepdim=True)
+    fine = _LARGEST_CODE / peak
+    # A sum of integers is the same in any order.
+    total = (wide.abs() * fine).round_().nan_to_num_(0, 0, 0).long().sum(-1, keepdim=True)
+    steps = total.float().mul_(_MEANS / 127 / x.shape[1]).clamp_(1, 256)
+    rounded = (wide * (fine / steps)).round_().nan_to_num_(0, 0, 0)
+    return rounded.to(torch.int16), peak.mul_(1 / _LARGEST_CODE).mul_(steps)
+
+
+def matmul_shape(module: object) -> tuple[int, int] | None:
+    """(in, out) of a plain matmul, in float, packed or of codes; None for anything else."""
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return None if sizes[0] is None or sizes[1] is None else (sizes[0], sizes[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +66,7 @@ class GroupedCodes:
 
     Mostly a step is `scale`, and an offset is `offset`. In two levels several groups, a block, share these floats: a
     step is the block's `scale` times the group's `steps`, and an offset is the block's `offset` times the group's
-    `zeros`. With `zeros` alone an offset is minus the step times `zeros`: integer zero points.
+    `zeros`. With `zeros` only, an offset is minus the step times `zeros`: integer zero points.
 
     Attributes:
         codes: 4 bits: uint8 `[out, in / 2]`, two codes of 0 to 15 in a byte, the first input low; 5 and 6 bits: uint8
@@ -64,7 +96,6 @@ class GroupedCodes:
 
     @property
     def in_features(self) -> int:
-        """Inputs of the matrix."""
         return self.codes.shape[1] * (2 if self.bits == 4 else 1)
 
     @property
@@ -127,7 +158,7 @@ class GroupedCodes:
         return GroupedCodes(codes, self.bits, scale, offset, self.order, bias, steps, zeros)
 
     @classmethod
-    def stacked(cls, parts: Seq[GroupedCodes], codes: Tensor | None = None) -> GroupedCodes:
+    def concatenated(cls, parts: Seq[GroupedCodes], codes: Tensor | None = None) -> GroupedCodes:
         """The outputs of several matrices of one form, one after the other; `codes`: what to take for all of theirs."""
         joined: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts])
@@ -148,11 +179,7 @@ class GroupedCodes:
         return flat if self.order is None else torch.empty_like(flat).index_copy_(1, self.order, flat)
 
     def check(self) -> None:
-        """Check that the tensors fit together.
-
-        Raises:
-            ValueError: they do not; names the field.
-        """
+        """Raise ValueError, which names the field, unless the tensors fit together."""
         if _TYPES.get(self.bits) != self.codes.dtype:
             raise ValueError(
                 f"codes: {self.codes.dtype} with bits {self.bits}; expected uint8 with 4, 5 or 6, or int8 with 8"
@@ -169,12 +196,12 @@ class GroupedCodes:
             if list(x.shape) != shape or self.in_features % x.shape[1] or x.shape[1] % blocks[1]:
                 raise ValueError(f"{name}: {list(x.shape)} does not fit codes {list(self.codes.shape)}, scale {blocks}")
             if x.is_floating_point() and not are_finite(x):
-                raise ValueError(f"{name}: has a number that is not finite")
+                raise ValueError(f"{name}: has NaN or infinite values")
         whole = _ALIGNED[self.bits]
         if self.group % whole and self.scales.groups > 1:  # one group of any size is multiplied by torch
             raise ValueError(f"scale: groups of {self.group} inputs, bits {self.bits}; expected a multiple of {whole}")
         if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_features)):
-            raise ValueError(f"order: is no order of {self.in_features} inputs")
+            raise ValueError(f"order: not a permutation of {self.in_features} inputs")
 
 
 class Packed(Protocol):
@@ -220,7 +247,7 @@ class GroupedLinear(nn.Module):
         # The codes are packed side by side; there never is a copy of all of them.
         codes = [part.codes.codes for part in parts]
         place = torch.empty(sum(map(len, codes)), codes[0].shape[1], dtype=codes[0].dtype, device="meta")
-        made = cls(GroupedCodes.stacked([part.codes for part in parts], place), parts[0].dtype)
+        made = cls(GroupedCodes.concatenated([part.codes for part in parts], place), parts[0].dtype)
         made._keep_packed(codes)
         return made
 
@@ -316,7 +343,6 @@ class PortableGrouped:
         return self
 
     def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `PackedMatrix.multiply`."""
         codes, signed = self._codes, rows.double()
         signed = signed if codes.order is None else signed[:, codes.order]
         inputs = signed.unflatten(1, (-1, codes.group)).transpose(0, 1)  # [groups, M, group]
@@ -336,3 +362,32 @@ def _products(inputs: Tensor, codes: GroupedCodes) -> Tensor:
         if offset is not None:
             total += plain[group] * offset[:, group]
     return total
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` over a packed matrix."""
+
+    def __init__(self, packed: PackedMatrix, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.packed, self.dtype = packed, dtype  # dtype of the output; None for the type of the input
+        self.in_features, self.out_features = packed.in_features, packed.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        dtype = self.dtype or x.dtype
+        rows = x.reshape(-1, self.in_features)
+        if not len(rows):  # in the middle of a prompt no logits are needed
+            return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
+        out = self.packed.multiply(rows.to(self.packed.dtype).contiguous(), None, dtype)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def packed_of(matmul: nn.Module) -> tuple[PackedMatrix, ...] | None:
+    """The matrices of `matmul` in our C, if `matmul` returns their products without a change of type; else None."""
+    if isinstance(matmul, SideBySide):
+        parts = [packed_of(part) for part in matmul.parts]
+        return None if None in parts else tuple(matrix for part in parts if part is not None for matrix in part)
+    if not isinstance(matmul, GroupedLinear | PackedLinear) or matmul.dtype is not None:
+        return None
+    found = matmul.pack() if isinstance(matmul, GroupedLinear) else matmul.packed
+    return (found,) if isinstance(found, PackedMatrix) else None

@@ -1,8 +1,7 @@
 """What low-rank adapters add to a matmul: scale * B (A x), for those rows of a pass that have an adapter.
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685. This module knows modules and
-numbers; it knows no file and no request. A matmul stays the module that it is: a hook changes the rows that have an
-adapter in its result, so all other rows keep their bits.
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685. A matmul stays the module that
+it is: a hook changes the rows that have an adapter in its result, so all other rows keep their bits.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class PassRows:
         adapters = (products for products, _ in (*self.tokens, *self.logits))
         missing = [matmul for products in adapters for matmul in products if not self.calls[matmul]]
         if missing:
-            raise ValueError(f"{len(missing)} matmuls with an adapter did not run as modules, the first {missing[0]}")
+            raise ValueError(f"{len(missing)} layers with an adapter were not called as modules, e.g. {missing[0]}")
 
 
 class AdapterHook:
@@ -101,7 +100,7 @@ class AdapterHook:
         """Add to `output` `[..., out]`, in place; `inputs` returns the rows that the matmul gets.
 
         Raises:
-            ValueError: the matmul does not get each row of the pass, so nobody knows which adapter its rows have.
+            ValueError: the matmul does not get each row of the pass, so the adapters of its rows are unknown.
         """
         rows = self._current()
         if rows is None:
@@ -115,7 +114,7 @@ class AdapterHook:
         given = inputs()
         given = given.reshape(-1, given.shape[-1])
         if len(given) != count:
-            raise ValueError(f"a matmul with an adapter gets {len(given)} rows of a pass that has {count}")
+            raise ValueError(f"a layer with an adapter was called with {len(given)} rows; the pass has {count}")
         for products, where in groups:
             flat[where] = (flat[where] + products[matmul].of(given[where])).to(flat.dtype)
 

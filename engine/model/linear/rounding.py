@@ -64,7 +64,7 @@ def round_weight(weight: Tensor, bits: int, bias: Tensor | None = None) -> Group
 
 def _in_torch(weight: Tensor, bits: int, bias: Tensor | None) -> GroupedCodes:
     parts = weight.split(max(1, _CHUNK // weight.shape[1]))
-    return replace(GroupedCodes.stacked([_round(part.float(), bits) for part in parts]), bias=bias)
+    return replace(GroupedCodes.concatenated([_round(part.float(), bits) for part in parts]), bias=bias)
 
 
 def _round(part: Tensor, bits: int) -> GroupedCodes:

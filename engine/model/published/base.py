@@ -1,4 +1,4 @@
-"""Matrices as published checkpoints hold them: codes, scales, zero points. Knows tensors; no file and no model.
+"""Matrices as published checkpoints hold them: codes, scales, zero points.
 
 A reader of a format turns the tensors of a checkpoint into `Codes`, which keep the tensors and compute nothing until
 they are asked. So the same reader works on tensors of the meta device, of which only types and shapes are known.
@@ -31,7 +31,7 @@ class Codes:
         num_bytes: of the form that our integer kernels multiply; None where there is none, so that it is dequantised.
         grouped: gives that form, no code rounded again.
         rows: of a table that need not be read as a whole: ids `[n]` -> float32 `[n, in]`.
-        matrices: of a stack, each `[out, in]`, by experts.
+        matrices: of a fused weight, each `[out, in]`, by experts.
     """
 
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ def integers(
     def grouped() -> GroupedCodes:
         found = read()
         if not are_finite(found.scale):
-            raise ModelError(f"the scales of {name} have a number that is not finite")
+            raise ModelError(f"the scales of {name} have NaN or infinite values")
         return found
 
     return Codes(shape, lambda: grouped().dequantised(), size if fits else None, grouped)
@@ -98,7 +98,7 @@ def of_groups(codes: GroupedCodes) -> Codes:
     return Codes(shape, codes.dequantised, codes.nbytes, lambda: codes, lambda ids: codes.rows(ids).dequantised())
 
 
-def stacked(matrices: Seq[Codes], *, transposed: bool) -> Codes:
+def fused(matrices: Seq[Codes], *, transposed: bool) -> Codes:
     """The matrices of a mixture's experts, `[experts, out, in]`, or `[experts, in, out]` where it is `transposed`."""
     one, sizes = matrices[0].shape, [size for matrix in matrices if (size := matrix.num_bytes) is not None]
     shape = len(matrices), *(one[::-1] if transposed else one)
@@ -189,7 +189,7 @@ def in_groups(index: Tensor, groups: int, name: str) -> Tensor | None:
     index = index.long()
     sizes = torch.bincount(index, minlength=groups) if not (index < 0).any() else index
     if len(sizes) != groups or len(index) % groups or (sizes != len(index) // groups).any():
-        raise ModelError(f"{name} puts {len(index)} inputs into groups of unequal sizes; expected {groups} equal ones")
+        raise ModelError(f"{name} has groups of unequal sizes; expected {groups} equal groups of {len(index)} inputs")
     order = index.argsort(stable=True)
     return None if torch.equal(order, torch.arange(len(order))) else order
 
@@ -198,7 +198,7 @@ def taken(tensors: Mapping[str, Tensor], name: str, beside: str) -> Tensor:
     """The tensor `name`; ModelError where it is missing beside the tensor `beside`."""
     found = tensors.get(name)
     if found is None:
-        raise ModelError(f"the checkpoint lacks {name}, which belongs to {beside}")
+        raise ModelError(f"the checkpoint has {beside} but no {name}")
     return found
 
 
@@ -211,7 +211,7 @@ def words_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def expect(name: str, tensor: Tensor, shape: tuple[int, ...], *kinds: torch.dtype) -> Tensor:
-    """The tensor itself; ModelError where its shape or type is another. No types stand for any float type of scales."""
+    """The tensor itself; ModelError where its shape or type is another. Without `kinds` any float type of scales."""
     if tuple(tensor.shape) != shape or tensor.dtype not in (kinds or _SCALES):
         kind = " or ".join(str(kind).removeprefix("torch.") for kind in kinds or _SCALES)
         found = str(tensor.dtype).removeprefix("torch.")

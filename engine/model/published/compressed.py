@@ -1,4 +1,4 @@
-"""compressed-tensors, as llm-compressor writes it: integers of 4 or 8 bits, and floats of 8. Knows tensors and no file.
+"""compressed-tensors, as llm-compressor writes it: integers of 4 or 8 bits, and floats of 8.
 
 Of a matrix, `pack-quantized` has `weight_packed` int32 `[out, in * bits / 32]`, with the codes of consecutive inputs
 from the low bits of a word upwards, each plus half their range; `weight_scale` `[out, groups]`; perhaps
@@ -50,17 +50,17 @@ def check(settings: Mapping[str, Any]) -> None:
     groups = list(_groups(settings))
     for found in (settings.get("format"), *(group.get("format") for group in groups)):
         if found is not None and found not in _FORMATS:
-            raise ModelError(f"compressed-tensors in the format {found}; Pilotfish reads {', '.join(_FORMATS[1:])}")
+            raise ModelError(f"compressed-tensors format {found}; supported: {', '.join(_FORMATS[1:])}")
     for name in ("sparsity_config", "transform_config"):
         part = settings.get(name) or {}
         if part.get("format", "dense") != "dense" or part.get("config_groups"):
-            raise ModelError(f"compressed-tensors with a {name}; Pilotfish reads dense weights without transforms")
+            raise ModelError(f"compressed-tensors with {name}; supported: dense weights without transforms")
     for group in groups:
         weights = group.get("weights") or {"type": "int", "num_bits": 8}
         kind = weights.get("type", "int"), weights.get("num_bits")
         if kind not in (("int", 4), ("int", 8), ("float", 8)):
             raise ModelError(
-                f"compressed-tensors with {kind[0]} weights of {kind[1]} bits; Pilotfish reads int 4, int 8 and float 8"
+                f"compressed-tensors with {kind[0]} weights of {kind[1]} bits; supported: int 4, int 8, float 8"
             )
 
 
@@ -72,16 +72,12 @@ def has_integers(settings: Mapping[str, Any]) -> bool:
 def _groups(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for group in (settings.get("config_groups") or {}).values():
         if not isinstance(group, dict):
-            raise ModelError(f"compressed-tensors with config_groups {group!r}; expected groups that are written out")
+            raise ModelError(f"compressed-tensors with config_groups {group!r}; expected an object")
         yield group
 
 
 def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """The weights of a checkpoint, by the names of a float checkpoint.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape or type.
-    """
+    """Weights by the names of a float checkpoint. Raises ModelError if a tensor is missing or does not fit."""
     return with_codes(tensors, _KINDS, _holds_codes, partial(_matrix, settings, tensors))
 
 
@@ -147,7 +143,7 @@ def _plain(path: str, tensors: Mapping[str, Tensor]) -> Codes:
         if zero is not None and zero.any():
             zeros = zero.to(torch.int8)
             if not torch.equal(zeros, zero):
-                raise ModelError(f"{path}.{_ZERO} has a number that is none of 8 bits")
+                raise ModelError(f"{path}.{_ZERO} has values outside of int8")
             zeros = zeros.reshape(-1, zero.shape[-1]).expand(scale.shape).contiguous()
         each = codes if order is None else codes[:, order]
         return GroupedCodes(each, 8, scale.contiguous(), None, order, zeros=zeros)

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint's safetensors files, by name. Knows files and no format of weights."""
+"""Tensors of a checkpoint's safetensors files, by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.bounded import find_file
-from engine.model.checkpoint import check_weights, check_whole, told_as_model_error
+from engine.model.checkpoint import as_model_error, check_weights, check_whole
 
 _FILES = "*.safetensors"
 # Types by their names in safetensors headers.
@@ -23,11 +23,7 @@ _TYPES = {
 
 
 def read_tensors(name: str, revision: str | None) -> dict[str, Tensor]:
-    """Map every tensor of a checkpoint from its files.
-
-    Raises:
-        ModelError: there are no files, or one is incomplete.
-    """
+    """Map every tensor of a checkpoint from its files. Raises ModelError if none are there or one is truncated."""
     check_weights(name)
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder_of(name, revision, _FILES).glob(_FILES)):
@@ -44,7 +40,7 @@ def read_headers(name: str, revision: str | None) -> dict[str, Tensor]:
         ModelError: there are no safetensors, or a header cannot be read or names an unknown type.
     """
     check_weights(name)
-    with told_as_model_error(name):
+    with as_model_error(name):
         return {
             key: torch.empty(shape, dtype=_type(key, kind), device="meta")
             for key, kind, shape in tensor_infos(name, revision)
@@ -54,7 +50,7 @@ def read_headers(name: str, revision: str | None) -> dict[str, Tensor]:
 def _type(key: str, kind: str) -> torch.dtype:
     found = _TYPES.get(kind)
     if found is None:
-        raise ModelError(f"{key} is of type {kind}; Pilotfish reads {', '.join(_TYPES)}")
+        raise ModelError(f"{key} has type {kind}; supported: {', '.join(_TYPES)}")
     return found
 
 

@@ -2,9 +2,9 @@
 
 Floats of 8 bits have a scale for the tensor, for each output, or for each block of 128 x 128. `fp8` is how DeepSeek and
 Qwen publish them, `fbgemm_fp8` how Llama 3.1 405B was. Beside `X` there is `X_scale_inv` or `X_scale`; both multiply
-the weight, despite the first one's name. `X` may be a stack of experts.
+the weight, despite the first one's name. `X` may be fused experts.
 
-MXFP4 (OCP microscaling, 2023) is how gpt-oss is published: floats of 4 bits, 32 with a power of two, experts stacked.
+MXFP4 (OCP microscaling, 2023) is how gpt-oss is published: floats of 4 bits, 32 with a power of two, experts fused.
 Beside `X_blocks` uint8 `[experts, out, in / 32, 16]` there is `X_scales` uint8 `[experts, out, in / 32]`, exponents
 plus 127. The float weight `X` is `[experts, in, out]`.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.published.base import Codes, Weights, expect, stacked, taken, unpack4
+from engine.model.published.base import Codes, Weights, expect, fused, taken, unpack4
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_FP8 = ("_scale_inv", "_scale")
@@ -33,15 +33,11 @@ def check_fp8(settings: Mapping[str, Any]) -> None:
     """Raise ModelError for a variant that is not read."""
     found = settings.get("fmt", "e4m3")
     if found not in ("e4m3", "e5m2"):
-        raise ModelError(f"FP8 of the kind {found}; Pilotfish reads e4m3 and e5m2")
+        raise ModelError(f"FP8 format {found}; supported: e4m3, e5m2")
 
 
 def read_fp8(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """The weights of a checkpoint, by the names of a float checkpoint.
-
-    Raises:
-        ModelError: a scale is missing, or of another shape.
-    """
+    """Weights by the names of a float checkpoint. Raises ModelError if a scale is missing or does not fit."""
     block = settings.get("weight_block_size")
     weights: Weights = {}
     for key, tensor in tensors.items():
@@ -70,7 +66,7 @@ def scaled(name: str, codes: Tensor, scale: Tensor, block: tuple[int, int] | Non
     rows, columns = block or (128, 128)
     wide = scale.float()
     if not wide.isfinite().all():
-        raise ModelError(f"the scales of {name} have a number that is not finite")
+        raise ModelError(f"the scales of {name} have NaN or infinite values")
     plain = codes.float()
     release_mapped(codes)
     if wide.numel() == 1:
@@ -79,17 +75,13 @@ def scaled(name: str, codes: Tensor, scale: Tensor, block: tuple[int, int] | Non
         return plain.mul_(wide.reshape(*codes.shape[:-1], 1))
     if wide.shape != (*codes.shape[:-2], -(-out // rows), -(-width // columns)):
         found, of = list(scale.shape), list(codes.shape)
-        raise ModelError(f"the scales of {name} are {found}; its shape is {of}, its blocks {rows} x {columns}")
+        raise ModelError(f"the scales of {name} have shape {found}; expected one per {rows} x {columns} block of {of}")
     wide = wide.repeat_interleave(rows, -2)[..., :out, :].repeat_interleave(columns, -1)[..., :width]
     return plain.mul_(wide)
 
 
 def read_mxfp4(_settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """The weights of a checkpoint, by the names of a float checkpoint.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape or type.
-    """
+    """Weights by the names of a float checkpoint. Raises ModelError if a tensor is missing or does not fit."""
     weights: Weights = {}
     for key, tensor in tensors.items():
         stem = key.removesuffix(_BLOCKS).removesuffix(_SCALES)
@@ -106,7 +98,7 @@ def _experts(name: str, blocks: Tensor, scales: Tensor) -> Codes:
     experts, out, groups, half = blocks.shape
     expect(name + _SCALES, scales, (experts, out, groups), torch.uint8)
     pairs, shape = zip(blocks, scales, strict=True), (out, groups * half * 2)
-    return stacked([Codes(shape, partial(_expert, *pair)) for pair in pairs], transposed=True)
+    return fused([Codes(shape, partial(_expert, *pair)) for pair in pairs], transposed=True)
 
 
 def _expert(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from engine.model.gguf.container import Container, StoredTensor
 from engine.model.gguf.families import GATE_UP, GGUFFamily, family_of, part_of
 from engine.model.gguf.keys import TABLES, Keys
 from engine.model.linear.grouped import GroupedCodes
-from engine.model.published.base import Codes, Weights, stacked
+from engine.model.published.base import Codes, Weights, fused
 
 _STACKED = 3  # dimensions of the matrices of all experts of a layer
 
@@ -42,7 +42,7 @@ def weights_in(container: Container) -> Weights:
         renamed = family.renamed(name, layers)
         if renamed is None:
             model = f"{family.model_type} model of {keys.blocks} layers"
-            raise ModelError(f"{container.path} holds {name}, for which a {model} has no place")
+            raise ModelError(f"{container.path}: unexpected tensor {name} in a {model}")
         stored.setdefault(renamed, []).append(tensor)
     return {name: _weight(keys, family, tensors) for name, tensors in stored.items()}
 
@@ -61,7 +61,7 @@ def _weight(keys: Keys, family: GGUFFamily, tensors: Seq[StoredTensor]) -> Tenso
 
     if is_stack and (not first.kind.is_float or len(tensors) > 1 or in_pairs):
         experts = ([x.part(expert) for x in tensors] for expert in range(first.shape[0]))
-        return stacked([_matrix(parts, order, floats) for parts in experts], transposed=in_pairs)
+        return fused([_matrix(parts, order, floats) for parts in experts], transposed=in_pairs)
     if first.kind.is_float:  # a stack of floats in one tensor stays in the file
         return floats(tensors, [raw_of(x) for x in tensors])
     return _matrix(tensors, order, floats)
@@ -118,7 +118,7 @@ def _order(keys: Keys, family: GGUFFamily, tensor: StoredTensor) -> Callable[[in
         try:
             return made(count)
         except RuntimeError as error:
-            raise ModelError(f"{tensor.path}: {tensor.name} has {count} rows, no multiple of its heads") from error
+            raise ModelError(f"{tensor.path}: {tensor.name} has {count} rows, not a multiple of its heads") from error
 
     return order
 

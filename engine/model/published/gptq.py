@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel write it, and AWQ (Lin et al. 2023) in AutoAWQ's layout `gemm`.
 
 Of a matrix both have `qweight` and `qzeros`, int32 words of codes and zero points from the low bits upwards, and
-`scales` `[groups, out]`. Knows tensors; knows no file.
+`scales` `[groups, out]`.
 
 GPTQ: `qweight` `[in * bits / 32, out]` has consecutive inputs in a word, `qzeros` `[groups, out * bits / 32]`
 consecutive outputs, and `g_idx` int32 `[in]` is the group of each input. In version 1 every zero point is less by one;
@@ -47,39 +47,31 @@ def check(settings: Mapping[str, Any]) -> None:
     """Raise ModelError for a variant of GPTQ that is not read."""
     bits, layout = settings.get("bits"), _layout(settings)
     if bits not in (4, 8):
-        raise ModelError(f"GPTQ with bits {bits}; Pilotfish reads 4 and 8")
+        raise ModelError(f"GPTQ with bits {bits}; supported: 4, 8")
     if layout not in (_VERSION_1, _VERSION_2) or settings.get("is_marlin_format"):
         found = "marlin" if settings.get("is_marlin_format") else layout
-        raise ModelError(f"GPTQ in the layout {found}; Pilotfish reads {_VERSION_1} and {_VERSION_2}")
+        raise ModelError(f"GPTQ layout {found}; supported: {_VERSION_1}, {_VERSION_2}")
 
 
 def check_awq(settings: Mapping[str, Any]) -> None:
     """Raise ModelError for a variant of AWQ that is not read."""
     bits, layout = settings.get("bits", 4), str(settings.get("version") or settings.get("format") or "gemm").lower()
     if bits != 4:
-        raise ModelError(f"AWQ with bits {bits}; Pilotfish reads 4")
+        raise ModelError(f"AWQ with bits {bits}; supported: 4")
     if layout != "gemm":
-        raise ModelError(f"AWQ in the layout {layout}; Pilotfish reads gemm")
+        raise ModelError(f"AWQ layout {layout}; supported: gemm")
 
 
 def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """The weights of a checkpoint of GPTQ, by the names of a float checkpoint.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape or type.
-    """
+    """GPTQ weights by the names of a float checkpoint. Raises ModelError if a tensor is missing or does not fit."""
     return with_codes(tensors, _KINDS, lambda kind, _: kind == "qweight", partial(_matrix, settings, tensors))
 
 
 def read_awq(_settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """The weights of a checkpoint of AWQ, by the names of a float checkpoint.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape or type, or the model scales activations too.
-    """
+    """AWQ weights, as `read`. Raises ModelError also if activations are scaled."""
     scaled = next((key for key in tensors if key.endswith(_ACTIVATION)), None)
     if scaled is not None:
-        raise ModelError(f"AWQ with {scaled}: it scales activations, which the model's class does not")
+        raise ModelError(f"AWQ with {scaled}; scaled activations are not supported")
     return with_codes(tensors, _KINDS[:3], lambda kind, _: kind == "qweight", partial(_awq_matrix, tensors))
 
 
@@ -101,7 +93,7 @@ def _matrix(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: st
     width = words * _WORD // bits if index is None else len(index)
     bits = words * _WORD // max(1, width)
     if bits not in (4, 8) or words * _WORD != width * bits:
-        raise ModelError(f"{path}.qweight has {words} words for {width} inputs; expected 4 or 8 bits for each")
+        raise ModelError(f"{path}.qweight has {words} words for {width} inputs; expected 4 or 8 bits per input")
     zeros, scales = _parts(tensors, path, bits, out)
     less = _ONES[bits] if _layout(settings) == _VERSION_1 else 0
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.gguf.architectures import HAS_CODES, METHOD
 from engine.model.gguf.container import open_gguf
+from engine.model.gguf.families import HAS_CODES, METHOD
 from engine.model.linear.grouped import GroupedCodes
 from engine.model.published import compressed, floats, gptq
 from engine.model.published.base import Codes, Weights, of_groups, with_codes
@@ -102,7 +102,7 @@ def _saved(tensors: Mapping[str, Tensor], path: str) -> Codes:
     codes, key = tensors[f"{path}.{CODES}"], f"{path}.{CODES}"
     scale, offset, steps, zeros = (tensors.get(f"{path}.weight_{field}") for field in SCALES)
     if scale is None:
-        raise ModelError(f"the checkpoint lacks the scales of {key}")
+        raise ModelError(f"the checkpoint has no scales for {key}")
     made = GroupedCodes(codes, 8 if codes.dtype == torch.int8 else 4, scale, offset, steps=steps, zeros=zeros)
     try:
         made.check()
@@ -120,11 +120,11 @@ def quantisation_of(name: str, config: PreTrainedConfig) -> Quantisation | None:
     found = next((found for part in (config, config.get_text_config()) if (found := _settings_of(part))), None)
     if found is None:
         return None
-    method = str(found.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in found else "an unnamed method"))
+    method = str(found.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in found else "missing"))
     if method.startswith(_OURS):
         return None
     if method not in _METHODS:
-        raise ModelError(f"{name!r} is quantised by {method}; Pilotfish reads {', '.join(sorted(_METHODS))}")
+        raise ModelError(f"{name!r}: quant_method is {method}; supported: {', '.join(sorted(_METHODS))}")
     try:
         _METHODS[method].check(found)
     except ModelError as error:

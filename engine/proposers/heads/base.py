@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.attention import Attend
 from engine.control.prefill_budget import PrefillBudget
 from engine.kv.arena import KVArena, KVLayout
+from engine.model.decoder.stack import Tap
 from engine.model.runner import Runner
-from engine.model.tap import Tap
 from engine.proposers.base import Proposer
 from engine.types import Adapter
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention import Attend
+from engine.attention.reference import AttentionSpec
 from engine.attention.registry import Ragged
-from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.checkpoint import shape_of

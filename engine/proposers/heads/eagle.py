@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.model.decoder.architecture import Architecture, NormForm
+from engine.model.decoder.stack import FINAL
 from engine.model.decoder.weights import WeightReader
-from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.eagle3 import is_eagle3, load_eagle3
 from engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of

@@ -25,8 +25,8 @@ from engine.model.checkpoint import shape_of
 from engine.model.decoder.architecture import Architecture, NormForm
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.shapes import Shapes
+from engine.model.decoder.stack import FINAL
 from engine.model.decoder.weights import HEAD, WeightReader
-from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of, sizes_of
 from engine.proposers.heads.proposer import HeadProposer

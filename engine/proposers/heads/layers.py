@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engine.attention.reference import AttentionSpec
 from engine.attention.registry import Ragged
-from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError, shown
 from engine.kv.arena import KVLayout
 from engine.model.decoder.architecture import Architecture, Layer

@@ -18,7 +18,7 @@ from torch.nn.functional import linear, silu
 
 from engine.errors import ModelError
 from engine.model.decoder.shapes import Shapes
-from engine.model.tap import FINAL, Tap
+from engine.model.decoder.stack import FINAL, Tap
 from engine.proposers.base import Passed, Proposal, Proposer
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.proposers.heads.base import Head

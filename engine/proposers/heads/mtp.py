@@ -29,16 +29,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.checkpoint import read_config, shape_of, told_as_model_error
+from engine.model.checkpoint import as_model_error, read_config, shape_of
 from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.load import check, prepared
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.shapes import Shapes, shapes_of
-from engine.model.decoder.weights import HEAD, TABLE, WeightReader, stack_of
+from engine.model.decoder.stack import FINAL
+from engine.model.decoder.weights import HEAD, TABLE, WeightReader, fused_name
 from engine.model.gguf.container import gguf_file
 from engine.model.published.methods import quantisation_of, read_weights
-from engine.model.tap import FINAL
 from engine.model.text_part import names_in_whole
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.eagle import JoiningHead
@@ -78,7 +78,7 @@ def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
         raise ModelError(f"mtp: {name!r} is a GGUF file, whose MTP layers are not read")
     if target.config.model_type not in FAMILIES:
         raise ModelError(f"mtp: {name!r} is a {target.config.model_type} model, whose MTP layers are not known")
-    with told_as_model_error(f"{name} (MTP layer)"):
+    with as_model_error(f"{name} (MTP layer)"):
         config = read_config(name, revision)
         architecture = architecture_for(_of_one_layer(config))
         if architecture is None:
@@ -176,6 +176,6 @@ def _check(name: str, architecture: Architecture, weights: Mapping[str, Tensor |
     own[f"model.{_MATRIX}.weight"] = width, 2 * width
     check(f"{name} (MTP layer)", architecture, {TABLE: table, HEAD: table, **weights}, own)
     known = shapes_of(architecture).keys() | own.keys()
-    others = sorted(key for key in weights if not {key, stack_of(key)} & known)
+    others = sorted(key for key in weights if not {key, fused_name(key)} & known)
     if others:
         raise ModelError(f"mtp: {name!r} has {others[0]} in its MTP layer, which is not known")

@@ -25,13 +25,13 @@ import torch
 from engine.errors import ModelError, shown
 from engine.kv.batch import Feed
 from engine.model.adapters.peft import CONFIG, WEIGHTS
-from engine.model.checkpoint import shape_of, told_as_model_error
+from engine.model.checkpoint import as_model_error, shape_of
 from engine.model.published.files import folder_of
 from engine.model.runner import Runner
 from engine.proposers.base import Proposal, Proposer
 from engine.proposers.chain import Chain, chains_of, draw_at_once, proposal_of
 from engine.proposers.heads.base import Head, HeadContext
-from engine.recurrent.states import parts_of
+from engine.recurrent.arena import parts_of
 from engine.sampling.noise import Stream, uniform
 from engine.stats import Forward
 from engine.types import Adapter, Sequence
@@ -68,7 +68,7 @@ def adapter_folder(name: str, revision: str | None) -> Path:
         ModelError: the hub has no such id.
     """
     patterns = [path for file in (CONFIG, WEIGHTS) for path in (file, f"{_INNER}/{file}")]
-    with told_as_model_error(name):
+    with as_model_error(name):
         folder = folder_of(name, revision, *patterns)
     inner = folder / _INNER
     return inner if (inner / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder

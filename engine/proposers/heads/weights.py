@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.bounded import bounded
-from engine.model.checkpoint import told_as_model_error
+from engine.model.checkpoint import as_model_error
 from engine.model.decoder.shapes import Shapes
 from engine.model.published.files import folder_of, read_tensors
 
@@ -26,7 +26,7 @@ def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], di
     Raises:
         ModelError: nothing is there, or only pickled weights, which could run code of their author's.
     """
-    with told_as_model_error(name):
+    with as_model_error(name):
         folder = folder_of(name, revision, "*.json", "*.safetensors")
         if not any(folder.glob("*.safetensors")):
             pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))

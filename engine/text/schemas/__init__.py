@@ -1,1 +1,1 @@
-"""JSON Schemas as rules of Lark, exactly: what they accept is written out here. Knows no tokens and no requests."""
+"""JSON Schemas as rules of Lark, exactly: what they accept is written out here."""

@@ -1,4 +1,4 @@
-"""Which schemas apply to a value together: `$ref`, `allOf`, `anyOf`, `oneOf`, `const` and `enum`. Knows no Lark."""
+"""Which schemas apply to a value together: `$ref`, `allOf`, `anyOf`, `oneOf`, `const` and `enum`."""
 
 from __future__ import annotations
 

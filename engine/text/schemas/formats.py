@@ -1,4 +1,4 @@
-"""What `format` accepts, as patterns all of which match. Knows no schema."""
+"""What `format` accepts, as patterns all of which match."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MONTH_DAY = (
 )
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # Python's and most other dates lack the year 0
 _DATE = f"(?:{_YEAR}-{_MONTH_DAY}|(?:{_LEAP_YEAR})-02-29)"
-# A second 60 is one only where it is 23:59 in UTC, and only on days that nobody knows long before.
+# A second 60 is one only where it is 23:59 in UTC, and only on days that are not known long before.
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"

@@ -1,4 +1,4 @@
-"""A schema as a document, and its keywords: what they say of values, and which are refused."""
+"""A schema as a document, and its keywords: what they mean for values, and which are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parsed_part(text: str) -> tuple[Schema, int]:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 _DECODER = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal, parse_constant=_refuse)
@@ -65,11 +65,7 @@ class Document:
         return self._places.get(id(part), "")
 
     def resolved(self, part: Schema, reference: Any) -> Schema:
-        """What a reference in a part of the document names.
-
-        Raises:
-            ValueError: it is nowhere in the document.
-        """
+        """What a reference in a part of the document refers to. Raises ValueError if that is missing."""
         base = self._bases.get(id(part), "")
         reference = str(reference)
         url, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))
@@ -81,7 +77,7 @@ class Document:
                 name = key.replace("~1", "/").replace("~0", "~")
                 found = found[int(name)] if isinstance(found, list) else found[name]
         except (KeyError, IndexError, TypeError, ValueError):
-            raise ValueError(f"{reference[:80]!r} names no part of the schema") from None
+            raise ValueError(f"{reference[:80]!r} does not refer to a part of the schema") from None
         return found
 
 
@@ -125,7 +121,7 @@ class Keywords:
         self.ignored: dict[str, str] = {}
 
     def refuse(self, keyword: str, problem: str, part: Schema = None) -> None:
-        """Refuse a keyword that cannot be followed; if lenient, go on without it."""
+        """Refuse a keyword that cannot be followed; if lenient, ignore it."""
         if not self.is_lenient:
             self.fail(f"{keyword} {problem}", part)
         self.ignored.setdefault(keyword, problem)

@@ -1,4 +1,4 @@
-"""Sets of numbers as regexes of Lark, by exact decimal arithmetic. Knows no schema.
+"""Sets of numbers as regexes of Lark, by exact decimal arithmetic.
 
 A bounded number is written without exponent; zeros at the end of its decimals, and the minus of -0, are free.
 """
@@ -86,11 +86,7 @@ class NumberSet:
         return " & ".join([f"/{plain if step is None else f'-?{_multiples(step)}'}/", *bounds])
 
     def library_schema(self) -> dict[str, object]:
-        """A JSON Schema with which the library writes these integers.
-
-        Raises:
-            ValueError: it would not do it exactly.
-        """
+        """A JSON Schema with which the library writes these integers. Raises ValueError if it would not be exact."""
         tight, step = self._tight(), self.step
         assert step is not None, "numbers without a step have a terminal"
         if step.denominator != 1 or step > MAX_MULTIPLE:
@@ -181,7 +177,7 @@ def _scaled(value: Fraction) -> tuple[int, int]:
 
 
 def _parts(value: Decimal) -> tuple[str, str]:
-    """The digits before and behind the decimal point, without zeros that say nothing: 0.50 -> "0", "5"."""
+    """The digits before and behind the decimal point, without redundant zeros: 0.50 -> "0", "5"."""
     whole, _, decimals = f"{value:f}".lstrip("-").partition(".")
     return whole.lstrip("0") or "0", decimals.rstrip("0")
 

@@ -1,4 +1,4 @@
-r"""ECMA-262 patterns as regexes of Lark. Knows no schema.
+r"""ECMA-262 patterns as regexes of Lark.
 
 A pattern is found anywhere in a text, so its anchors are resolved here: `^a|b` -> `a.*|.*b.*`. Patterns have the flag
 `u`, and besides what browsers read without it: `\-` and single `]`, `{` and `}` are characters. Look-around,
@@ -150,7 +150,7 @@ def _listed(ranges: Iterable[tuple[int, int]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    text: str  # a regex, which may stand beside others
+    text: str  # a regex, which may be concatenated with others
     is_nullable: bool
 
 

@@ -1,4 +1,4 @@
-r"""A JSON Schema as rules of Lark. Knows what the keywords mean, and nothing of tokens.
+r"""A JSON Schema as rules of Lark.
 
 A rule is made for each set of schemas that apply to one value together, so that references, `allOf` and siblings need
 no merging: of an object with the schemas A and B, the property `p` has the schemas that A and B have for `p`.
@@ -18,15 +18,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import combinations
 from typing import TypeVar
 
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.text.matcher import first_line, parser_limits
 from engine.text.schemas.branches import Branches
 from engine.text.schemas.keywords import JSON, TEXT, Branch, Document, Keywords, Schema, values_of
 from engine.text.schemas.numbers import SPACES, NumberSet
 from engine.text.schemas.patterns import Alphabet, texts
-from engine.text.schemas.terminals import Texts, is_empty
 
+_LIMITS = parser_limits(initial_lexer_fuel=300_000)  # some 20 ms: a schema may ask hundreds of questions
+_NO_WAY_ON = "NoExtensionBias"  # the library's report where neither a byte nor the end is possible
 _MAX_STATES = 2_000  # of an object whose properties are counted
 _MAX_CLASSES = 64  # of the names that match some of the patterns
 _QUESTION, _NAME = 100, 4  # parts: what it costs to ask whether a terminal is empty, and whether a name fits
@@ -65,7 +70,7 @@ class SchemaRules:
     Args:
         root: what `keywords.parsed` has read; references are looked up in it.
         lenient: a keyword that would be refused is ignored, with a line in the log.
-        quote: a token around strings, in Lark. Then documents are no JSON: names stand without quotes where they can,
+        quote: a token around strings, in Lark. Then documents are no JSON: names have no quotes where possible,
             in the order of their letters, and there is no white space. Empty: they are JSON.
     """
 
@@ -83,7 +88,7 @@ class SchemaRules:
         self._open: set[tuple[int, ...]] = set()
         self._assumed: set[tuple[int, ...]] = set()
         self._lines: dict[str, str] = {}  # by their names
-        self._shared: dict[str, str] = {}  # names by what they stand for
+        self._shared: dict[str, str] = {}  # names by their content
         self._terminals: dict[str, str] = {}
 
     def text(self, *schemas: Schema) -> str:
@@ -125,14 +130,14 @@ class SchemaRules:
             except _Unsatisfiable:
                 continue
         for keyword, problem in self.keywords.ignored.items():
-            log.warning("a schema that is not strict is not enforced in full: %s %s", keyword, problem)
+            log.warning("non-strict schema is only partly enforced: %s %s", keyword, problem)
         self.keywords.ignored.clear()
         return found
 
     def _nested(self, start: str | None) -> str:
         """The rules that a document needs, in the braces of a grammar: not those that were made to compare schemas."""
         if start is None:
-            raise ValueError(f"no document is valid under the schema: nothing is at {self._nowhere or '#'}")
+            raise ValueError(f"no document is valid under the schema: no value is allowed at {self._nowhere or '#'}")
         bodies = self._lines | {name: body for body, name in self._terminals.items()}
         found, waiting = dict[str, None](), [start]
         while waiting:
@@ -422,3 +427,43 @@ def _repeated(item: str, low: int, high: int | None, *, is_first: bool) -> str:
         return f"({_COMMA}{item}){{{max(0, low)},{most}}}"
     further = f"({_COMMA}{item}){{{max(0, low - 1)},{'' if high is None else high - 1}}}" if high != 1 else ""
     return f"{item} {further}" if low > 0 else f"({item} {further})?"
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def _matcher(terminal: str) -> LLMatcher:
+    source = LLMatcher.grammar_from_lark(f"start: T\nT: {terminal}\n")
+    matcher = LLMatcher(_bytes(), source, log_level=0, limits=_LIMITS)
+    _check(matcher)
+    return matcher
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise ValueError(first_line(matcher.get_error()))
+
+
+def is_empty(terminal: str) -> bool:
+    """Whether a terminal matches nothing. ValueError: it is wrong, or too costly."""
+    matcher = _matcher(terminal)
+    matcher.compute_bitmask()
+    if matcher.is_error() and matcher.get_error().startswith(_NO_WAY_ON):
+        return True
+    _check(matcher)
+    return False
+
+
+class Texts:
+    """The texts that a terminal matches. ValueError: it is wrong, or too costly."""
+
+    def __init__(self, terminal: str) -> None:
+        self._matcher = _matcher(terminal)
+
+    def __contains__(self, text: str) -> bool:
+        matcher, tokens = self._matcher.deep_copy(), list(text.encode())
+        found = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        _check(matcher)
+        return found

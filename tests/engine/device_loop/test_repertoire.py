@@ -222,14 +222,14 @@ def test_attention_that_does_not_fit_means_plain_steps(
 ) -> None:
     """Triton's error is none of Python's own kinds: it would end the load."""
     ops = RoundOps(partial(refusing, fault=fault), PLAIN.choose, PLAIN.commit)
-    monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: ops)
-    with pytest.raises(ModelError, match="a round of this model fails: out of resource"):
+    monkeypatch.setattr("engine.startup.device_loop.ops_on", lambda _: ops)
+    with pytest.raises(ModelError, match="loop=rounds failed its first round: out of resource"):
         engine_of()
-    for module in ("build", "loop"):
+    for module in ("build", "device_loop"):
         monkeypatch.setattr(f"engine.startup.{module}.wants_rounds", lambda *_: True)
     with caplog.at_level(logging.INFO):
         assert engine_of(loop="auto").loop == "plain"
-    assert "loop: plain, because" in caplog.text
+    assert "loop: plain (loop=rounds" in caplog.text
 
 
 def test_attention_that_does_not_fit_gives_way_to_torchs(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -238,7 +238,7 @@ def test_attention_that_does_not_fit_gives_way_to_torchs(monkeypatch: pytest.Mon
         registry, "choose", lambda name, *a, **k: refusing if name in ("auto", "triton") else choose(name, *a, **k)
     )
     engine = engine_of(attention="auto", loop="plain")
-    assert "attention on cpu: our kernel cannot run here: out of resource" in caplog.text
+    assert "attention on cpu: falling back to torch, the kernel failed: out of resource" in caplog.text
     run_and_check(engine, [request(1)])
     with pytest.raises(ModelError, match=r"attention is triton; its kernel cannot run on this device: out of resource"):
         engine_of(attention="triton", loop="plain")

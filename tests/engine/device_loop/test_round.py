@@ -25,7 +25,7 @@ from engine.params import SamplingParams, SpeculationMode, Verification
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
 from engine.scheduler import Work
-from engine.startup.loop import ops_on
+from engine.startup.device_loop import ops_on
 from engine.types import FinishReason, KVCursor, Request
 from tests import fakes, zoo
 from tests.card import Card, here
@@ -214,7 +214,7 @@ def test_no_number_ends_one_request(card: Card, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"reproducible": True, "attention": "auto"}, "a shape of their own"),
+        ({"reproducible": True, "attention": "auto"}, "reproducible is set"),
         ({"family": "phi3-longrope"}, "two rotary tables"),
     ],
 )
@@ -226,7 +226,7 @@ def test_asked_for_in_vain(options, why) -> None:
 def test_the_loop_of_a_cpu_is_plain(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert engine_of(loop="auto").loop == "plain"
-    assert "loop: plain, on a CPU" in caplog.text
+    assert "loop: plain (the default on a CPU)" in caplog.text
 
 
 def round_of(

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.kv.arena import KVArena, KVLayout, LayerKV
+from engine.kernels.reference import round_heads
+from engine.kv.arena import KVArena, KVLayout, LayerKV, floats_of, width_of
 from engine.kv.pages import PagePool
-from engine.kv.rounded import floats_of, round_heads, width_of
 from engine.types import KVCursor
 from tests import fakes
 

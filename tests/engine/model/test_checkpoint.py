@@ -74,15 +74,15 @@ def _headless(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (_pickled, r"only pytorch_model\.bin, which may run code"),
-        (_norm, r"lacks 1 of its weights, model\.norm\.weight"),
-        (lambda folder: _norm(folder, torch.zeros(3)), r"model\.norm\.weight is of shape \[3\]; its"),
+        (_pickled, r"only pickled weights \(pytorch_model\.bin\), which can run code"),
+        (_norm, r"is missing 1 weights, including model\.norm\.weight"),
+        (lambda folder: _norm(folder, torch.zeros(3)), r"model\.norm\.weight has shape \[3\]; its"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
         (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
         (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),
-        (_t5, "t5 model, which is no causal language model"),
+        (_t5, "t5 model; expected a causal language model"),
         (_bart, "with cross-attention"),
-        (_headless, "lacks"),
+        (_headless, "is missing 6 weights"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -24,12 +24,12 @@ from engine.model.decoder.experts import MixtureMLP
 from engine.model.decoder.families.table import FAMILIES, architecture_for
 from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
+from engine.model.decoder.stack import FINAL, Tap
 from engine.model.linear.rounding import round_weight
-from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner, layout_of_model
-from engine.model.tap import FINAL, Tap
+from engine.model.unbatched import plain_logits
 from engine.proposers.model import first_layers
-from engine.recurrent.states import StateArena
+from engine.recurrent.arena import StateArena
 from engine.types import EMPTY_STATE, StateSpan
 from tests import zoo
 from tests.classes import tiny
@@ -486,7 +486,7 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_the_log_says_so_once(cap
     model = _model("llama", {})
     with caplog.at_level(logging.WARNING):
         made = zoo.on_kernels(model, replace(LayerOps.of(reference), gate=fails))
-    assert caplog.text.count("gate runs in plain torch, as our kernel cannot run here") == 1
+    assert caplog.text.count("gate: falling back to torch, the kernel failed") == 1
     assert _off(_runner(made).forward([Feed(_FIRST, 0, [0], 1)]), plain_logits(model, _FIRST)[-1:]) < 1e-4
 
 

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.machine.threads import exactly
 from engine.model.decoder.decoder import is_batch_invariant, runs_in_c
 from engine.model.decoder.experts import MixtureMLP
-from engine.model.linear.experts import RoutedExperts, StackedExperts
+from engine.model.linear.experts import FusedExperts, RoutedExperts
 from engine.native import multiplies
 from engine.native.experts import ExpertMatrices
 from engine.startup.build import assemble
@@ -66,7 +66,7 @@ def test_our_c_single_matrices_and_stacks_give_what_the_original_gives(kind: str
     original = next(m for m in model.modules() if getattr(getattr(m, "down_proj", None), "ndim", 0) == 3)
     want, ours, stacks = original(*given), experts_of(model), mixture_of(zoo.on_kernels(model)).experts
     assert isinstance(ours._native(given[0]), ExpertMatrices) or not multiplies(torch.float32)
-    assert isinstance(stacks, StackedExperts)
+    assert isinstance(stacks, FusedExperts)
     got = [ours(*given), stacks(*given)]
     ours._native = lambda _: None
     for each in (*got, ours(*given)):

@@ -21,8 +21,7 @@ from engine.kernels.reference import round_rows
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.shapes import num_bytes
-from engine.model.linear.fp8 import Fp8Linear
-from engine.model.linear.w4 import W4Linear, round_weight
+from engine.model.linear.cuda import Fp8Linear, W4Linear, round_weight
 from engine.startup.build import load
 from engine.startup.precision import weights_of
 from models import embedded_target
@@ -144,7 +143,7 @@ def test_a_card_whose_compiler_knows_no_fp8_rounds_in_plain_torch(name: str, cap
     with caplog.at_level(logging.WARNING):
         made.use(dataclasses.replace(LayerOps.of(reference), **{name: fails}))
     assert torch.equal(logits(made), want)
-    told = f"{name} runs in plain torch, as our kernel cannot run here: TritonError: type fp8e4nv not supported"
+    told = f"{name}: falling back to torch, the kernel failed: TritonError: type fp8e4nv not supported"
     assert caplog.text.count(told) == 1
 
 
@@ -183,17 +182,17 @@ def test_a_matmul_in_4_bits_is_that_of_the_rounded_numbers() -> None:
 
 def test_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     target = str(embedded_target())
-    with pytest.raises(ModelError, match="fp8 weights are for models in bfloat16; dtype is float32"):
+    with pytest.raises(ModelError, match="fp8 weights require bfloat16; dtype is float32"):
         load(EngineConfig(target=target, dtype="float32"), target, None, "fp8", torch.device("cpu"))
     cuda = torch.device("cuda")
     if has_triton():
         assert weights_of("x", None, "int4", cuda) == "int4"
-    with pytest.raises(ModelError, match="int8 weights runs on cpu alone"):
+    with pytest.raises(ModelError, match="int8 weights requires cpu"):
         weights_of("x", None, "int8", cuda)
-    with pytest.raises(ModelError, match="saved in int4 runs on cpu alone"):
+    with pytest.raises(ModelError, match="saved in int4 requires cpu"):
         weights_of("x", "int4", "native", cuda)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ModelError, match="int4 weights needs Triton"):
+    with pytest.raises(ModelError, match="int4 weights requires Triton"):
         weights_of("x", None, "int4", cuda)
 
 
@@ -206,7 +205,7 @@ def test_a_kernel_that_does_not_fit_leaves_plain_torch(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         made.use(dataclasses.replace(LayerOps.of(reference), w4_matmul=multiply))
     assert {m.multiply for m in made.modules() if isinstance(m, W4Linear)} == {reference.w4_matmul}
-    assert "w4_matmul runs in plain torch, as our kernel cannot run here: TritonError: out of resource" in caplog.text
+    assert "w4_matmul: falling back to torch, the kernel failed: TritonError: out of resource" in caplog.text
 
 
 @pytest.mark.parametrize(

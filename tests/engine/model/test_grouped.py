@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from engine.model.linear import grouped
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide
-from engine.model.linear.rows import round_rows
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide, round_rows
 from tests.drawn import numbers
 from tests.drawn_codes import FORMS, codes
 
@@ -111,10 +110,10 @@ def test_matrices_of_several_forms_lie_side_by_side() -> None:
         ({"scale": numbers(69, 3)}, r"scale: \[69, 3\]"),
         ({"scale": numbers(70, 12)}, "groups of 8 inputs"),
         ({"bits": 5, "codes": torch.zeros(70, INPUTS, dtype=torch.uint8), "scale": numbers(70, 6)}, "multiple of 32"),
-        ({"scale": torch.full((70, 3), torch.inf)}, "scale: has a number that is not finite"),
+        ({"scale": torch.full((70, 3), torch.inf)}, "scale: has NaN or infinite values"),
         ({"offset": numbers(70, 1)}, r"offset: \[70, 1\]"),
         ({"zeros": torch.zeros(70, 4, dtype=torch.uint8)}, r"zeros: \[70, 4\]"),
-        ({"order": torch.zeros(INPUTS, dtype=torch.int64)}, "order: is no order of 96 inputs"),
+        ({"order": torch.zeros(INPUTS, dtype=torch.int64)}, "order: not a permutation of 96 inputs"),
     ],
 )
 def test_what_does_not_fit_is_told_by_name(change: dict[str, object], told: str) -> None:

@@ -18,14 +18,14 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, LayerKV
 from engine.kv.batch import Feed
-from engine.kv.latent import HeadProducts
 from engine.machine.threads import exactly
 from engine.model.adapters.store import find_place
 from engine.model.decoder.decoder import is_batch_invariant
 from engine.model.decoder.families.table import architecture_for
+from engine.model.decoder.latent import HeadProducts
 from engine.model.fallback import kv_layout
 from engine.model.runner import ModelRunner, layout_of_model
-from engine.startup.doctor import Facts
+from engine.startup.check import Facts
 from tests import adapters, zoo
 from tests.families import generate
 
@@ -110,7 +110,7 @@ def test_an_arena_of_latents_holds_them_once() -> None:
 
 def test_an_adapter_of_the_expanding_matrix_is_refused_by_name() -> None:
     path = "model.layers.0.self_attn.kv_b_proj"
-    with pytest.raises(ModelError, match=f"'{path}' expands latents"):
+    with pytest.raises(ModelError, match=f"adapters of '{path}' .* at startup"):
         find_place(zoo.ours(reference()), path)
     assert find_place(zoo.decoder(reference(), expands=True), path).outputs == 4 * (16 + 12)
 

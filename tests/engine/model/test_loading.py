@@ -114,14 +114,14 @@ def test_a_file_that_is_cut_short_is_named(
     whole = (folder / "model.safetensors").stat().st_size
     file = cut_short(folder, tmp_path, whole - 10)
     config = EngineConfig(target=str(file.parent))
-    with pytest.raises(ModelError, match=rf"{file} is cut short: \S+ ends at byte {whole}, the file at {whole - 10}"):
+    with pytest.raises(ModelError, match=rf"{file} is truncated: \S+ ends at byte {whole}, the file at {whole - 10}"):
         load(config, str(file.parent), None, weights, CPU)
 
 
 @pytest.mark.parametrize("size", [0, 5, 100])
 def test_a_header_that_is_cut_short_is_told(size: int, floats: Path, tmp_path: Path) -> None:
     file = cut_short(floats, tmp_path, size)
-    with pytest.raises(ModelError, match=rf"{file} is (cut short: its header|no safetensors file)"):
+    with pytest.raises(ModelError, match=rf"{file} is (truncated: its header|not a valid safetensors file)"):
         load_model(str(file.parent), None, torch.float32, CPU)
 
 
@@ -144,9 +144,9 @@ def no_number(weight: Tensor) -> Tensor:
             "int8",
             rf"{UP}.*scale: \[3, 8\] does not fit|scale: \[3, 8\] .*{UP}",
         ),
-        ("saved", "model.norm.weight", None, "int8", r"lacks 1 of its weights"),
-        ("floats", f"{DOWN}.weight", no_number, "int8", rf"{DOWN}.weight has a number that is not finite"),
-        ("floats", f"{DOWN}.weight", no_number, "int4", rf"{DOWN}.weight has a number that is not finite"),
+        ("saved", "model.norm.weight", None, "int8", r"is missing 1 weights"),
+        ("floats", f"{DOWN}.weight", no_number, "int8", rf"{DOWN}.weight has NaN or infinite values"),
+        ("floats", f"{DOWN}.weight", no_number, "int4", rf"{DOWN}.weight has NaN or infinite values"),
     ],
 )
 def test_a_weight_that_is_wrong_is_named(

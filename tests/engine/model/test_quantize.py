@@ -15,8 +15,7 @@ from engine.choices import Rounded, Weights
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.linear.grouped import GroupedLinear
-from engine.model.linear.packed import PackedLinear
+from engine.model.linear.grouped import GroupedLinear, PackedLinear
 from engine.model.published.base import CodedEmbedding
 from engine.model.quantize import save_quantised
 from engine.startup.build import load, pick_device
@@ -115,14 +114,14 @@ def test_a_saved_checkpoint_says_what_it_is(saved: Path) -> None:
 
 def test_it_is_refused_with_a_reason(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for source, out, told in (
-        (saved, tmp_path / "twice", "int8 weights already"),
+        (saved, tmp_path / "twice", "already has int8 weights"),
         (embedded_target(), saved, "not empty"),
         ("/nowhere", tmp_path / "none", "no such folder"),
     ):
         assert cli.main(["quantize", str(source), str(out)]) == 1
         assert told in capsys.readouterr().err
     config = EngineConfig(target="x", weights="int8")
-    with pytest.raises(ModelError, match="runs on cpu alone; device is cuda"):
+    with pytest.raises(ModelError, match="requires cpu; device is cuda"):
         load(config, str(embedded_target()), None, "int8", torch.device("cuda"))
     marked = json.loads((saved / "config.json").read_text())
     marked["quantization_config"]["version"] = 99

@@ -12,11 +12,10 @@ from engine.machine.threads import exactly
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.weights import WeightReader
-from engine.model.linear import grouped, rows
+from engine.model.linear import grouped
 from engine.model.linear.activations import RowWise
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, round_rows
 from engine.model.linear.rounding import _in_torch, round_weight
-from engine.model.linear.rows import round_rows
 from tests import zoo
 from tests.drawn import numbers
 
@@ -37,7 +36,7 @@ def test_rows_of_c_have_the_bits_of_torch(count: int, sixteens: int, outlier: fl
         part = torch.cat([x, x], -1).to(dtype)[:, : 16 * sixteens]  # rows that lie apart
         got = round_rows(part)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rows, "rows_for", lambda *_: None)
+            patch.setattr(grouped, "rows_for", lambda *_: None)
             want = round_rows(part)
         assert all(map(torch.equal, got, want))
         assert got[0].dtype == torch.int16

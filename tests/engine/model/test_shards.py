@@ -71,7 +71,7 @@ class Recorded:
 
     def receive(self, _):
         if not self.said:
-            raise RankLost("rank 1 has lost another one: connection closed by peer")
+            raise RankLost("rank 1 lost the connection to another rank: connection closed by peer")
         return self.said.pop(0)
 
 
@@ -149,5 +149,5 @@ def test_an_environment_that_cannot_be_is_refused(name, value):
 @pytest.mark.parametrize("asked", [1, 2, 8])
 def test_as_many_processes_as_shares(asked):
     RankInfo.here(TORCHRUN).check(4)
-    with pytest.raises(ModelError, match=f"tensor_parallel_size is {asked}, and WORLD_SIZE, .*, is 4"):
+    with pytest.raises(ModelError, match=f"tensor_parallel_size is {asked}, but WORLD_SIZE .* is 4"):
         RankInfo.here(TORCHRUN).check(asked)

@@ -26,7 +26,7 @@ from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.shapes import is_aligned, shapes_of
 from engine.model.decoder.share import Share, ShareOfWeights, share_of, sum_results
 from engine.model.decoder.weights import WeightReader
-from engine.model.one_by_one import plain_logits
+from engine.model.unbatched import plain_logits
 from engine.startup.implementation import Implementation
 from tests import zoo
 from tests.engine.model.test_decoder import CASES, CPU, _model, _off, _runner, feed
@@ -122,7 +122,7 @@ def test_kernels_give_the_same(kind: str) -> None:
 
 
 def test_layers_that_lie_in_others_are_refused() -> None:
-    with pytest.raises(ModelError, match="tensor_parallel_size is 2: layers that are parts of others"):
+    with pytest.raises(ModelError, match="tensor_parallel_size is 2; nested layers"):
         share_of(_architecture(_model("gemma3n_text", CASES["gemma3n_text"][0])), 2)
 
 
@@ -163,7 +163,7 @@ def test_what_a_norm_of_all_its_numbers_follows_is_whole_in_each(kind: str, summ
         ("gpt_bigcode", CASES["gpt_bigcode"][0], 2, "does not divide num_key_value_heads (1)"),
         ("mixtral", {"num_key_value_heads": 4, "intermediate_size": 82}, 4, "does not divide moe_intermediate_size"),
         ("codegen", CASES["codegen"][0] | {"n_head": 8}, 8, "does not divide the groups of qkv_proj (4)"),
-        ("mamba", {"state_size": 16}, 2, ": layers that keep a state are not cut"),
+        ("mamba", {"state_size": 16}, 2, "; recurrent layers cannot be sharded"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused(kind: str, more: dict[str, Any], size: int, problem: str) -> None:

@@ -15,9 +15,8 @@ from engine.choices import KVType
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.stack import Stack
+from engine.model.decoder.stack import FINAL, Stack, Tap
 from engine.model.runner import ModelRunner, layout_of_model
-from engine.model.tap import FINAL, Tap
 from engine.native import library, multiplies
 from engine.proposers.model import first_layers
 from tests import zoo
@@ -85,7 +84,7 @@ def test_one_call_gives_the_bits_of_layer_after_layer(
 ) -> None:
     made = model(family, dtype, int8=int8)
     want = several_passes(layer_by_layer(made))
-    monkeypatch.setattr(Stack, "one_by_one", partial(_never, "one by one"))
+    monkeypatch.setattr(Stack, "layer_by_layer", partial(_never, "one by one"))
     assert torch.equal(several_passes(made), want)
 
 
@@ -110,7 +109,7 @@ def test_one_call_gives_the_bits_of_layer_after_layer_over_int8_keys(
 ) -> None:
     made = model("llama", dtype, int8=False)
     floats, want = several_passes(made), several_passes(layer_by_layer(made), kind="int8")
-    monkeypatch.setattr(Stack, "one_by_one", partial(_never, "one by one"))
+    monkeypatch.setattr(Stack, "layer_by_layer", partial(_never, "one by one"))
     assert torch.equal(several_passes(made, kind="int8"), want)
     assert 0 < (want - floats).std() < 0.1 * floats.std()
 
@@ -118,7 +117,7 @@ def test_one_call_gives_the_bits_of_layer_after_layer_over_int8_keys(
 def test_another_attention_than_ours_runs_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     made = model("llama", torch.float32, int8=False)
     assert torch.allclose(several_passes(made), several_passes(made, "reference"), atol=1e-4)
-    monkeypatch.setattr(Stack, "one_by_one", partial(_never, "one by one"))
+    monkeypatch.setattr(Stack, "layer_by_layer", partial(_never, "one by one"))
     with pytest.raises(AssertionError, match="one by one"):
         several_passes(made, "reference")
 

@@ -14,9 +14,8 @@ from engine.attention import reference
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
-from engine.model.decoder.stack import Stack
+from engine.model.decoder.stack import FINAL, Stack, Tap
 from engine.model.runner import ModelRunner, layout_of_model
-from engine.model.tap import FINAL, Tap
 from engine.native import library
 from tests import zoo
 
@@ -76,5 +75,5 @@ def test_several_taps_read_one_model() -> None:
 
 @pytest.mark.parametrize("places", [[-2], [0, 99]])
 def test_a_place_that_is_not_there_is_refused(places: list[int]) -> None:
-    with pytest.raises(ModelError, match=r"a head reads the target after .* layers; it has"):
+    with pytest.raises(ModelError, match=r"the head reads the target after layers .*; it has"):
         Tap(zoo.ours(copy.deepcopy(zoo.reference("llama"))), places)

@@ -130,7 +130,7 @@ def test_a_damaged_library_is_not_loaded_and_the_log_says_what_to_do(
     assert found.file == (LIBRARIES[ORDER[1]].file if ORDER[1:] else "")
     [record] = caplog.records
     assert BEST in record.message
-    assert "slower; to mend: reinstall Pilotfish; in a checkout, `make install`" in record.message
+    assert "fix: reinstall Pilotfish; in a checkout, `make install`" in record.message
     assert BEST in instructions()
     for built in LIBRARIES.values():
         shutil.rmtree(fresh / built.file) if (fresh / built.file).is_dir() else (fresh / built.file).unlink(
@@ -140,7 +140,7 @@ def test_a_damaged_library_is_not_loaded_and_the_log_says_what_to_do(
     caplog.clear()
     assert library() is None
     [record] = caplog.records
-    assert "torch's operations serve, several times slower" in record.message
+    assert "using torch (several times slower)" in record.message
 
 
 def test_no_manifest_however_damaged_makes_a_start_fail(fresh: Path) -> None:
@@ -163,7 +163,7 @@ def test_no_manifest_however_damaged_makes_a_start_fail(fresh: Path) -> None:
         assert instructions()
     manifest.unlink()
     compiled.loaded.cache_clear()
-    assert f"none were built into {fresh}" in instructions()
+    assert f"no libraries in {fresh}" in instructions()
 
 
 def test_what_was_checked_is_what_runs(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +195,8 @@ def test_without_it_torch_serves(
     monkeypatch.setenv("PILOTFISH_NATIVE", "0")
     caplog.set_level("INFO")
     assert library() is None
-    assert "PILOTFISH_NATIVE is 0; torch's operations serve" in caplog.text
-    assert instructions() == "torch's, several times slower: our C is not loaded (PILOTFISH_NATIVE is 0)"
+    assert "PILOTFISH_NATIVE is 0; using torch (several" in caplog.text
+    assert instructions() == "torch (several times slower): C kernels not loaded (PILOTFISH_NATIVE is 0)"
     matmul.multiplies.cache_clear()
     assert not matmul.multiplies(torch.float32)
     matmul.multiplies.cache_clear()
@@ -249,7 +249,7 @@ def test_the_best_level_that_every_core_runs(
 )
 def test_a_level_has_its_own_instructions_and_no_better_ones(level: str, used: list[str], not_used: list[str]) -> None:
     if level not in LIBRARIES:
-        pytest.skip(f"the compiler does not know {level}")
+        pytest.skip(f"the compiler does not support {level}")
     path = build.HERE / LIBRARIES[level].file
     command = ["objdump", "--disassemble", "--no-show-raw-insn", "--no-addresses", path]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -282,7 +282,7 @@ class Workshop:
         self._cc.chmod(0o755)
         self._log.write_text("")
         self.told.clear()
-        return build.build(self.made, say=self.told.append)
+        return build.build(self.made, report=self.told.append)
 
     @property
     def num_compiled(self) -> int:
@@ -339,9 +339,9 @@ def test_no_compiler_is_said_in_a_line_and_no_error(workshop: Workshop, monkeypa
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CC", "")
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    assert build.build(workshop.made, say=workshop.told.append)
+    assert build.build(workshop.made, report=workshop.told.append)
     [line] = workshop.told
-    assert "there is no C compiler" in line
+    assert "no C compiler found" in line
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: name)
     assert build.compiler()[:4] == [sys.executable, "-m", "ziglang", "cc"]
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention import native, reference, sdpa
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
+from engine.kernels.reference import round_heads
+from engine.kv.arena import floats_of
 from engine.kv.batch import Feed, RaggedBatch
-from engine.kv.rounded import floats_of, round_heads
 from engine.machine.threads import exactly
 from engine.native import library, rows
 from engine.native.rows import GELU_TANH, SILU

@@ -89,5 +89,5 @@ def test_a_copy_shares_the_panels() -> None:
 
 def test_types_that_are_not_known_are_left_to_torch() -> None:
     assert not multiplies(torch.float16)
-    with pytest.raises(AssertionError, match="15 inputs are no whole number of vectors"):
+    with pytest.raises(AssertionError, match="15 inputs; expected a multiple of 16"):
         PackedMatrix.of(numbers(4, 15))

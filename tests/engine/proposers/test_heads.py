@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.model.tap import FINAL
+from engine.model.decoder.stack import FINAL
 from engine.proposers.heads import proposer
 from engine.proposers.model import first_layers
 from engine.startup.build import assemble
@@ -46,7 +46,7 @@ def test_names_follow_what_is_loaded(tmp_path: Path) -> None:
     both = engine_of(medusa=heads.medusa(tmp_path), eagle=heads.eagle(tmp_path))
     assert both.proposer_names == ("none", "ngram", "suffix", "medusa", "eagle", "auto")
     assert both.default_proposer == "auto"
-    with pytest.raises(ModelError, match="proposer is 'medusa'; with what is loaded there is none, ngram, suffix"):
+    with pytest.raises(ModelError, match="proposer is 'medusa'; available: none, ngram, suffix"):
         engine_of(proposer="medusa")
 
 

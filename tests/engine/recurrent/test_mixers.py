@@ -16,7 +16,7 @@ from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.states import StatePool
 from engine.model.runner import layout_of_model
 from engine.native import library
-from engine.recurrent.states import StateArena, bytes_per_slot, parts_of
+from engine.recurrent.arena import StateArena, bytes_per_slot, parts_of
 from engine.types import KVCursor
 from tests.classes import KINDS, tiny
 from tests.zoo import VOCAB, as_served, family_config, with_large_weights

@@ -16,8 +16,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from engine.kv.batch import Feed, RaggedBatch
 from engine.recurrent import rules
+from engine.recurrent.arena import PartSlots, ScanPlan, StatePart
 from engine.recurrent.rules import silu, softplus
-from engine.recurrent.states import PartSlots, ScanPlan, StatePart
 from engine.types import EMPTY_STATE, StateSpan
 
 ROWS, HEADS, GROUPS, KEYS, VALUES = 21, 4, 2, 6, 5

@@ -18,7 +18,7 @@ from engine.kv.states import StatePool
 from engine.machine.threads import exactly
 from engine.native import library
 from engine.recurrent import native, rules
-from engine.recurrent.states import PartSlots, ScanPlan, StatePart
+from engine.recurrent.arena import PartSlots, ScanPlan, StatePart
 from engine.types import EMPTY_STATE, KVCursor, StateSpan
 
 PAGE, LOG, LENGTH, TOKENS, DEVICE = 4, 4, 14, 7, torch.device("cpu")

@@ -60,7 +60,7 @@ def test_our_c_makes_the_bits_of_torch(seeds: list[int], position: int, vocab: i
     some = torch.tensor([tokens] * len(seeds))
     made = noise.gumbel(*rows, vocab), noise.gumbel_at(*rows, some)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(noise.native, "draws", lambda _: False)
+        patch.setattr(noise, "_runs_in_c", lambda _: False)
         by_torch = noise.gumbel(*rows, vocab), noise.gumbel_at(*rows, some)
     assert all(map(torch.equal, made, by_torch))
 

@@ -29,9 +29,9 @@ def test_a_family_of_the_table_runs_in_the_decoder(family: str) -> None:
 
 
 def test_another_family_needs_transformers_and_is_not_cut() -> None:
-    assert chosen("falcon") == "transformers' module: this falcon is not in the table of architectures"
+    assert chosen("falcon") == "transformers' module: this falcon model is not in the table of architectures"
     with pytest.raises(
-        ModelError, match="tensor_parallel_size is 2; a share of falcon is not supported: this falcon is"
+        ModelError, match="tensor_parallel_size is 2, which is not supported for falcon: this falcon model is"
     ):
         chosen("falcon", shares=2)
 
@@ -45,4 +45,4 @@ def test_what_is_loaded_is_what_was_chosen(caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level("INFO", "engine")
     config = EngineConfig(target=str(embedded_target()))
     assert architecture_of(load(config, config.target, None, "native", CPU)) is not None
-    assert f"runs in: {chosen()}" in caplog.text
+    assert f"runs in {chosen()}" in caplog.text

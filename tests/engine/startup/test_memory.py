@@ -47,7 +47,7 @@ def test_engines_that_share_a_card_have_a_part_each(engines: int, others: int, m
     assert kv_gib(config.model_copy(update={"kv_memory": got - 1}), CUDA, LLAMA_8B, free(70, 10, 80)) == got - 1
     for kv_memory, held in ((got + 1, 10), (None, part), (None, 79)):
         asked = config.model_copy(update={"kv_memory": kv_memory})
-        with pytest.raises(ModelError, match=f"kv_memory is .*engines_per_device {engines}, with a standby"):
+        with pytest.raises(ModelError, match=rf"kv_memory is .* with {engines} engines per device \(standby"):
             kv_gib(asked, CUDA, LLAMA_8B, free(80 - held, held, 80))
     assert kv_gib(config, CPU, LLAMA_8B, lambda _: 1 // 0) == ON_A_CPU
     # Of what is free once K/V are allocated no more is the engine's than its part leaves: here nothing, and 20 GiB.
@@ -68,5 +68,5 @@ def test_what_long_contexts_share_out_is_counted() -> None:
 
 
 def test_a_full_card_says_so() -> None:
-    with pytest.raises(ModelError, match=r"nothing is left for keys and values"):
+    with pytest.raises(ModelError, match=r"none is left for keys and values"):
         kv_gib(EngineConfig(target="t", max_batch_size=64), CUDA, LLAMA_8B, free(1.5))

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from engine.attention import reference
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.batch import RaggedBatch
@@ -33,15 +33,15 @@ def check(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("kind", "extra", "reason"),
     [
-        ("bloom", {"n_layer": 2, "n_head": 4}, "layer 0 does not go through the attention interface"),
+        ("bloom", {"n_layer": 2, "n_head": 4}, "layer 0 does not use the attention interface"),
         ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}, "has no attribute"),
-        ("mamba", {"state_size": 4}, "has layers of type linear_attention; known are"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of type conv; known are"),
-        ("bert", {"num_key_value_heads": 4}, "others than those of a pass of its own"),
-        ("gemma3_text", {"head_dim": 8, "use_bidirectional_attention": True}, "others than those of a pass of its own"),
-        ("falcon", {"alibi": True}, "code of its own"),
-        ("doge", {}, "builds its own mask"),
-        ("recurrent_gemma", {}, "code of its own|linear_attention"),
+        ("mamba", {"state_size": 4}, "has layer_types linear_attention; supported:"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layer_types conv; supported:"),
+        ("bert", {"num_key_value_heads": 4}, "differ from those of a plain pass"),
+        ("gemma3_text", {"head_dim": 8, "use_bidirectional_attention": True}, "differ from those of a plain pass"),
+        ("falcon", {"alibi": True}, "does not use the attention interface"),
+        ("doge", {}, "passes its own attention mask"),
+        ("recurrent_gemma", {}, "attention interface|linear_attention"),
         ("xglm", {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}, "attention interface"),
     ],
 )  # fmt: skip
@@ -60,7 +60,7 @@ def test_a_window_that_only_the_mask_knows_is_refused() -> None:
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None
     model.config.sliding_window = 50  # beyond what the probe runs: only the numbers tell
-    with pytest.raises(ModelError, match="layer 1 should see 50 positions; it asked for None"):
+    with pytest.raises(ModelError, match="layer 1 should have a window of 50; it passed None"):
         check(model)
 
 
@@ -77,7 +77,7 @@ def test_rounding_hides_no_wrong_attention(family: str, dtype: torch.dtype) -> N
 
     faults: list[dict[str, Any]] = [{"scale": 1.0}, {"window": 3}, {"softcap": 1.0}]
     for fault in faults:
-        with pytest.raises(ModelError, match="others than those of a pass of its own"):
+        with pytest.raises(ModelError, match="differ from those of a plain pass"):
             check_ragged_contract(model, kv_layout(model.config, model.dtype), partial(wrong, fault))
 
 
@@ -96,7 +96,7 @@ def test_one_frequency_table_for_a_whole_batch_is_served_only_where_it_is_the_sa
     sizes = {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
     model = zoo.ours(zoo.with_large_weights(LlamaConfig(**TINY, **sizes, rope_parameters=rope)))
     assert assemble(EngineConfig(target="llama"), model).max_model_len == 32
-    with pytest.raises(ModelError, match="positions up to 32"):
+    with pytest.raises(ModelError, match="at most 32 positions"):
         assemble(EngineConfig(target="llama", max_model_len=64), model)
 
 

@@ -230,7 +230,7 @@ def test_a_tokenizer_that_cannot_serve_is_refused_at_load(vocab_size, eos, probl
 def test_a_decoder_without_bytes_is_refused_at_load():
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     tokenizer.decoder = decoders.Metaspace()
-    with pytest.raises(ModelError, match="its decoder is not of bytes"):
+    with pytest.raises(ModelError, match="requires a tokenizer with a byte-level"):
         GrammarCompiler(Codec(tokenizer), 2, [0])
 
 
@@ -319,11 +319,14 @@ HOSTILE = {
     ),
     "many nullables": (Guided(grammar="start: " + "[A] " * 3000 + "\nA: /a+/"), "Too many items"),
     "deep grammar": (Guided(grammar="start: " + "(" * 20000 + '"a"' + ")" * 20000), "too deeply nested"),
-    "endless": (Guided(grammar="start: start"), "the structure fails"),
-    "a special token in the midst": (Guided(grammar='start: <|endoftext|> "a"'), "no way on"),
+    "endless": (Guided(grammar="start: start"), "the grammar failed"),
+    "a special token in the midst": (Guided(grammar='start: <|endoftext|> "a"'), "no token is allowed"),
     "broken schema": (Guided(json_schema="{"), "Expecting property name"),
     "deep schema": (Guided(json_schema='{"items":' * 6000 + "true" + "}" * 6000), "recursion"),
-    "remote reference": (Guided(json_schema='{"$ref": "http://example.com/x"}'), "names no part of the schema"),
+    "remote reference": (
+        Guided(json_schema='{"$ref": "http://example.com/x"}'),
+        "does not refer to a part of the schema",
+    ),
     "unknown keyword": (Guided(json_schema='{"type": "array", "uniqueItems": true}'), "uniqueItems"),
     "no document": (
         Guided(json_schema='{"type": "integer", "minimum": 5, "maximum": 3}'),

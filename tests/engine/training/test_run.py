@@ -17,10 +17,9 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.params import SamplingParams
 from engine.proposers.heads.eagle import load_eagle
-from engine.training import loop
-from engine.training.recipe import Schedule, TextPlan
+from engine.training import trainer
 from engine.training.run import TrainingJob, train_draft
-from engine.training.store import RunFolder, WrittenText
+from engine.training.store import RunFolder, Schedule, TextPlan, WrittenText
 from engine.training.text import Writer, places_of
 from tests import zoo
 
@@ -35,7 +34,7 @@ class Interrupting:
     def __init__(self, after_texts: int | None = None, after_step: int | None = None, of: int = TEXT.texts) -> None:
         self.after_texts, self.after_step, self.of = after_texts, after_step, of
         self.texts: list[int] = []
-        self.reports: list[loop.TrainingStep] = []
+        self.reports: list[trainer.TrainingStep] = []
 
     def wrote(self, done: int, total: int, tokens: int) -> None:
         assert tokens > 0
@@ -44,7 +43,7 @@ class Interrupting:
         if done == self.after_texts:
             raise KeyboardInterrupt
 
-    def trained(self, report: loop.TrainingStep) -> None:
+    def trained(self, report: trainer.TrainingStep) -> None:
         assert not any(map(math.isnan, report.losses))
         self.reports.append(report)
         if report.step == self.after_step:
@@ -65,7 +64,7 @@ def job_in(target: Path, out: Path) -> TrainingJob:
 
 @pytest.fixture
 def job(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
-    monkeypatch.setattr(loop, "SAVE_EVERY", 2)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 2)
     return job_in(target, tmp_path / "head")
 
 
@@ -79,7 +78,7 @@ def whole(target: Path, told: Interrupting, tmp_path_factory: pytest.TempPathFac
     """One that was run to its end."""
     job = job_in(target, tmp_path_factory.mktemp("whole") / "head")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "SAVE_EVERY", 2)
+        patch.setattr(trainer, "SAVE_EVERY", 2)
         train_draft(job, told)
     return job
 
@@ -236,7 +235,7 @@ def test_a_served_head_keeps_as_many_drafts_as_it_was_measured_to(job: TrainingJ
 def test_it_writes_into_no_folder_of_something_else(job: TrainingJob) -> None:
     job.out.mkdir()
     (job.out / "model.safetensors").write_bytes(b"a head of somebody else")
-    with pytest.raises(ModelError, match="something else than a training run"):
+    with pytest.raises(ModelError, match="is not the folder of a training run"):
         train_draft(job, Interrupting())
     assert [path.name for path in job.out.iterdir()] == ["model.safetensors"]
 
@@ -255,7 +254,7 @@ def begun(target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingJob
 
 def test_it_continues_no_run_of_other_settings(begun: TrainingJob, tmp_path: Path) -> None:
     other = replace(begun, schedule=replace(SCHEDULE, steps=7))
-    with pytest.raises(ModelError, match=r"other settings: schedule\.steps 6 and not 7;"):
+    with pytest.raises(ModelError, match=r"other settings: schedule\.steps 6, not 7;"):
         train_draft(other, Interrupting())
     with pytest.raises(ModelError, match="other settings: prompts"):
         train_draft(replace(begun, opening=(3,)), Interrupting())
@@ -266,9 +265,9 @@ def test_it_continues_no_run_of_other_settings(begun: TrainingJob, tmp_path: Pat
 
 
 def test_two_runs_do_not_share_a_folder(begun: TrainingJob) -> None:
-    with RunFolder(begun.out, begun.settings()).alone(), pytest.raises(ModelError, match="another run goes on"):
+    with RunFolder(begun.out, begun.settings()).locked(), pytest.raises(ModelError, match="another run is using"):
         train_draft(begun, Interrupting())
-    with RunFolder(begun.out, begun.settings()).alone():
+    with RunFolder(begun.out, begun.settings()).locked():
         assert begun.out.exists()
 
 
@@ -282,10 +281,10 @@ def test_as_many_texts_are_written_as_are_asked_for(job: TrainingJob) -> None:
 
 
 def test_too_little_text_is_said(job: TrainingJob) -> None:
-    with pytest.raises(ModelError, match=r"wrote \d+ tokens; training needs at least 4000"):
+    with pytest.raises(ModelError, match=r"wrote \d+ tokens; training requires at least 4000"):
         train_draft(replace(job, schedule=replace(SCHEDULE, window=1000)), Interrupting())
     few = [(1, 2, 3)] * 9
-    with pytest.raises(ModelError, match="there are 9 prompts; at least 10 are needed"):
+    with pytest.raises(ModelError, match="there are 9 prompts; expected at least 10"):
         train_draft(replace(job, out=job.out.with_name("few"), prompts=few), Interrupting())
 
 

@@ -10,7 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.kv.rounded import SCALE_BYTES
+from engine.kv.arena import SCALE_BYTES
 from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import assemble

@@ -27,7 +27,7 @@ def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_reasons_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--no-load", "--max-model-len", "9999"]) == 1
     out = capsys.readouterr().out
-    assert out.endswith("It does not work:\n  - max_model_len is 9999; the models know positions up to 1024\n")
+    assert out.endswith("It does not work:\n  - max_model_len is 9999; the models support at most 1024 positions\n")
 
 
 def test_a_wrong_option_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

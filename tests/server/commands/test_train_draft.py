@@ -61,7 +61,7 @@ def test_a_stopped_run_goes_on(
     assert "step 3, loss" in said.err
     assert load_file(out / "model.safetensors")["fc.weight"].shape == (32, 96)
     assert cli.main([*arguments, "--seed", "1"]) == 2
-    assert "holds a run with other settings: schedule" in capsys.readouterr().err
+    assert "has a run with other settings: schedule" in capsys.readouterr().err
 
 
 def test_options_are_those_of_serve_and_some_more(tmp_path: Path) -> None:

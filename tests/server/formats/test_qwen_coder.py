@@ -170,7 +170,7 @@ def test_a_tool_that_declares_no_properties_takes_all():
         ({"anyOf": [{}, {}]}, "the schema of f has several lists of parameters"),
         ({"properties": {"a>b": {}}}, "a parameter named 'a>b'"),
         ({"properties": {"a": {"not": {}}}}, "not is not supported"),
-        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, r"\$ref .* names no part"),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, r"\$ref .* does not refer to a part"),
         (
             {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}},
             r"\$ref refers to itself",

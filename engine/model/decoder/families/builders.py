@@ -6,16 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.errors import ModelError
-from engine.model.decoder.architecture import (
-    Architecture,
-    AttentionLayer,
-    HeadNorm,
-    Layer,
-    Mixer,
-    NormForm,
-)
+from engine.model.decoder.architecture import Architecture, AttentionLayer, HeadNorm, Layer, Mixer, NormForm
 from engine.model.decoder.feed_forward import ACTIVATIONS, LEARNED, GatedFeed, PlainFeed
 from engine.model.decoder.rotary import RotaryTable
 
@@ -23,17 +16,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def refuse(condition: object, what: str) -> None:
-    """Leave a model to transformers where the condition holds.
-
-    Raises:
-        ModelError: `what` is not in the table.
-    """
+    """Leave a model to transformers where the condition holds: raise ModelError."""
     if condition:
         raise ModelError(f"{what} is not in the table of architectures")
 
 
 def grouped(config: Any, *, bias: bool | None = None, kv_heads: int | None = None, **more: Any) -> AttentionLayer:
-    """The attention of most families; `bias`: of all four matrices, default as the config says in Llama's words."""
+    """The attention of most families; `bias`: of all four matrices, default: as in Llama-like configs."""
     heads = config.num_attention_heads
     kv_heads = kv_heads or getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -97,7 +86,7 @@ def with_attention(made: Architecture, fields: Iterable[dict[str, Any]]) -> Arch
     """With other fields of each layer's attention; `window` is one of its spec."""
     layers = []
     for layer, changed in zip(made.layers, fields, strict=True):
-        assert isinstance(layer.mixer, AttentionLayer), "these layers attend"
+        assert isinstance(layer.mixer, AttentionLayer), "a layer without attention"
         spec = changed.pop("spec", layer.mixer.spec)
         spec = replace(spec, window=changed.pop("window", spec.window))
         layers.append(replace(layer, mixer=replace(layer.mixer, spec=spec, **changed)))
@@ -140,7 +129,7 @@ def with_bases(config: Any, made: Architecture) -> Architecture:
 
 
 def cohere(config: Any, inner: int | None = None) -> Architecture:
-    """Attention and feed-forward read the same normed row; `inner`: of the feed-forward, default as the config says."""
+    """Attention and feed-forward read the same normed row; `inner`: of the feed-forward, default as configured."""
     eps = getattr(config, "rms_norm_eps", None)
     form = NormForm(config.layer_norm_eps, centred=True) if eps is None else NormForm(eps)
     norm = HeadNorm(form, extent="heads") if getattr(config, "use_qk_norm", False) else None

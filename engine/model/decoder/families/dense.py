@@ -1,4 +1,4 @@
-"""Dense families that do not have Llama's words: learned positions, joined matrices, feed-forwards without a gate.
+"""Dense families that are not like Llama: learned positions, joined matrices, feed-forwards without a gate.
 
 Each function fills an `Architecture` from a config, as those of `table.py` do.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.model.decoder.architecture import Architecture, AttentionLayer, HeadNorm, LearnedPositions, NormForm
 from engine.model.decoder.families.builders import decoder, gated, grouped, plain, refuse, with_attention
 from engine.model.decoder.rotary import RotaryTable
@@ -66,7 +66,7 @@ def _openai_gpt(config: Any) -> Architecture:
 
 
 def _opt(config: Any) -> Architecture:
-    """Norms stand before each part, or after its sum; embeddings may be narrower than the layers."""
+    """Norms come before each part, or after its sum; embeddings may be narrower than the layers."""
     first, has_weights = config.do_layer_norm_before, config.layer_norm_elementwise_affine
     norm = _layer_norm(1e-5, has_weight=has_weights, has_bias=has_weights)
     mixer = _many_heads(config, bias=config.enable_bias, rotary=_still(config), out_name="out_proj")

@@ -1,7 +1,7 @@
-"""Configs of the families that most people hold, read without transformers, whose import takes seconds.
+"""Configs of the most used families, read without transformers, whose import takes seconds.
 
 The fields are those that transformers' classes have once they are made, with the defaults of a family. A config that
-lacks a number, or has one of another type, is left to transformers, which knows more variants and says what is wrong.
+lacks a number, or has one of another type, is left to transformers, which reads more variants and reports errors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ModelConfig(SimpleNamespace):
 
 
 def described_by(table: Mapping[str, Any], model_type: str | None = None) -> ModelConfig | None:
-    """The config that a table describes, as it stands in a `config.json`; None where transformers is to read it."""
+    """The config that a table describes, as in a `config.json`; None where transformers has to read it."""
     family = _FAMILIES.get(str(model_type or table.get("model_type")))
     if family is None or table.get("use_bidirectional_attention"):
         return None

@@ -1,4 +1,4 @@
-"""The Gemma families. As in `table.py`, what the table does not have gives None."""
+"""The Gemma families. See `table.py`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ from typing import Any
 
 import torch
 
-from engine.attention.spec import AttentionSpec
-from engine.model.decoder.architecture import (
-    FOUR_NORMS,
-    Architecture,
-    AttentionLayer,
-    HeadNorm,
-    Layer,
-    NormForm,
-)
+from engine.attention.reference import AttentionSpec
+from engine.model.decoder.architecture import FOUR_NORMS, Architecture, AttentionLayer, HeadNorm, Layer, NormForm
 from engine.model.decoder.experts import Router
 from engine.model.decoder.families.builders import (
     FULL,
@@ -90,7 +83,7 @@ def _vectors(config: Any, norm: NormForm, streams: int = 1) -> LayerVectors:
 
 
 def _gemma3n(config: Any) -> Architecture:
-    """Streams of hidden states; some layers keep the largest gates alone."""
+    """Streams of hidden states; some layers keep the largest gates only."""
     fits = not config.altup_active_idx and config.altup_correct_scale and config.hidden_size_per_layer_input
     refuse(not fits, "this altup_active_idx, altup_correct_scale or hidden_size_per_layer_input")
     norm, count = NormForm(config.rms_norm_eps), config.altup_num_inputs

@@ -1,4 +1,4 @@
-"""The families of the table that are mixtures of experts, or whose attention keeps latents (see `families.py`)."""
+"""The families of the table that are mixtures of experts, or whose attention keeps latents (see `table.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.model.decoder.architecture import NORMS_AFTER, Architecture, HeadNorm, Mixer, NormForm
 from engine.model.decoder.experts import Experts, Router
 from engine.model.decoder.families.builders import (
@@ -60,7 +60,7 @@ def mixture(
     layer: Any = None,
     **more: Any,
 ) -> Architecture:
-    """A model of experts in the layers that `is_sparse` says, default all; others have the usual feed-forward."""
+    """A model of experts in the layers of `is_sparse`, default all; others have the usual feed-forward."""
     bias = more.pop("bias", False)
     if is_sparse is None:
         return decoder(config, mixer, feed, layer, **more)
@@ -68,7 +68,7 @@ def mixture(
 
 
 def with_experts(made: Architecture, feed: Experts, is_sparse: Iterable[bool]) -> Architecture:
-    """With experts in the layers that `is_sparse` says."""
+    """With experts in the layers of `is_sparse`."""
     pairs = zip(made.layers, is_sparse, strict=True)
     return replace(made, layers=tuple(replace(each, feed=feed) if has else each for each, has in pairs))
 

@@ -1,4 +1,4 @@
-"""Further mixtures of experts: newer ones, and those that few people hold (see `table.py`)."""
+"""Further mixtures of experts: newer and less used ones (see `table.py`)."""
 
 from __future__ import annotations
 

@@ -11,14 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.errors import ModelError
-from engine.model.decoder.architecture import (
-    NORMS_AFTER,
-    Architecture,
-    HeadNorm,
-    NormForm,
-)
+from engine.model.decoder.architecture import NORMS_AFTER, Architecture, HeadNorm, NormForm
 from engine.model.decoder.families.builders import (
     after_rotation,
     cohere,
@@ -38,7 +33,6 @@ from engine.model.decoder.families.gemma import GEMMA
 from engine.model.decoder.families.hybrid import HYBRIDS
 from engine.model.decoder.families.mixtures import MIXTURES
 from engine.model.decoder.families.sparse import SPARSE
-from engine.model.decoder.families.states import STATES
 from engine.model.decoder.rotary import QueryGrowth, RotaryTable
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -54,7 +48,7 @@ def architecture_for(config: PreTrainedConfig) -> Architecture | None:
     try:
         return None if family is None else family(config)
     except (ModelError, AttributeError, KeyError, TypeError) as error:  # a scaling that only transformers may have, or
-        log.debug("%s is left to transformers: %r", config.model_type, error)  # a number that the config lacks
+        log.debug("%s runs in transformers: %r", config.model_type, error)  # a number that the config lacks
         return None
 
 
@@ -173,7 +167,7 @@ def _cohere2(config: Any) -> Architecture:
 
 
 def _cohere_compass(config: Any) -> Architecture:
-    """Cohere 2 that rotates halves; its kinds of layers say which have rotary positions."""
+    """Cohere 2 that rotates halves; its layer types determine which have rotary positions."""
     made = of_kinds(config, with_windows(config, cohere(config)))
     return with_attention(made, [{"interleaved": False} for _ in made.layers])
 
@@ -245,5 +239,4 @@ FAMILIES: dict[str, Callable[[Any], Architecture]] = (
     | HYBRIDS
     | MIXTURES
     | SPARSE
-    | STATES
 )

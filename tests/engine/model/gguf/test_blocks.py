@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from engine.errors import ModelError
 from engine.model.gguf.blocks import codes_of, dequantised, float_type, size_of_codes
 from engine.model.gguf.header import KINDS
-from engine.native.blocks import splits
+from engine.native.weights import splits
 
 ROWS, BLOCKS = 5, 3
 STEPS = {
@@ -110,5 +110,5 @@ def test_a_matrix_is_cut_into_parts_without_a_trace() -> None:
 def test_types_that_the_package_dequantises_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = next(kind for kind in KINDS.values() if kind.name == "IQ3_S")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelError, match=r"IQ3_S is read with the package gguf: pip install 'pilotfish\[gguf\]'"):
+    with pytest.raises(ModelError, match=r"IQ3_S requires the package gguf: pip install 'pilotfish\[gguf\]'"):
         dequantised(kind, torch.zeros(1, kind.size, dtype=torch.uint8))

@@ -25,7 +25,7 @@ from engine.model.adapters.peft import read_adapter
 from engine.model.checkpoint import check_whole, read_config
 from engine.model.gguf.container import Container
 from engine.proposers.heads.weights import load_checkpoint
-from engine.startup.doctor import check
+from engine.startup.check import check
 from engine.text.codec import Codec
 from models import embedded_target
 from server.commands import check as command
@@ -143,9 +143,9 @@ KEYS: Mapping[str, tuple[Mapping[str, bytes | None], str]] = {
     "no layers": ({"llama.block_count": number(4, 0)}, "llama.block_count is 0; expected 1 to 512"),
     "fewer layers": (
         {"llama.block_count": number(4, 1)},
-        "blk.1.attn_k.bias, for which a llama model of 1 layers has no place",
+        "unexpected tensor blk.1.attn_k.bias in a llama model of 1 layers",
     ),
-    "more layers": ({"llama.block_count": number(4, 3)}, "lacks 13 of its weights, model.layers.2."),
+    "more layers": ({"llama.block_count": number(4, 3)}, "is missing 13 weights, including model.layers.2."),
     "many layers": ({"llama.block_count": number(4, 1 << 20)}, "llama.block_count is 1048576; expected 1 to 512"),
     "no heads": ({"llama.attention.head_count": number(4, 0)}, "llama.attention.head_count is 0; expected 1 to"),
     "odd heads": ({"llama.attention.head_count": number(4, 3)}, "is 2; expected a divisor of 3 heads"),
@@ -153,7 +153,7 @@ KEYS: Mapping[str, tuple[Mapping[str, bytes | None], str]] = {
     "keys": ({"llama.attention.key_length": number(4, 7)}, "llama.attention.key_length is 7; expected"),
     "wide heads": (
         {"llama.attention.key_length": number(4, 420)},
-        "llama.attention.head_count is 4; expected what gives rows of at most 420 numbers",
+        "llama.attention.head_count is 4; expected a value that gives rows of at most 420",
     ),
     "values": ({"llama.attention.value_length": number(4, 8)}, "llama.attention.value_length is 8; expected 16"),
     "rotated": ({"llama.rope.dimension_count": number(4, 8)}, "llama.rope.dimension_count is 8; expected the size of"),
@@ -167,23 +167,26 @@ KEYS: Mapping[str, tuple[Mapping[str, bytes | None], str]] = {
         {"llama.attention.layer_norm_rms_epsilon": number(6, float("nan"))},
         "llama.attention.layer_norm_rms_epsilon is nan; expected a positive number",
     ),
-    "3 tokens": ({"tokenizer.ggml.tokens": texts(b"a", b"b", b"c")}, "has 3 texts; token_embd.weight has 420 rows"),
+    "3 tokens": ({"tokenizer.ggml.tokens": texts(b"a", b"b", b"c")}, "has 3 tokens; token_embd.weight has 420 rows"),
     "equal tokens": (hundred("a"), "tokenizer.ggml.tokens 0 and 419 are both 'a'"),
     "long token": (
         {"tokenizer.ggml.tokens": texts(b"a" * 400_000, *(b"%d" % i for i in range(419)))},
-        "tokenizer.ggml.tokens has 400000 bytes at 0; expected at most 512",
+        "tokenizer.ggml.tokens[0] has 400000 bytes; expected at most 512",
     ),
     "no such end": (
         {"tokenizer.ggml.eos_token_id": number(4, (1 << 32) - 1)},
-        "tokenizer.ggml.eos_token_id is 4294967295; expected one of 420 tokens",
+        "tokenizer.ggml.eos_token_id is 4294967295; expected a token id below 420",
     ),
-    "types": ({"tokenizer.ggml.token_type": array(5, 1, bytes(4))}, "420 tokens and types of 1, int32"),
+    "types": (
+        {"tokenizer.ggml.token_type": array(5, 1, bytes(4))},
+        "420 tokens; token types are 1 int32",
+    ),
     "scores": (
         {"tokenizer.ggml.scores": array(6, 420, struct.pack("<f", float("nan")) * 420)},
         "of which 0 are finite",
     ),
     "panic": ({"tokenizer.huggingface.json": text(PANICS)}, "cannot read the tokenizer of"),
-    "long name": ({"x" * 3_000_000: struct.pack("<I", 99)}, "is of the unknown type 99"),
+    "long name": ({"x" * 3_000_000: struct.pack("<I", 99)}, "has unknown type 99"),
     "escapes": ({"\x1b[2J\r\n": struct.pack("<I", 99)}, r"\x1b[2J"),
     "architecture": ({"general.architecture": text(b"\x1b]0;x\x07" * 99)}, r"\x1b]0;x\x07"),
 }
@@ -241,12 +244,12 @@ SPARSE: Mapping[str, tuple[bytes, int, int, str]] = {
     "ways to merge": (
         vocabulary(b"llama", *(b"%c" % letter * count for letter in range(97, 113) for count in range(1, 513)))
         + entry("tokenizer.ggml.scores", array(6, 8192, bytes(4 * 8192))),
-        3, 1 << 23, "expected at most 8 for each token",
+        3, 1 << 23, "expected at most 8 per token",
     ),
     "merges": (
         vocabulary(b"gpt2", b"a", b"b", b"ab", *(b"%0400d" % i for i in range(5_000)))
         + entry("tokenizer.ggml.pre", text(b"gpt-2")) + entry("tokenizer.ggml.merges", texts(*[b"a b"] * 2_000_000)),
-        4, 1 << 25, "has 2000000 merges or more; expected at most 8 for each token",
+        4, 1 << 25, "has 2000000 or more merges; expected at most 8 per token",
     ),
     "tokens that are found first": (
         vocabulary(b"gpt2", *(b"%014x" % (i * 7919**3) for i in range(1 << 17)))
@@ -301,10 +304,10 @@ def _table(path: Path, *tensors: tuple[str, tuple[int, ...], int]) -> Path:
 @pytest.mark.parametrize(
     ("tensors", "complaint"),
     [
-        ([("a", (8, 4), 0), ("b", (8, 4), 64)], "a ends after b starts"),
-        ([("a", (0, 1 << 60), 0)], r"a is of shape \[1152921504606846976, 0\]; expected sizes of 1 or more"),
-        ([("a\x1b[31m", (8,), 0), ("a\x1b[31m", (8,), 32)], r"two tensors of the name a\\x1b\[31m"),
-        ([("n" * 3_000_000, (1,) * 4, 1)], "is at byte 1 of the data; expected whole 32s"),
+        ([("a", (8, 4), 0), ("b", (8, 4), 64)], "a overlaps b"),
+        ([("a", (0, 1 << 60), 0)], r"a has shape \[1152921504606846976, 0\]; expected dimensions of 1 or more"),
+        ([("a\x1b[31m", (8,), 0), ("a\x1b[31m", (8,), 32)], r"duplicate tensor a\\x1b\[31m"),
+        ([("n" * 3_000_000, (1,) * 4, 1)], "is at offset 1; expected a multiple of 32"),
     ],
 )
 def test_a_table_of_tensors_that_contradicts_itself(tensors: list[Any], complaint: str, tmp_path: Path) -> None:
@@ -315,7 +318,7 @@ def test_a_table_of_tensors_that_contradicts_itself(tensors: list[Any], complain
 
 def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
     twice = entry("a", number(4, 1)) * 2
-    with pytest.raises(ModelError, match="has the key a twice"):
+    with pytest.raises(ModelError, match="duplicate key a"):
         Container.open(_sparse(tmp_path / "bad.gguf", twice, 2, 1000))
 
 
@@ -341,16 +344,16 @@ def folder_with(path: Path, key: str, value: object) -> Path:
 @pytest.mark.parametrize(
     ("key", "value", "complaint"),
     [
-        ("num_hidden_layers", 1 << 20, "num_hidden_layers of its config is 1048576; expected 1 to 512"),
-        ("num_hidden_layers", 0, "num_hidden_layers of its config is 0; expected 1 to 512"),
-        ("num_attention_heads", 0, "num_attention_heads of its config is 0; expected 1 to"),
+        ("num_hidden_layers", 1 << 20, "config field num_hidden_layers is 1048576; expected 1 to 512"),
+        ("num_hidden_layers", 0, "config field num_hidden_layers is 0; expected 1 to 512"),
+        ("num_attention_heads", 0, "config field num_attention_heads is 0; expected 1 to"),
         ("num_attention_heads", "x" * 1_000_000, "num_attention_heads"),
-        ("hidden_size", -1, "hidden_size of its config is -1; expected 1 to"),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": float("inf")}, "rope_theta of its config is inf"),
-        ("num_key_value_heads", 0, "num_key_value_heads of its config is 0; expected 1 to"),
-        ("max_position_embeddings", 1, "max_position_embeddings of its config is 1; expected 2 to"),
-        ("rms_norm_eps", float("nan"), "rms_norm_eps of its config is nan; expected a positive number"),
-        ("vocab_size", 1 << 40, "vocab_size of its config is 1099511627776; expected 1 to"),
+        ("hidden_size", -1, "config field hidden_size is -1; expected 1 to"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": float("inf")}, "config field rope_theta is inf"),
+        ("num_key_value_heads", 0, "config field num_key_value_heads is 0; expected 1 to"),
+        ("max_position_embeddings", 1, "config field max_position_embeddings is 1; expected 2 to"),
+        ("rms_norm_eps", float("nan"), "config field rms_norm_eps is nan; expected a positive number"),
+        ("vocab_size", 1 << 40, "config field vocab_size is 1099511627776; expected 1 to"),
         ("hidden_act", "\x1b[31m" * 99, "cannot load model"),
     ],
 )
@@ -363,7 +366,7 @@ def test_configs_of_folders_are_bounded_too(key: str, value: object, complaint: 
 def test_a_config_that_is_larger_than_its_files_is_refused_before_it_is_made(tmp_path: Path) -> None:
     with bounded("a large vocabulary"):
         told = problems(folder_with(tmp_path, "vocab_size", 1 << 26), load=True)
-    assert re.search(r"is of shape \[\d+, \d+\]; its config says \[67108864, \d+\]", told[0])
+    assert re.search(r"has shape \[\d+, \d+\]; its config says \[67108864, \d+\]", told[0])
 
 
 @pytest.mark.parametrize(
@@ -374,7 +377,7 @@ def test_files_of_folders_are_no_pipes_and_bounded(name: str, tmp_path: Path) ->
     path = folder_with(tmp_path, "torch_dtype", "float32") / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    assert problems(tmp_path) == [f"{path} is no regular file"]
+    assert problems(tmp_path) == [f"{path} is not a regular file"]
     path.unlink()
     path.write_bytes(PANICS)
     if name == "tokenizer.json":
@@ -390,7 +393,7 @@ def test_nor_are_those_of_adapters_and_heads(tmp_path: Path) -> None:
     reads = {"adapter_config.json": read_adapter, "config.json": lambda path: load_checkpoint(str(path), None)}
     for name, read in reads.items():
         os.mkfifo(tmp_path / name)
-        with pytest.raises(ModelError, match=f"{name} is no regular file"):
+        with pytest.raises(ModelError, match=f"{name} is not a regular file"):
             read(tmp_path)
 
 

@@ -96,11 +96,11 @@ def test_what_is_not_coded_stays() -> None:
 @pytest.mark.parametrize(
     ("scale", "told"),
     [
-        (lambda _: None, r"lacks x\.(weight_)?scale"),
+        (lambda _: None, r"has x\.\w+ but no x\.(weight_)?scale"),
         (lambda _: torch.ones(7, 5), r"x\.(weight|scales)"),
         (
             lambda old: old.float().mul(float("nan")).to(old.dtype),
-            "the scales of x.weight have a number that is not fin",
+            "the scales of x.weight have NaN or infinite val",
         ),
     ],
     ids=["missing", "of another shape", "not finite"],
@@ -119,7 +119,7 @@ def test_groups_of_unequal_sizes_are_refused() -> None:
     assert in_groups(torch.tensor([0, 0, 1, 1]), 2, "x") is None
     assert in_groups(torch.tensor([1, 0, 1, 0]), 2, "x").tolist() == [1, 3, 0, 2]
     for index in ([0, 0, 0, 1], [0, 0, 2, 2], [0, -1, 1, 1], [0, 0, 1, 1, 1]):
-        with pytest.raises(ModelError, match=r"x puts \d inputs into groups of unequal sizes; expected 2 equal ones"):
+        with pytest.raises(ModelError, match=r"x has groups of unequal sizes; expected 2 equal groups of \d inputs"):
             in_groups(torch.tensor(index), 2, "x")
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from engine.attention import paged, registry
-from engine.attention.spec import AttentionSpec
+from engine.attention.reference import AttentionSpec
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.batch import Feed, RaggedBatch

@@ -23,7 +23,7 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.decoder.decoder import DecoderModel
-from engine.model.tap import FINAL
+from engine.model.decoder.stack import FINAL
 from engine.native import multiplies
 from engine.proposers.heads import layers
 from engine.proposers.heads.base import HeadContext

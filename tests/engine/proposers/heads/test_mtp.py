@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.model.tap import FINAL
+from engine.model.decoder.stack import FINAL
 from engine.proposers.heads import load_heads
 from engine.proposers.heads.mtp import first_layer, load_mtp
 from engine.startup.build import build_engine
@@ -109,13 +109,13 @@ Z = torch.zeros
     ("said", "changed", "without", "family"),
     [
         (r"has no MTP layers among its tensors \(num_nextn_predict_layers .* is 1\)", {}, "layers.2.", "deepseek-v3"),
-        (r"lacks 1 of its weights, model\.hnorm\.weight among", {}, "layers.2.hnorm", "deepseek-v3"),
-        (r"lacks 1 of its weights, model\.norm\.weight among", {}, "layers.2.shared_head.norm", "deepseek-v3"),
-        (r"lacks 1 of its weights, model\.layers\.0\.mlp\.experts\.gate_up_proj", {}, "layers.2.mlp.experts.1.up",
+        (r"is missing 1 weights, including model\.hnorm\.weight", {}, "layers.2.hnorm", "deepseek-v3"),
+        (r"is missing 1 weights, including model\.norm\.weight", {}, "layers.2.shared_head.norm", "deepseek-v3"),
+        (r"is missing 1 weights, including model\.layers\.0\.mlp\.experts\.gate_up", {}, "layers.2.mlp.experts.1.up",
          "deepseek-v3"),
-        (r"eh_proj\.weight is of shape \[32, 32\]; its config says \[32, 64\]", {"layers.2.eh_proj": Z(32, 32)}, "",
+        (r"eh_proj\.weight has shape \[32, 32\]; its config says \[32, 64\]", {"layers.2.eh_proj": Z(32, 32)}, "",
          "deepseek-v3"),
-        (r"o_proj\.weight is of shape \[32, 8\]", {"layers.2.self_attn.o_proj": Z(32, 8)}, "", "deepseek-v3"),
+        (r"o_proj\.weight has shape \[32, 8\]", {"layers.2.self_attn.o_proj": Z(32, 8)}, "", "deepseek-v3"),
         (r"has model\.layers\.0\.extra\.weight in its MTP layer, which is not known", {"layers.2.extra": Z(2)}, "",
          "deepseek-v3"),
         (r"has model\.layers\.0\.other\.weight in its MTP layer", {"mtp.other": Z(2)}, "", "qwen-3.5"),

@@ -1,8 +1,10 @@
-"""Matrices of 4 bits times rows in 16 bits (W4A16), for CUDA: a quarter of the bytes of bfloat16 to read.
+"""Matmuls for CUDA: 8-bit floats (e4m3), and 4-bit weights with 16-bit rows (W4A16). No row depends on another.
 
-128 inputs of an output share a scale, and each weight is one of 16 levels at equal distances, -8 .. 7, without an
-offset, as in symmetric checkpoints of GPTQ or AWQ. Levels are exact in bfloat16, and a group's sum is scaled in
-float32. So the product is that of the dequantised matrix, without further rounding.
+fp8: weights have a scale per output, rows are rounded in each pass. It is for Hopper and later, by torch's own matmul.
+
+W4A16: 128 inputs of an output share a scale, and each weight is one of 16 evenly spaced levels, -8 .. 7, without an
+offset, as in symmetric GPTQ or AWQ checkpoints. Levels are exact in bfloat16 and a group's sum is scaled in float32, so
+the product is that of the dequantised matrix.
 """
 
 from __future__ import annotations
@@ -13,7 +15,44 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels import reference
-from engine.kernels.args import GROUP, TILE_OUTPUTS
+from engine.kernels.args import GROUP, TILE_OUTPUTS, Fp8Rows
+
+_STEP = 16  # sizes of matrices are multiples of this
+
+
+class Fp8Linear(nn.Module):
+    """Like `nn.Linear`, with bfloat16 input and output; the input may also be rounded already."""
+
+    types = (torch.bfloat16,)  # of rows
+    round_rows: Callable[[Tensor], Fp8Rows] = staticmethod(reference.round_rows)  # or a kernel that computes the same
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        rounded = reference.round_rows(linear.weight.detach())
+        self.weight = nn.Parameter(rounded.rows, requires_grad=False)
+        self.scale = nn.Parameter(rounded.scale.t().contiguous(), requires_grad=False)  # [1, out]
+        self.bias: nn.Parameter | None = linear.bias
+
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        given = x if isinstance(x, Fp8Rows) else self.round_rows(x)
+        out = torch._scaled_mm(  # noqa: SLF001
+            given.rows, self.weight.t(), scale_a=given.scale, scale_b=self.scale, out_dtype=given.dtype,
+            use_fast_accum=False,  # less exact than bfloat16, and no faster while decoding
+        )  # fmt: skip
+        out = out.view(*given.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+    @staticmethod
+    def fits(in_features: int, out_features: int) -> bool:
+        """Whether a matrix of these sizes can be multiplied in 8-bit floats."""
+        return not in_features % _STEP and not out_features % _STEP
+
+    @staticmethod
+    def num_bytes(in_features: int, out_features: int) -> int:
+        return in_features * out_features + 4 * out_features
+
 
 Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]  # `kernels.w4.w4_matmul`, or its reference
 _CHUNK = 512  # outputs that are rounded at once
@@ -81,5 +120,4 @@ class W4Linear(nn.Module):
 
     @staticmethod
     def num_bytes(in_features: int, out_features: int) -> int:
-        """Bytes of a matrix and its scales."""
         return in_features * out_features // 2 + 2 * in_features // GROUP * out_features

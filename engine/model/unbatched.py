@@ -1,8 +1,8 @@
 """Runs a model's own code for one sequence at a time, where that code cannot run a ragged batch.
 
 Attention is then transformers' own, with the model's own masks and positions. What a sequence has been fed is in our
-arena all the same, so rollback remains an integer, and the prefix cache, chunks and preemption need to know nothing of
-this. There are two ways, which the layout of the arena tells apart:
+arena all the same, so rollback remains an integer, and the prefix cache, chunks and preemption work as for
+others. There are two ways, which differ in the layout of the arena:
 
 - *Keys and values.* The model is given a cache that reads and writes rows of the arena.
 - *Tokens.* A model without such a cache (it keeps a state in an object of its own, or transformers feeds it its whole
@@ -28,7 +28,7 @@ _NOTHING: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer that keep
 # Of an arena that keeps the tokens of each sequence and nothing else, in float32, which holds all ids below 2**24.
 TOKENS = KVLayout((LayerKV(heads=1, key_dim=1, value_dim=1, is_latent=True),), torch.float32)
 _CACHE_NAMES = ("cache", "past_key_values")  # the second is its name before transformers 5.2x
-_NO_CACHE = "transformers has no cache of keys and values for it"
+_NO_CACHE = "its transformers class has no key/value cache"
 _PROBE = 2  # tokens of the pass that records the shapes of keys and values
 
 
@@ -107,7 +107,6 @@ class ArenaLayer(CacheLayerMixin):
         return stored[self._rows[: self._length]].transpose(0, 1)[None].contiguous()
 
     def get_seq_length(self) -> int:
-        """Positions that are written."""
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -119,7 +118,7 @@ class ArenaLayer(CacheLayerMixin):
         return -1
 
 
-class OneByOneRunner:
+class UnbatchedRunner:
     """One transformers model with its arena, fed one sequence after another; its interface is `runner.Runner`."""
 
     def __init__(self, model: PreTrainedModel, arena: KVArena) -> None:
@@ -132,9 +131,9 @@ class OneByOneRunner:
     @torch.inference_mode()
     def forward(self, feeds: Seq[Feed]) -> Tensor:
         """Run all `feeds`, each in a pass of its own; float32 logits `[R, vocab]`, R = sum of `num_logits`."""
-        return torch.cat([self._alone(feed) for feed in feeds])
+        return torch.cat([self._one(feed) for feed in feeds])
 
-    def _alone(self, feed: Feed) -> Tensor:
+    def _one(self, feed: Feed) -> Tensor:
         page, rest = self.arena.page_size, range(feed.kv_len)
         rows = torch.tensor([feed.page_table[p // page] * page + p % page for p in rest], device=self.device)
         ids = torch.tensor(feed.tokens, device=self.device)
@@ -163,7 +162,7 @@ class OneByOneRunner:
 
 @torch.inference_mode()
 def plain_logits(model: PreTrainedModel, tokens: Seq[int]) -> Tensor:
-    """Logits of a text alone, by the model's own code without a cache: `[len(tokens), vocab]`.
+    """Logits of one text, by the model's own code without a cache: `[len(tokens), vocab]`.
 
     Positions are counted from 0, as `generate` does: RoBERTa and its kin would count on from their pad token.
     """
@@ -174,6 +173,6 @@ def plain_logits(model: PreTrainedModel, tokens: Seq[int]) -> Tensor:
     logits: Tensor = output.logits[0]
     if logits.ndim != 2:
         raise ModelError(
-            f"{type(model).__name__} has logits of shape {list(output.logits.shape)}: not one row per token"
+            f"{type(model).__name__} returned logits of shape {list(output.logits.shape)}; expected one row per token"
         )
     return logits.float()

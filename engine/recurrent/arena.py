@@ -65,9 +65,9 @@ class SequenceScan(NamedTuple):
             snapshot, reached - span.base,
         )  # fmt: skip
         in_place = scan.write == scan.read
-        assert scan.settled > scan.replayed or not scan.settled, "a row of a log is settled, but no new one"
-        assert scan.settled or in_place, "rows are appended to a log that begins elsewhere"
-        assert not scan.settled or not scan.replayed or not in_place, "a log is written while it is read"
+        assert scan.settled > scan.replayed or not scan.settled, "a log row is settled, but no new row"
+        assert scan.settled or in_place, "rows are appended to another slot's log"
+        assert not scan.settled or not scan.replayed or not in_place, "a log is read and written in one pass"
         return scan
 
     @property
@@ -105,7 +105,7 @@ class ScanPlan:
         scans = []
         for i, (span, stop) in enumerate(zip(spans, batch.kv_lens, strict=True)):
             rows = range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
-            assert stop - span.settled <= log_rows, "more tokens than the log holds may be taken back"
+            assert stop - span.settled <= log_rows, "more tokens can be rolled back than the log holds"
             scans.append(SequenceScan.of(span, rows, stop - len(rows)))
         return cls(tuple(scans), torch.tensor(scans, dtype=torch.int64).view(len(scans), -1))
 
@@ -137,7 +137,7 @@ class PassStates:
 
     def slots(self, part: StatePart) -> PartSlots:
         """The slots of the part whose turn it is."""
-        assert part == self._arena.parts[self._number], "a pass came to the parts of the state in another order"
+        assert part == self._arena.parts[self._number], "state parts are read in another order"
         states, log = self._arena.tensors[self._number]
         self._number += 1
         return PartSlots(states, log, self._plan)
@@ -157,5 +157,4 @@ class StateArena:
         return cls(parts, num_slots, log_rows, device) if parts else None
 
     def during(self, batch: RaggedBatch) -> PassStates:
-        """The states of a pass."""
         return PassStates(ScanPlan.of(batch, self.log_rows), self)

@@ -1,7 +1,6 @@
-"""The doctor checks whether this machine can run this pair, how, and if not, why.
+"""`pilotfish check`: whether this machine can run a pair of models, how, and if not, why.
 
-It reads configs first and loads weights only if asked. It returns a report and prints nothing. An error while reading
-becomes a problem in the report, never a traceback.
+Configs are read first; weights are loaded only if asked. Errors become problems of the report, which is returned.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ if TYPE_CHECKING:  # its import takes seconds
 
     from engine.model.published.base import Codes
 
-_TOLD = (PilotfishError, ValueError, RuntimeError, OSError, MemoryError)  # whose texts are for people
+_READABLE = (PilotfishError, ValueError, RuntimeError, OSError, MemoryError)  # their texts explain the problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class DoctorReport:
+class CheckReport:
     """What was found, in order; `problems` are reasons why the pair cannot be served."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -70,7 +69,6 @@ class DoctorReport:
 
     @property
     def works(self) -> bool:
-        """Whether the pair can be served."""
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,7 +122,7 @@ class Facts:
             from engine.model.fallback import kv_layout, on_meta
 
             described = checkpoint.read_config(name, revision, of_transformers=True)
-            with checkpoint.told_as_model_error(name):
+            with checkpoint.as_model_error(name):
                 model = on_meta(without_quantisation(described))
             layout, class_name = kv_layout(described, held.dtype), type(model).__name__
             weight_bytes = sum(weight.numel() for weight in model.parameters()) * held.dtype.itemsize
@@ -139,7 +137,7 @@ class Facts:
                 codes = {key: found for key, found in codes.items() if held.keeps_codes and found.num_bytes}
             on_cuda = device.type == "cuda"
             weight_bytes = shapes.num_bytes(runs_in.share, held.dtype, held.weights, codes, on_cuda=on_cuda)
-        with checkpoint.told_as_model_error(name):
+        with checkpoint.as_model_error(name):
             generation = checkpoint.read_end_tokens(name, revision)
             ends = checkpoint.end_tokens_of(described, generation)
             has_chat_template = checkpoint.has_chat_template(name, revision)
@@ -167,9 +165,9 @@ class Facts:
         yield "context", f"{known.limit} tokens ({known.reason})"
         tokens = f", {len(self.vocabulary.ids)} tokens" if self.codec else ""
         yield "vocabulary", f"{self.vocabulary.width} logits{tokens}"
-        yield "tokenizer", "present" if self.codec else "none: takes and gives token ids alone"
+        yield "tokenizer", "present" if self.codec else "none: token ids only"
         yield "chat template", "present" if self.has_chat_template else "none"
-        yield "end tokens", self.ends() or "none: outputs end by length alone"
+        yield "end tokens", self.ends() or "none: outputs end by length only"
 
     def ends(self) -> str:
         """The end tokens, with their names where there is a tokenizer: `2 </s>`."""
@@ -177,11 +175,11 @@ class Facts:
         return one_line(", ".join(f"{i} {names(i)}" if names else str(i) for i in sorted(self.end_tokens)))
 
 
-def check(config: EngineConfig, *, load: bool = True) -> DoctorReport:
+def check(config: EngineConfig, *, load: bool = True) -> CheckReport:
     """Check the machine, each checkpoint and how they fit together, and then, with `load`, whether they run."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the report contains what it would warn of
-    report = DoctorReport()
-    with problems_told(report):
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the report has its warnings
+    report = CheckReport()
+    with collected_problems(report):
         for name, value in environment(config):
             report.findings.append(Finding("environment", name, value))
     target = _read(report, "target", config.target, config.revision, config.weights, config)
@@ -234,51 +232,51 @@ def _free_memory() -> int:
 
 
 @contextmanager
-def problems_told(report: DoctorReport) -> Iterator[None]:
+def collected_problems(report: CheckReport) -> Iterator[None]:
     """Turn any error inside the block into a problem of the report."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # whatever a stranger's checkpoint makes a library raise
-        problem = one_line(str(error) if isinstance(error, _TOLD) and str(error) else repr(error))
+    except Exception as error:  # noqa: BLE001  # whatever an invalid checkpoint makes a library raise
+        problem = one_line(str(error) if isinstance(error, _READABLE) and str(error) else repr(error))
         if problem not in report.problems:  # one cause may make several lines fail
             report.problems.append(problem)
 
 
 def _read(
-    report: DoctorReport, section: str, name: str, revision: str | None, weights: Weights, config: EngineConfig,
+    report: CheckReport, section: str, name: str, revision: str | None, weights: Weights, config: EngineConfig,
 ) -> Facts | None:  # fmt: skip
     report.findings.append(Finding(section, "name", name + (f" at {revision}" if revision else "")))
     facts: Facts | None = None
-    with problems_told(report):
+    with collected_problems(report):
         facts = Facts.read(name, revision, weights, config)
         report.findings += [Finding(section, *line) for line in facts.lines()]
     return facts
 
 
-def _check_pair(report: DoctorReport, config: EngineConfig, target: Facts, draft: Facts | None) -> None:
+def _check_pair(report: CheckReport, config: EngineConfig, target: Facts, draft: Facts | None) -> None:
     models = [target] if draft is None else [target, draft]
 
-    def tell(name: str, say: Callable[[], str]) -> None:
-        with problems_told(report):
-            report.findings.append(Finding("pair", name, say()))
+    def add(name: str, value: Callable[[], str]) -> None:
+        with collected_problems(report):
+            report.findings.append(Finding("pair", name, value()))
 
     if draft is not None:
-        tell("vocabulary", lambda: _vocabularies(target, draft))
-        tell("end tokens", lambda: _ends(target, draft))
-    tell("proposer", lambda: _proposer(config))
-    tell("rule", lambda: str(config.verification))
+        add("vocabulary", lambda: _vocabularies(target, draft))
+        add("end tokens", lambda: _ends(target, draft))
+    add("proposer", lambda: _proposer(config))
+    add("rule", lambda: str(config.verification))
     if config.tensor_parallel_size > 1:
-        tell("shares", lambda: _shares(config, target))
-    tell("context", lambda: f"{max_model_len(config, [model.config for model in models])} tokens")
-    tell("K/V pages", lambda: _pages(config, models))
-    tell("weights", lambda: _weights(models))
+        add("shares", lambda: _shares(config, target))
+    add("context", lambda: f"{max_model_len(config, [model.config for model in models])} tokens")
+    add("K/V pages", lambda: _pages(config, models))
+    add("weights", lambda: _weights(models))
 
 
 def _vocabularies(target: Facts, draft: Facts) -> str:
     ours, theirs = target.vocabulary, draft.vocabulary
     found = VocabMap.between(ours, theirs)
     if found is None:
-        return "the same" if ours.ids and theirs.ids else "of one size, taken to be the same: two tokenizers would tell"
+        return "the same" if ours.ids and theirs.ids else "of one size, assumed to be the same (a tokenizer is missing)"
     if ours.ids == theirs.ids:
         return f"the same tokens, logits padded to {ours.width} and {theirs.width}"
     return f"mapped: {found.num_shared} of the target's {found.num_tokens} tokens shared"
@@ -333,11 +331,13 @@ def _weights(models: list[Facts]) -> str:
     return _size(wanted) + (f", more than the {_size(free)} that are free" if wanted > free else "")
 
 
-def _check_load(report: DoctorReport, config: EngineConfig) -> None:
-    with problems_told(report):
+def _check_load(report: CheckReport, config: EngineConfig) -> None:
+    with collected_problems(report):
         start = perf_counter()
         warm.load(config, calibrates=False)
-        report.findings.append(Finding("load", "probe", f"passed; loaded and ran in {perf_counter() - start:.1f} s"))
+        report.findings.append(
+            Finding("load", "self-test", f"passed; loaded and ran in {perf_counter() - start:.1f} s")
+        )
 
 
 def _size(num_bytes: int) -> str:

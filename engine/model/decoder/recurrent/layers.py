@@ -8,13 +8,11 @@ from typing import Any, Literal
 import torch
 
 from engine.kv.arena import LayerKV
-from engine.model.decoder.architecture import (
-    AttentionLayer,
-    NormForm,
-    StateMixer,
-)
+from engine.model.decoder.architecture import AttentionLayer, NormForm, StateMixer
+from engine.model.decoder.feed_forward import GatedFeed
 from engine.model.decoder.rotary import RotaryTable
-from engine.recurrent.states import StatePart
+from engine.model.decoder.weights import SHARED
+from engine.recurrent.arena import StatePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,6 @@ class ConvLayer(StateMixer):
     conv: Convolution
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return (self.conv.state(dtype),)
 
 
@@ -83,7 +80,6 @@ class DeltaLayer(StateMixer):
 
     @property
     def decays(self) -> int:
-        """Of a row."""
         return self.heads * (self.key_dim if self.by_channel else 1)
 
     @property
@@ -94,7 +90,6 @@ class DeltaLayer(StateMixer):
 
     @property
     def rule(self) -> StatePart:
-        """The state of the rule."""
         logged = sum(self.sizes) + self.decays
         return StatePart((self.heads, self.key_dim, self.value_dim), logged, torch.float32)
 
@@ -125,7 +120,6 @@ class DeltaLayer(StateMixer):
         return ("o_norm", "o_proj") if self.kind == "apart" else ("norm", "out_proj")
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return self.conv.state(dtype), self.rule
 
 
@@ -174,7 +168,6 @@ class Mamba2Layer(StateMixer):
 
     @property
     def rule(self) -> StatePart:
-        """The state of the rule."""
         logged = self.groups * self.size + self.inner + self.heads
         return StatePart((self.heads, self.size, self.head_dim), logged, torch.float32)
 
@@ -184,7 +177,6 @@ class Mamba2Layer(StateMixer):
         return self.inner, self.inner, self.groups * self.size, self.groups * self.size, self.heads
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return self.conv.state(dtype), self.rule
 
 
@@ -215,7 +207,6 @@ class Mamba1Layer(StateMixer):
 
     @property
     def conv(self) -> Convolution:
-        """That of inputs."""
         return Convolution(self.inner, self.kernel, self.conv_bias)
 
     @property
@@ -235,7 +226,6 @@ class Mamba1Layer(StateMixer):
         return {} if self.norm is None else sizes
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return self.conv.state(dtype), *[self.rule] * (self.heads or 1)
 
 
@@ -249,16 +239,13 @@ class BesideLayer(StateMixer):
 
     @property
     def kv(self) -> LayerKV:
-        """See `StateMixer`."""
         return self.attention.kv
 
     @property
     def rotary(self) -> RotaryTable:
-        """See `StateMixer`."""
         return self.attention.rotary
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return self.mamba.state(dtype)
 
 
@@ -269,5 +256,55 @@ class FeedLayer(StateMixer):
     feed: Any
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """See `StateMixer`."""
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlock:
+    """feed(norm(attention(norm([x, embeddings])))), shared by several layers (Zamba, arXiv 2405.16712).
+
+    Attributes:
+        number: of the block.
+        attention: reads both halves.
+        feed: of the block.
+        norm: form of all norms.
+        ranks: of what each layer adds to the matrices of attention and of the feed-forward (arXiv 2411.15242); 0 for
+            nothing.
+    """
+
+    number: int
+    attention: AttentionLayer
+    feed: GatedFeed
+    norm: NormForm
+    ranks: tuple[int, int] = (0, 0)
+
+    @property
+    def path(self) -> str:
+        return f"{SHARED}{self.number}."
+
+    def added(self, layer: int) -> tuple[dict[str, int], dict[str, int]]:
+        """What a layer adds to attention and to the feed-forward: names of pairs of matrices, with their outputs."""
+        parts = {f"linear_{part}_adapter_list": size for part, size in zip("qkv", self.attention.sizes, strict=True)}
+        both = parts, {"gate_up_proj_adapter_list": 2 * self.feed.inner}
+        first, second = ({f"{name}.{layer}": size for name, size in each.items()} for each in both)
+        return first, second
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLayer(StateMixer):
+    """mamba(norm(x + linear(block([x, embeddings])))); `number`: which of such layers it is."""
+
+    block: SharedBlock
+    mamba: Mamba1Layer | Mamba2Layer
+    number: int
+
+    @property
+    def kv(self) -> LayerKV:
+        return self.block.attention.kv
+
+    @property
+    def rotary(self) -> RotaryTable:
+        return self.block.attention.rotary
+
+    def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
+        return self.mamba.state(dtype)

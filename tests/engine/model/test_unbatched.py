@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
-from engine.model.one_by_one import TOKENS, OneByOneRunner, cache_layout, plain_logits, use_own_attention
+from engine.model.unbatched import TOKENS, UnbatchedRunner, cache_layout, plain_logits, use_own_attention
 from tests import zoo
 from tests.classes import tiny
 
@@ -19,8 +19,8 @@ OTHER = TEXT[::-1]
 MINE, OTHERS = (6, 0, 3, 1), (2, 7, 5, 4)  # pages of 8
 
 
-def runner_of(model: PreTrainedModel, layout: KVLayout | None) -> OneByOneRunner:
-    return OneByOneRunner(model, KVArena(layout, num_pages=8, page_size=8, device=model.device))
+def runner_of(model: PreTrainedModel, layout: KVLayout | None) -> UnbatchedRunner:
+    return UnbatchedRunner(model, KVArena(layout, num_pages=8, page_size=8, device=model.device))
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
@@ -51,7 +51,7 @@ def test_chunks_drafts_and_batch_mates_change_nothing(kind: str, keeps: str) -> 
 
 @pytest.mark.parametrize("kind", ["openai-gpt", "mamba", "deepseek_v32"])
 def test_what_is_no_keys_and_values_by_position_has_no_layout(kind: str) -> None:
-    with pytest.raises(ModelError, match="has no cache of keys and values"):
+    with pytest.raises(ModelError, match="has no key/value cache"):
         cache_layout(model_of(kind))
 
 

@@ -1,4 +1,4 @@
-"""The doctor: what it says of sound pairs, and that what is wrong comes as reasons, never as a traceback."""
+"""`pilotfish check`: its report on valid pairs; errors are reported as problems, never as a traceback."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from engine.model.linear.grouped import kernel_name
 from engine.model.quantize import save_quantised
 from engine.native import instructions, multiplies
 from engine.native.compiled import Loaded
-from engine.startup.doctor import DoctorReport, check
+from engine.startup.check import CheckReport, check
 from models import embedded_draft, embedded_target
 from tests import zoo
 from tests.respell import shuffled
 
 
-def doctor(target: object, draft: object = None, *, load: bool = False, **config: object) -> DoctorReport:
+def doctor(target: object, draft: object = None, *, load: bool = False, **config: object) -> CheckReport:
     settings = {"target": str(target), "draft": None if draft is None else str(draft), "threads": 1}
     return check(EngineConfig(**settings | config), load=load)
 
 
-def line(report: DoctorReport, section: str, name: str) -> str:
+def line(report: CheckReport, section: str, name: str) -> str:
     return report.as_dict()[section][name]
 
 
@@ -47,7 +47,7 @@ def test_the_embedded_pair_works() -> None:
     assert line(report, "target", "end tokens") == "0 <|endoftext|>"
     assert line(report, "pair", "vocabulary") == "the same"
     assert line(report, "pair", "proposer") == "auto, up to 8 drafts (auto)"
-    assert line(report, "load", "probe").startswith("passed")
+    assert line(report, "load", "self-test").startswith("passed")
     assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
 
 
@@ -59,7 +59,7 @@ def test_a_target_in_shares() -> None:
     [problem] = doctor(embedded_target(), tensor_parallel_size=4).problems
     assert "does not divide num_key_value_heads" in problem
     [problem] = doctor(embedded_target(), tensor_parallel_size=2, load=True).problems
-    assert "tensor_parallel_size is 2, and WORLD_SIZE, the number of processes, is 1" in problem
+    assert "tensor_parallel_size is 2, but WORLD_SIZE (number of processes) is 1" in problem
 
 
 def test_it_says_which_type_each_model_is_held_in_and_why(tmp_path: Path) -> None:
@@ -68,15 +68,15 @@ def test_it_says_which_type_each_model_is_held_in_and_why(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     report = doctor(embedded_target(), tmp_path)
     can = multiplies(torch.bfloat16)
-    own = "bfloat16: the checkpoint's own" if can else "float32: our C multiplies no bfloat16 here"
+    own = "bfloat16: the checkpoint's own" if can else "float32: the C kernels do not support bfloat16 here"
     assert line(report, "target", "type").startswith(own)
     assert line(report, "target", "K/V") == f"{5120 if can else 10240} bytes per token"
     assert line(report, "draft", "type") == "float32: the checkpoint's own"
     assert line(report, "draft", "weights").endswith("MiB in float32")
     asked = doctor(embedded_target(), tmp_path, dtype="bfloat16")
-    assert {line(asked, model, "type") for model in ("target", "draft")} == {"bfloat16: as asked for"}
+    assert {line(asked, model, "type") for model in ("target", "draft")} == {"bfloat16: configured"}
     [problem] = doctor(embedded_target(), dtype="float16").problems
-    assert "which is for cuda" in problem
+    assert "which requires cuda" in problem
 
 
 def test_eight_billion_weights_take_sixteen_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_eight_billion_weights_take_sixteen_gigabytes(tmp_path: Path, monkeypatc
     left = [float(line(report, "pair", "K/V pages").split("kv_memory is ")[1].split()[0]) for report in (own, wide)]
     assert left[0] > left[1] + 14, "what the weights do not take is for K/V"
     [problem] = doctor(tmp_path, dtype="float32", kv_memory=20, engines_per_device=2).problems
-    assert "kv_memory is 20 GiB, and engines_per_device 2, with a standby" in problem
+    assert "kv_memory is 20 GiB with 2 engines per device (standby" in problem
 
 
 def test_without_a_draft_the_prompt_drafts_and_weights_are_not_read_unless_asked(tmp_path: Path) -> None:
@@ -112,11 +112,11 @@ def test_without_a_draft_the_prompt_drafts_and_weights_are_not_read_unless_asked
     assert line(report, "pair", "proposer").startswith("ngram")
     assert not {"draft", "load"} & set(report.as_dict())
     [problem] = doctor(folder, load=True).problems
-    assert "model.safetensors is cut short" in problem
+    assert "model.safetensors is truncated" in problem
 
 
 def test_it_says_why_the_context_ends(phi3: Path, tmp_path: Path) -> None:
-    assert "another table beyond 32 tokens" in line(doctor(phi3), "target", "context")
+    assert "a second table beyond 32 tokens" in line(doctor(phi3), "target", "context")
     model = zoo.with_large_weights(zoo.family_config("llama"))
     model.config.rope_parameters = {
         "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64,
@@ -132,7 +132,7 @@ def test_a_draft_of_another_vocabulary(phi3: Path, tmp_path: Path) -> None:
     assert line(report, "pair", "vocabulary") == "mapped: 1748 of the target's 2047 tokens shared"
     [problem] = doctor(embedded_target(), phi3).problems
     assert "needs a tokenizer.json" in problem
-    assert line(doctor(phi3, phi3), "pair", "vocabulary").startswith("of one size, taken to be the same")
+    assert line(doctor(phi3, phi3), "pair", "vocabulary").startswith("of one size, assumed to be the same")
 
 
 def test_end_tokens_that_differ_are_told(phi3: Path) -> None:
@@ -159,7 +159,7 @@ def test_settings_that_cannot_work(config: dict[str, object], reason: str, monke
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere"])
 def test_no_such_folder(name: str) -> None:
-    assert doctor(name).problems == [f"cannot load model {name!r}: there is no such folder"]
+    assert doctor(name).problems == [f"cannot load model {name!r}: no such folder"]
     assert len(doctor(name, name + "2").problems) == 2
 
 
@@ -191,13 +191,13 @@ def test_it_says_what_runs_each_model_and_imports_transformers_for_its_modules_a
     )  # fmt: skip
     assert told.stdout.splitlines() == [
         "True decoder (llama) decoder (llama) False",
-        "False decoder (llama) transformers' module: this falcon is not in the table of architectures True",
+        "False decoder (llama) transformers' module: this falcon model is not in the table of architectures True",
     ], told.stderr
 
 
 def test_it_says_by_which_instructions_our_c_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     told = line(doctor(embedded_target()), "environment", "kernels")
     assert told == instructions()
-    monkeypatch.setattr("engine.native.compiled.loaded", lambda: Loaded(None, problems=("none were built",)))
+    monkeypatch.setattr("engine.native.compiled.loaded", lambda: Loaded(None, problems=("no libraries",)))
     told = line(doctor(embedded_target()), "environment", "kernels")
-    assert told.startswith("torch's, several times slower: our C is not loaded (none were built); to mend: reinstall")
+    assert told.startswith("torch (several times slower): C kernels not loaded (no libraries); fix: reinstall")

@@ -1,4 +1,4 @@
-"""Training of a head on texts with the target's hidden states: batches, loss, optimisers, and a state to go on from.
+"""Training of a head on texts with the target's hidden states: batches, loss, optimisers, and checkpoints.
 
 The data of a step depends only on the step and the seed, so a run that was stopped ends with the same bytes as one that
 was not, on one machine and with one number of threads.
@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.training.eagle3 import NUM_PLACES, TrainedEagle3
-from engine.training.recipe import Schedule
-from engine.training.store import RunFolder, TargetParts, WrittenText
+from engine.training.store import RunFolder, Schedule, TargetParts, WrittenText
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +124,7 @@ class HeadTrainer:
     def __init__(
         self, head: TrainedEagle3, parts: TargetParts, schedule: Schedule, folder: RunFolder, device: torch.device
     ) -> None:
-        """Continue the run in `folder`, or begin it.
-
-        Raises:
-            ModelError: its state is not whole.
-        """
+        """Continue the run in `folder`, or start it. Raises ModelError if its state cannot be read."""
         self.head, self.schedule, self._folder, self._device = head.to(device), schedule, folder, device
         kept = self.head.kept
         self._logits = parts.logits
@@ -169,11 +164,11 @@ class HeadTrainer:
         hidden, features = rows.split([NUM_PLACES * width, width], -1)
         with torch.autocast(self._device.type, torch.bfloat16):
             with torch.no_grad():
-                law = self._logits(features, self._output).log_softmax(-1)
+                target = self._logits(features, self._output).log_softmax(-1)
                 embedded = self._embedding[tokens[:, 1:]]
             found = []
             for j, logits in enumerate(self.head.unroll(hidden, embedded, unroll), start=1):
-                wanted, known = law[:, j:], is_true[:, j:]
+                wanted, known = target[:, j:], is_true[:, j:]
                 got = logits[:, : wanted.shape[1]].float().log_softmax(-1)
                 away = F.kl_div(got, wanted, reduction="none", log_target=True).sum(-1)
                 found.append((away * known).sum() / known.sum().clamp(min=1))

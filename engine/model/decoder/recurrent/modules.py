@@ -1,8 +1,8 @@
-"""Mixers that keep a state: what `hybrids.py` describes, over the slots of a ragged batch."""
+"""The modules of mixers that keep a state (`layers.py`), over the state slots of a ragged batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,22 +11,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.attention.registry import Ragged
-from engine.model.decoder.attention import GroupedAttention, join
+from engine.model.decoder.attention import GroupedAttention, Joined, join
+from engine.model.decoder.feed_forward import GatedMLP
 from engine.model.decoder.norms import RMSNorm, norm_of
-from engine.model.decoder.states.layers import (
+from engine.model.decoder.recurrent.layers import (
     BesideLayer,
     ConvLayer,
     Convolution,
     DeltaLayer,
     Mamba1Layer,
     Mamba2Layer,
+    SharedLayer,
 )
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear.activations import ELEMENTWISE
 from engine.recurrent import native as rules
+from engine.recurrent.arena import PassStates
 from engine.recurrent.rules import softplus
-from engine.recurrent.states import PassStates
 
+_SHARED_NORMS = ("input_layernorm", "pre_ff_layernorm")
 Rotary = tuple[Tensor, Tensor]  # cos and sin; states do not turn
 
 
@@ -247,9 +250,60 @@ class Beside(nn.Module):
         return first * of_mamba + second * of_attention
 
 
+class Shared(nn.Module):
+    """See `SharedLayer`: the matrices of the block are those of other layers too."""
+
+    def __init__(self, layer: SharedLayer, number: int, width: int, weights: WeightReader) -> None:
+        super().__init__()
+        self.layer_idx, block, own = number, layer.block, weights.below("mamba_decoder.")
+        self.linear = weights.matrix({"linear": width}, width, has_bias=False)
+        self.norm = norm_of(block.norm, own, "input_layernorm", width)
+        kind = Mamba1 if isinstance(layer.mamba, Mamba1Layer) else Mamba2
+        self.mamba: nn.Module = kind(layer.mamba, number, width, own.below("mamba."))  # type: ignore[arg-type]
+        shared = weights.at(block.path)
+        attention, feed = shared.below("self_attn."), shared.below("feed_forward.")
+        self.self_attn = GroupedAttention(block.attention, number, width, attention)
+        self.feed_forward = GatedMLP(block.feed, width, feed)
+        for name, size in zip(_SHARED_NORMS, (2 * width, width), strict=True):
+            setattr(self, name, norm_of(block.norm, shared, name, size))
+        (of_attention, of_feed), (rank, rank_of_feed) = block.added(layer.number), block.ranks
+        if rank:
+            joined: Joined = cast("Any", self.self_attn).q_proj.joined
+            joined.matmul = LowRank(joined.matmul, attention, of_attention, 2 * width, rank)
+        if rank_of_feed:
+            self.feed_forward.gate_up_proj = LowRank(self.feed_forward.gate_up_proj, feed, of_feed, width, rank_of_feed)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+        """`[1, T, width]` -> `[1, T, width]`."""
+        assert ragged.embedded is not None, "the pass has no embeddings"
+        first, second = map(self.get_submodule, _SHARED_NORMS)
+        mixed = self.self_attn(first(torch.cat([x, ragged.embedded], -1)), rotary, ragged)
+        read = self.norm(x + self.linear(self.feed_forward(second(mixed))))
+        return cast("Tensor", self.mamba(read, rotary, ragged))
+
+
+class LowRank(nn.Module):
+    """The product of a shared matrix, and what a layer adds: products of narrow rows (arXiv 2106.09685)."""
+
+    def __init__(self, inner: nn.Module, weights: WeightReader, sizes: dict[str, int], inputs: int, rank: int) -> None:
+        """`sizes`: outputs of each pair of matrices, by its name."""
+        super().__init__()
+        self.inner, self.rank = inner, rank
+        self.down = weights.matrix({f"{name}.0": rank for name in sizes}, inputs, has_bias=False)
+        self.ups = nn.ModuleList(
+            weights.matrix({f"{name}.1": size}, rank, has_bias=False) for name, size in sizes.items()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[1, T, inputs]` -> `[1, T, outputs]`."""
+        narrow: Iterable[Tensor] = self.down(x).split(self.rank, -1)
+        added = [up(part.contiguous()) for up, part in zip(self.ups, narrow, strict=True)]
+        return cast("Tensor", self.inner(x) + torch.cat(added, -1))
+
+
 def states_of(ragged: Ragged) -> PassStates:
     """The states of a pass."""
-    assert isinstance(ragged.states, PassStates), "the runner of a model with states has an arena of them"
+    assert isinstance(ragged.states, PassStates), "a model with states requires a state arena"
     return ragged.states
 
 

@@ -1,4 +1,4 @@
-"""Chooses the loop for a config: rounds on the device where they can run, else plain steps. The log says why."""
+"""Chooses the loop: rounds on the device where they can run, else plain steps, with the reason in the log."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def rounds_for(
         ModelError: rounds were asked for and cannot run.
     """
     if config.tensor_parallel_size > 1:
-        log.info("loop: plain, as the target is in shares")
+        log.info("loop: plain (rounds do not support tensor parallelism)")
         return None
     if config.loop == "plain" or (isinstance(target, ModelRunner) and not wants_rounds(config, target.device)):
-        log.info("loop: plain, %s", "as asked for" if config.loop == "plain" else "on a CPU")
+        log.info("loop: plain (%s)", "configured" if config.loop == "plain" else "the default on a CPU")
         return None
     try:
         return _rounds(config, target, draft, longest, drafts_for, ops)
     except ModelError as error:
         if config.loop == "rounds":
             raise
-        log.info("loop: plain, because %s", error)
+        log.info("loop: plain (%s)", error)
         return None
 
 
@@ -62,10 +62,10 @@ def _rounds(
 ) -> RoundLoop:  # fmt: skip
     """Build rounds; a ModelError gives the reason why they cannot run."""
     if not isinstance(target, ModelRunner):
-        raise ModelError("no rounds: its passes have one sequence each")
+        raise ModelError("loop=rounds requires ragged batches; this model runs one sequence at a time")
     why_not, device = _why_not(config, target, draft), target.device
     if why_not is not None:
-        raise ModelError(f"no rounds: {why_not}")
+        raise ModelError(f"loop=rounds is not supported: {why_not}")
     rounds = RoundLoop(
         _fed(target), None if draft is None else _fed(draft), ops or ops_on(device), num_slots=config.max_batch_size,
         longest=longest, most_drafts=config.num_draft_tokens if draft is not None else 0, vocab=target.vocab_size,
@@ -75,8 +75,8 @@ def _rounds(
     try:
         rounds.try_out()
     except _refusals() as error:
-        raise ModelError(f"no rounds: a round of this model fails: {error}") from error
-    log.info("loop on %s: rounds, drafts for proposers %s", device.type, ", ".join(sorted(drafts_for)) or "none")
+        raise ModelError(f"loop=rounds failed its first round: {error}") from error
+    log.info("loop: rounds on %s; proposers: %s", device.type, ", ".join(sorted(drafts_for)) or "none")
     return rounds
 
 
@@ -99,19 +99,19 @@ def _why_not(config: EngineConfig, target: ModelRunner, draft: ModelRunner | Non
     if is_gpu and not has_triton():
         return "Triton is not installed"
     if is_gpu and config.attention not in ("auto", "triton"):
-        return f"attention is {config.attention}, and lengths are on the device, where only our kernel reads them"
+        return f"attention is {config.attention}; rounds require triton"
     if config.reproducible:
-        return "its matmuls have a shape of their own (reproducible)"
+        return "reproducible is set"
     if longrope_border(target.model.config) is not None:
-        return "the model has two rotary tables"
+        return "the model has two rotary tables (longrope)"
     if is_batch_invariant(target.model):
-        return "its weights are packed for a CPU"
+        return "the weights are packed for CPU kernels"
     if not all(paged.reads(*runner.arena.k, *runner.arena.v) for runner in (target, draft) if runner is not None):
-        return "keys and values in int8 are of a width that is no multiple of 4"
+        return "the width of int8 keys and values is not a multiple of 4"
     if any(runner.states is not None for runner in (target, draft) if runner is not None):
-        return "layers keep a state"
+        return "the model has recurrent layers"
     if any(runner.arena.layout.heads is None for runner in (target, draft) if runner is not None):
-        return "layers have several numbers of K/V heads"
+        return "layers differ in their number of K/V heads"
     return None
 
 
