@@ -303,7 +303,7 @@ class Engine:
         )
         return TokenEvent(request_id=sequence.request_id, index=sequence.index, finished=finished)
 
-    # ----------------------------------------------------------------------------------------- idle, warm-up, recovery
+    # ----------------------------------------------------------------------------------------- idle, warm-up
 
     @property
     def loop(self) -> str:
@@ -345,13 +345,6 @@ class Engine:
         """Within it the engine serves nobody: control learns costs, and nothing else that requests could notice."""
         with self.control.practising(), self.round_control.practising(), self.scheduler.apart():
             yield
-
-    def recover(self) -> None:
-        """After a step that raised: end every request, then run a self-test. Raises if the engine still fails."""
-        self.finish_all(FinishReason.ERROR)
-        self.check_invariants()
-        with self.practising():
-            self.warm_up()
 
     def recall(self) -> bool:
         """Load what an earlier process learned about this pair here; save from now on. False if there is nothing."""

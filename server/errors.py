@@ -73,9 +73,5 @@ class EngineKilled(EngineCrashed):
     """Unexpected: the engine's process was ended by a SIGKILL that this server did not send."""
 
 
-class EngineGone(PilotfishError):
-    """Unexpected: the engine failed and cannot restart in this process. A new server process is needed."""
-
-
 class RequestFailed(PilotfishError):
     """Unexpected: an internal fault ended this request; other requests go on."""

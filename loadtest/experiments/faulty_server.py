@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -26,11 +26,11 @@ from engine.text.codec import Codec
 from server.admission import answers
 from server.app import App
 from server.config import ServerConfig
-from server.model import EngineView, ModelText, Progress, ServedModel
+from server.model import Progress, ServedModel
 from server.streams import stream
 from server.telemetry import logs
 from server.worker import engine_process
-from server.worker.remote import EngineProgram
+from server.worker.remote import EngineProgram, RemoteEngine
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -115,16 +115,16 @@ def run_engine() -> None:
     engine_process.main(load)
 
 
-def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
-    """Load the model as the server does, then make its engine faulty."""
-    model = ServedModel.load(config, progress, is_successor=is_successor)
-    engine = cast("Engine", model.engine)  # a model that is loaded here is in this process
+def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> engine_process.LoadedEngine:
+    """Load the engine as the server does, then make it faulty."""
+    loaded = engine_process.load_engine(config, progress, is_successor=is_successor)
+    engine = loaded.engine
     replace(target_pass.TargetPass, "_pass", _in_target)
     replace(target_pass, "verify_rows", _not_a_number)
     for proposer in engine.proposers.by_name.values():
         replace(proposer, "propose", _in_draft)
     replace(engine, "rest", partial(_after_a_check, engine))
-    return model
+    return loaded
 
 
 def _after_a_check(engine: Engine, rest: Any) -> Any:
@@ -135,12 +135,12 @@ def _after_a_check(engine: Engine, rest: Any) -> Any:
     return checked
 
 
-def around(engine: EngineView, config: EngineConfig, device: str, text: ModelText) -> ServedModel:
+def around(*parts: Any) -> ServedModel:
     """What the front-end process needs, made faulty."""
     replace(Codec, "encode", _in_tokenizer)
     replace(stream.OutputStream, "push", _in_text)
     replace(answers, "stream_responses", _in_answers)
-    return ServedModel.around(engine, config, device, text)
+    return ServedModel.around(*parts)
 
 
 def census(app: App) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def main() -> int:
     """Serve, as `pilotfish serve` does with the same options."""
     config = ServerConfig.load(sys.argv[1:])
     logs.configure(config.log_format)
-    app = App(config, on_ready=_listen, program=EngineProgram(ENGINE, around))
+    app = App(config, RemoteEngine(config, EngineProgram(ENGINE, around)), on_ready=_listen)
     return uvloop.run(app.run())
 
 

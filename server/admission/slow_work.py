@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
@@ -24,10 +23,7 @@ from operator import itemgetter
 from typing import TypeVar, TypeVarTuple
 
 from engine import heap
-from engine.params import Guided
-from engine.types import Grammar
 from server.errors import DeadlinePassed, QueueFull
-from server.model import CompileGrammar
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
@@ -54,12 +50,13 @@ _turn: ContextVar[InputTurn] = ContextVar("turn")
 class SlowWork:
     """A thread for work that holds the lock, two for the encoding of middle and of long texts, and the turn.
 
-    And a few threads that compile structures, so that a slow one delays neither the event loop nor a step.
+    And the places of structures that are being compiled, in the order of their arrival.
     """
 
-    def __init__(self, compile_threads: int = 2, max_pending: int = MAX_PENDING) -> None:
-        self._compilers = ThreadPoolExecutor(compile_threads, thread_name_prefix="grammar")
-        self._max_pending, self._room = max_pending, threading.BoundedSemaphore(max_pending)
+    def __init__(self, max_compiling: int = 2, max_pending: int = MAX_PENDING) -> None:
+        self._places, self._max_pending = asyncio.Semaphore(max_compiling), max_pending
+        self._num_waiting = 0  # structures
+        self._compiling: set[asyncio.Future[None]] = set()
         self._locking, self._middle, self._long = _Lane("slow-work"), _Lane("encode"), _Lane("encode-long")
         self._large_turn = asyncio.Lock()
         self._is_trim_due = False
@@ -112,8 +109,8 @@ class SlowWork:
         finally:
             self._trim_later()  # a tokenizer needs two hundred bytes for each byte of a text
 
-    async def compile(self, compiler: CompileGrammar, guided: Guided, remaining: float = math.inf) -> Grammar:
-        """Compile a structure within `remaining` seconds.
+    async def compile(self, compile_one: Callable[[], Awaitable[None]], remaining: float = math.inf) -> None:
+        """Let the engine's process compile a structure, and wait for that for at most `remaining` seconds.
 
         After this time, or if the caller is cancelled, a compilation that has not started does not start any more.
 
@@ -122,19 +119,37 @@ class SlowWork:
             DeadlinePassed: the compilation took longer than `remaining` seconds.
             QueueFull: too many structures wait already.
         """
-        if not self._room.acquire(blocking=False):
+        if self._num_waiting + len(self._compiling) >= self._max_pending:
             problem = f"{self._max_pending} structures wait to be compiled"
             raise QueueFull(problem, bound="grammars", retry_seconds=RETRY_SECONDS)
-        future = self._compilers.submit(compiler, guided)
-        future.add_done_callback(lambda _: self._room.release())  # when it has compiled, not when its caller ends
         try:
             async with asyncio.timeout(None if remaining == math.inf else remaining):
-                return await asyncio.wrap_future(future)
+                await self._place()
+                compiling = asyncio.ensure_future(compile_one())
+                self._compiling.add(compiling)
+                compiling.add_done_callback(self._compiled)
+                await asyncio.shield(compiling)
         except TimeoutError:
             raise DeadlinePassed("the deadline passed before the structure was compiled") from None
 
+    async def _place(self) -> None:
+        self._num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self._num_waiting -= 1
+
+    def _compiled(self, compiling: asyncio.Future[None]) -> None:
+        """Free the place of a structure: when it is compiled, not when its caller leaves."""
+        self._compiling.remove(compiling)
+        self._places.release()
+        if not compiling.cancelled():
+            compiling.exception()  # whose caller may have gone
+
     def close(self) -> None:
-        for threads in (self._locking.thread, self._middle.thread, self._long.thread, self._compilers):
+        for compiling in self._compiling:
+            compiling.cancel()
+        for threads in (self._locking.thread, self._middle.thread, self._long.thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -9,32 +9,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TypeAlias
+from typing import TypeVar
 
 from msgspec import structs
 
 from engine.config import EngineConfig
-from engine.errors import ModelError
+from engine.errors import InvalidRequest, ModelError, Unsupported
+from engine.params import Guided
 from engine.request.intake import Intake
 from engine.startup.calibration_text import TEXT
 from engine.stats import EngineLoad
 from engine.types import Adapter, FinishReason, Request, TokenEvent
-from server.config import LogFormat
-from server.errors import EngineCrashed, EngineHung, Unavailable
-from server.model import EngineView, ModelText, Progress, ServedModel
+from server.config import ServerConfig
+from server.errors import EngineCrashed, EngineHung, RequestFailed, Unavailable
+from server.model import CompileGrammar, EngineView, ModelText, Progress, ServedModel
 from server.worker import wire
 from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
-from server.worker.host import LocalHost
 from server.worker.worker import Standby, Worker
 
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS, _BEATS_PER_HANG = 1.0, 4  # most seconds between an engine's messages; several before it is given up
 _LOADS = 4  # how much longer than the first engine another one may take to load: others may run beside it
+_T = TypeVar("_T")
 _FULL = EngineLoad(num_running=0, num_waiting=0, free_pages=0, spare_pages=0)
 
 
@@ -47,7 +48,7 @@ class EngineProgram:
     """
 
     source: str = ENGINE
-    around: Callable[[EngineView, EngineConfig, str, ModelText], ServedModel] = ServedModel.around
+    around: Callable[[EngineView, CompileGrammar, EngineConfig, str, ModelText], ServedModel] = ServedModel.around
     ahead: tuple[str, ...] = AHEAD
     read: Callable[[EngineConfig], ModelText] = ModelText.read
 
@@ -63,22 +64,20 @@ class _RemoteRequest:
 
 
 class RemoteEngine:
-    """A host whose engine runs in another process, and the last known state of that engine."""
+    """An engine in another process, to which the driver sends orders, and the last known state of that engine.
 
-    is_hung = False  # a hung process can be killed
+    With the option `standby` a second engine is loaded, and takes over when the first is lost. Where K/V events are
+    published, outputs contain the changes of the prefix cache.
+    """
 
     def __init__(
-        self, config: EngineConfig, program: EngineProgram, hang_seconds: float, log_format: LogFormat = "text",
-        forks: ForkServer | None = None, *, standby: bool = False, watches_cache: bool = False,
-    ) -> None:  # fmt: skip
-        """`forks` runs already and forks `program`; without it, `start` starts a fork server.
-
-        With `standby` a second engine is loaded, and takes over when the first is lost. With `watches_cache` outputs
-        contain the changes of the prefix cache.
-        """
-        self.config = config
-        self._program, self._hang_seconds, self._log_format = program, hang_seconds, log_format
-        self._forks, self._has_standby, self._watches_cache = forks, standby, watches_cache
+        self, config: ServerConfig, program: EngineProgram | None = None, forks: ForkServer | None = None
+    ) -> None:
+        """`forks` runs already and forks `program`; without it, `start` starts a fork server."""
+        self.config = config.engine()
+        self._program, self._forks, self._has_standby = program or EngineProgram(), forks, config.standby
+        self._hang_seconds, self._log_format = config.hang_seconds, config.log_format
+        self._watches_cache = config.kv_events_endpoint is not None
         self._worker: Worker | None = None
         self._standby: Standby | None = None
         self._text: wire.CalibrationText | None = None  # None: the first engine is being loaded
@@ -86,12 +85,15 @@ class RemoteEngine:
         self._orders = count(1)
         self._live: dict[str, _RemoteRequest] = {}  # by the caller's id
         self.adapters: dict[str, Adapter] = {}  # that every engine has to have, as the first one found them
-        self._folders = dict(config.adapter)  # of each of them
+        self._folders = dict(self.config.adapter)  # of each of them
 
     # ---------------------------------------------------------------------------------- start and end of the process
 
     async def start(self, progress: Progress) -> ServedModel:
-        """Start the process, read the tokenizer and the like in this one, and wait until both are ready."""
+        """Start the process, read the tokenizer and the like in this one, and wait until both are ready.
+
+        Raises ModelError if the models cannot be served; may be cancelled.
+        """
         started = time.monotonic()
         reading = asyncio.ensure_future(asyncio.to_thread(self._program.read, self.config))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed load is told first
@@ -104,7 +106,7 @@ class RemoteEngine:
         tokens = () if text.codec is None else await asyncio.to_thread(text.codec.encode, TEXT)
         self._text = wire.CalibrationText(tuple(token for token in tokens if token < facts.limits.vocab_size))
         worker.send(self._text)
-        return await asyncio.to_thread(self._program.around, self, self.config, facts.device, text)
+        return await asyncio.to_thread(self._program.around, self, self.compile, self.config, facts.device, text)
 
     async def restart(self) -> None:
         """Put another process in place of the lost one: the standby if it is loaded, else a new one."""
@@ -152,10 +154,10 @@ class RemoteEngine:
                 order = wire.LoadAdapter(next(self._orders), name, self._folders[name], adapter.fingerprint)
                 worker.load_adapter(order).add_done_callback(partial(self._brought, adapter))
 
-    def _brought(self, adapter: Adapter, loading: asyncio.Future[str]) -> None:
+    def _brought(self, adapter: Adapter, loading: asyncio.Future[wire.AdapterAnswer]) -> None:
         """Drop an adapter whose files are not there any more, or have changed: its requests fail one by one."""
-        if not loading.cancelled() and isinstance(loading.exception(), ModelError):
-            logger.error("an adapter is lost: %s", loading.exception())
+        if not loading.cancelled() and loading.exception() is None and (problem := loading.result().problem):
+            logger.error("an adapter is lost: %s", problem)
             if self.adapters.get(adapter.name) is adapter:
                 del self.adapters[adapter.name], self._folders[adapter.name]
 
@@ -194,7 +196,10 @@ class RemoteEngine:
     # -------------------------------------------------------------------------------------------- messages from it
 
     async def turn(self, wake: asyncio.Event) -> wire.StepReport | None:
-        """Return the oldest unread output; None if only `wake` was set, so that the driver can send orders."""
+        """Return the oldest unread output; None if only `wake` was set, so that the driver can send orders.
+
+        Raises why the engine was lost, if it was: then call `restart`.
+        """
         worker = self._current
         worker.wake = wake.set
         if not worker.outputs and worker.loss is None:
@@ -230,36 +235,58 @@ class RemoteEngine:
     # -------------------------------------------------------------------------------------------------- orders to it
 
     def add(self, request: Request) -> None:
-        """As `LocalHost.add`. Raises wire.Unsayable for a request that does not fit into a message."""
+        """Add a checked request before the next step. Raises wire.Unsayable if it does not fit into a message."""
         order = next(self._orders)
         name = f"{request.request_id}#{order}"  # a caller may use an id again before the engine has ended its request
-        # A compiled structure cannot be sent. The request also contains its source.
-        self._current.send(wire.Add(order, replace(request, request_id=name, grammar=None)))
+        self._current.send(wire.Add(order, replace(request, request_id=name)))
         pages = -(-request.num_tokens // self.page_size)
         self._live[request.request_id] = _RemoteRequest(name, order, len(request.unfinished), pages)
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
+        """End a request, or one output of it, as `Engine.finish` does; a later turn returns the terminal events."""
         live = self._live.get(request_id)
         if live is not None:
             self._current.send(wire.Finish(next(self._orders), live.name, reason, index, keep))
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
+        """End a request whose reader is gone; no later turn returns an event of it."""
         live = self._live.pop(request_id, None)
         if live is not None:
             self._current.send(wire.Finish(next(self._orders), live.name, reason, is_dropped=True))
 
+    async def compile(self, guided: Guided, received: Sequence[tuple[int, ...]] = ()) -> None:
+        """Let the engine's process compile a structure, and check that it allows the tokens `received` of each output.
+
+        No step waits for that. Raises InvalidRequest, Unsupported, or Unavailable if the engine is lost.
+        """
+        order = wire.Compile(next(self._orders), guided, tuple(received))
+        compiled = await self._answer(lambda worker: worker.compile(order), "compiled a structure")
+        if compiled.violations:
+            raise InvalidRequest(compiled.violations)
+        if compiled.unsupported is not None:
+            raise Unsupported(compiled.unsupported)
+        if compiled.is_fault:
+            raise RequestFailed("the structure could not be compiled")
+
     async def load_adapter(self, name: str, folder: str) -> str:
+        """Load an adapter between two steps; return its fingerprint. Raises ModelError, or Unavailable."""
+        order = wire.LoadAdapter(next(self._orders), name, folder)
+        loaded = await self._answer(lambda worker: worker.load_adapter(order), f"loaded adapter {name!r}")
+        if loaded.problem is not None:
+            raise ModelError(loaded.problem)
+        self.adapters[name], self._folders[name] = Adapter(name, 0, loaded.fingerprint), folder
+        return loaded.fingerprint
+
+    async def _answer(self, ask: Callable[[Worker], asyncio.Future[_T]], what: str) -> _T:
         if self._worker is None or self._worker.loss is not None:
             raise Unavailable("ENGINE_RESTARTING", "the engine failed and is being restarted")
         try:
-            fingerprint = await self._worker.load_adapter(wire.LoadAdapter(next(self._orders), name, folder))
+            return await ask(self._worker)
         except (EngineCrashed, EngineHung, wire.WireError) as loss:
-            raise Unavailable("ENGINE_RESTARTING", f"the engine failed while it loaded adapter {name!r}") from loss
-        self.adapters[name], self._folders[name] = Adapter(name, 0, fingerprint), folder
-        return fingerprint
+            raise Unavailable("ENGINE_RESTARTING", f"the engine failed while it {what}") from loss
 
     def unload_adapter(self, name: str) -> None:
-        """As in `LocalHost`; a lost engine needs no order."""
+        """Forget an adapter, which no request uses any more; a lost engine needs no order."""
         del self.adapters[name], self._folders[name]
         if self._worker is not None and self._worker.loss is None:
             self._worker.send(wire.UnloadAdapter(next(self._orders), name))
@@ -287,9 +314,6 @@ class RemoteEngine:
         unseen = [live for live in self._live.values() if live.order > seen]
         sequences = load.num_running + load.num_waiting + sum(live.num_sequences for live in unseen)
         return sequences < self.config.max_batch_size and load.spare_pages > sum(live.num_pages for live in unseen)
-
-
-Host: TypeAlias = LocalHost | RemoteEngine  # an engine and the thread or process that runs it
 
 
 def _log(stage: str) -> None:

@@ -12,7 +12,6 @@ from engine import target_pass
 from engine.text.codec import Codec
 from engine.text.matcher import MatcherState
 from server.grpc import messages
-from server.model import ServedModel
 from server.streams import stream
 from server.worker import engine_process
 from server.worker.remote import EngineProgram
@@ -105,10 +104,10 @@ def faulty_engine() -> None:
     """The program of an engine's process with all its faults."""
 
     def load(config, progress, *, is_successor=False):
-        model = ServedModel.load(config, progress)
+        loaded = engine_process.load_engine(config, progress, is_successor=is_successor)
         for fault in IN_ENGINE:
-            fault(model.engine, pytest.MonkeyPatch())
-        return model
+            fault(loaded.engine, pytest.MonkeyPatch())
+        return loaded
 
     engine_process.main(load)
 
@@ -116,7 +115,7 @@ def faulty_engine() -> None:
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"])
 async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch):
     """And no number of them stops the server."""
-    where = {"program": EngineProgram(APART), "engine_process": True} if apart else {}
+    where = {"program": EngineProgram(APART)} if apart else {}
     settings = {"max_model_len": 256, "speculation": "fixed", "proposer": "model"}
     async with serving_embedded(**where, **settings) as server, grpc_client(server) as connection:
         engine = server.app.driver.model.engine

@@ -93,7 +93,6 @@ class FakeEngine:
         self.poison: set[int] = set()
         self.poisoned = {0}
         self.fault: Exception | None = None  # raised by the next step
-        self.is_broken = False  # the fault does not go away
         self.gate = threading.Event()  # a step waits for it
         self.gate.set()
         self.steps = 0
@@ -115,8 +114,6 @@ class FakeEngine:
 
     def recover(self) -> None:
         self._live.clear()
-        if self.is_broken:
-            raise self.fault
         self.fault = None
 
     @property

@@ -6,12 +6,15 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from engine.errors import ModelError
 from engine.kv.pages import CacheChange
+from engine.text import guided
 from server.worker import engine_process
-from tests.server.fake_engine import FakeEngine, served
+from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
+from tests.server.fake_engine import EOS, FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 
 PROGRAM = "from tests.server.worker.fake_child import main; main()"
@@ -79,10 +82,11 @@ class CacheTelling(AccidentProne):
 
 
 def load(config, progress, *, is_successor=False):
-    """Like `ServedModel.load`. A model `none` there is not; where the target is a file, the first successor hangs.
+    """Load a fake. A model `none` there is not; where the target is a file, the first successor hangs.
 
     Where it is a folder, each load is killed that finds a number in it, which it takes away; with `text` in it, it is
-    waited for that the front ends have read theirs. `broken` cannot be loaded.
+    waited for that the front ends have read theirs; with `compiled` in it, structures are compiled as usual and
+    counted. `broken` cannot be loaded.
     """
     if config.target == "none":
         raise ModelError("no such model")
@@ -103,7 +107,23 @@ def load(config, progress, *, is_successor=False):
     for name, folder in config.adapter.items():
         engine.adapters.load(name, Path(folder))
     engine.poison = {99}
-    return served(engine, compile_grammar=FakeCompiler())
+    compiled = Path(config.target) / "compiled"
+    return engine_process.LoadedEngine(
+        engine, "cpu", partial(counting, compiled) if compiled.exists() else FakeCompiler
+    )
+
+
+def counting(compiled):
+    """The usual compiler, which writes the regex of each structure that it compiles into a file."""
+    compile_one = guided._compile
+
+    def counted(vocabulary, structure):
+        with compiled.open("a") as file:
+            file.write(f"{structure.regex}\n")
+        return compile_one(vocabulary, structure)
+
+    guided._compile = counted
+    return guided.GrammarCompiler(CODEC, VOCAB_SIZE, [EOS])
 
 
 def main() -> None:
