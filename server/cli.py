@@ -221,7 +221,7 @@ def banner(app: App) -> list[tuple[str, str]]:
         ("model", model.name),
         ("drafts", f"{model.draft_name or model.engine.default_proposer} ({drafts})"),
         ("K/V", f"{engine.total_pages} pages" + (f", {config.kv_memory:g} GiB at most" if config.kv_memory else "")),
-        ("loop", engine.loop),
+        ("loop", engine.facts.loop),
         (
             "device",
             f"{model.device}, {engine.dtype}" + ("" if config.weights == "native" else f", {config.weights} weights"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.facts import WithFacts
 from engine.model.bounded import find_file
 from engine.model.gguf.container import open_gguf
 from engine.params import Guided, SpeculationSettings
@@ -23,23 +24,13 @@ from server.formats.detect import detect
 from server.formats.reasoning import PlainFormat
 
 
-class EngineView(Protocol):
+class EngineView(WithFacts, Protocol):
     """What an engine reports; the same attributes as `Engine`."""
 
     config: EngineConfig
-    vocab_size: int  # width of the target's logits
-    max_model_len: int  # most tokens of prompt and output together
-    eos_token_ids: frozenset[int]  # the model's own end-of-text tokens
-    proposer_names: tuple[str, ...]  # what a request may ask for
-    default_proposer: str  # of a request that names none
-    page_size: int  # tokens per page of the target's arena
-    total_pages: int
-    dtype: str  # of the target's activations, keys and values
 
     @property
     def adapters(self) -> Mapping[str, Adapter]: ...
-    @property
-    def loop(self) -> str: ...
     @property
     def load(self) -> EngineLoad: ...
     @property
@@ -90,7 +81,7 @@ class ServedModel:
 
     @classmethod
     def around(
-        cls, engine: EngineView, compile_grammar: CompileGrammar, config: EngineConfig, device: str, text: ModelText
+        cls, engine: EngineView, compile_grammar: CompileGrammar, config: EngineConfig, text: ModelText
     ) -> ServedModel:
         """Put all together for a loaded engine, whose structures `compile_grammar` compiles if the model has any."""
         codec, chat = text.codec, text.chat
@@ -100,7 +91,7 @@ class ServedModel:
         return cls(
             model_name(config.target),
             draft_name,
-            device,
+            engine.facts.device,
             engine,
             codec,
             None if problem else compile_grammar,

@@ -244,7 +244,10 @@ def assemble(
     rounds = rounds_for(config, runner, mine, longest, on_device, ops)
     if all(map(runs_in_c, (target, *(drafter.model for drafter in drafters.models.values())))):
         leave_to_pool()
-    return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype, adapters=adapters)
+    return Engine(
+        config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype,
+        device=str(pick_device(config.device)), adapters=adapters,
+    )  # fmt: skip
 
 
 def _adapters(config: EngineConfig, target: Model, ranks: Ranks | None) -> Adapters:

@@ -321,7 +321,6 @@ class LoadedEngine:
     """An engine, and what makes the compiler of its structures when the first one is wanted."""
 
     engine: Engine
-    device: str
     make_compiler: Callable[[], Compiler]
 
 
@@ -341,20 +340,18 @@ def serve(link: Link, load: LoadEngine) -> None:
     engine = loaded.engine
     settle()
     adapters = {name: adapter.fingerprint for name, adapter in engine.adapters.items()}
-    pages, names = (engine.total_pages, engine.page_size), engine.proposer_names
     server = EngineServer(link, engine, Structures(loaded.make_compiler), start)
-    link.send(wire.Ready(engine.limits, names, *pages, engine.loop, engine.dtype, loaded.device, engine.load, adapters))
+    link.send(wire.Ready(engine.facts, engine.load, adapters))
     while True:
         server.turn()
 
 
 def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> LoadedEngine:
     """Load the engine alone: its front ends have the tokenizer and the template."""
-    from engine.startup.build import pick_device
     from engine.startup.warm import load
 
     engine = load(config, progress, is_successor=is_successor, rests=True)
-    return LoadedEngine(engine, str(pick_device(config.device)), partial(compiler_of, engine, config))
+    return LoadedEngine(engine, partial(compiler_of, engine, config))
 
 
 def main(load: LoadEngine = load_engine) -> None:

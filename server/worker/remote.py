@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -19,6 +19,7 @@ from msgspec import structs
 
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, ModelError, Unsupported
+from engine.facts import WithFacts
 from engine.params import Guided
 from engine.request.intake import Intake
 from engine.startup.calibration_text import TEXT
@@ -48,7 +49,7 @@ class EngineProgram:
     """
 
     source: str = ENGINE
-    around: Callable[[EngineView, CompileGrammar, EngineConfig, str, ModelText], ServedModel] = ServedModel.around
+    around: Callable[[EngineView, CompileGrammar, EngineConfig, ModelText], ServedModel] = ServedModel.around
     ahead: tuple[str, ...] = AHEAD
     read: Callable[[EngineConfig], ModelText] = ModelText.read
 
@@ -63,7 +64,7 @@ class _RemoteRequest:
     num_pages: int  # of its prompt
 
 
-class RemoteEngine:
+class RemoteEngine(WithFacts):
     """An engine in another process, to which the driver sends orders, and the last known state of that engine.
 
     With the option `standby` a second engine is loaded, and takes over when the first is lost. Where K/V events are
@@ -98,15 +99,14 @@ class RemoteEngine:
         reading = asyncio.ensure_future(asyncio.to_thread(self._program.read, self.config))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed load is told first
         worker = await self._loaded(progress, is_successor=False)
-        facts = worker.facts
-        self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in facts.adapters.items()}
+        self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in worker.adapters.items()}
         self._use(worker)
         self._load_seconds = _LOADS * (time.monotonic() - started)
         text = await reading
         tokens = () if text.codec is None else await asyncio.to_thread(text.codec.encode, TEXT)
-        self._text = wire.CalibrationText(tuple(token for token in tokens if token < facts.limits.vocab_size))
+        self._text = wire.CalibrationText(tuple(token for token in tokens if token < self.vocab_size))
         worker.send(self._text)
-        return await asyncio.to_thread(self._program.around, self, self.compile, self.config, facts.device, text)
+        return await asyncio.to_thread(self._program.around, self, self.compile, self.config, text)
 
     async def restart(self) -> None:
         """Put another process in place of the lost one: the standby if it is loaded, else a new one."""
@@ -130,22 +130,18 @@ class RemoteEngine:
     def _use(self, worker: Worker) -> None:
         """Let requests go to this worker from now on; it has none."""
         self._live = {}
-        self._worker, facts, limits = worker, worker.facts, worker.facts.limits
-        self.vocab_size, self.max_model_len = limits.vocab_size, limits.max_model_len
-        self.eos_token_ids, self.proposer_names = limits.eos_token_ids, facts.proposer_names
-        self.page_size, self.total_pages = facts.page_size, facts.total_pages
-        self.loop, self.dtype = facts.loop, facts.dtype
-        intake = Intake(self.config, limits, facts.proposer_names, self.adapters)
-        self.default_proposer = intake.default_proposer
+        self._worker, self.facts = worker, worker.facts
+        intake = Intake(self.config, self.facts.limits, self.proposer_names, self.adapters)
         self.check, self.speculation_of = intake.check, intake.speculation_of  # in this process, as the engine does
-        self._bring_adapters(worker, facts.adapters)
+        self._bring_adapters(worker)
         if self._text is not None:
             worker.send(self._text)
         if self._has_standby:
             self._standby = Standby(partial(self._loaded, _log, is_successor=True))
 
-    def _bring_adapters(self, worker: Worker, its_own: Mapping[str, str]) -> None:
+    def _bring_adapters(self, worker: Worker) -> None:
         """Let an engine have the same adapters as those before it: some were loaded or unloaded by calls meanwhile."""
+        its_own = worker.adapters
         for name, fingerprint in its_own.items():
             if name not in self.adapters or self.adapters[name].fingerprint != fingerprint:
                 worker.send(wire.UnloadAdapter(next(self._orders), name))

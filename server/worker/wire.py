@@ -13,9 +13,9 @@ import msgspec
 
 from engine.config import Bounds
 from engine.errors import PilotfishError, Violation
+from engine.facts import EngineFacts
 from engine.kv.pages import CacheChange
 from engine.params import Guided
-from engine.request.intake import Limits
 from engine.stats import EngineLoad, StepStats
 from engine.types import FinishReason, Request, TokenEvent
 from server.config import LogFormat
@@ -127,16 +127,10 @@ class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The engine is loaded and warm; the fields except `load` do not change while it runs."""
+    """The engine is loaded and warm."""
 
-    limits: Limits  # those of the models, and others down to `dtype`: attributes of `Engine`
-    proposer_names: tuple[str, ...]
-    total_pages: int
-    page_size: int
-    loop: str
-    dtype: str
-    device: str  # device of the target
-    load: EngineLoad  # load of the engine at the start
+    facts: EngineFacts
+    load: EngineLoad  # at the start
     adapters: dict[str, str] = {}  # the fingerprints of the adapters that the configuration names, by name
 
 

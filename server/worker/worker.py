@@ -99,10 +99,11 @@ class Worker(asyncio.Protocol):
         """
         try:
             async with asyncio.timeout(load_seconds):
-                self.facts = await self._ready
+                ready = await self._ready
         except TimeoutError:
             raise EngineHung(f"the engine was not loaded within {load_seconds:.3g} s") from None
-        self.order, self.load = 0, self.facts.load  # of the newest report
+        self.facts, self.adapters = ready.facts, ready.adapters
+        self.order, self.load = 0, ready.load  # of the newest report
         self._watch(hang_seconds)
 
     def load_adapter(self, order: wire.LoadAdapter) -> asyncio.Future[wire.AdapterAnswer]:

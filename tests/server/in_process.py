@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.startup import warm
-from engine.startup.build import pick_device
 from engine.text.guided import GrammarCompiler
 from engine.types import FinishReason
 from server.errors import EngineHung
@@ -109,7 +108,7 @@ def around(engine, config, text):
     """The model that is served around an engine of this process."""
     compiler = GrammarCompiler.of(text.codec, engine.vocab_size, engine.eos_token_ids, config)
     compiled = None if compiler is None else compiler.compile
-    return ServedModel.around(engine, compiled, config, str(pick_device(config.device)), text)
+    return ServedModel.around(engine, compiled, config, text)
 
 
 def load_models(config, progress):

@@ -108,9 +108,7 @@ def load(config, progress, *, is_successor=False):
         engine.adapters.load(name, Path(folder))
     engine.poison = {99}
     compiled = Path(config.target) / "compiled"
-    return engine_process.LoadedEngine(
-        engine, "cpu", partial(counting, compiled) if compiled.exists() else FakeCompiler
-    )
+    return engine_process.LoadedEngine(engine, partial(counting, compiled) if compiled.exists() else FakeCompiler)
 
 
 def counting(compiled):

@@ -35,7 +35,7 @@ from tests.serving import http_client, serving, until
 EXPECTED, TEXT = FakeEngine(), ModelText(None, None)
 
 
-def around(engine, compile_grammar, config, device, text):
+def around(engine, compile_grammar, config, text):
     assert text is TEXT
     return served(engine, compile_grammar=compile_grammar)
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from engine.config import Bounds
 from engine.errors import Violation
 from engine.params import Guided, SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
-from engine.request.intake import Limits
 from engine.stats import EngineLoad, Forward, StepStats
 from engine.types import (
     DraftStats,
@@ -86,7 +85,7 @@ TO_ENGINE = [
 TO_FRONT_END = [
     wire.Progress("loading"),
     wire.Refused("no"),
-    wire.Ready(Limits(5, 6, frozenset({0})), ("none",), 7, 8, "plain", "bfloat16", "cpu", LOAD),
+    wire.Ready(FakeEngine().facts, LOAD),
     wire.StepReport((EVENT,), STATS, 3, LOAD),
     wire.StepReport((), None, 3, LOAD),
     wire.Beat(),
