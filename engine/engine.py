@@ -306,7 +306,7 @@ class Engine(WithFacts):
         )
         return TokenEvent(request_id=sequence.request_id, index=sequence.index, finished=finished)
 
-    # ----------------------------------------------------------------------------------------- idle, warm-up
+    # ----------------------------------------------------------------------------------------- idle
 
     @property
     def loop(self) -> str:
@@ -316,13 +316,6 @@ class Engine(WithFacts):
     @property
     def has_work(self) -> bool:
         return bool(self._live)
-
-    def warm_up(self) -> None:
-        """Run one short request through the whole path, so that the first caller does not wait for first-time work."""
-        assert not self._live, "warm_up is for an idle engine"
-        self.add(self_test_request(self.max_model_len))
-        while self.has_work:
-            self.step()
 
     def rest(self, is_wanted: Callable[[], bool] | None = None) -> bool:
         """While idle: record a missing round, else calibrate until `is_wanted`, if given; whether more is left."""

@@ -15,6 +15,7 @@ from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from server.app import App
 from server.config import ServerConfig
 from server.lifecycle import State
+from server.worker.fork_server import ForkServer
 from server.worker.remote import RemoteEngine
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, served
@@ -41,13 +42,13 @@ async def serving(
     options=(),
     ready=True,
     tracing_with=None,
-    program=None,
     apart=False,
+    start_forks=ForkServer,
     **config,
 ):
     """A running App and a channel to it; drained and stopped at the end.
 
-    Its engine is in this process, `engine` or that which `load` loads; with `apart`, or a `program`, in its own one.
+    Its engine is in this process, `engine` or that which `load` loads; with `apart`, or `start_forks`, in its own one.
     """
     engine = engine or FakeEngine()
     settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0}
@@ -55,8 +56,8 @@ async def serving(
     model = served(engine, codec, compile_grammar=compile_grammar, chat=chat)
     settings = ServerConfig(**settings)
     engine.config = settings.engine().model_copy(update={"max_batch_size": engine.config.max_batch_size})
-    if apart or program is not None:
-        host = RemoteEngine(settings, program)
+    if apart or start_forks is not ForkServer:
+        host = RemoteEngine(settings, start_forks=start_forks)
     else:
         host = InProcess(load or (lambda _config, _progress: model), settings)
     app = App(settings, host, tracing=tracing_with)

@@ -6,7 +6,6 @@ of an allowed text is allowed.
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -22,7 +21,7 @@ from engine.config import Bounds
 from engine.errors import GrammarFault, InvalidRequest, Violation
 from engine.params import Guided
 from engine.request.validation import structure_field, structure_texts, structure_violations
-from engine.text.codec import Codec, structure_problem
+from engine.text.codec import Codec
 from engine.text.matcher import CompiledGrammar, GrammarVocabulary, Unrestricted, first_line
 from engine.text.schemas.keywords import parsed, parsed_part
 from engine.text.schemas.numbers import is_library_schema
@@ -42,8 +41,6 @@ COMPILE_SECONDS = 5.0
 _BOUNDS = Bounds.model_validate({})  # the defaults
 
 _Result = CompiledGrammar | Unrestricted | Violation
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +79,6 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(compile_threads, thread_name_prefix="guided")
         self._lock = threading.Lock()
         self._entries: OrderedDict[Guided, _CachedStructure] = OrderedDict()
-
-    @classmethod
-    def of(
-        cls, codec: Codec | None, vocab_size: int, eos_token_ids: Iterable[int], bounds: Bounds
-    ) -> GrammarCompiler | None:
-        """Make a compiler for this checkpoint; None, with a line in the log, if it does not allow structured output."""
-        ends = tuple(eos_token_ids)
-        if problem := structure_problem(codec, vocab_size, ends):
-            log.warning("no structured output: %s", problem)
-        return None if codec is None or problem else cls(codec, vocab_size, ends, bounds)
 
     def ready(self, guided: Guided) -> Grammar | None:
         """Return the grammar if it is compiled and in the cache, without waiting; None also for a wrong structure."""

@@ -26,11 +26,12 @@ from engine.text.codec import Codec
 from server.admission import answers
 from server.app import App
 from server.config import ServerConfig
-from server.model import Progress, ServedModel
+from server.model import Progress
 from server.streams import stream
 from server.telemetry import logs
 from server.worker import engine_process
-from server.worker.remote import EngineProgram, RemoteEngine
+from server.worker.fork_server import ForkServer
+from server.worker.remote import RemoteEngine
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -115,16 +116,15 @@ def run_engine() -> None:
     engine_process.main(load)
 
 
-def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> engine_process.LoadedEngine:
+def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> Engine:
     """Load the engine as the server does, then make it faulty."""
-    loaded = engine_process.load_engine(config, progress, is_successor=is_successor)
-    engine = loaded.engine
+    engine = engine_process.load_engine(config, progress, is_successor=is_successor)
     replace(target_pass.TargetPass, "_pass", _in_target)
     replace(target_pass, "verify_rows", _not_a_number)
     for proposer in engine.proposers.by_name.values():
         replace(proposer, "propose", _in_draft)
     replace(engine, "rest", partial(_after_a_check, engine))
-    return loaded
+    return engine
 
 
 def _after_a_check(engine: Engine, rest: Any) -> Any:
@@ -133,14 +133,6 @@ def _after_a_check(engine: Engine, rest: Any) -> Any:
         return rest(*wanted)
 
     return checked
-
-
-def around(*parts: Any) -> ServedModel:
-    """What the front-end process needs, made faulty."""
-    replace(Codec, "encode", _in_tokenizer)
-    replace(stream.OutputStream, "push", _in_text)
-    replace(answers, "stream_responses", _in_answers)
-    return ServedModel.around(*parts)
 
 
 def census(app: App) -> dict[str, Any]:
@@ -162,7 +154,10 @@ def main() -> int:
     """Serve, as `pilotfish serve` does with the same options."""
     config = ServerConfig.load(sys.argv[1:])
     logs.configure(config.log_format)
-    app = App(config, RemoteEngine(config, EngineProgram(ENGINE, around)), on_ready=_listen)
+    replace(Codec, "encode", _in_tokenizer)
+    replace(stream.OutputStream, "push", _in_text)
+    replace(answers, "stream_responses", _in_answers)
+    app = App(config, RemoteEngine(config, start_forks=partial(ForkServer, ENGINE)), on_ready=_listen)
     return uvloop.run(app.run())
 
 

@@ -29,10 +29,11 @@ from server.model import Progress
 from server.telemetry import logs
 from server.worker import wire
 from server.worker.garbage import settle
-from server.worker.structures import Compiler, Structures, compiler_of
+from server.worker.structures import Structures, compiler_of
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.text.guided import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -316,45 +317,36 @@ class EngineServer:
         self._spoke = time.monotonic()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedEngine:
-    """An engine, and what makes the compiler of its structures when the first one is wanted."""
-
-    engine: Engine
-    make_compiler: Callable[[], Compiler]
+LoadEngine = Callable[..., "Engine"]  # of a config and a progress; `is_successor`: it calibrates nothing
+MakeCompiler = Callable[["Engine", EngineConfig], "GrammarCompiler"]
 
 
-LoadEngine = Callable[..., LoadedEngine]  # of a config and a progress; `is_successor`: it calibrates nothing
-
-
-def serve(link: Link, load: LoadEngine) -> None:
+def serve(link: Link, load: LoadEngine, make_compiler: MakeCompiler = compiler_of) -> None:
     """Load what the first message names, and serve it until the connection is closed."""
     start = link.first()
     logs.configure(start.log_format)
     config = EngineConfig.model_validate_json(start.config)
     try:
-        loaded = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
+        engine = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
     except ModelError as error:
         link.send(wire.Refused(str(error)))
         return
-    engine = loaded.engine
     settle()
     adapters = {name: adapter.fingerprint for name, adapter in engine.adapters.items()}
-    server = EngineServer(link, engine, Structures(loaded.make_compiler), start)
+    server = EngineServer(link, engine, Structures(partial(make_compiler, engine, config)), start)
     link.send(wire.Ready(engine.facts, engine.load, adapters))
     while True:
         server.turn()
 
 
-def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> LoadedEngine:
+def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> Engine:
     """Load the engine alone: its front ends have the tokenizer and the template."""
     from engine.startup.warm import load
 
-    engine = load(config, progress, is_successor=is_successor, rests=True)
-    return LoadedEngine(engine, partial(compiler_of, engine, config))
+    return load(config, progress, is_successor=is_successor, rests=True)
 
 
-def main(load: LoadEngine = load_engine) -> None:
+def main(load: LoadEngine = load_engine, make_compiler: MakeCompiler = compiler_of) -> None:
     """Run the process; its only argument is the number of an open socket. Never returns.
 
     The fork server has set how this process handles signals, and that it ends with its parent.
@@ -362,7 +354,7 @@ def main(load: LoadEngine = load_engine) -> None:
     code = 1
     link = Link(socket.socket(fileno=int(sys.argv[1])))  # stays open: when it closes, the status is set
     try:
-        serve(link, load)
+        serve(link, load, make_compiler)
     except FrontEndGone:
         code = 0
     except wire.WireError as error:

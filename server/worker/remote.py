@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import Any
 
 from msgspec import structs
 
-from engine.config import EngineConfig
 from engine.errors import InvalidRequest, ModelError, Unsupported
 from engine.facts import WithFacts
 from engine.params import Guided
@@ -27,31 +26,16 @@ from engine.stats import EngineLoad
 from engine.types import Adapter, FinishReason, Request, TokenEvent
 from server.config import ServerConfig
 from server.errors import EngineCrashed, EngineHung, RequestFailed, Unavailable
-from server.model import CompileGrammar, EngineView, ModelText, Progress, ServedModel
+from server.model import ModelText, Progress, ServedModel
 from server.worker import wire
-from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
+from server.worker.fork_server import Forked, ForkServer, ForkServerGone
 from server.worker.worker import Standby, Worker
 
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS, _BEATS_PER_HANG = 1.0, 4  # most seconds between an engine's messages; several before it is given up
 _LOADS = 4  # how much longer than the first engine another one may take to load: others may run beside it
-_T = TypeVar("_T")
 _FULL = EngineLoad(num_running=0, num_waiting=0, free_pages=0, spare_pages=0)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineProgram:
-    """What the engine's process runs (Python source; its last argument is a socket), and the loaders for this process.
-
-    `ahead` are modules that the fork server imports. While the engine is loaded, `read` reads what of the model's text
-    this process needs; then `around` makes the served model.
-    """
-
-    source: str = ENGINE
-    around: Callable[[EngineView, CompileGrammar, EngineConfig, ModelText], ServedModel] = ServedModel.around
-    ahead: tuple[str, ...] = AHEAD
-    read: Callable[[EngineConfig], ModelText] = ModelText.read
 
 
 @dataclass(slots=True)
@@ -72,11 +56,11 @@ class RemoteEngine(WithFacts):
     """
 
     def __init__(
-        self, config: ServerConfig, program: EngineProgram | None = None, forks: ForkServer | None = None
+        self, config: ServerConfig, forks: ForkServer | None = None, start_forks: Callable[[], ForkServer] = ForkServer
     ) -> None:
-        """`forks` runs already and forks `program`; without it, `start` starts a fork server."""
+        """`forks` is a fork server that runs already; without it, or if it ends, `start_forks` starts one."""
         self.config = config.engine()
-        self._program, self._forks, self._has_standby = program or EngineProgram(), forks, config.standby
+        self._forks, self._start_forks, self._has_standby = forks, start_forks, config.standby
         self._hang_seconds, self._log_format = config.hang_seconds, config.log_format
         self._watches_cache = config.kv_events_endpoint is not None
         self._worker: Worker | None = None
@@ -96,7 +80,7 @@ class RemoteEngine(WithFacts):
         Raises ModelError if the models cannot be served; may be cancelled.
         """
         started = time.monotonic()
-        reading = asyncio.ensure_future(asyncio.to_thread(self._program.read, self.config))
+        reading = asyncio.ensure_future(asyncio.to_thread(ModelText.read, self.config))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed load is told first
         worker = await self._loaded(progress, is_successor=False)
         self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in worker.adapters.items()}
@@ -106,7 +90,7 @@ class RemoteEngine(WithFacts):
         tokens = () if text.codec is None else await asyncio.to_thread(text.codec.encode, TEXT)
         self._text = wire.CalibrationText(tuple(token for token in tokens if token < self.vocab_size))
         worker.send(self._text)
-        return await asyncio.to_thread(self._program.around, self, self.compile, self.config, text)
+        return await asyncio.to_thread(ServedModel.around, self, self.compile, self.config, text)
 
     async def restart(self) -> None:
         """Put another process in place of the lost one: the standby if it is loaded, else a new one."""
@@ -148,7 +132,7 @@ class RemoteEngine(WithFacts):
         for name, adapter in self.adapters.items():
             if its_own.get(name) != adapter.fingerprint:
                 order = wire.LoadAdapter(next(self._orders), name, self._folders[name], adapter.fingerprint)
-                worker.load_adapter(order).add_done_callback(partial(self._brought, adapter))
+                worker.ask(order).add_done_callback(partial(self._brought, adapter))
 
     def _brought(self, adapter: Adapter, loading: asyncio.Future[wire.AdapterAnswer]) -> None:
         """Drop an adapter whose files are not there any more, or have changed: its requests fail one by one."""
@@ -173,10 +157,9 @@ class RemoteEngine(WithFacts):
 
     async def _forked(self) -> Forked:
         """Fork a process; if the fork server has ended, start another one."""
-        program = self._program
         for _ in range(2):
             if self._forks is None:
-                self._forks = ForkServer(program.source, program.ahead)
+                self._forks = self._start_forks()
             forking = asyncio.ensure_future(asyncio.to_thread(self._forks.fork))
             try:
                 return await asyncio.shield(forking)
@@ -256,7 +239,7 @@ class RemoteEngine(WithFacts):
         No step waits for that. Raises InvalidRequest, Unsupported, or Unavailable if the engine is lost.
         """
         order = wire.Compile(next(self._orders), guided, tuple(received))
-        compiled = await self._answer(lambda worker: worker.compile(order), "compiled a structure")
+        compiled: wire.Compiled = await self._answer(order, "compiled a structure")
         if compiled.violations:
             raise InvalidRequest(compiled.violations)
         if compiled.unsupported is not None:
@@ -267,17 +250,17 @@ class RemoteEngine(WithFacts):
     async def load_adapter(self, name: str, folder: str) -> str:
         """Load an adapter between two steps; return its fingerprint. Raises ModelError, or Unavailable."""
         order = wire.LoadAdapter(next(self._orders), name, folder)
-        loaded = await self._answer(lambda worker: worker.load_adapter(order), f"loaded adapter {name!r}")
+        loaded: wire.AdapterAnswer = await self._answer(order, f"loaded adapter {name!r}")
         if loaded.problem is not None:
             raise ModelError(loaded.problem)
         self.adapters[name], self._folders[name] = Adapter(name, 0, loaded.fingerprint), folder
         return loaded.fingerprint
 
-    async def _answer(self, ask: Callable[[Worker], asyncio.Future[_T]], what: str) -> _T:
+    async def _answer(self, order: wire.Compile | wire.LoadAdapter, what: str) -> Any:
         if self._worker is None or self._worker.loss is not None:
             raise Unavailable("ENGINE_RESTARTING", "the engine failed and is being restarted")
         try:
-            return await ask(self._worker)
+            return await self._worker.ask(order)
         except (EngineCrashed, EngineHung, wire.WireError) as loss:
             raise Unavailable("ENGINE_RESTARTING", f"the engine failed while it {what}") from loss
 

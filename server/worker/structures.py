@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from engine.errors import GrammarFault, InvalidRequest, Unsupported
 from engine.params import Guided
@@ -25,20 +25,13 @@ COMPILE_THREADS = 2
 AGAIN_SECONDS = 300.0
 
 
-class Compiler(Protocol):
-    """What compiles, and keeps what it has compiled: a `GrammarCompiler`."""
-
-    def ready(self, guided: Guided) -> Grammar | None: ...
-    def compile(self, guided: Guided, seconds: float | None = None) -> Grammar: ...
-
-
 class Structures:
     """Threads that compile, for callers who wait for an answer, and for requests whose structure is not kept."""
 
-    def __init__(self, make: Callable[[], Compiler]) -> None:
+    def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
         """`make` is called for the first structure: it reads a tokenizer, which takes time and memory."""
         self._make, self._making = make, threading.Lock()
-        self._compiler: Compiler | None = None
+        self._compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="structure")
 
     def ready(self, guided: Guided) -> Grammar | None:
@@ -65,7 +58,7 @@ class Structures:
             return wire.Compiled(asked.order, is_fault=True)
         return wire.Compiled(asked.order)
 
-    def _made(self) -> Compiler:
+    def _made(self) -> GrammarCompiler:
         with self._making:
             self._compiler = self._compiler or self._make()
         return self._compiler
@@ -77,9 +70,8 @@ def compiler_of(engine: Engine, config: EngineConfig) -> GrammarCompiler:
     from engine.text.guided import GrammarCompiler
 
     codec = Codec.load(config.target, config.revision)
-    found = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config)
-    assert found is not None, "the front ends refuse structures of a model that has none"
-    return found
+    assert codec is not None, "the front ends refuse structures of a model that has no tokenizer"
+    return GrammarCompiler(codec, engine.vocab_size, engine.eos_token_ids, config)
 
 
 def require_fit(received: Sequence[Sequence[int]], grammar: Grammar) -> None:

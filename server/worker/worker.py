@@ -106,14 +106,8 @@ class Worker(asyncio.Protocol):
         self.order, self.load = 0, ready.load  # of the newest report
         self._watch(hang_seconds)
 
-    def load_adapter(self, order: wire.LoadAdapter) -> asyncio.Future[wire.AdapterAnswer]:
+    def ask(self, order: wire.LoadAdapter | wire.Compile) -> asyncio.Future[Any]:
         """Send the order. The result is the answer to it, or the loss of the engine as an exception."""
-        return self._ask(order)
-
-    def compile(self, order: wire.Compile) -> asyncio.Future[wire.Compiled]:
-        return self._ask(order)
-
-    def _ask(self, order: wire.LoadAdapter | wire.Compile) -> asyncio.Future[Any]:
         self.send(order)
         answer = self._asked[order.order] = asyncio.get_running_loop().create_future()
         return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 
 import pytest
 
@@ -14,7 +15,7 @@ from engine.text.matcher import MatcherState
 from server.grpc import messages
 from server.streams import stream
 from server.worker import engine_process
-from server.worker.remote import EngineProgram
+from server.worker.fork_server import ForkServer
 from tests.e2e.seams import before
 from tests.server.test_life import metric
 from tests.serving import grpc_client, http_client, serving, serving_embedded, until
@@ -104,10 +105,10 @@ def faulty_engine() -> None:
     """The program of an engine's process with all its faults."""
 
     def load(config, progress, *, is_successor=False):
-        loaded = engine_process.load_engine(config, progress, is_successor=is_successor)
+        engine = engine_process.load_engine(config, progress, is_successor=is_successor)
         for fault in IN_ENGINE:
-            fault(loaded.engine, pytest.MonkeyPatch())
-        return loaded
+            fault(engine, pytest.MonkeyPatch())
+        return engine
 
     engine_process.main(load)
 
@@ -115,7 +116,7 @@ def faulty_engine() -> None:
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"])
 async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch):
     """And no number of them stops the server."""
-    where = {"program": EngineProgram(APART)} if apart else {}
+    where = {"start_forks": partial(ForkServer, APART)} if apart else {}
     settings = {"max_model_len": 256, "speculation": "fixed", "proposer": "model"}
     async with serving_embedded(**where, **settings) as server, grpc_client(server) as connection:
         engine = server.app.driver.model.engine

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.startup import warm
+from engine.text.codec import structure_problem
 from engine.text.guided import GrammarCompiler
 from engine.types import FinishReason
 from server.errors import EngineHung
@@ -106,12 +107,12 @@ class InProcess:
 
 def around(engine, config, text):
     """The model that is served around an engine of this process."""
-    compiler = GrammarCompiler.of(text.codec, engine.vocab_size, engine.eos_token_ids, config)
-    compiled = None if compiler is None else compiler.compile
+    sizes = engine.vocab_size, tuple(engine.eos_token_ids)
+    has_none = structure_problem(text.codec, *sizes)
+    compiled = None if has_none else GrammarCompiler(text.codec, *sizes, config).compile
     return ServedModel.around(engine, compiled, config, text)
 
 
 def load_models(config, progress):
     """Load the models that `config` names."""
-    text = ModelText.read(config)
-    return around(warm.load(config, progress, codec=lambda: text.codec), config, text)
+    return around(warm.load(config, progress), config, ModelText.read(config))

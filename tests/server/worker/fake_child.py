@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 from engine.errors import ModelError
@@ -107,13 +106,14 @@ def load(config, progress, *, is_successor=False):
     for name, folder in config.adapter.items():
         engine.adapters.load(name, Path(folder))
     engine.poison = {99}
-    compiled = Path(config.target) / "compiled"
-    return engine_process.LoadedEngine(engine, partial(counting, compiled) if compiled.exists() else FakeCompiler)
+    return engine
 
 
-def counting(compiled):
-    """The usual compiler, which writes the regex of each structure that it compiles into a file."""
-    compile_one = guided._compile
+def make_compiler(_engine, config):
+    """A fake one, or where each structure is counted the usual one, which writes the regex of each into the file."""
+    compiled, compile_one = Path(config.target) / "compiled", guided._compile
+    if not compiled.exists():
+        return FakeCompiler()
 
     def counted(vocabulary, structure):
         with compiled.open("a") as file:
@@ -126,4 +126,4 @@ def counting(compiled):
 
 def main() -> None:
     """The process."""
-    engine_process.main(load)
+    engine_process.main(load, make_compiler)

@@ -8,8 +8,7 @@ import logging
 import os
 import signal
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import grpc
@@ -22,9 +21,8 @@ from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.errors import Unavailable
 from server.lifecycle import State
-from server.model import ModelText
+from server.model import ModelText, ServedModel
 from server.worker.fork_server import ForkServer
-from server.worker.remote import EngineProgram
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_generate import collect, request, streamed
@@ -33,6 +31,7 @@ from tests.server.worker import fake_child
 from tests.serving import http_client, serving, until
 
 EXPECTED, TEXT = FakeEngine(), ModelText(None, None)
+FAKE = "tests.server.worker.fake_child"
 
 
 def around(engine, compile_grammar, config, text):
@@ -47,9 +46,6 @@ def read(config):
     return TEXT
 
 
-PROGRAM = EngineProgram(fake_child.PROGRAM, around, ("tests.server.worker.fake_child", "torch"), read)
-
-
 class KeptForkServer(ForkServer):
     """Forks the fake engines of one server after the other: one of each server's own would import everything again."""
 
@@ -59,7 +55,7 @@ class KeptForkServer(ForkServer):
     @staticmethod
     @cache
     def get() -> KeptForkServer:
-        kept = KeptForkServer(PROGRAM.source, PROGRAM.ahead)
+        kept = KeptForkServer(fake_child.PROGRAM, (FAKE, "torch"))
         atexit.register(super(KeptForkServer, kept).close)
         return kept
 
@@ -68,11 +64,10 @@ class KeptForkServer(ForkServer):
 async def apart(*, with_own_forks=False, **config):
     """A server whose fake engine is in another process, which does not outlive it."""
     with pytest.MonkeyPatch.context() as patch:
-        if not with_own_forks:
-            kept = KeptForkServer.get()
-            patch.setattr("server.worker.remote.ForkServer", lambda *_: kept)
-        program = replace(PROGRAM, ahead=PROGRAM.ahead[:1])
-        async with serving(program=program, **config) as server:
+        patch.setattr(ModelText, "read", read)
+        patch.setattr(ServedModel, "around", around)
+        own = partial(ForkServer, fake_child.PROGRAM, (FAKE,))
+        async with serving(start_forks=own if with_own_forks else KeptForkServer.get, **config) as server:
             server.host = server.app.host
             server.kill = lambda number=signal.SIGKILL: os.kill(server.host.pid, number)
             yield server
@@ -416,7 +411,7 @@ async def test_a_stop_while_it_loads_leaves_no_process(tmp_path):
     number = tmp_path / "number"
     source = f"""import os, pathlib, time
 pathlib.Path({str(number)!r}).write_text(f"{{os.getpid()}} {{os.getppid()}}."); time.sleep(1000)"""
-    async with serving(program=EngineProgram(source, around, (), read), ready=False) as server:
+    async with serving(start_forks=partial(ForkServer, source, ()), ready=False) as server:
         await until(lambda: number.exists() and number.read_text().endswith("."))
         engine, forks = number.read_text()[:-1].split()
         server.app.stop()
