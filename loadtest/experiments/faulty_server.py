@@ -23,9 +23,9 @@ from engine import target_pass
 from engine.config import EngineConfig
 from engine.errors import PilotfishError
 from engine.text.codec import Codec
-from server.admission import answers
 from server.app import App
 from server.config import ServerConfig
+from server.grpc import messages
 from server.model import Progress
 from server.streams import stream
 from server.telemetry import logs
@@ -94,10 +94,10 @@ def _in_text(push: Any) -> Any:
 
 
 def _in_answers(make: Any) -> Any:
-    def faulty(chunk: Any, asked: Any, model: Any = None, **options: Any) -> Any:
-        if MARK + "answers" in asked.request_id:
+    def faulty(event: Any, request: Any) -> Any:
+        if MARK + "answers" in request.request_id:
             raise Injected("answers")
-        return make(chunk, asked, **options) if model is None else make(chunk, asked, model, **options)
+        return make(event, request)
 
     return faulty
 
@@ -156,7 +156,7 @@ def main() -> int:
     logs.configure(config.log_format)
     replace(Codec, "encode", _in_tokenizer)
     replace(stream.OutputStream, "push", _in_text)
-    replace(answers, "stream_responses", _in_answers)
+    replace(messages, "_of_event", _in_answers)
     app = App(config, RemoteEngine(config, start_forks=partial(ForkServer, ENGINE)), on_ready=_listen)
     return uvloop.run(app.run())
 
