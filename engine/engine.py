@@ -63,7 +63,7 @@ class Engine(WithFacts):
         clock: Clock = time.perf_counter,
         rounds: Rounds | None = None,  # None: every sequence decodes in plain steps
         dtype: str = "float32",
-        device: str = "cpu",
+        device: object = "cpu",
         adapters: Adapters | None = None,  # of the target; default: it can have none
     ) -> None:
         self.config, self._clock = config, clock
@@ -75,7 +75,7 @@ class Engine(WithFacts):
         self.facts = EngineFacts(
             limits=limits, proposer_names=proposers.names, default_proposer=self._intake.default_proposer,
             page_size=self.pages.page_size, total_pages=self.pages.num_pages, loop=self.rounds.name, dtype=dtype,
-            device=device,
+            device=str(device),
         )  # fmt: skip
         self.target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
         self.runner = target  # for whoever measures its passes
@@ -316,6 +316,13 @@ class Engine(WithFacts):
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    def warm_up(self) -> None:
+        """Run one short request through the whole path, so that the first caller does not wait for first-time work."""
+        assert not self._live, "warm_up is for an idle engine"
+        self.add(self_test_request(self.max_model_len))
+        while self.has_work:
+            self.step()
 
     def rest(self, is_wanted: Callable[[], bool] | None = None) -> bool:
         """While idle: record a missing round, else calibrate until `is_wanted`, if given; whether more is left."""

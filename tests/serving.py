@@ -19,7 +19,7 @@ from server.worker.fork_server import ForkServer
 from server.worker.remote import RemoteEngine
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, served
-from tests.server.in_process import InProcess, load_models
+from tests.server.worker.in_process import InProcess, load_models
 
 EMBEDDED = {"target": str(embedded_target()), "draft": str(embedded_draft()), "threads": 1, "warm_up_seconds": 0.0}
 

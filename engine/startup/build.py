@@ -245,9 +245,16 @@ def assemble(
     if all(map(runs_in_c, (target, *(drafter.model for drafter in drafters.models.values())))):
         leave_to_pool()
     return Engine(
-        config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype,
-        device=str(pick_device(config.device)), adapters=adapters,
-    )  # fmt: skip
+        config,
+        limits,
+        runner,
+        proposers,
+        scheduler,
+        rounds=rounds,
+        dtype=dtype,
+        device=target.device,
+        adapters=adapters,
+    )
 
 
 def _adapters(config: EngineConfig, target: Model, ranks: Ranks | None) -> Adapters:

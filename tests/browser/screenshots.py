@@ -9,7 +9,7 @@ from pathlib import Path
 from playwright.async_api import expect
 
 from tests.browser.chromium import browsing, visiting
-from tests.server.in_process import load_models
+from tests.server.worker.in_process import load_models
 from tests.serving import serving
 
 

@@ -17,9 +17,9 @@ from tests.browser.chromium import NARROW, browsing, executable, visiting
 from tests.conftest import ENDING
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
-from tests.server.in_process import load_models
 from tests.server.test_life import metric
 from tests.server.test_security import ALICE
+from tests.server.worker.in_process import load_models
 from tests.serving import serving, until
 
 pytestmark = [

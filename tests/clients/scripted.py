@@ -18,8 +18,8 @@ from models import embedded_target
 from server.app import App
 from server.config import ServerConfig
 from server.model import ModelText, ServedModel
-from tests.server import in_process
 from tests.server.fake_engine import EOS, FakeEngine, Live
+from tests.server.worker import in_process
 
 COMMAND = "echo $((6 * 7))-pilotfish | tee proof.txt"
 PRINTED = "42-pilotfish"  # not part of the command: only who ran it can know it

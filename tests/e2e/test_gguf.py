@@ -13,7 +13,7 @@ from engine.startup.doctor import check
 from models import embedded_target
 from server.model import fingerprint, model_name
 from tests import gguf_files
-from tests.server.in_process import load_models
+from tests.server.worker.in_process import load_models
 from tests.serving import grpc_client, serving
 
 PROMPTS = ("def f(x):", "import os\n\nclass A:\n    ", "x")

@@ -8,7 +8,7 @@ import openai
 
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import ChatTemplate
-from tests.server.in_process import load_models
+from tests.server.worker.in_process import load_models
 from tests.serving import serving_embedded, until
 
 PROMPT = "def mean(values):\n    "

@@ -22,7 +22,6 @@ from engine.engine import Engine
 from engine.kv.batch import Feed
 from engine.model.runner import Runner
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.request.intake import self_test_request
 from engine.startup.build import build_engine
 from engine.startup.calibrate import calibrate
 from engine.text.codec import Codec
@@ -105,9 +104,7 @@ def engine_on(machine: str, *, chooses: bool) -> tuple[Engine, VirtualClock]:
     step._target = TimedRunner("target", step._target, clock)
     drafter.runner = TimedRunner("draft", drafter.runner, clock)
     engine._clock = clock
-    engine.add(self_test_request(engine.max_model_len))
-    while engine.has_work:
-        engine.step()
+    engine.warm_up()
     if chooses:
         calibrate(engine, 1.0, clock)
     return engine, clock

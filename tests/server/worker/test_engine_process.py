@@ -407,7 +407,8 @@ async def test_an_engine_that_fails_to_load_is_not_loaded_again(caplog):
     assert (told.exc_info, told.getMessage().endswith("giving up")) == (None, True)
 
 
-async def test_a_stop_while_it_loads_leaves_no_process(tmp_path):
+async def test_a_stop_while_it_loads_leaves_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(ModelText, "read", read)
     number = tmp_path / "number"
     source = f"""import os, pathlib, time
 pathlib.Path({str(number)!r}).write_text(f"{{os.getpid()}} {{os.getppid()}}."); time.sleep(1000)"""
