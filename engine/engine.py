@@ -18,6 +18,7 @@ from engine.control.controller import Control
 from engine.control.prefill_budget import PrefillBudget
 from engine.device_loop.results import RoundResult, Rounds
 from engine.errors import DuplicateRequest
+from engine.facts import EngineFacts, WithFacts
 from engine.model.adapters.store import Adapters
 from engine.model.runner import Runner
 from engine.params import SpeculationSettings
@@ -49,7 +50,7 @@ class StepOutput:
     stats: StepStats
 
 
-class Engine:
+class Engine(WithFacts):
     """A target model, its proposers, and the sequences that they decode."""
 
     def __init__(
@@ -62,20 +63,22 @@ class Engine:
         clock: Clock = time.perf_counter,
         rounds: Rounds | None = None,  # None: every sequence decodes in plain steps
         dtype: str = "float32",
+        device: object = "cpu",
         adapters: Adapters | None = None,  # of the target; default: it can have none
     ) -> None:
-        self.config, self.limits, self._clock = config, limits, clock
+        self.config, self._clock = config, clock
         self.adapters = Adapters(None) if adapters is None else adapters
         self._intake = Intake(config, limits, proposers.names, self.adapters, proposers.any_of)
         self.proposers, self.scheduler = proposers, scheduler
         self.pages = scheduler.target_pool  # with the prefix cache, whose changes can be watched
-        self.page_size, self.total_pages = self.pages.page_size, self.pages.num_pages
-        self.vocab_size, self.max_model_len = limits.vocab_size, limits.max_model_len
-        self.eos_token_ids = limits.eos_token_ids
-        self.proposer_names, self.default_proposer = proposers.names, self._intake.default_proposer
         self.rounds = rounds or Rounds()
+        self.facts = EngineFacts(
+            limits=limits, proposer_names=proposers.names, default_proposer=self._intake.default_proposer,
+            page_size=self.pages.page_size, total_pages=self.pages.num_pages, loop=self.rounds.name, dtype=dtype,
+            device=str(device),
+        )  # fmt: skip
         self.target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
-        self.runner, self.dtype = target, dtype  # for whoever measures its passes; of its activations and K/V
+        self.runner = target  # for whoever measures its passes
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._keeps_at: float | None = None  # when what was learned is saved again; None: never
         self._has_learned = False  # since it was saved: an idle engine must not overwrite what another one learned
@@ -303,7 +306,7 @@ class Engine:
         )
         return TokenEvent(request_id=sequence.request_id, index=sequence.index, finished=finished)
 
-    # ----------------------------------------------------------------------------------------- idle, warm-up, recovery
+    # ----------------------------------------------------------------------------------------- idle
 
     @property
     def loop(self) -> str:
@@ -345,13 +348,6 @@ class Engine:
         """Within it the engine serves nobody: control learns costs, and nothing else that requests could notice."""
         with self.control.practising(), self.round_control.practising(), self.scheduler.apart():
             yield
-
-    def recover(self) -> None:
-        """After a step that raised: end every request, then run a self-test. Raises if the engine still fails."""
-        self.finish_all(FinishReason.ERROR)
-        self.check_invariants()
-        with self.practising():
-            self.warm_up()
 
     def recall(self) -> bool:
         """Load what an earlier process learned about this pair here; save from now on. False if there is nothing."""

@@ -21,7 +21,7 @@ from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.params import Guided, SamplingParams, SpeculationParams, SpeculationSettings
 from engine.startup import warm
-from engine.text.codec import Codec, OutputText
+from engine.text.codec import Codec, OutputText, structure_problem
 from engine.text.guided import GrammarCompiler
 from engine.text.stops import StopStrings
 from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Logprob, Request, TokenEvent
@@ -202,7 +202,8 @@ class _Output:
 
 
 def _compiler(engine: Engine, codec: Codec | None) -> GrammarCompiler | None:
-    return GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, engine.config)
+    sizes = engine.vocab_size, tuple(engine.eos_token_ids)
+    return None if codec is None or structure_problem(codec, *sizes) else GrammarCompiler(codec, *sizes, engine.config)
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

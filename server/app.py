@@ -32,15 +32,13 @@ from server.http.calls import Services
 from server.http.gateway import HttpServer, gateway
 from server.http.routes import add_adapters, add_generation
 from server.lifecycle import Lifecycle, State
-from server.model import Load, ServedModel, model_name
+from server.model import ServedModel, model_name
 from server.queue import AdmissionQueue
 from server.telemetry.kv_events import ZmqKvEvents
 from server.telemetry.logs import PROGRESS
 from server.telemetry.metrics import Exposition, Metrics, watch_lag
 from server.telemetry.tracing import Tracing
-from server.worker.fork_server import ForkServer
-from server.worker.host import LocalHost
-from server.worker.remote import EngineProgram, Host, RemoteEngine
+from server.worker.remote import RemoteEngine
 from server.worker.supervisor import Crashes, Supervisor, first_of
 
 logger = logging.getLogger(__name__)
@@ -58,11 +56,9 @@ class App:
     def __init__(
         self,
         config: ServerConfig,
-        load: Load | None = None,  # default: as configured; if given, the engine runs in this process
+        host: RemoteEngine | None = None,  # default: as configured
         on_ready: Callable[[App], None] = lambda _: None,
         tracing: Tracing | None = None,  # default: as configured
-        program: EngineProgram | None = None,  # what the engine's own process runs, if there is one
-        forks: ForkServer | None = None,  # forks the engine's process, if it is already started
     ) -> None:
         self.config, self.lifecycle = config, Lifecycle()
         self.metrics = Metrics(CollectorRegistry())
@@ -71,7 +67,7 @@ class App:
         self.grpc_port = self.http_port = 0
         self._on_ready = on_ready
         self.kv_events = ZmqKvEvents.configured(config, model_name(config.target))
-        self.host = self._make_host(load, program or EngineProgram(), forks)
+        self.host = host or RemoteEngine(config)
         self._slow = SlowWork()
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
@@ -82,15 +78,6 @@ class App:
         # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.
         most = config.max_engine_crashes if config.tensor_parallel_size == 1 else 0
         self._crashes = Crashes(most, config.crash_window_seconds)
-
-    def _make_host(self, load: Load | None, program: EngineProgram, forks: ForkServer | None) -> Host:
-        config, watches = self.config, self.kv_events is not None
-        if load is None and config.engine_process:
-            return RemoteEngine(
-                config.engine(), program, config.hang_seconds, config.log_format, forks, standby=config.standby,
-                watches_cache=watches,
-            )  # fmt: skip
-        return LocalHost(load or ServedModel.load, config.engine(), config.hang_seconds, watches_cache=watches)
 
     async def run(self) -> int:
         """Serve until `stop` is called; return the exit code."""

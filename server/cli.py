@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -87,10 +86,10 @@ def serve(arguments: list[str]) -> int:
         except (ValidationError, OSError, ModelError) as error:
             print(f"pilotfish serve: {_told(error)}", file=sys.stderr)
             return 2
-        if config.engine_process and place.leads:
+        if place.leads:
             return _run(config, forks)
         forks.close()
-        return _run(config, None) if place.leads else _follow(config)
+        return _follow(config)
 
 
 def generate(arguments: list[str]) -> int:
@@ -142,7 +141,7 @@ def quantize(arguments: list[str]) -> int:
     return 0
 
 
-def _run(config: ServerConfig, forks: ForkServer | None) -> int:
+def _run(config: ServerConfig, forks: ForkServer) -> int:
     from server.worker.garbage import importing, map_large_blocks, settle
 
     with importing():
@@ -150,25 +149,21 @@ def _run(config: ServerConfig, forks: ForkServer | None) -> int:
 
         from server.app import App
         from server.telemetry import logs
+        from server.worker.remote import RemoteEngine
 
     def be_ready(app: App) -> None:
         settle()
         _show_banner(app)
 
     logs.configure(config.log_format)
-    if forks is not None:
-        map_large_blocks()
+    map_large_blocks()
     try:
-        app = App(config, on_ready=be_ready, forks=forks)
+        app = App(config, RemoteEngine(config, forks=forks), on_ready=be_ready)
     except (ValueError, OSError) as error:  # for example an invalid token file
         print(f"pilotfish serve: {_told(error)}", file=sys.stderr)
         return 1
     try:
-        code = uvloop.run(app.run())
-        if app.host.is_hung:
-            logging.shutdown()
-            os._exit(code)  # the interpreter would wait for a step that never ends
-        return code
+        return uvloop.run(app.run())
     except* OSError as errors:  # the port is already in use
         print(f"pilotfish serve: {errors.exceptions[0]}", file=sys.stderr)
     return 1
@@ -226,7 +221,7 @@ def banner(app: App) -> list[tuple[str, str]]:
         ("model", model.name),
         ("drafts", f"{model.draft_name or model.engine.default_proposer} ({drafts})"),
         ("K/V", f"{engine.total_pages} pages" + (f", {config.kv_memory:g} GiB at most" if config.kv_memory else "")),
-        ("loop", engine.loop),
+        ("loop", engine.facts.loop),
         (
             "device",
             f"{model.device}, {engine.dtype}" + ("" if config.weights == "native" else f", {config.weights} weights"),

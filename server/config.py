@@ -72,9 +72,6 @@ class ServerConfig(BaseSettings, EngineConfig):
     hang_seconds: float = Field(
         120.0, gt=0, description="How long one step of the engine may take before it is given up, in seconds."
     )
-    engine_process: bool = Field(
-        True, description="Run the engine in a process of its own, apart from the front ends; else on a thread."
-    )
     standby: bool = Field(
         False,
         description="Keep a second engine loaded, which takes over at once when the first one fails. It needs memory "
@@ -157,8 +154,6 @@ class ServerConfig(BaseSettings, EngineConfig):
             raise ValueError("TLS needs both tls_cert and tls_key, and tls_client_ca needs them too")
         if (self.max_requests_per_token or self.requests_per_second) and self.token_file is None:
             raise ValueError("max_requests_per_token and requests_per_second are of tokens; they need a token_file")
-        if self.standby and not self.engine_process:
-            raise ValueError("standby is a second process; it needs engine_process")
         if self.standby and self.tensor_parallel_size > 1:
             raise ValueError(f"standby is not supported with tensor_parallel_size {self.tensor_parallel_size}")
         for name in ("kv_events_replay_endpoint", "kv_events_topic"):

@@ -1,7 +1,7 @@
 """The asyncio clock: queue to engine, engine to streams. Knows no protocol and no tensors.
 
-The engine steps on a thread or in a process of its own (`worker.host`). Ends and new requests that arrive meanwhile are
-passed to it by `run` alone, before its next step. So there are no locks.
+The engine steps in a process of its own (`worker.remote`). Ends and new requests that arrive meanwhile are sent to it
+by `run` alone. So there are no locks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from server.streams.stream import OutputStream
 from server.telemetry.kv_events import ZmqKvEvents
 from server.telemetry.metrics import Metrics
 from server.turns import CallerTurns, Estimates, max_len_of
-from server.worker.remote import Host
+from server.worker.remote import RemoteEngine
 from server.worker.supervisor import Supervisor
 from server.worker.wire import StepReport
 
@@ -67,7 +67,7 @@ class Driver:
     def __init__(
         self,
         model: ServedModel,
-        host: Host,
+        host: RemoteEngine,
         queue: AdmissionQueue,
         metrics: Metrics,
         lifecycle: Lifecycle,

@@ -70,9 +70,5 @@ class EngineKilled(EngineCrashed):
     """Unexpected: the engine process was ended by a SIGKILL that this server did not send."""
 
 
-class EngineGone(PilotfishError):
-    """Unexpected: the engine failed and is not restarted. The server process must be restarted."""
-
-
 class RequestFailed(PilotfishError):
     """Unexpected: an internal error ended this request; other requests continue."""

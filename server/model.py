@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.facts import WithFacts
 from engine.model.bounded import find_file
 from engine.model.gguf.container import open_gguf
 from engine.params import Guided, SpeculationSettings
 from engine.stats import EngineLoad
-from engine.text.codec import Codec
-from engine.types import Adapter, Grammar, Request
+from engine.text.codec import Codec, structure_problem
+from engine.types import Adapter, Request
 from models import embedded_draft, embedded_target
 from server.chat import ChatTemplate
 from server.formats.base import ChatFormat
@@ -23,23 +24,13 @@ from server.formats.detect import detect
 from server.formats.reasoning import PlainFormat
 
 
-class EngineView(Protocol):
-    """What an engine reports, in this process or in another one; the same attributes as `Engine`."""
+class EngineView(WithFacts, Protocol):
+    """What an engine reports; the same attributes as `Engine`."""
 
     config: EngineConfig
-    vocab_size: int  # width of the target's logits
-    max_model_len: int  # most tokens of prompt and output together
-    eos_token_ids: frozenset[int]  # the model's own end-of-text tokens
-    proposer_names: tuple[str, ...]  # what a request may ask for
-    default_proposer: str  # of a request that names none
-    page_size: int  # tokens per page of the target's arena
-    total_pages: int
-    dtype: str  # of the target's activations, keys and values
 
     @property
     def adapters(self) -> Mapping[str, Adapter]: ...
-    @property
-    def loop(self) -> str: ...
     @property
     def load(self) -> EngineLoad: ...
     @property
@@ -49,11 +40,12 @@ class EngineView(Protocol):
     def check(self, request: Request) -> None: ...  # raises InvalidRequest or Unsupported where the engine would
 
 
+log = logging.getLogger(__name__)
+
 PLAIN = PlainFormat()
 Progress = Callable[[str], None]
-CompileGrammar = Callable[[Guided], Grammar]  # slow, but bounded in time; on any thread; raises InvalidRequest
-
-Load = Callable[[EngineConfig, Progress], "ServedModel"]
+# Of a structure, and the tokens received of each output: `RemoteEngine.compile`.
+CompileGrammar = Callable[[Guided, Sequence[tuple[int, ...]]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,43 +80,21 @@ class ServedModel:
     fingerprint: str = ""  # names all that the tokens depend on besides the request (`fingerprint.py`)
 
     @classmethod
-    def load(
-        cls,
-        config: EngineConfig,
-        progress: Progress,
-        *,
-        is_successor: bool = False,
-    ) -> ServedModel:
-        """Load the models and warm up. This takes seconds to minutes, so call it on the compute thread.
-
-        `is_successor`: an engine of this configuration ran here before; practise and measure nothing.
-        """
-        from engine.startup.build import pick_device
-        from engine.startup.warm import load
-
-        with ThreadPoolExecutor(1, thread_name_prefix="text") as beside:
-            reading = beside.submit(ModelText.read, config)
-            engine = load(config, progress, is_successor=is_successor, codec=lambda: reading.result().codec)
-            text = reading.result()
-        return cls.around(engine, config, str(pick_device(config.device)), text)
-
-    @classmethod
     def around(
-        cls, engine: EngineView, config: EngineConfig, device: str, text: ModelText
-    ) -> ServedModel:  # fmt: skip
-        """Make the grammar compiler for a loaded engine of this process or another, and put all together."""
-        from engine.text.guided import GrammarCompiler
-
+        cls, engine: EngineView, compile_grammar: CompileGrammar, config: EngineConfig, text: ModelText
+    ) -> ServedModel:
+        """Put all together for a loaded engine, whose structures `compile_grammar` compiles if the model has any."""
         codec, chat = text.codec, text.chat
-        compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config)
+        if problem := structure_problem(codec, engine.vocab_size, tuple(engine.eos_token_ids)):
+            log.info("no structured output: %s", problem)
         draft_name = None if config.draft is None else model_name(config.draft)
         return cls(
             model_name(config.target),
             draft_name,
-            device,
+            engine.facts.device,
             engine,
             codec,
-            None if compiler is None else compiler.compile,
+            None if problem else compile_grammar,
             chat,
             PLAIN if chat is None or codec is None else detect(chat.source, codec.added_tokens),
             fingerprint(config, engine.dtype),

@@ -15,9 +15,11 @@ from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from server.app import App
 from server.config import ServerConfig
 from server.lifecycle import State
-from server.model import ServedModel
+from server.worker.fork_server import ForkServer
+from server.worker.remote import RemoteEngine
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, served
+from tests.server.worker.in_process import InProcess, load_models
 
 EMBEDDED = {"target": str(embedded_target()), "draft": str(embedded_draft()), "threads": 1, "warm_up_seconds": 0.0}
 
@@ -40,19 +42,25 @@ async def serving(
     options=(),
     ready=True,
     tracing_with=None,
-    program=None,
+    apart=False,
+    start_forks=ForkServer,
     **config,
 ):
-    """A running App and a channel to it; drained and stopped at the end."""
+    """A running App and a channel to it; drained and stopped at the end.
+
+    Its engine is in this process, `engine` or that which `load` loads; with `apart`, or `start_forks`, in its own one.
+    """
     engine = engine or FakeEngine()
-    settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0, "engine_process": False}
+    settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0}
     settings |= {"max_queue_seconds": 60.0} | config  # how fast this machine is decides in no test who is refused
     model = served(engine, codec, compile_grammar=compile_grammar, chat=chat)
     settings = ServerConfig(**settings)
     engine.config = settings.engine().model_copy(update={"max_batch_size": engine.config.max_batch_size})
-    if load is None and not settings.engine_process:
-        load = lambda _config, _progress: model  # noqa: E731
-    app = App(settings, load=load, tracing=tracing_with, program=program)
+    if apart or start_forks is not ForkServer:
+        host = RemoteEngine(settings, start_forks=start_forks)
+    else:
+        host = InProcess(load or (lambda _config, _progress: model), settings)
+    app = App(settings, host, tracing=tracing_with)
     running = asyncio.create_task(app.run())
     await until(lambda: running.done() or (app.lifecycle.state is State.READY if ready else app.http_port))
     try:
@@ -75,8 +83,7 @@ async def serving(
 
 def serving_embedded(**options):
     """`serving` with the embedded pair loaded; `options` are those of `serving` and of `ServerConfig`."""
-    load = None if options.get("engine_process") else ServedModel.load
-    return serving(**{"load": load} | EMBEDDED | options)
+    return serving(**{"load": load_models} | EMBEDDED | options)
 
 
 def http_client(server):

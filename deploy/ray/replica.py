@@ -29,7 +29,7 @@ from server.queue import AdmissionQueue
 from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Tracing
-from server.worker.host import LocalHost
+from server.worker.remote import RemoteEngine
 from server.worker.supervisor import Crashes, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ class Replica:
 
     async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         self._config, self._lifecycle, self._slow = configured(options), Lifecycle(), SlowWork()
-        # Ray's replica already has its own process, which Ray restarts. So the engine runs in it, on a thread.
-        self._host = LocalHost(ServedModel.load, self._config.engine(), self._config.hang_seconds)
+        self._host = RemoteEngine(self._config)  # its process has this one's devices, and ends with it
         model = await self._host.start(logger.info)
         self._driver = self._started(model, Metrics(CollectorRegistry()))
         self._clock = asyncio.create_task(self._driver.run())

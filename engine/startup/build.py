@@ -240,10 +240,12 @@ def assemble(
     by_draft = ("model", AUTO) if drafters.any_of == ("model", "suffix") else ("model",)
     on_device = frozenset(by_draft if isinstance(mine, ModelRunner) else ()) - {*extra_proposers, *wrappers}
     mine = mine if on_device and isinstance(mine, ModelRunner) else None
-    rounds = rounds_for(config, runner, mine, longest, on_device, ops)
+    loop = rounds_for(config, runner, mine, longest, on_device, ops)
     if all(map(runs_in_c, (target, *(drafter.model for drafter in drafters.models.values())))):
         leave_to_pool()
-    return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype, adapters=adapters)
+    return Engine(
+        config, limits, runner, proposers, scheduler, rounds=loop, dtype=dtype, device=target.device, adapters=adapters
+    )
 
 
 def _adapters(config: EngineConfig, target: Model, ranks: Ranks | None) -> Adapters:

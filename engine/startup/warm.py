@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
 
 log = logging.getLogger(__name__)
 
-Tokenizer = Callable[[], Codec | None]  # returns a loaded one; None if the checkpoint has none
-
 # Tokens: attention runs over one split of the keys, over two splits, and over splits of two sizes.
 _SHORT, _MIDDLE, _LONG = 16, 300, 5000
 _STEPS = 2
@@ -67,7 +65,7 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
 
 def load(
     config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True, is_successor: bool = False,
-    rests: bool = False, codec: Tokenizer | None = None,
+    rests: bool = False,
 ) -> Engine:  # fmt: skip
     """Build an engine and make it ready; with `calibrates`, calibrate it for `warm_up_seconds`.
 
@@ -75,7 +73,7 @@ def load(
 
     `rests`: the caller calls `Engine.rest` while the engine is idle, which then does what requests can be served
     without: on a CPU the calibration, of a successor only if nothing was saved; on CUDA the rounds. An engine that
-    calibrates on CUDA measures its rounds, and has them all recorded before. `codec`: default: it is loaded.
+    calibrates on CUDA measures its rounds, and has them all recorded before.
 
     Raises:
         ModelError: for the reasons given at `build_engine`.
@@ -85,7 +83,7 @@ def load(
     measures = calibrates and not (is_successor and (is_compiled or not rests))
     make_ready(
         engine, config.warm_up_seconds if measures else 0.0, progress, is_compiled=is_compiled,
-        uses_saved_calibration=config.warm_up_seconds > 0, is_successor=is_successor, rests=rests, codec=codec,
+        uses_saved_calibration=config.warm_up_seconds > 0, is_successor=is_successor, rests=rests,
     )  # fmt: skip
     return engine
 
@@ -93,7 +91,6 @@ def load(
 def make_ready(
     engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False,
     uses_saved_calibration: bool = False, is_successor: bool = False, rests: bool = False,
-    codec: Tokenizer | None = None,
 ) -> None:  # fmt: skip
     """Compile, record, run one request, and calibrate for `seconds`, or for a part of them if it is a repetition.
 
@@ -105,7 +102,6 @@ def make_ready(
         uses_saved_calibration: load what an earlier process learned, and save what this one learns for a later process.
         is_successor: an earlier engine has run here; if nothing has to be compiled, no request is run.
         rests: leave to `Engine.rest` what it does later, as in `load`.
-        codec: returns the target's tokenizer; default: it is loaded.
     """
     if is_compiled:
         _rehearse(engine, progress)
@@ -116,7 +112,7 @@ def make_ready(
             _run(engine, Rehearsal([_SHORT], engine.config.num_draft_tokens))
     if uses_saved_calibration and engine.recall():
         seconds *= 0.0 if is_successor else _REPETITION
-    calibration = Calibration(engine, seconds, text=cache(partial(_text, engine, codec)))
+    calibration = Calibration(engine, seconds, text=cache(partial(_text, engine)))
     if rests and not is_compiled:
         engine.calibrate = _in_parts(engine, calibration, saves=uses_saved_calibration, recalls=is_successor)
         return
@@ -152,11 +148,11 @@ def _in_parts(
     return go_on
 
 
-def _text(engine: Engine, codec: Tokenizer | None = None) -> Seq[int]:
+def _text(engine: Engine) -> Seq[int]:
     """The calibration text in the target's tokens; empty without a tokenizer."""
     if engine.calibration_text is not None:
         return engine.calibration_text
-    found = Codec.load(engine.config.target, engine.config.revision, kept=False) if codec is None else codec()
+    found = Codec.load(engine.config.target, engine.config.revision, kept=False)
     tokens = () if found is None else [t for t in found.encode(CALIBRATION_TEXT) if t < engine.vocab_size]
     del found
     release_freed()  # the tokenizer itself may take more memory than a model

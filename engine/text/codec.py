@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -96,6 +96,20 @@ class Codec:
             return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         (text,) = self.tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
         return text
+
+
+def structure_problem(codec: Codec | None, vocab_size: int, end_tokens: Sequence[int]) -> str | None:
+    """Why the outputs of a model cannot have a structure; None if they can. `vocab_size`: width of its logits."""
+    if codec is None:
+        return "the checkpoint has no tokenizer"
+    if not end_tokens:
+        return "eos_token_ids is empty: no output could end"
+    if outside := [token for token in end_tokens if not 0 <= token < vocab_size]:
+        return f"eos_token_ids has {outside[0]}; expected 0 to {vocab_size - 1}"
+    size = codec.tokenizer.get_vocab_size(with_added_tokens=True)
+    if size > vocab_size:
+        return f"the tokenizer has {size} tokens, the model's logits only {vocab_size}"
+    return None if codec.spelling.has_bytes else "the tokenizer's decoder is not of bytes"
 
 
 # A target's and a draft's: they are requested several times while a model is loaded.

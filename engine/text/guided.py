@@ -6,7 +6,6 @@ of an allowed text is allowed.
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -19,7 +18,7 @@ import numpy as np
 from llguidance import LLMatcher, regex_to_lark
 
 from engine.config import Bounds
-from engine.errors import GrammarFault, InvalidRequest, ModelError, Violation
+from engine.errors import GrammarFault, InvalidRequest, Violation
 from engine.params import Guided
 from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.codec import Codec
@@ -43,15 +42,13 @@ _BOUNDS = Bounds.model_validate({})  # the defaults
 
 _Result = CompiledGrammar | Unrestricted | Violation
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class _CachedStructure:
     """A structure in the cache, with its present or future result."""
 
     result: Future[_Result]
-    deadline: float  # for all callers that wait; a caller after the deadline does not wait at all
+    started: float  # when it was first asked for: from then on every caller's time counts
     num_bytes: int
 
 
@@ -63,7 +60,8 @@ class GrammarCompiler:
         vocab_size: the width of the logits, at least the tokenizer's.
         eos_token_ids: tokens that end an output; at least one, because otherwise no output could end.
         bounds: of a structure's size.
-        compile_seconds: the longest wait for a structure, counted from the first request for it.
+        compile_seconds: the longest wait for a structure, counted from the first request for it; a caller may have
+            another limit.
         compile_threads: how many structures compile at the same time.
         cache_entries: how many structures, compiled or refused, are kept.
         cache_bytes: how many bytes the sources of all kept structures may have together.
@@ -82,24 +80,17 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._entries: OrderedDict[Guided, _CachedStructure] = OrderedDict()
 
-    @classmethod
-    def of(
-        cls, codec: Codec | None, vocab_size: int, eos_token_ids: Iterable[int], bounds: Bounds,
-        compile_seconds: float = COMPILE_SECONDS,
-    ) -> GrammarCompiler | None:  # fmt: skip
-        """Make a compiler for this checkpoint; None, with a line in the log, if it does not allow structured output."""
-        ends = tuple(eos_token_ids)
-        if codec is None or not ends:
-            log.info("no structured output: the checkpoint has no %s", "end token" if codec else "tokenizer")
+    def ready(self, guided: Guided) -> Grammar | None:
+        """Return the grammar if it is compiled and in the cache, without waiting; None also for a wrong structure."""
+        with self._lock:
+            entry = self._entries.get(replace(guided, thinking=None))
+        if entry is None or not entry.result.done() or _is_useless(entry.result):
             return None
-        try:
-            return cls(codec, vocab_size, ends, bounds, compile_seconds=compile_seconds)
-        except ModelError as error:
-            log.warning("%s", error)
-            return None
+        result = entry.result.result()
+        return None if isinstance(result, Violation) else self._budgeted(result, guided)
 
-    def compile(self, guided: Guided) -> Grammar:
-        """Return the grammar, compiled or from the cache.
+    def compile(self, guided: Guided, seconds: float | None = None) -> Grammar:
+        """Return the grammar, compiled or from the cache. `seconds`: default `compile_seconds`.
 
         The first call takes a second longer with a large tokenizer, which does not count as time to compile.
 
@@ -109,27 +100,30 @@ class GrammarCompiler:
         """
         if wrong := list(structure_violations(guided, self._bounds.max_structure_bytes, self._bounds.max_choices)):
             raise InvalidRequest(wrong)
+        limit = self._seconds if seconds is None else seconds
         num_bytes = sum(len(text.encode()) for _, text in structure_texts(guided))
         if not guided.is_free:
             self._vocabulary.prepare()
         entry = self._entry(replace(guided, thinking=None), num_bytes)
         try:
-            result = entry.result.result(max(0.0, entry.deadline - time.monotonic()))
+            result = entry.result.result(max(0.0, entry.started + limit - time.monotonic()))
         except TimeoutError:
             self._abandon(replace(guided, thinking=None), entry)
-            problem = f"is {_shown(guided)}: it did not compile within {self._seconds:g} s"
+            problem = f"is {_shown(guided)}: it did not compile within {limit:g} s"
             raise InvalidRequest.of(structure_field(guided), problem) from None
         if isinstance(result, Violation):
             raise InvalidRequest([result])
-        return result if guided.thinking is None else Budgeted(result, guided.thinking, self._codec)
+        return self._budgeted(result, guided)
+
+    def _budgeted(self, grammar: Grammar, guided: Guided) -> Grammar:
+        return grammar if guided.thinking is None else Budgeted(grammar, guided.thinking, self._codec)
 
     def _entry(self, guided: Guided, num_bytes: int) -> _CachedStructure:
         with self._lock:
             entry = self._entries.get(guided)
             if entry is None or _is_useless(entry.result):
-                deadline = time.monotonic() + self._seconds
-                entry = _CachedStructure(self._threads.submit(_compile, self._vocabulary, guided), deadline, num_bytes)
-                self._entries[guided] = entry
+                result = self._threads.submit(_compile, self._vocabulary, guided)
+                entry = self._entries[guided] = _CachedStructure(result, time.monotonic(), num_bytes)
             self._entries.move_to_end(guided)
             self._shrink()
             return entry

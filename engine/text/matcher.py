@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine.errors import GrammarFault, ModelError, Unsupported
 from engine.machine.mapped import release_freed
-from engine.text.codec import Codec
+from engine.text.codec import Codec, structure_problem
 from engine.types import GRAMMAR_TOKENS
 
 if TYPE_CHECKING:
@@ -64,20 +64,9 @@ class GrammarVocabulary:
     """The tokens in the library's form; ids of the logits beyond the tokenizer's are never allowed."""
 
     def __init__(self, codec: Codec, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
-        """Look at what can be known without the library's form, which takes a second and much memory to make.
-
-        Raises:
-            ModelError: the tokenizer is wider than the logits, or of another kind; or there is no sound end token.
-        """
-        size = codec.tokenizer.get_vocab_size(with_added_tokens=True)
-        if size > vocab_size:
-            raise ModelError(f"structured output: the tokenizer has {size} tokens; the model has {vocab_size} logits")
-        outside = [token for token in end_tokens if not 0 <= token < vocab_size]
-        if outside or not end_tokens:
-            wrong = f"has {outside[0]}; expected 0 to {vocab_size - 1}" if outside else "is empty: no output could end"
-            raise ModelError(f"structured output: eos_token_ids {wrong}")
-        if not codec.spelling.has_bytes:
-            raise ModelError("structured output requires a tokenizer with a byte-level or byte-fallback decoder")
+        """Make nothing yet: the library's form takes a second and much memory. ModelError: see `structure_problem`."""
+        if problem := structure_problem(codec, vocab_size, end_tokens):
+            raise ModelError(f"no structured output: {problem}")
         self.vocab_size, self.end_tokens = vocab_size, end_tokens
         self._codec, self._lock = codec, threading.Lock()
         self._made: LLTokenizer | str | None = None  # or why it cannot be made

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -23,14 +23,15 @@ from engine import target_pass
 from engine.config import EngineConfig
 from engine.errors import PilotfishError
 from engine.text.codec import Codec
-from server.admission import answers
 from server.app import App
 from server.config import ServerConfig
-from server.model import EngineView, ModelText, Progress, ServedModel
+from server.grpc import messages
+from server.model import Progress
 from server.streams import stream
 from server.telemetry import logs
 from server.worker import engine_process
-from server.worker.remote import EngineProgram
+from server.worker.fork_server import ForkServer
+from server.worker.remote import RemoteEngine
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -93,10 +94,10 @@ def _in_text(push: Any) -> Any:
 
 
 def _in_answers(make: Any) -> Any:
-    def faulty(chunk: Any, asked: Any, model: Any = None, **options: Any) -> Any:
-        if MARK + "answers" in asked.request_id:
+    def faulty(event: Any, request: Any) -> Any:
+        if MARK + "answers" in request.request_id:
             raise Injected("answers")
-        return make(chunk, asked, **options) if model is None else make(chunk, asked, model, **options)
+        return make(event, request)
 
     return faulty
 
@@ -115,16 +116,15 @@ def run_engine() -> None:
     engine_process.main(load)
 
 
-def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
-    """Load the model as the server does, then make its engine faulty."""
-    model = ServedModel.load(config, progress, is_successor=is_successor)
-    engine = cast("Engine", model.engine)  # a model that is loaded here is in this process
+def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> Engine:
+    """Load the engine as the server does, then make it faulty."""
+    engine = engine_process.load_engine(config, progress, is_successor=is_successor)
     replace(target_pass.TargetPass, "_pass", _in_target)
     replace(target_pass, "verify_rows", _not_a_number)
     for proposer in engine.proposers.by_name.values():
         replace(proposer, "propose", _in_draft)
     replace(engine, "rest", partial(_after_a_check, engine))
-    return model
+    return engine
 
 
 def _after_a_check(engine: Engine, rest: Any) -> Any:
@@ -133,14 +133,6 @@ def _after_a_check(engine: Engine, rest: Any) -> Any:
         return rest(*wanted)
 
     return checked
-
-
-def around(engine: EngineView, config: EngineConfig, device: str, text: ModelText) -> ServedModel:
-    """Return what the front-end process needs, with injected faults."""
-    replace(Codec, "encode", _in_tokenizer)
-    replace(stream.OutputStream, "push", _in_text)
-    replace(answers, "stream_responses", _in_answers)
-    return ServedModel.around(engine, config, device, text)
 
 
 def census(app: App) -> dict[str, Any]:
@@ -162,7 +154,10 @@ def main() -> int:
     """Serve, as `pilotfish serve` does with the same options."""
     config = ServerConfig.load(sys.argv[1:])
     logs.configure(config.log_format)
-    app = App(config, on_ready=_listen, program=EngineProgram(ENGINE, around))
+    replace(Codec, "encode", _in_tokenizer)
+    replace(stream.OutputStream, "push", _in_text)
+    replace(messages, "_of_event", _in_answers)
+    app = App(config, RemoteEngine(config, start_forks=partial(ForkServer, ENGINE)), on_ready=_listen)
     return uvloop.run(app.run())
 
 

@@ -14,10 +14,9 @@ from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation
 from engine.params import Guided
 from engine.text.codec import Codec
 from engine.text.stops import NO_ASIDES
-from engine.types import FinishReason, Grammar, Request
+from engine.types import FinishReason, Request
 from server.admission import check
 from server.admission.check import Prompt, with_structure
-from server.admission.resume import require_fit
 from server.admission.security import ANYBODY, Caller, Quotas, Refusals
 from server.admission.slow_work import RETRY_SECONDS, SlowWork, release_turn
 from server.admission.status import refusal
@@ -173,30 +172,34 @@ class Admission:
             raise Unsupported(
                 "the format of the calls or of the reasoning is a structure; this model is served without"
             )
-        compiled = partial(self._slow.compile, model.compile_grammar)
+        compiler = model.compile_grammar
+
+        async def require(guided: Guided, received: Sequence[tuple[int, ...]] = ()) -> None:
+            await self._slow.compile(partial(compiler, guided, received), remaining())
+
         try:
-            grammar = await compiled(guided, remaining())
+            await require(guided)
         except InvalidRequest:
             if answer is None or guided == answer.content:
                 raise
-            answer = await self._with_sound_parts(answer, compiled, remaining)
+            answer = await self._with_sound_parts(answer, require)
             guided = structure_of(answer, model.format)
             assert guided is not None, "the same parts have a structure"
             try:
-                grammar = await compiled(guided, remaining())
+                await require(guided)
             except InvalidRequest as invalid:  # what is wrong is of all parts together, which no field has
                 whole = "messages.tools" if answer.tools else "guided"
                 raise InvalidRequest([replace(v, field=whole) for v in invalid.violations]) from None
-        await self._in_parts(require_fit(request.received, grammar))
-        return replace(with_structure(request, guided), grammar=grammar)
+        received = [output.token_ids for output in request.received]
+        if any(received):
+            await require(guided, received)
+        return with_structure(request, guided)
 
-    async def _with_sound_parts(
-        self, answer: Answer, compiled: Callable[[Guided, float], Awaitable[Grammar]], remaining: Callable[[], float]
-    ) -> Answer:
+    async def _with_sound_parts(self, answer: Answer, require: Callable[[Guided], Awaitable[None]]) -> Answer:
         """Find the part that is wrong: a tool that is not strict is relaxed to any object; another part is an error."""
         for name, part in answer.parts:
             try:
-                await compiled(part, remaining())
+                await require(part)
             except InvalidRequest as invalid:
                 i = answer.tool_of(name)
                 if i is not None and not answer.tools[i].strict:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
@@ -23,10 +22,7 @@ from operator import itemgetter
 from typing import TypeVar, TypeVarTuple
 
 from engine.machine.mapped import release_freed
-from engine.params import Guided
-from engine.types import Grammar
 from server.errors import DeadlinePassed, QueueFull
-from server.model import CompileGrammar
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
@@ -51,11 +47,15 @@ _turn: ContextVar[InputTurn] = ContextVar("turn")
 
 
 class SlowWork:
-    """One thread for work that holds the GIL, two that tokenize, a few that compile grammars, and the turn."""
+    """One thread for work that holds the GIL, two that tokenize, the places of grammars in compilation, and the turn.
 
-    def __init__(self, compile_threads: int = 2, max_pending: int = MAX_PENDING) -> None:
-        self._compilers = ThreadPoolExecutor(compile_threads, thread_name_prefix="grammar")
-        self._max_pending, self._room = max_pending, threading.BoundedSemaphore(max_pending)
+    Places are given in the order of arrival.
+    """
+
+    def __init__(self, max_compiling: int = 2, max_pending: int = MAX_PENDING) -> None:
+        self._places, self._max_pending = asyncio.Semaphore(max_compiling), max_pending
+        self._num_waiting = 0  # structures
+        self._compiling: set[asyncio.Future[None]] = set()
         self._locking, self._middle, self._long = _Lane("slow-work"), _Lane("encode"), _Lane("encode-long")
         self._large_turn = asyncio.Lock()
         self._is_trim_due = False
@@ -108,8 +108,8 @@ class SlowWork:
         finally:
             self._trim_later()  # a tokenizer allocates two hundred bytes per byte of text
 
-    async def compile(self, compiler: CompileGrammar, guided: Guided, remaining: float = math.inf) -> Grammar:
-        """Compile a grammar within `remaining` seconds.
+    async def compile(self, compile_one: Callable[[], Awaitable[None]], remaining: float = math.inf) -> None:
+        """Let the engine's process compile a grammar within `remaining` seconds.
 
         After this time, or if the caller is cancelled, a compilation that has not started is dropped.
 
@@ -118,19 +118,37 @@ class SlowWork:
             DeadlinePassed: the compilation took longer than `remaining` seconds.
             QueueFull: too many grammars are waiting.
         """
-        if not self._room.acquire(blocking=False):
+        if self._num_waiting + len(self._compiling) >= self._max_pending:
             problem = f"{self._max_pending} grammars are waiting to be compiled"
             raise QueueFull(problem, bound="grammars", retry_seconds=RETRY_SECONDS)
-        future = self._compilers.submit(compiler, guided)
-        future.add_done_callback(lambda _: self._room.release())  # when the compilation ends, not when the caller does
         try:
             async with asyncio.timeout(None if remaining == math.inf else remaining):
-                return await asyncio.wrap_future(future)
+                await self._place()
+                compiling = asyncio.ensure_future(compile_one())
+                self._compiling.add(compiling)
+                compiling.add_done_callback(self._compiled)
+                await asyncio.shield(compiling)
         except TimeoutError:
             raise DeadlinePassed("the deadline passed before the grammar was compiled") from None
 
+    async def _place(self) -> None:
+        self._num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self._num_waiting -= 1
+
+    def _compiled(self, compiling: asyncio.Future[None]) -> None:
+        """Free the place of a structure: when it is compiled, not when its caller leaves."""
+        self._compiling.remove(compiling)
+        self._places.release()
+        if not compiling.cancelled():
+            compiling.exception()  # whose caller may have gone
+
     def close(self) -> None:
-        for threads in (self._locking.thread, self._middle.thread, self._long.thread, self._compilers):
+        for compiling in self._compiling:
+            compiling.cancel()
+        for threads in (self._locking.thread, self._middle.thread, self._long.thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -26,7 +26,7 @@ from server.config import ServerConfig
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.llm import LLM, CompletionOutput
-    from server.model import ServedModel
+    from engine.text.codec import Codec
 
 ERRORS = (ValidationError, ModelError, OSError)
 WAYS = (SpeculationMode.OFF, SpeculationMode.FIXED, SpeculationMode.AUTO)
@@ -68,7 +68,9 @@ class BenchTurn:
 def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str, bool]:
     """Measure and return the table; `progress` receives progress messages."""
     from engine.llm import LLM
-    from server.model import ServedModel
+    from engine.startup import warm
+    from engine.text.codec import Codec
+    from server.model import model_name
 
     own: dict[str, dict[str, Any]] = {
         "tokens": {"type": int, "default": 64},
@@ -77,13 +79,14 @@ def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str,
         "json": {"action": "store_true"},
     }
     asked, config = ServerConfig.load_with("bench", _ABOUT, own, arguments)
-    model = ServedModel.load(config.engine(), progress)
-    llm = LLM.of(cast("Engine", model.engine))  # a model that was loaded here has its engine in this process
-    rows = [row for batch in asked.batches for row in _rows(llm, _prompts(model, batch), asked, progress)]
+    engine, codec = warm.load(config.engine(), progress), Codec.load(config.target, config.revision)
+    llm = LLM.of(engine)
+    prompts = [_prompts(engine, codec, batch) for batch in asked.batches]
+    rows = [row for some in prompts for row in _rows(llm, some, asked, progress)]
     if asked.json:
         return json.dumps([asdict(row) for row in rows], indent=1), True
-    who, drafts = model.engine.default_proposer, config.num_draft_tokens
-    return as_text(rows, f"{model.name} in {model.engine.dtype}, proposer {who}, K up to {drafts}"), True
+    who, drafts = engine.default_proposer, config.num_draft_tokens
+    return as_text(rows, f"{model_name(config.target)} in {engine.dtype}, proposer {who}, K up to {drafts}"), True
 
 
 def _rows(llm: LLM, prompts: list[Tokens], asked: Namespace, progress: Callable[[str], None]) -> list[BenchRow]:
@@ -98,11 +101,10 @@ def _rows(llm: LLM, prompts: list[Tokens], asked: Namespace, progress: Callable[
     return [_row(batch, way, turns[way], turns[SpeculationMode.OFF]) for way in WAYS]
 
 
-def _prompts(model: ServedModel, batch: int) -> list[Tokens]:
-    if model.codec is None:
-        size = model.engine.vocab_size
-        return [tuple((7 * i + j) % size for j in range(_PROMPT)) for i in range(batch)]
-    return [tuple(model.codec.encode(text)) for text in corpus.held_out_prompts(batch)]
+def _prompts(engine: Engine, codec: Codec | None, batch: int) -> list[Tokens]:
+    if codec is None:
+        return [tuple((7 * i + j) % engine.vocab_size for j in range(_PROMPT)) for i in range(batch)]
+    return [codec.encode(text) for text in corpus.held_out_prompts(batch)]
 
 
 def _turn(llm: LLM, prompts: list[Tokens], tokens: int, way: SpeculationMode) -> BenchTurn:

@@ -1,35 +1,35 @@
-"""The engine's own process: it receives orders and sends outputs, on one thread. Knows no network.
+"""The engine's own process: one thread steps, another one reads orders. Knows no network.
 
 The process steps as long as there is work, at most `MAX_LEAD` outputs ahead of what the front-end process has read.
-Between two steps it reads new orders. When the front-end process ends, this process ends too. The only text here is the
-source of structures.
+Between two steps it executes the orders that have arrived. Structures are compiled at once, on other threads. When the
+front-end process ends, this process ends too. The only text here is the source of structures.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from functools import cache
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeAlias
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.params import Guided
 from engine.stats import StepStats
 from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Request, TokenEvent
-from server.model import CompileGrammar, EngineView, Progress, ServedModel, model_name
+from server.model import Progress
 from server.telemetry import logs
 from server.worker import wire
 from server.worker.garbage import settle
+from server.worker.structures import Structures, compiler_of
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -39,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 # Most unread outputs: enough that a step does not wait for the front ends, few enough that cancellations act soon.
 MAX_LEAD = 2
-COMPILE_THREADS = 2
-# The front ends have compiled each structure in time; that this process is busier must not end its request.
-COMPILE_SECONDS = 300.0
 _QUIET_SECONDS = 0.05  # without an order, after which an idle engine does what it has left for later
 _RECEIVE_BYTES = 1 << 16
 
@@ -50,66 +47,106 @@ class FrontEndGone(EOFError):
     """Expected: the front-end process has ended, or closed the connection."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Recompiled:
+    """The structure of a request that waits for it has been compiled, or failed to."""
+
+    request: Request
+    grammar: Future[Grammar]
+
+
+_Order: TypeAlias = wire.ToEngine | _Recompiled
+
+
 class Link:
-    """The engine's end of the sockets. Its calls block, except `receive` with a time limit."""
+    """The engine's end of the socket. Its calls block, except `receive` with a time limit; any thread may `send`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._frames = sock, wire.Frames(wire.MOST_ORDER_BYTES)
-        self._woken, self._waker = socket.socketpair()
+        self._orders: SimpleQueue[_Order | Exception] = SimpleQueue()
+        self._sending = threading.Lock()
 
-    def wake(self) -> None:
-        """Let a waiting `receive` return; any thread may call this."""
-        self._waker.send(b"\0")
+    def first(self) -> wire.Start:
+        """Wait for the first message. The front ends send no other one before the answer."""
+        for message in self._read():
+            if not isinstance(message, wire.Start):
+                raise wire.WireError(f"a {type(message).__name__} before the start")
+            return message
+        raise FrontEndGone
 
-    def receive(self, seconds: float | None) -> Iterator[wire.ToEngine]:
-        """Wait for at most `seconds`, and yield the messages that have arrived. Raises FrontEndGone or WireError."""
-        ready, _, _ = select.select([self._socket, self._woken], [], [], seconds)
-        if self._woken in ready:
-            self._woken.recv(_RECEIVE_BYTES)
-        if self._socket in ready:
-            try:
-                data = self._socket.recv(_RECEIVE_BYTES)
-            except OSError as error:
-                raise FrontEndGone from error
-            if not data:
-                raise FrontEndGone
-            for payload in self._frames.feed(data):
-                yield wire.read(payload, wire.TO_ENGINE)
+    def listen(self, compile_structure: Callable[[wire.Compile], None]) -> None:
+        """From now on read on another thread, where also structures are compiled, or begin to be: not between steps."""
+        threading.Thread(target=self._listen, args=[compile_structure], name="orders", daemon=True).start()
+
+    def _listen(self, compile_structure: Callable[[wire.Compile], None]) -> None:
+        try:
+            for message in self._read():
+                if isinstance(message, wire.Compile):
+                    compile_structure(message)
+                else:
+                    self._orders.put(message)
+        except Exception as error:  # noqa: BLE001  # the thread that steps raises it
+            self._orders.put(error)
+        else:
+            self._orders.put(FrontEndGone())
+
+    def _read(self) -> Iterator[wire.ToEngine]:
+        """Yield messages until the connection is closed. Raises FrontEndGone or WireError."""
+        try:
+            while data := self._socket.recv(_RECEIVE_BYTES):
+                for payload in self._frames.feed(data):
+                    yield wire.read(payload, wire.TO_ENGINE)
+        except OSError as error:
+            raise FrontEndGone from error
+
+    def put(self, order: _Order) -> None:
+        """Let `receive` yield an order of this process; any thread may call this."""
+        self._orders.put(order)
+
+    def receive(self, seconds: float) -> Iterator[_Order]:
+        """Wait for at most `seconds`, and yield the orders that have arrived. Raises FrontEndGone or WireError."""
+        try:
+            order = self._orders.get(timeout=seconds) if seconds else self._orders.get_nowait()
+            while True:
+                if isinstance(order, Exception):
+                    raise order
+                yield order
+                order = self._orders.get_nowait()
+        except Empty:
+            return
 
     @property
     def has_news(self) -> bool:
         """Whether `receive` would return at once."""
-        return bool(select.select([self._socket, self._woken], [], [], 0.0)[0])
+        return not self._orders.empty()
 
     def send(self, message: wire.ToFrontEnd) -> None:
         """Send the whole message. Raises FrontEndGone if the connection is closed."""
+        frame = wire.framed(message)
         try:
-            self._socket.sendall(wire.framed(message))
+            with self._sending:
+                self._socket.sendall(frame)
         except OSError as error:
             raise FrontEndGone from error
-
-    def close(self) -> None:
-        for end in (self._socket, self._woken, self._waker):
-            end.close()
 
 
 class EngineServer:
     """Executes orders of the front ends on the engine, turn by turn, and reports the results."""
 
-    def __init__(self, link: Link, engine: Engine, compile_grammar: CompileGrammar | None, start: wire.Start) -> None:
+    def __init__(self, link: Link, engine: Engine, structures: Structures, start: wire.Start) -> None:
         self._watches_cache, self._is_successor = start.watches_cache, start.is_successor
         if self._watches_cache:
             engine.pages.watch()
-        self._link, self._engine, self._compile = link, engine, compile_grammar
+        self._link, self._engine, self._structures = link, engine, structures
         self._beat_seconds, self._spoke = start.beat_seconds, time.monotonic()
         self._order = 0  # number of the last order that was executed
         self._lead = 0  # outputs that the front ends have not read
-        self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
-        # By request id: a request, its structure in the making, and the orders that its outputs get when it is added.
-        self._compiling: dict[str, tuple[Request, Future[Grammar], list[wire.Finish]]] = {}
+        # By the id of a request whose structure is compiled again: the orders that its outputs get when it is added.
+        self._compiling: dict[str, list[wire.Finish]] = {}
         self._events: list[TokenEvent] = []  # not sent yet
         self._has_chores = True  # for the engine, once nobody waits: until it says that nothing is left
         self._is_calm = False  # whether no order has come for a while
+        link.listen(lambda asked: structures.answer(asked, link.send))
 
     def turn(self) -> None:
         """Execute the orders that have arrived, report their results, and take a step if there is work.
@@ -123,7 +160,6 @@ class EngineServer:
         for message in self._link.receive(self._patience):
             self._obey(message)
             is_quiet = False
-        self._add_compiled()
         if self._events or (self._order != told and not self._may_step):
             self._tell(None)
         if self._may_step:
@@ -167,7 +203,7 @@ class EngineServer:
 
     # ------------------------------------------------------------------------------------------------------ orders
 
-    def _obey(self, message: wire.ToEngine) -> None:
+    def _obey(self, message: _Order) -> None:
         match message:
             case wire.Taken():
                 self._lead -= 1
@@ -185,8 +221,11 @@ class EngineServer:
                 self._load_adapter(message)
             case wire.UnloadAdapter():
                 self._engine.adapters.unload(message.name)
-            case wire.Start():
-                raise wire.WireError("a second start")
+            case _Recompiled():
+                self._add_compiled(message)
+                return
+            case _:
+                raise wire.WireError(f"a {type(message).__name__} after the start")
         self._order, self._has_chores, self._is_calm = message.order, True, False
 
     def _load_adapter(self, order: wire.LoadAdapter) -> None:
@@ -194,32 +233,36 @@ class EngineServer:
         try:
             loaded = self._engine.adapters.load(order.name, Path(order.folder), order.fingerprint)
         except ModelError as error:
-            self._send(wire.AdapterAnswer(order.name, problem=str(error)))
+            self._send(wire.AdapterAnswer(order.order, problem=str(error)))
         else:
-            self._send(wire.AdapterAnswer(order.name, loaded.fingerprint))
+            self._send(wire.AdapterAnswer(order.order, loaded.fingerprint))
 
     def _take(self, request: Request) -> None:
-        """Add a request. If it has a structure, compile that first, on another thread so that steps do not wait."""
-        if request.sampling.guided is None or self._compile is None:
+        """Add a request, with its structure. If that is not kept, it is compiled again first, while steps go on."""
+        guided = request.sampling.guided
+        if guided is None:
             self._add(request)
-            return
-        future = self._threads.submit(self._compile, request.sampling.guided)
-        future.add_done_callback(lambda _: self._link.wake())
-        self._compiling[request.request_id] = request, future, []
+        elif (grammar := self._structures.ready(guided)) is not None:
+            self._add(replace(request, grammar=grammar))
+        else:
+            self._compiling[request.request_id] = []
+            again = self._structures.again(guided)
+            again.add_done_callback(lambda grammar: self._link.put(_Recompiled(request, grammar)))
 
-    def _add_compiled(self) -> None:
-        for name, (request, future, finishes) in list(self._compiling.items()):
-            if future.done():
-                del self._compiling[name]
-                try:
-                    grammar = future.result()
-                except Exception as error:
-                    logger.exception("request %s: its structure did not compile again", name)
-                    self._refuse(request, str(error))
-                else:
-                    self._add(replace(request, grammar=grammar))
-                    for order in finishes:
-                        self._finish(order)
+    def _add_compiled(self, compiled: _Recompiled) -> None:
+        request = compiled.request
+        finishes = self._compiling.pop(request.request_id, None)
+        if finishes is None:
+            return  # its reader is gone
+        try:
+            grammar = compiled.grammar.result()
+        except Exception as error:
+            logger.exception("request %s: its structure did not compile again", request.request_id)
+            self._refuse(request, str(error))
+        else:
+            self._add(replace(request, grammar=grammar))
+            for order in finishes:
+                self._finish(order)
 
     def _add(self, request: Request) -> None:
         try:
@@ -230,7 +273,7 @@ class EngineServer:
 
     def _finish(self, order: wire.Finish) -> None:
         if order.request_id in self._compiling:
-            self._compiling[order.request_id][2].append(order)
+            self._compiling[order.request_id].append(order)
         else:
             self._events += self._engine.finish(order.request_id, order.reason, index=order.index, keep=order.keep)
 
@@ -274,62 +317,36 @@ class EngineServer:
         self._spoke = time.monotonic()
 
 
-LoadEngine = Callable[..., ServedModel]  # of a config and a progress; `is_successor`: it calibrates nothing
+LoadEngine = Callable[..., "Engine"]  # of a config and a progress; `is_successor`: it calibrates nothing
+MakeCompiler = Callable[["Engine", EngineConfig], "GrammarCompiler"]
 
 
-def serve(link: Link, load: LoadEngine) -> None:
+def serve(link: Link, load: LoadEngine, make_compiler: MakeCompiler = compiler_of) -> None:
     """Load what the first message names, and serve it until the connection is closed."""
-    start = _first(link)
+    start = link.first()
     logs.configure(start.log_format)
     config = EngineConfig.model_validate_json(start.config)
     try:
-        model = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
+        engine = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
     except ModelError as error:
         link.send(wire.Refused(str(error)))
         return
-    engine = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
     settle()
     adapters = {name: adapter.fingerprint for name, adapter in engine.adapters.items()}
-    pages, names = (engine.total_pages, engine.page_size), engine.proposer_names
-    link.send(wire.Ready(engine.limits, names, *pages, engine.loop, engine.dtype, model.device, engine.load, adapters))
-    server = EngineServer(link, engine, model.compile_grammar, start)
+    server = EngineServer(link, engine, Structures(partial(make_compiler, engine, config)), start)
+    link.send(wire.Ready(engine.facts, engine.load, adapters))
     while True:
         server.turn()
 
 
-def structure_compiler(engine: EngineView, config: EngineConfig, seconds: float = COMPILE_SECONDS) -> CompileGrammar:
-    """Return what compiles structures as `GrammarCompiler` does, and reads a tokenizer for the first of them."""
-    lock = threading.Lock()
-
-    @cache
-    def made() -> GrammarCompiler:
-        from engine.text.codec import Codec
-        from engine.text.guided import GrammarCompiler
-
-        sizes = engine.vocab_size, engine.eos_token_ids
-        found = GrammarCompiler.of(Codec.load(config.target, config.revision), *sizes, config, seconds)
-        assert found is not None, "the front ends refuse structures of a model that has none"
-        return found
-
-    def compiled(guided: Guided) -> Grammar:
-        with lock:
-            compiler = made()
-        return compiler.compile(guided)
-
-    return compiled
-
-
-def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
+def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> Engine:
     """Load the engine alone: its front ends have the tokenizer and the template."""
-    from engine.startup.build import pick_device
     from engine.startup.warm import load
 
-    engine = load(config, progress, is_successor=is_successor, rests=True)
-    device, compiler = str(pick_device(config.device)), structure_compiler(engine, config)
-    return ServedModel(model_name(config.target), None, device, engine, None, compiler)
+    return load(config, progress, is_successor=is_successor, rests=True)
 
 
-def main(load: LoadEngine = load_engine) -> None:
+def main(load: LoadEngine = load_engine, make_compiler: MakeCompiler = compiler_of) -> None:
     """Run the process; its only argument is the number of an open socket. Never returns.
 
     The fork server has set how this process handles signals, and that it ends with its parent.
@@ -337,7 +354,7 @@ def main(load: LoadEngine = load_engine) -> None:
     code = 1
     link = Link(socket.socket(fileno=int(sys.argv[1])))  # stays open: when it closes, the status is set
     try:
-        serve(link, load)
+        serve(link, load, make_compiler)
     except FrontEndGone:
         code = 0
     except wire.WireError as error:
@@ -347,12 +364,3 @@ def main(load: LoadEngine = load_engine) -> None:
     finally:
         logging.shutdown()
         os._exit(code)  # does not wait for threads that still compile a structure
-
-
-def _first(link: Link) -> wire.Start:
-    """Wait for the first message, which must be Start. The front ends send no other message before the answer."""
-    while True:
-        for message in link.receive(None):
-            if not isinstance(message, wire.Start):
-                raise wire.WireError(f"a {type(message).__name__} before the start")
-            return message

@@ -9,26 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TypeAlias
+from typing import Any
 
 from msgspec import structs
 
-from engine.config import EngineConfig
-from engine.errors import ModelError
+from engine.errors import InvalidRequest, ModelError, Unsupported
+from engine.facts import WithFacts
+from engine.params import Guided
 from engine.request.intake import Intake
 from engine.stats import EngineLoad
 from engine.text.codec import CALIBRATION_TEXT
 from engine.types import Adapter, FinishReason, Request, TokenEvent
-from server.config import LogFormat
-from server.errors import EngineCrashed, EngineHung, Unavailable
-from server.model import EngineView, ModelText, Progress, ServedModel
+from server.config import ServerConfig
+from server.errors import EngineCrashed, EngineHung, RequestFailed, Unavailable
+from server.model import ModelText, Progress, ServedModel
 from server.worker import wire
-from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
-from server.worker.host import LocalHost
+from server.worker.fork_server import Forked, ForkServer, ForkServerGone
 from server.worker.worker import Standby, Worker
 
 logger = logging.getLogger(__name__)
@@ -36,20 +36,6 @@ logger = logging.getLogger(__name__)
 _BEAT_SECONDS, _BEATS_PER_HANG = 1.0, 4  # most seconds between an engine's messages; several before it is given up
 _LOADS = 4  # how much longer than the first engine another one may take to load: others may run beside it
 _FULL = EngineLoad(num_running=0, num_waiting=0, free_pages=0, spare_pages=0)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineProgram:
-    """What the engine's process runs (Python source; its last argument is a socket), and the loaders for this process.
-
-    `ahead` are modules that the fork server imports. While the engine is loaded, `read` reads what of the model's text
-    this process needs; then `around` makes the served model.
-    """
-
-    source: str = ENGINE
-    around: Callable[[EngineView, EngineConfig, str, ModelText], ServedModel] = ServedModel.around
-    ahead: tuple[str, ...] = AHEAD
-    read: Callable[[EngineConfig], ModelText] = ModelText.read
 
 
 @dataclass(slots=True)
@@ -62,23 +48,21 @@ class _RemoteRequest:
     num_pages: int  # of its prompt
 
 
-class RemoteEngine:
-    """A host whose engine runs in another process, and the last known state of that engine."""
+class RemoteEngine(WithFacts):
+    """An engine in another process, to which the driver sends orders, and the last known state of that engine.
 
-    is_hung = False  # a hung process can be killed
+    With the option `standby` a second engine is loaded, and takes over when the first is lost. Where K/V events are
+    published, outputs contain the changes of the prefix cache.
+    """
 
     def __init__(
-        self, config: EngineConfig, program: EngineProgram, hang_seconds: float, log_format: LogFormat = "text",
-        forks: ForkServer | None = None, *, standby: bool = False, watches_cache: bool = False,
-    ) -> None:  # fmt: skip
-        """`forks` runs already and forks `program`; without it, `start` starts a fork server.
-
-        With `standby` a second engine is loaded, and takes over when the first is lost. With `watches_cache` outputs
-        contain the changes of the prefix cache.
-        """
-        self.config = config
-        self._program, self._hang_seconds, self._log_format = program, hang_seconds, log_format
-        self._forks, self._has_standby, self._watches_cache = forks, standby, watches_cache
+        self, config: ServerConfig, forks: ForkServer | None = None, start_forks: Callable[[], ForkServer] = ForkServer
+    ) -> None:
+        """`forks` is a fork server that runs already; without it, or if it ends, `start_forks` starts one."""
+        self.config = config.engine()
+        self._forks, self._start_forks, self._has_standby = forks, start_forks, config.standby
+        self._hang_seconds, self._log_format = config.hang_seconds, config.log_format
+        self._watches_cache = config.kv_events_endpoint is not None
         self._worker: Worker | None = None
         self._standby: Standby | None = None
         self._text: wire.CalibrationText | None = None  # None: the first engine is being loaded
@@ -86,25 +70,27 @@ class RemoteEngine:
         self._orders = count(1)
         self._live: dict[str, _RemoteRequest] = {}  # by the caller's id
         self.adapters: dict[str, Adapter] = {}  # that every engine has to have, as the first one found them
-        self._folders = dict(config.adapter)  # of each of them
+        self._folders = dict(self.config.adapter)  # of each of them
 
     # ---------------------------------------------------------------------------------- start and end of the process
 
     async def start(self, progress: Progress) -> ServedModel:
-        """Start the process, read the tokenizer and the like in this one, and wait until both are ready."""
+        """Start the process, read the tokenizer and the like in this one, and wait until both are ready.
+
+        Raises ModelError if the models cannot be served; may be cancelled.
+        """
         started = time.monotonic()
-        reading = asyncio.ensure_future(asyncio.to_thread(self._program.read, self.config))
+        reading = asyncio.ensure_future(asyncio.to_thread(ModelText.read, self.config))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed load is told first
         worker = await self._loaded(progress, is_successor=False)
-        facts = worker.facts
-        self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in facts.adapters.items()}
+        self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in worker.adapters.items()}
         self._use(worker)
         self._load_seconds = _LOADS * (time.monotonic() - started)
         text = await reading
         tokens = () if text.codec is None else await asyncio.to_thread(text.codec.encode, CALIBRATION_TEXT)
-        self._text = wire.CalibrationText(tuple(token for token in tokens if token < facts.limits.vocab_size))
+        self._text = wire.CalibrationText(tuple(token for token in tokens if token < self.vocab_size))
         worker.send(self._text)
-        return await asyncio.to_thread(self._program.around, self, self.config, facts.device, text)
+        return await asyncio.to_thread(ServedModel.around, self, self.compile, self.config, text)
 
     async def restart(self) -> None:
         """Put another process in place of the lost one: the standby if it is loaded, else a new one."""
@@ -128,34 +114,30 @@ class RemoteEngine:
     def _use(self, worker: Worker) -> None:
         """Let requests go to this worker from now on; it has none."""
         self._live = {}
-        self._worker, facts, limits = worker, worker.facts, worker.facts.limits
-        self.vocab_size, self.max_model_len = limits.vocab_size, limits.max_model_len
-        self.eos_token_ids, self.proposer_names = limits.eos_token_ids, facts.proposer_names
-        self.page_size, self.total_pages = facts.page_size, facts.total_pages
-        self.loop, self.dtype = facts.loop, facts.dtype
-        intake = Intake(self.config, limits, facts.proposer_names, self.adapters)
-        self.default_proposer = intake.default_proposer
+        self._worker, self.facts = worker, worker.facts
+        intake = Intake(self.config, self.facts.limits, self.proposer_names, self.adapters)
         self.check, self.speculation_of = intake.check, intake.speculation_of  # in this process, as the engine does
-        self._bring_adapters(worker, facts.adapters)
+        self._bring_adapters(worker)
         if self._text is not None:
             worker.send(self._text)
         if self._has_standby:
             self._standby = Standby(partial(self._loaded, _log, is_successor=True))
 
-    def _bring_adapters(self, worker: Worker, its_own: Mapping[str, str]) -> None:
+    def _bring_adapters(self, worker: Worker) -> None:
         """Let an engine have the same adapters as those before it: some were loaded or unloaded by calls meanwhile."""
+        its_own = worker.adapters
         for name, fingerprint in its_own.items():
             if name not in self.adapters or self.adapters[name].fingerprint != fingerprint:
                 worker.send(wire.UnloadAdapter(next(self._orders), name))
         for name, adapter in self.adapters.items():
             if its_own.get(name) != adapter.fingerprint:
                 order = wire.LoadAdapter(next(self._orders), name, self._folders[name], adapter.fingerprint)
-                worker.load_adapter(order).add_done_callback(partial(self._brought, adapter))
+                worker.ask(order).add_done_callback(partial(self._brought, adapter))
 
-    def _brought(self, adapter: Adapter, loading: asyncio.Future[str]) -> None:
+    def _brought(self, adapter: Adapter, loading: asyncio.Future[wire.AdapterAnswer]) -> None:
         """Drop an adapter whose files are not there any more, or have changed: its requests fail one by one."""
-        if not loading.cancelled() and isinstance(loading.exception(), ModelError):
-            logger.error("an adapter is lost: %s", loading.exception())
+        if not loading.cancelled() and loading.exception() is None and (problem := loading.result().problem):
+            logger.error("an adapter is lost: %s", problem)
             if self.adapters.get(adapter.name) is adapter:
                 del self.adapters[adapter.name], self._folders[adapter.name]
 
@@ -175,10 +157,9 @@ class RemoteEngine:
 
     async def _forked(self) -> Forked:
         """Fork a process; if the fork server has ended, start another one."""
-        program = self._program
         for _ in range(2):
             if self._forks is None:
-                self._forks = ForkServer(program.source, program.ahead)
+                self._forks = self._start_forks()
             forking = asyncio.ensure_future(asyncio.to_thread(self._forks.fork))
             try:
                 return await asyncio.shield(forking)
@@ -194,7 +175,10 @@ class RemoteEngine:
     # -------------------------------------------------------------------------------------------- messages from it
 
     async def turn(self, wake: asyncio.Event) -> wire.StepReport | None:
-        """Return the oldest unread output; None if only `wake` was set, so that the driver can send orders."""
+        """Return the oldest unread output; None if only `wake` was set, so that the driver can send orders.
+
+        Raises why the engine was lost, if it was: then call `restart`.
+        """
         worker = self._current
         worker.wake = wake.set
         if not worker.outputs and worker.loss is None:
@@ -230,36 +214,58 @@ class RemoteEngine:
     # -------------------------------------------------------------------------------------------------- orders to it
 
     def add(self, request: Request) -> None:
-        """As `LocalHost.add`. Raises wire.Unsayable for a request that does not fit into a message."""
+        """Add a checked request before the next step. Raises wire.Unsayable if it does not fit into a message."""
         order = next(self._orders)
         name = f"{request.request_id}#{order}"  # a caller may use an id again before the engine has ended its request
-        # A compiled structure cannot be sent. The request also contains its source.
-        self._current.send(wire.Add(order, replace(request, request_id=name, grammar=None)))
+        self._current.send(wire.Add(order, replace(request, request_id=name)))
         pages = -(-request.num_tokens // self.page_size)
         self._live[request.request_id] = _RemoteRequest(name, order, len(request.unfinished), pages)
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
+        """End a request, or one output of it, as `Engine.finish` does; a later turn returns the terminal events."""
         live = self._live.get(request_id)
         if live is not None:
             self._current.send(wire.Finish(next(self._orders), live.name, reason, index, keep))
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
+        """End a request whose reader is gone; no later turn returns an event of it."""
         live = self._live.pop(request_id, None)
         if live is not None:
             self._current.send(wire.Finish(next(self._orders), live.name, reason, is_dropped=True))
 
+    async def compile(self, guided: Guided, received: Sequence[tuple[int, ...]] = ()) -> None:
+        """Let the engine's process compile a structure, and check that it allows the tokens `received` of each output.
+
+        No step waits for that. Raises InvalidRequest, Unsupported, or Unavailable if the engine is lost.
+        """
+        order = wire.Compile(next(self._orders), guided, tuple(received))
+        compiled: wire.Compiled = await self._answer(order, "compiled a structure")
+        if compiled.violations:
+            raise InvalidRequest(compiled.violations)
+        if compiled.unsupported is not None:
+            raise Unsupported(compiled.unsupported)
+        if compiled.is_fault:
+            raise RequestFailed("the structure could not be compiled")
+
     async def load_adapter(self, name: str, folder: str) -> str:
+        """Load an adapter between two steps; return its fingerprint. Raises ModelError, or Unavailable."""
+        order = wire.LoadAdapter(next(self._orders), name, folder)
+        loaded: wire.AdapterAnswer = await self._answer(order, f"loaded adapter {name!r}")
+        if loaded.problem is not None:
+            raise ModelError(loaded.problem)
+        self.adapters[name], self._folders[name] = Adapter(name, 0, loaded.fingerprint), folder
+        return loaded.fingerprint
+
+    async def _answer(self, order: wire.Compile | wire.LoadAdapter, what: str) -> Any:
         if self._worker is None or self._worker.loss is not None:
             raise Unavailable("ENGINE_RESTARTING", "the engine failed and is being restarted")
         try:
-            fingerprint = await self._worker.load_adapter(wire.LoadAdapter(next(self._orders), name, folder))
+            return await self._worker.ask(order)
         except (EngineCrashed, EngineHung, wire.WireError) as loss:
-            raise Unavailable("ENGINE_RESTARTING", f"the engine failed while it loaded adapter {name!r}") from loss
-        self.adapters[name], self._folders[name] = Adapter(name, 0, fingerprint), folder
-        return fingerprint
+            raise Unavailable("ENGINE_RESTARTING", f"the engine failed while it {what}") from loss
 
     def unload_adapter(self, name: str) -> None:
-        """As in `LocalHost`; a lost engine needs no order."""
+        """Forget an adapter, which no request uses any more; a lost engine needs no order."""
         del self.adapters[name], self._folders[name]
         if self._worker is not None and self._worker.loss is None:
             self._worker.send(wire.UnloadAdapter(next(self._orders), name))
@@ -287,9 +293,6 @@ class RemoteEngine:
         unseen = [live for live in self._live.values() if live.order > seen]
         sequences = load.num_running + load.num_waiting + sum(live.num_sequences for live in unseen)
         return sequences < self.config.max_batch_size and load.spare_pages > sum(live.num_pages for live in unseen)
-
-
-Host: TypeAlias = LocalHost | RemoteEngine  # an engine and the thread or process that runs it
 
 
 def _log(stage: str) -> None:

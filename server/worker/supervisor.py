@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Awaitable
 
 from engine.stats import Clock
-from server.errors import EngineGone
 from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Metrics
-from server.worker.remote import Host
+from server.worker.remote import RemoteEngine
 from server.worker.worker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -53,9 +52,9 @@ class Crashes:
 
 
 class Supervisor:
-    """Restarts the engine of a host and reports each change of state."""
+    """Restarts the engine and reports each change of state."""
 
-    def __init__(self, host: Host, lifecycle: Lifecycle, metrics: Metrics, crashes: Crashes) -> None:
+    def __init__(self, host: RemoteEngine, lifecycle: Lifecycle, metrics: Metrics, crashes: Crashes) -> None:
         self._host, self._lifecycle, self._metrics, self.crashes = host, lifecycle, metrics, crashes
 
     async def lost(self) -> None:
@@ -94,8 +93,6 @@ class Supervisor:
         error = restart.exception()
         if error is not None:
             logger.error("the engine did not begin again", exc_info=error)
-        if isinstance(error, EngineGone):
-            await self._lifecycle.move(State.FAILED)
         return error is None
 
 

@@ -12,9 +12,10 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from engine.config import Bounds
-from engine.errors import PilotfishError
+from engine.errors import PilotfishError, Violation
+from engine.facts import EngineFacts
 from engine.kv.pages import CacheChange
-from engine.request.intake import Limits
+from engine.params import Guided
 from engine.stats import EngineLoad, StepStats
 from engine.types import FinishReason, Request, TokenEvent
 from server.config import LogFormat
@@ -55,8 +56,7 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
 class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Add a checked request. Its id is never used again: where a caller uses one twice, messages differ all the same.
 
-    The engine's process compiles the request's structure again. `order` counts all orders, so that a report can name
-    the last order that it includes.
+    `order` counts all orders, so that a report can name the last order that it includes.
     """
 
     order: int
@@ -75,6 +75,14 @@ class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
     index: int | None = None
     keep: int | None = None
     is_dropped: bool = False
+
+
+class Compile(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Compile a structure beside the steps, and check that it allows the tokens that a caller has `received`."""
+
+    order: int
+    guided: Guided
+    received: tuple[tuple[int, ...], ...] = ()  # of each output of a continued request
 
 
 class LoadAdapter(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -119,23 +127,17 @@ class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The engine is loaded and warm; the fields except `load` do not change while it runs."""
+    """The engine is loaded and warm."""
 
-    limits: Limits  # those of the models, and others down to `dtype`: attributes of `Engine`
-    proposer_names: tuple[str, ...]
-    total_pages: int
-    page_size: int
-    loop: str
-    dtype: str
-    device: str  # device of the target
-    load: EngineLoad  # load of the engine at the start
+    facts: EngineFacts
+    load: EngineLoad  # at the start
     adapters: dict[str, str] = {}  # the fingerprints of the adapters that the configuration names, by name
 
 
 class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Events and statistics of a step; or events that need no step, such as ordered ends: then `stats` is None.
 
-    `load` is that after all orders up to number `order`; orders to a thread have no numbers.
+    `load` is that after all orders up to number `order`.
     """
 
     events: tuple[TokenEvent, ...]
@@ -145,10 +147,19 @@ class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
     cache_changes: tuple[CacheChange, ...] = ()
 
 
+class Compiled(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The answer to `Compile`: what is wrong with the structure or with the tokens, if anything is."""
+
+    order: int
+    violations: tuple[Violation, ...] = ()  # of an `InvalidRequest`
+    unsupported: str | None = None  # the message of an `Unsupported`
+    is_fault: bool = False  # the compilation failed by a fault of ours, which the log has
+
+
 class AdapterAnswer(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The answer to `LoadAdapter`: the adapter's fingerprint, or why it cannot be served (a `ModelError`)."""
 
-    name: str
+    order: int
     fingerprint: str = ""
     problem: str | None = None
 
@@ -157,9 +168,9 @@ class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The engine's process is alive and has nothing to report."""
 
 
-Order: TypeAlias = Add | Finish | LoadAdapter | UnloadAdapter
-ToEngine: TypeAlias = Start | Order | CalibrationText | Taken
-ToFrontEnd: TypeAlias = Progress | Refused | Ready | StepReport | AdapterAnswer | Beat
+ToEngine: TypeAlias = Start | Add | Finish | Compile | LoadAdapter | UnloadAdapter | CalibrationText | Taken
+Answer: TypeAlias = Compiled | AdapterAnswer
+ToFrontEnd: TypeAlias = Progress | Refused | Ready | StepReport | Answer | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

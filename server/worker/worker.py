@@ -38,7 +38,7 @@ class Worker(asyncio.Protocol):
         self._heard = self._is_closed = False
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # who waits may be gone
-        self._loading: dict[str, asyncio.Future[str]] = {}  # fingerprints of the adapters that are being loaded
+        self._asked: dict[int, asyncio.Future[Any]] = {}  # answers that are waited for, by the number of the order
 
     # ------------------------------------------------------------------------------------------------ the connection
 
@@ -47,7 +47,6 @@ class Worker(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Decode the bytes, which may contain parts of messages or several messages."""
-        self._heard = True
         try:
             for payload in () if self._is_closed else self._frames.feed(data):
                 self._take(wire.read(payload, wire.TO_FRONT_END))
@@ -100,17 +99,18 @@ class Worker(asyncio.Protocol):
         """
         try:
             async with asyncio.timeout(load_seconds):
-                self.facts = await self._ready
+                ready = await self._ready
         except TimeoutError:
             raise EngineHung(f"the engine was not loaded within {load_seconds:.3g} s") from None
-        self.order, self.load = 0, self.facts.load  # of the newest report
+        self.facts, self.adapters = ready.facts, ready.adapters
+        self.order, self.load = 0, ready.load  # of the newest report
         self._watch(hang_seconds)
 
-    def load_adapter(self, order: wire.LoadAdapter) -> asyncio.Future[str]:
-        """Send the order. The result is the adapter's fingerprint; ModelError if it is refused, or the loss."""
-        loading = self._loading[order.name] = asyncio.get_running_loop().create_future()
+    def ask(self, order: wire.LoadAdapter | wire.Compile) -> asyncio.Future[Any]:
+        """Send the order. The result is the answer to it, or the loss of the engine as an exception."""
         self.send(order)
-        return loading
+        answer = self._asked[order.order] = asyncio.get_running_loop().create_future()
+        return answer
 
     async def cause(self) -> Exception:
         """Wait until the lost process is gone; return why it was lost."""
@@ -131,6 +131,7 @@ class Worker(asyncio.Protocol):
         logger.info("the engine's process %d has ended: %s", self.process.pid, how)
 
     def _take(self, message: wire.ToFrontEnd) -> None:
+        self._heard |= not isinstance(message, wire.Compiled)  # which also comes while a step does not end
         match message:
             case wire.StepReport():
                 self.outputs.append(message)
@@ -142,19 +143,16 @@ class Worker(asyncio.Protocol):
                 self._ready.set_result(message)
             case wire.Refused():
                 self._lose(ModelError(message.problem))
-            case wire.AdapterAnswer():
-                answer = self._loading.pop(message.name, None)
+            case wire.AdapterAnswer() | wire.Compiled():
+                answer = self._asked.pop(message.order, None)
                 if answer is not None and not answer.done():  # else who waited is gone
-                    if message.problem is None:
-                        answer.set_result(message.fingerprint)
-                    else:
-                        answer.set_exception(ModelError(message.problem))
+                    answer.set_result(message)
 
     def _lose(self, error: Exception) -> None:
         """Record that the engine is lost, and kill its process."""
         if self.loss is None:
             self.loss = error
-            waiting: list[asyncio.Future[Any]] = [self._ready, *self._loading.values()]
+            waiting: list[asyncio.Future[Any]] = [self._ready, *self._asked.values()]
             for answer in waiting:
                 if not answer.done():
                     answer.set_exception(error)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from playwright.async_api import expect
 
-from server.model import ServedModel
 from tests.browser.chromium import browsing, visiting
+from tests.server.worker.in_process import load_models
 from tests.serving import serving
 
 
 async def main(folder: Path) -> None:
     """One run in each theme."""
-    async with serving(load=ServedModel.load, target="", threads=1) as server, browsing() as browser:
+    async with serving(load=load_models, target="", threads=1) as server, browsing() as browser:
         url = f"http://127.0.0.1:{server.app.http_port}/"
         async with visiting(browser, url) as (page, _):  # the first requests of a server are slower
             await page.click("#run")

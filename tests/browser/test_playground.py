@@ -13,13 +13,13 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import expect
 
-from server.model import ServedModel
 from tests.browser.chromium import NARROW, browsing, executable, visiting
 from tests.conftest import ENDING
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_life import metric
 from tests.server.test_security import ALICE
+from tests.server.worker.in_process import load_models
 from tests.serving import serving, until
 
 pytestmark = [
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 expect.set_options(timeout=60_000)  # milliseconds, for a busy machine
-EMBEDDED = {"load": ServedModel.load, "target": "", "threads": 1, "max_model_len": 512, "warm_up_seconds": 0.0}
+EMBEDDED = {"load": load_models, "target": "", "threads": 1, "max_model_len": 512, "warm_up_seconds": 0.0}
 PROMPT = 'def mean(values):\n    """Mean of <b>values</b>."""\n'
 SAME = re.compile(r"^The same text, token by token, with seed \d+\.$")
 
@@ -132,7 +132,7 @@ async def test_tokens_come_as_they_are_made_and_stopping_frees_the_server(open_p
 
 async def test_errors_are_shown_as_the_server_says_them(open_page):
     engine = FakeEngine(step_seconds=0.02)
-    async with open_page(engine) as (page, _, server):
+    async with open_page(engine, max_engine_crashes=0) as (page, _, server):
         await page.get_by_label("Temperature").fill("-1")
         await page.get_by_label("Top p").fill("7")
         await page.get_by_role("button", name="Run").click()
@@ -149,7 +149,7 @@ async def test_errors_are_shown_as_the_server_says_them(open_page):
         await page.get_by_label("Maximum tokens").fill("3000")
         await page.get_by_role("button", name="Run").click()
         await expect(page.locator("#drafted .draft").nth(2)).to_be_visible()
-        engine.is_broken, engine.fault = True, RuntimeError("secret")
+        engine.fault = RuntimeError("secret")
         await expect(page.get_by_role("alert")).to_contain_text("the engine failed")
         assert "secret" not in await page.content()
 

@@ -19,6 +19,7 @@ from server.app import App
 from server.config import ServerConfig
 from server.model import ModelText, ServedModel
 from tests.server.fake_engine import EOS, FakeEngine, Live
+from tests.server.worker import in_process
 
 COMMAND = "echo $((6 * 7))-pilotfish | tee proof.txt"
 PRINTED = "42-pilotfish"  # not part of the command: only who ran it can know it
@@ -79,8 +80,9 @@ class ScriptedEngine(FakeEngine):
 def load(config: EngineConfig, _progress) -> ServedModel:
     codec = Codec.load(embedded_target())
     assert codec is not None
-    return ServedModel.around(ScriptedEngine(config, codec), config, "cpu", ModelText.read(config))
+    return in_process.around(ScriptedEngine(config, codec), config, ModelText.read(config))
 
 
 if __name__ == "__main__":
-    raise SystemExit(asyncio.run(App(ServerConfig.load(sys.argv[1:]), load=load).run()))
+    settings = ServerConfig.load(sys.argv[1:])
+    raise SystemExit(asyncio.run(App(settings, in_process.InProcess(load, settings)).run()))

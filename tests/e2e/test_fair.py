@@ -21,8 +21,7 @@ def asked(prompt, max_tokens):
 
 
 @pytest.mark.slow  # tests/engine/test_shares.py holds the law, and tests/server/test_callers.py the order of callers
-@pytest.mark.parametrize("engine_process", [True, False])
-async def test_one_at_a_time_beside_two_hundred_endless_ones(tmp_path, engine_process):
+async def test_one_at_a_time_beside_two_hundred_endless_ones(tmp_path):
     (tmp_path / "tokens").write_text("hog hog-0123456789abcdef\nmeek meek-0123456789abcdef\n")
     num_tokens = 0
 
@@ -38,9 +37,7 @@ async def test_one_at_a_time_beside_two_hundred_endless_ones(tmp_path, engine_pr
                     raise
                 await asyncio.sleep(0.2)
 
-    async with serving_embedded(
-        engine_process=engine_process, token_file=tmp_path / "tokens", max_queue_seconds=10.0
-    ) as server:
+    async with serving_embedded(apart=True, token_file=tmp_path / "tokens", max_queue_seconds=10.0) as server:
         hogs = [asyncio.ensure_future(endless(server, i)) for i in range(200)]
         try:
             await until(lambda: num_tokens >= 4 * PLACES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 
 import pytest
 
@@ -12,10 +13,9 @@ from engine import target_pass
 from engine.text.codec import Codec
 from engine.text.matcher import MatcherState
 from server.grpc import messages
-from server.model import ServedModel
 from server.streams import stream
 from server.worker import engine_process
-from server.worker.remote import EngineProgram
+from server.worker.fork_server import ForkServer
 from tests.e2e.seams import before
 from tests.server.test_life import metric
 from tests.serving import grpc_client, http_client, serving, serving_embedded, until
@@ -105,10 +105,10 @@ def faulty_engine() -> None:
     """The program of an engine's process with all its faults."""
 
     def load(config, progress, *, is_successor=False):
-        model = ServedModel.load(config, progress)
+        engine = engine_process.load_engine(config, progress, is_successor=is_successor)
         for fault in IN_ENGINE:
-            fault(model.engine, pytest.MonkeyPatch())
-        return model
+            fault(engine, pytest.MonkeyPatch())
+        return engine
 
     engine_process.main(load)
 
@@ -116,7 +116,7 @@ def faulty_engine() -> None:
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"])
 async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch):
     """And no number of them stops the server."""
-    where = {"program": EngineProgram(APART), "engine_process": True} if apart else {}
+    where = {"start_forks": partial(ForkServer, APART)} if apart else {}
     settings = {"max_model_len": 256, "speculation": "fixed", "proposer": "model"}
     async with serving_embedded(**where, **settings) as server, grpc_client(server) as connection:
         engine = server.app.driver.model.engine

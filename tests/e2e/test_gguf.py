@@ -11,8 +11,9 @@ from gguf import GGMLQuantizationType as Type
 from engine.config import EngineConfig
 from engine.startup.check import check
 from models import embedded_target
-from server.model import ServedModel, fingerprint, model_name
+from server.model import fingerprint, model_name
 from tests import gguf_files
+from tests.server.worker.in_process import load_models
 from tests.serving import grpc_client, serving
 
 PROMPTS = ("def f(x):", "import os\n\nclass A:\n    ", "x")
@@ -36,7 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 async def test_on_our_kernels_a_draft_changes_nothing(pair: Pair) -> None:
     files = {name: str(written.path) for name, written in zip(("target", "draft"), pair, strict=True)}
     async with (
-        serving(load=ServedModel.load, threads=1, warm_up_seconds=0.0, **files) as server,
+        serving(load=load_models, threads=1, warm_up_seconds=0.0, **files) as server,
         grpc_client(server) as client,
     ):
         drafted, plain = [

@@ -8,7 +8,7 @@ import openai
 
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import ChatTemplate
-from server.model import ServedModel
+from tests.server.worker.in_process import load_models
 from tests.serving import serving_embedded, until
 
 PROMPT = "def mean(values):\n    "
@@ -20,7 +20,7 @@ OFF = {"extra_body": {"speculation": {"mode": "off"}}}
 def load(config, progress):
     """The embedded pair, and a template that it does not have."""
     template = ChatTemplate("{% for turn in messages %}{{ turn.content }}{% endfor %}", {})
-    return replace(ServedModel.load(config, progress), chat=template)
+    return replace(load_models(config, progress), chat=template)
 
 
 async def collected(stream):

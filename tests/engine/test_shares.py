@@ -290,16 +290,15 @@ def test_a_step_decodes_or_reads_where_somebody_may_ask_at_any_moment() -> None:
 
 
 def test_a_server_that_has_just_started_expects_nobody_back() -> None:
-    """What it ran to be ready, or to see that it works again, was of no caller."""
+    """What it ran to be ready was of no caller."""
     law = fakes.hashed_law(20)
     engine = fakes.fake_engine(law, draft_law=law, vocab_size=20, num_pages=400, max_batch_size=2 * PLACES)
-    for get_ready in (lambda: make_ready(engine, 0.1), engine.recover):
-        get_ready()
-        asked = fakes.requests([[1, 2]] * 2 * PLACES, max_tokens=2)
-        for one in asked:
-            engine.add(replace(one, caller="lone"))
-        engine.step()
-        assert not engine.scheduler.shares.is_uneven
+    make_ready(engine, 0.1)
+    asked = fakes.requests([[1, 2]] * 2 * PLACES, max_tokens=2)
+    for one in asked:
+        engine.add(replace(one, caller="lone"))
+    engine.step()
+    assert not engine.scheduler.shares.is_uneven
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ def run(llm: LLM, readers: list[Reader], dies: range | frozenset[int], *, moves:
         reader.feed(llm)
     for step in count(1):
         if step in dies:
-            llm.engine.recover()
+            llm.engine.finish_all(FinishReason.ERROR)
+            llm.engine.check_invariants()
             for reader in readers:
                 if not reader.stream.ended:
                     if moves:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, ModelError, Unsupported
+from engine.facts import EngineFacts
 from engine.params import SpeculationSettings
 from engine.request.intake import Limits
 from engine.request.validation import emitted_violations, unknown_adapter, violations
@@ -84,8 +85,7 @@ class FakeEngine:
 
     def __init__(self, *, batch: int = 4, burst: int = 3, text: str = TEXT, step_seconds: float = 0.0) -> None:
         self.config = EngineConfig(target="fake", max_batch_size=batch)
-        self.limits = Limits(VOCAB_SIZE, 4096, frozenset({EOS}))
-        self.vocab_size, self.max_model_len, self.eos_token_ids = VOCAB_SIZE, 4096, self.limits.eos_token_ids
+        self.vocab_size, self.max_model_len, self.eos_token_ids = VOCAB_SIZE, 4096, frozenset({EOS})
         self.proposer_names, self.default_proposer = ("none", "ngram"), "ngram"
         self.total_pages, self.loop, self.dtype = batch, "plain", "float32"
         self.adapters = FakeAdapters()
@@ -93,7 +93,6 @@ class FakeEngine:
         self.poison: set[int] = set()
         self.poisoned = {0}
         self.fault: Exception | None = None  # raised by the next step
-        self.is_broken = False  # the fault does not go away
         self.gate = threading.Event()  # a step waits for it
         self.gate.set()
         self.steps = 0
@@ -102,6 +101,19 @@ class FakeEngine:
         self._batch, self._burst, self._step_seconds = batch, burst, step_seconds
         self._live: dict[str, dict[int, Live]] = {}
         self._in_step = False
+
+    @property
+    def facts(self) -> EngineFacts:
+        return EngineFacts(
+            limits=Limits(self.vocab_size, self.max_model_len, self.eos_token_ids),
+            proposer_names=self.proposer_names,
+            default_proposer=self.default_proposer,
+            page_size=self.page_size,
+            total_pages=self.total_pages,
+            loop=self.loop,
+            dtype=self.dtype,
+            device="cpu",
+        )
 
     @property
     def load(self) -> EngineLoad:
@@ -115,8 +127,6 @@ class FakeEngine:
 
     def recover(self) -> None:
         self._live.clear()
-        if self.is_broken:
-            raise self.fault
         self.fault = None
 
     @property

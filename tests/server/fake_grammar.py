@@ -47,6 +47,17 @@ class FakeCompiler:
         self.gate.set()
         self.threads: set[int] = set()
         self.asked: list[Guided] = []
+        self.kept: dict[Guided, FakeCompiler.Grammar] = {}
+
+    def ready(self, guided: Guided) -> FakeCompiler.Grammar | None:
+        """As `GrammarCompiler.ready`."""
+        return self.kept.get(guided)
+
+    def compile(self, guided: Guided, seconds: float | None = None) -> FakeCompiler.Grammar:
+        """As `GrammarCompiler.compile`."""
+        if guided not in self.kept:
+            self.kept[guided] = self(guided)
+        return self.kept[guided]
 
     def __call__(self, guided: Guided) -> FakeCompiler.Grammar:
         self.threads.add(threading.get_ident())

@@ -69,7 +69,6 @@ def test_an_unknown_key_and_a_bad_value_are_errors(tmp_path) -> None:
     [
         ({"tls_cert": "a"}, "tls_key"),
         ({"tls_key": "a"}, "tls_cert"),
-        ({"standby": True, "engine_process": False}, "standby .* needs engine_process"),
         ({"standby": True, "tensor_parallel_size": 2}, "standby is not supported with tensor_parallel_size 2"),
         ({"tls_client_ca": "a"}, "tls_cert"),
         ({"max_requests_per_token": 1}, "token_file"),

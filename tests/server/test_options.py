@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from functools import partial
 
 import grpc
 import pytest
 
-from engine.params import Guided
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.slow_work import SlowWork
@@ -266,14 +266,26 @@ async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellatio
 
 
 async def test_the_place_of_a_structure_that_nobody_waits_for_is_free_again():
-    pool, compiler = SlowWork(compile_threads=1, max_pending=2), FakeCompiler()
-    compiler.gate.clear()
-    first, left = (asyncio.create_task(pool.compile(compiler, Guided(choice=("a",)))) for _ in range(2))
+    pool, gate, begun = SlowWork(max_compiling=1, max_pending=2), asyncio.Event(), []
+
+    async def compile_one(name):
+        begun.append(name)
+        await gate.wait()
+
+    def asked(name):
+        return asyncio.create_task(pool.compile(partial(compile_one, name)))
+
+    gone, left = asked("gone"), asked("left")
     await asyncio.sleep(0)
     with pytest.raises(QueueFull):
-        await pool.compile(compiler, Guided(choice=("a",)))
-    left.cancel()
-    await asyncio.wait([left])
-    compiler.gate.set()
-    await asyncio.gather(first, pool.compile(compiler, Guided(choice=("a",))))
+        await asked("refused")
+    for call in (gone, left):
+        call.cancel()
+    await asyncio.wait([gone, left])
+    late = asked("late")
+    await asyncio.sleep(0)
+    assert begun == ["gone"], "it goes on without its caller, in its place"
+    gate.set()
+    await late
+    assert begun == ["gone", "late"]
     pool.close()

@@ -27,7 +27,7 @@ class HostAhead:
     After the first output of each engine, and of each trial, comes the next one of `accidents`.
     """
 
-    is_hung, has_work = False, True
+    has_work = True
 
     def __init__(self) -> None:
         self.engine = FakeEngine(burst=40)  # so that two outputs clear a request

@@ -230,7 +230,7 @@ def test_a_tokenizer_that_cannot_serve_is_refused_at_load(vocab_size, eos, probl
 def test_a_decoder_without_bytes_is_refused_at_load():
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     tokenizer.decoder = decoders.Metaspace()
-    with pytest.raises(ModelError, match="requires a tokenizer with a byte-level"):
+    with pytest.raises(ModelError, match="decoder is not of bytes"):
         GrammarCompiler(Codec(tokenizer), 2, [0])
 
 
@@ -514,6 +514,26 @@ def test_who_waits_too_long_is_told_and_holds_up_nobody(counted):
         time.sleep(0.01)
     compiler.compile(Guided(regex="wait"))
     assert compiled.count(Guided(regex="wait")) == 1
+
+
+def test_a_caller_may_wait_longer_for_the_same(counted):
+    """What is compiled again, beside the prompts of all interrupted streams, must not end its request."""
+    compiled, gate = counted
+    compiler = limited(compile_seconds=0.1)
+    refusal(Guided(regex="wait"), compiler)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(compiler.compile, Guided(regex="wait"), GENEROUS)
+        assert compiler.ready(Guided(regex="wait")) is None
+        gate.set()
+        grammar = waiting.result(GENEROUS)
+    assert compiler.ready(Guided(regex="wait")) is grammar
+    assert compiled == [Guided(regex="wait")]
+
+
+def test_what_is_wrong_is_never_ready():
+    compiler = limited()
+    refusal(Guided(regex="("), compiler)
+    assert compiler.ready(Guided(regex="(")) is None
 
 
 def test_what_never_began_is_forgotten(counted):

@@ -48,8 +48,8 @@ async def test_from_start_to_drain(capsys):
 
 
 async def test_an_engine_that_cannot_begin_again_is_not_alive():
-    async with serving(engine := FakeEngine()) as server:
-        engine.is_broken, engine.fault = True, RuntimeError("out of memory")
+    async with serving(engine := FakeEngine(), max_engine_crashes=0) as server:
+        engine.fault = RuntimeError("out of memory")
         call = asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG))))
         await until(call.done)
         assert call.exception() is not None

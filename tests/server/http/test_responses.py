@@ -199,7 +199,10 @@ REFUSED = [
     ({"tools": [TOOL, TOOL]}, "tools has 'weather' twice"),
     ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading is True; this field is not supported"),
     ({"tool_choice": {"type": "web_search"}}, "is of type 'web_search', which is not supported"),
-    ({"tool_choice": {"type": "function", "name": "f"}, "tools": [TOOL]}, "tool_choice.name is 'f', which is not in tools"),
+    (
+        {"tool_choice": {"type": "function", "name": "f"}, "tools": [TOOL]},
+        "tool_choice.name is 'f', which is not in tools",
+    ),
     ({"max_output_tokens": 0}, "max_output_tokens is 0; expected 1"),
     ({"max_tokens": 5}, "max_tokens is 5; this field is not supported"),
     ({"prompt": 5}, "prompt is set; this field is not supported"),

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.kv.pages import CacheChange
+from engine.text import guided
 from server.worker import engine_process
-from tests.server.fake_engine import FakeEngine, served
+from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
+from tests.server.fake_engine import EOS, FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 
 PROGRAM = "from tests.server.worker.fake_child import main; main()"
@@ -79,10 +81,11 @@ class CacheTelling(AccidentProne):
 
 
 def load(config, progress, *, is_successor=False):
-    """Like `ServedModel.load`. A model `none` there is not; where the target is a file, the first successor hangs.
+    """Load a fake. A model `none` there is not; where the target is a file, the first successor hangs.
 
     Where it is a folder, each load is killed that finds a number in it, which it takes away; with `text` in it, it is
-    waited for that the front ends have read theirs. `broken` cannot be loaded.
+    waited for that the front ends have read theirs; with `compiled` in it, structures are compiled as usual and
+    counted. `broken` cannot be loaded.
     """
     if config.target == "none":
         raise ModelError("no such model")
@@ -103,9 +106,24 @@ def load(config, progress, *, is_successor=False):
     for name, folder in config.adapter.items():
         engine.adapters.load(name, Path(folder))
     engine.poison = {99}
-    return served(engine, compile_grammar=FakeCompiler())
+    return engine
+
+
+def make_compiler(_engine, config):
+    """A fake one, or where each structure is counted the usual one, which writes the regex of each into the file."""
+    compiled, compile_one = Path(config.target) / "compiled", guided._compile
+    if not compiled.exists():
+        return FakeCompiler()
+
+    def counted(vocabulary, structure):
+        with compiled.open("a") as file:
+            file.write(f"{structure.regex}\n")
+        return compile_one(vocabulary, structure)
+
+    guided._compile = counted
+    return guided.GrammarCompiler(CODEC, VOCAB_SIZE, [EOS])
 
 
 def main() -> None:
     """The process."""
-    engine_process.main(load)
+    engine_process.main(load, make_compiler)

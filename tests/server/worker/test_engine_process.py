@@ -7,29 +7,22 @@ import atexit
 import logging
 import os
 import signal
-import threading
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from functools import cache
+from contextlib import asynccontextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from engine.config import EngineConfig
-from engine.errors import InvalidRequest
 from engine.params import Guided
 from engine.text import guided as guided_text
-from engine.text.guided import COMPILE_SECONDS
-from models import embedded_target
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
+from server.errors import Unavailable
 from server.lifecycle import State
-from server.model import ModelText
-from server.worker import engine_process
+from server.model import ModelText, ServedModel
 from server.worker.fork_server import ForkServer
-from server.worker.remote import EngineProgram
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_generate import collect, request, streamed
@@ -38,11 +31,12 @@ from tests.server.worker import fake_child
 from tests.serving import http_client, serving, until
 
 EXPECTED, TEXT = FakeEngine(), ModelText(None, None)
+FAKE = "tests.server.worker.fake_child"
 
 
-def around(engine, config, device, text):
+def around(engine, compile_grammar, config, text):
     assert text is TEXT
-    return served(engine, compile_grammar=FakeCompiler())
+    return served(engine, compile_grammar=compile_grammar)
 
 
 def read(config):
@@ -50,9 +44,6 @@ def read(config):
     if Path(config.target).is_dir():
         (Path(config.target) / "text").unlink(missing_ok=True)
     return TEXT
-
-
-PROGRAM = EngineProgram(fake_child.PROGRAM, around, ("tests.server.worker.fake_child", "torch"), read)
 
 
 class KeptForkServer(ForkServer):
@@ -64,7 +55,7 @@ class KeptForkServer(ForkServer):
     @staticmethod
     @cache
     def get() -> KeptForkServer:
-        kept = KeptForkServer(PROGRAM.source, PROGRAM.ahead)
+        kept = KeptForkServer(fake_child.PROGRAM, (FAKE, "torch"))
         atexit.register(super(KeptForkServer, kept).close)
         return kept
 
@@ -73,11 +64,10 @@ class KeptForkServer(ForkServer):
 async def apart(*, with_own_forks=False, **config):
     """A server whose fake engine is in another process, which does not outlive it."""
     with pytest.MonkeyPatch.context() as patch:
-        if not with_own_forks:
-            kept = KeptForkServer.get()
-            patch.setattr("server.worker.remote.ForkServer", lambda *_: kept)
-        program = replace(PROGRAM, ahead=PROGRAM.ahead[:1])
-        async with serving(program=program, engine_process=True, **config) as server:
+        patch.setattr(ModelText, "read", read)
+        patch.setattr(ServedModel, "around", around)
+        own = partial(ForkServer, fake_child.PROGRAM, (FAKE,))
+        async with serving(start_forks=own if with_own_forks else KeptForkServer.get, **config) as server:
             server.host = server.app.host
             server.kill = lambda number=signal.SIGKILL: os.kill(server.host.pid, number)
             yield server
@@ -115,7 +105,7 @@ async def restarted(server, times: int = 1) -> None:
     assert metric(server, "engine_up") == 1
 
 
-async def test_streams_are_what_they_are_with_a_thread():
+async def test_streams_are_what_they_are_in_one_process():
     async with apart() as server, serving(compile_grammar=FakeCompiler()) as beside:
         for fields in (
             {"stopping": pb.StoppingParams(max_tokens=50)},
@@ -202,8 +192,7 @@ async def test_alone_it_takes_two_crashes_or_four_kills_and_none_of_them_counts(
             assert await answers(server)
 
 
-async def test_a_stop_string_that_one_output_had_ends_it_alone_while_the_structure_compiles_again():
-    """The engine is told of it before its thread has compiled the structure."""
+async def test_a_stop_string_that_one_output_had_ends_it_alone_in_a_structure():
     choices = ["ab ab ab ab", "babab babab babab"]
     asked = request(
         sampling=pb.SamplingParams(n=2, seed=1),
@@ -324,6 +313,51 @@ async def test_a_stopped_process_is_silent_and_so_hung_and_one_without_work_is_n
         assert await answers(server)
 
 
+async def test_a_step_that_does_not_end_is_one_though_structures_are_compiled_beside_it():
+    async with apart(hang_seconds=0.5) as server:
+        bad = request(**prompt(fake_child.HANG), stopping=SOME, request_id="bad")
+        hanging = server.inference.GenerateStream(bad)
+        await begun([hanging])
+        asked, compiled = Guided(choice=("ab",)), 0
+        while not metric(server, "engine_restarts_total"):
+            with suppress(Unavailable):
+                await server.host.compile(asked)
+                compiled += 1
+            await asyncio.sleep(0.01)
+        assert compiled
+        assert await code_of(read_to_end(hanging)) == grpc.StatusCode.INTERNAL
+
+
+async def test_who_waits_for_a_structure_is_told_that_the_engine_is_lost():
+    async with apart() as server:
+        victim = server.host.pid
+        server.kill(signal.SIGSTOP)
+        body = {"prompt": "ab", "guided_choice": ["ab"]}
+        async with http_client(server) as http:
+            waiting = asyncio.ensure_future(http.post("/v1/completions", json=body))
+            await until(lambda: server.host._worker._asked)
+            os.kill(victim, signal.SIGKILL)
+            assert (await waiting).status_code == 503
+            await restarted(server)
+            answer = await http.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "ab")
+
+
+@pytest.mark.parametrize(("regex", "status"), [("ab|cd", 200), ("ab(", 400)])
+async def test_a_structure_is_compiled_once_from_http_to_its_end(tmp_path, regex, status):
+    """In the engine's process, whether it is refused or not; in that of the front ends never."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guided_text, "_compile", lambda *_: pytest.fail("compiled in the front ends' process"))
+        (tmp_path / "compiled").touch()
+        async with apart(target=str(tmp_path)) as server, http_client(server) as http:
+            body = {"prompt": "ab", "guided_regex": regex, "n": 2}
+            answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == status
+    if status == 200:
+        assert {choice["text"] for choice in answer.json()["choices"]} <= {"ab", "cd"}
+    assert (tmp_path / "compiled").read_text() == f"{regex}\n"
+
+
 async def test_a_model_that_cannot_be_served_is_no_crash(caplog):
     async with apart(target="none", ready=False) as server:
         assert await server.running == 1
@@ -373,11 +407,12 @@ async def test_an_engine_that_fails_to_load_is_not_loaded_again(caplog):
     assert (told.exc_info, told.getMessage().endswith("giving up")) == (None, True)
 
 
-async def test_a_stop_while_it_loads_leaves_no_process(tmp_path):
+async def test_a_stop_while_it_loads_leaves_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(ModelText, "read", read)
     number = tmp_path / "number"
     source = f"""import os, pathlib, time
 pathlib.Path({str(number)!r}).write_text(f"{{os.getpid()}} {{os.getppid()}}."); time.sleep(1000)"""
-    async with serving(program=EngineProgram(source, around, (), read), engine_process=True, ready=False) as server:
+    async with serving(start_forks=partial(ForkServer, source, ()), ready=False) as server:
         await until(lambda: number.exists() and number.read_text().endswith("."))
         engine, forks = number.read_text()[:-1].split()
         server.app.stop()
@@ -420,18 +455,3 @@ async def test_an_id_that_lives_again_gets_its_own_tokens():
             call.cancel()
             await until(lambda: server.app.driver.find("again") is None)
             assert await answers(server, request_id="again")
-
-
-def test_a_structure_that_its_caller_has_waited_for_may_take_longer_in_the_engines_process(monkeypatch):
-    """There it compiles again, beside the prompts of all interrupted streams: that must not end its request."""
-    engine, config = FakeEngine(), EngineConfig(target=str(embedded_target()))
-    engine.vocab_size = 2048
-    guided, waits, compiles = Guided(regex="[ab]{3}"), threading.Event(), guided_text.regex_to_lark
-    monkeypatch.setattr(
-        guided_text, "regex_to_lark", lambda *args, **options: waits.wait(60) and compiles(*args, **options)
-    )
-    with pytest.raises(InvalidRequest, match="did not compile within 0 s"):
-        engine_process.structure_compiler(engine, config, 0.0)(guided)
-    waits.set()
-    assert engine_process.structure_compiler(engine, config)(guided).start()
-    assert engine_process.COMPILE_SECONDS > COMPILE_SECONDS

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from server.errors import EngineCrashed, EngineGone
+from server.errors import EngineCrashed
 from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Metrics
 from server.worker import supervisor as supervisor_module
@@ -99,13 +99,6 @@ async def test_a_restart_that_fails_is_one_more_crash(monkeypatch):
     assert not await supervisor.revive(asyncio.Event())
     assert lifecycle.state is State.FAILED
     assert host.starts == 5
-
-
-async def test_what_cannot_begin_again_is_not_tried_twice():
-    host = FakeHost(EngineGone("for good"))
-    supervisor, lifecycle, _ = await supervised(host)
-    assert not await supervisor.revive(asyncio.Event())
-    assert (host.starts, lifecycle.state) == (1, State.FAILED)
 
 
 @pytest.mark.parametrize("while_it", ["pauses", "starts"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import socket
+import threading
+import time
+from collections import deque
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -14,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import Bounds
+from engine.errors import Violation
 from engine.params import Guided, SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
-from engine.request.intake import Limits
 from engine.stats import EngineLoad, Forward, StepStats
 from engine.types import (
     DraftStats,
@@ -30,6 +33,8 @@ from engine.types import (
 )
 from server.worker import wire
 from server.worker.engine_process import EngineServer, FrontEndGone, Link, serve
+from server.worker.structures import Structures
+from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 
@@ -75,14 +80,17 @@ TO_ENGINE = [
     wire.Taken(),
     wire.Start("{}", "json", 0.5, is_successor=True),
     wire.CalibrationText((1, 2)),
+    wire.Compile(4, Guided(json_schema="{}"), ((1, 2), ())),
 ]
 TO_FRONT_END = [
     wire.Progress("loading"),
     wire.Refused("no"),
-    wire.Ready(Limits(5, 6, frozenset({0})), ("none",), 7, 8, "plain", "bfloat16", "cpu", LOAD),
+    wire.Ready(FakeEngine().facts, LOAD),
     wire.StepReport((EVENT,), STATS, 3, LOAD),
     wire.StepReport((), None, 3, LOAD),
     wire.Beat(),
+    wire.Compiled(4, (Violation("guided", "is wrong"),)),
+    wire.AdapterAnswer(5, problem="no"),
 ]
 
 
@@ -141,19 +149,24 @@ class FrontEnds:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.socket, theirs = socket.socketpair()
-        self.engine, self.compiler, self.link = engine, FakeCompiler(), Link(theirs)
-        self.server = EngineServer(self.link, engine, self.compiler, wire.Start("{}", "json", 0.01))
+        self.engine, self.compiler, self.link, self.theirs = engine, FakeCompiler(), Link(theirs), theirs
+        structures = Structures(lambda: self.compiler)
+        self.server = EngineServer(self.link, engine, structures, wire.Start("{}", "json", 0.01))
         self.frames = wire.Frames(LIMIT)
         self.socket.setblocking(False)
 
     def close(self) -> None:
         self.socket.close()
         self.compiler.gate.set()
-        self.link.close()
+        self.theirs.close()
 
     def say(self, *messages):
+        """Send messages, and wait until they are read."""
+        waiting = self.link._orders.qsize()
         for message in messages:
             self.socket.sendall(wire.framed(message, LIMIT))
+        while self.link._orders.qsize() < waiting + len(messages):
+            time.sleep(0.0001)
 
     def turn(self, times: int = 1):
         """What it says in these turns, heartbeats aside."""
@@ -210,7 +223,43 @@ def test_what_is_dropped_is_not_told_and_its_name_is_free(front_ends):
     assert (idle.events, idle.order) == ((), 5)
 
 
-def test_a_structure_that_compiles_holds_up_nobody(front_ends):
+def answer_to(front_ends, asked, seconds=30.0):
+    """The answer to a message, without a turn of the thread that steps."""
+    front_ends.socket.sendall(wire.framed(asked, LIMIT))
+    front_ends.socket.settimeout(seconds)
+    [payload] = front_ends.frames.feed(front_ends.socket.recv(1 << 20))
+    front_ends.socket.setblocking(False)
+    return to_front_end(payload)
+
+
+def test_a_structure_is_compiled_and_answered_while_a_step_runs_and_added_without_another_compilation(front_ends):
+    guided = Guided(choice=("ab",))
+    front_ends.say(wire.Add(1, asked("a")))
+    front_ends.engine.gate.clear()
+    stepping = threading.Thread(target=front_ends.server.turn)
+    stepping.start()
+    assert answer_to(front_ends, wire.Compile(2, guided)) == wire.Compiled(2)
+    assert not front_ends.engine.steps
+    front_ends.engine.gate.set()
+    stepping.join()
+    front_ends.say(wire.Taken(), wire.Add(3, asked("g", guided=guided)))
+    front_ends.turn()
+    assert [request.request_id for request in front_ends.engine.requests] == ["a", "g"]
+    assert front_ends.compiler.asked == [guided]
+
+
+def test_what_is_wrong_with_a_structure_or_with_the_tokens_is_answered(front_ends):
+    refused = answer_to(front_ends, wire.Compile(1, Guided(regex="a")))
+    assert [(refused.order, v.field) for v in refused.violations] == [(1, "guided.regex")]
+    ab, ends = Guided(choice=("ab",)), CODEC.encode("ab")
+    assert answer_to(front_ends, wire.Compile(2, ab, ((), ends[:1], ends))) == wire.Compiled(2)
+    [unfit] = answer_to(front_ends, wire.Compile(3, ab, ((), (*ends, 5)))).violations
+    assert str(unfit) == f"resume.outputs[1].token_ids[{len(ends)}] is 5, which does not fit the structure"
+    front_ends.compiler.compile = lambda _: 1 / 0
+    assert answer_to(front_ends, wire.Compile(4, ab)) == wire.Compiled(4, is_fault=True)
+
+
+def test_a_structure_that_compiles_again_holds_up_nobody(front_ends):
     front_ends.compiler.gate.clear()
     front_ends.say(wire.Add(1, asked("g", guided=Guided(choice=("ab",)))), wire.Add(2, asked("a")))
     (output,) = front_ends.turn()
@@ -346,17 +395,17 @@ def test_logprobs_of_prompts_go_apart(front_ends):
 def test_a_process_that_hears_nonsense_ends(data):
     ours, theirs = socket.socketpair()
     ours.sendall(data)
-    with ours, closing(Link(theirs)) as link, pytest.raises(wire.WireError):
-        serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
+    with ours, theirs, pytest.raises(wire.WireError):
+        serve(Link(theirs), lambda *_: pytest.fail("nothing was to be loaded"))
 
 
 def test_a_process_that_is_left_alone_ends(front_ends):
     ours, theirs = socket.socketpair()
     ours.close()
-    with closing(Link(theirs)) as link, pytest.raises(FrontEndGone):
-        serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
+    with theirs, pytest.raises(FrontEndGone):
+        serve(Link(theirs), lambda *_: pytest.fail("nothing was to be loaded"))
     front_ends.say(wire.Add(1, asked("a")))
     front_ends.turn()
     front_ends.socket.close()
     with pytest.raises(FrontEndGone):
-        front_ends.turn(3)
+        deque(iter(front_ends.server.turn, ...))  # for ever
