@@ -71,26 +71,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("prompt", nargs="?", help="text to continue; - reads standard input")
     parser.add_argument("--file", type=Path, metavar="PATH", help="read the prompt from this file; - is standard input")
     parser.add_argument("--address", default="127.0.0.1:50051", help="the server's gRPC address [%(default)s]")
-    parser.add_argument("--tls", action="store_true", help="speak TLS, trusting the system's authorities")
-    parser.add_argument("--tls-ca", metavar="PATH", help="speak TLS, trusting this authority (PEM)")
+    parser.add_argument("--tls", action="store_true", help="use TLS with the system's CA bundle")
+    parser.add_argument("--tls-ca", metavar="PATH", help="use TLS with this CA bundle (PEM)")
     parser.add_argument(
         "--compare", action="store_true", help="run again without speculation and with, show both speeds"
     )
     sampling = parser.add_argument_group("sampling and stopping (default: the server's)")
     sampling.add_argument("--temperature", type=float, help="0 is greedy")
-    sampling.add_argument("--top-p", type=float, help="keep the likeliest tokens that reach this probability together")
-    sampling.add_argument("--top-k", type=int, help="keep this many likeliest tokens; 0 keeps all")
-    sampling.add_argument("--min-p", type=float, help="drop tokens less likely than this fraction of the likeliest")
+    sampling.add_argument("--top-p", type=float, help="keep the most likely tokens up to this probability mass")
+    sampling.add_argument("--top-k", type=int, help="keep this number of most likely tokens; 0 keeps all")
+    sampling.add_argument("--min-p", type=float, help="drop tokens below this fraction of the highest probability")
     sampling.add_argument("--seed", type=int, help="repeats the output of an earlier run that had this seed")
-    sampling.add_argument("--max-tokens", type=int, help="most tokens to generate")
+    sampling.add_argument("--max-tokens", type=int, help="maximum number of tokens to generate")
     sampling.add_argument("--stop", action="append", default=[], help="text that ends the output; may be repeated")
     _add_more_sampling(sampling)
     _add_structure(parser)
     speculation = parser.add_argument_group("speculation (default: the server's)")
-    speculation.add_argument("--speculation", choices=get_args(SpeculationMode), help="how many tokens to draft")
-    speculation.add_argument("--num-draft-tokens", type=int, help="most drafts per round")
-    speculation.add_argument("--proposer", help="who drafts, for instance model or ngram")
-    speculation.add_argument("--verification", choices=get_args(Verification), help="rule that keeps or drops drafts")
+    speculation.add_argument("--speculation", choices=get_args(SpeculationMode), help="how K is chosen")
+    speculation.add_argument("--num-draft-tokens", type=int, help="maximum number of drafts per round (K)")
+    speculation.add_argument("--proposer", help="proposer, for instance model or ngram")
+    speculation.add_argument("--verification", choices=get_args(Verification), help="exact rule that accepts drafts")
     return parser
 
 
@@ -99,8 +99,8 @@ def _add_more_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--repetition-penalty", type=float, help="above 1 makes tokens of prompt and output less likely")
     group.add_argument("--presence-penalty", type=float, help="taken from the logits of tokens of the output")
     group.add_argument("--frequency-penalty", type=float, help="the same, once per time a token was generated")
-    group.add_argument("--n", type=int, help="how many continuations; more than one are shown when all are done")
-    group.add_argument("--logprobs", type=int, metavar="N", help="list the tokens, each with the N likeliest there")
+    group.add_argument("--n", type=int, help="number of outputs; several are shown when all are done")
+    group.add_argument("--logprobs", type=int, metavar="N", help="list the tokens with top_logprobs N")
 
 
 def _add_structure(parser: argparse.ArgumentParser) -> None:

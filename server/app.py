@@ -81,7 +81,7 @@ class App:
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
         # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.
         most = config.max_engine_crashes if config.tensor_parallel_size == 1 else 0
-        self._crashes = Crashes(most, config.crash_window_seconds)
+        self._crashes = Crashes(most)
 
     def _make_host(self, load: Load | None, program: EngineProgram, forks: ForkServer | None) -> Host:
         config, watches = self.config, self.kv_events is not None

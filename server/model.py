@@ -117,7 +117,7 @@ class ServedModel:
 
         codec, chat = text.codec, text.chat
         compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config)
-        draft_name = None if config.draft is None else model_name(config.draft)
+        draft_name = ", ".join(map(model_name, config.draft)) or None
         return cls(
             model_name(config.target),
             draft_name,

@@ -10,6 +10,7 @@ give wrong results. A few passes over tiny sequences detect both. A model that f
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,6 @@ from torch import Tensor
 from engine.attention import Attend, fitting, native
 from engine.attention.registry import ATTENTION_NAME
 from engine.attention.spec import AttentionSpec
-from engine.choices import HEADS
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
     from engine.model.adapters.store import Adapters
     from engine.model.decoder.decoder import Model
     from engine.model.one_by_one import OneByOneRunner
+    from engine.proposers.sources import DraftSource
     from engine.recurrent.states import StateArena
 
 log = logging.getLogger(__name__)
@@ -97,8 +98,8 @@ class Way:
         return OneByOneRunner(self.model, arena)  # type: ignore[arg-type]  # no decoder
 
 
-def check_allowed(config: EngineConfig, target: Model) -> None:
-    """Refuse what a target cannot have that transformers' module runs.
+def check_allowed(config: EngineConfig, target: Model, sources: Mapping[str, DraftSource]) -> None:
+    """Refuse what a target cannot have that transformers' module runs: of `sources`, all but a draft model.
 
     Raises:
         ModelError: names the first of it that `config` asks for.
@@ -108,9 +109,7 @@ def check_allowed(config: EngineConfig, target: Model) -> None:
     asked = {
         "reproducible": config.reproducible,  # the order of its sums hangs on how many tokens a pass feeds
         "loop = rounds": config.loop == "rounds",
-        **{name: getattr(config, name) is not None for name in HEADS},
-        "mtp": config.mtp,
-        "self_layers": config.self_layers is not None or config.proposer == "self",
+        **{f"draft {source.entry!r}": kind != "model" for kind, source in sources.items()},
         "adapter": bool(config.adapter),
         "kv_cache_dtype": config.kv_cache_dtype != "auto",  # transformers' attention reads floats
     }

@@ -17,9 +17,9 @@ def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     port = os.environ.get("PILOTFISH_GRPC_PORT", "50051")  # that of `pilotfish serve` in the same environment
     parser = argparse.ArgumentParser(prog="pilotfish health", description="Exit with 0 if a server serves, else 1.")
     parser.add_argument("address", nargs="?", default=f"127.0.0.1:{port}", help="HOST:PORT (default: %(default)s)")
-    parser.add_argument("--service", default="", help="whose health; default the whole server's, or `liveness`")
+    parser.add_argument("--service", default="", help="service to check: default the whole server, or `liveness`")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait (default: %(default)g)")
-    parser.add_argument("--ca", type=Path, help="certificates (PEM) to trust; with it the question is asked over TLS")
+    parser.add_argument("--ca", type=Path, help="CA bundle (PEM); enables TLS")
     options = parser.parse_args(arguments)
     tls = None if options.ca is None else Tls(authority=options.ca)
     with Client(options.address, tls=tls, retry=None, control_deadline=options.timeout) as client:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from engine.choices import HEADS
 from engine.errors import InvalidRequest, ModelError
 from engine.model.checkpoint import read_config
 from engine.text.codec import Codec
@@ -46,7 +45,7 @@ def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     kept = "" if bars.acceptance is None else f", held-out acceptance {bars.acceptance}"
     size = (job.out / "model.safetensors").stat().st_size / 1e6
     told = f"{job.out} holds an EAGLE-3 head after {trainer.step} steps ({size:.1f} MB){kept}:\n"
-    return f"{told}`pilotfish serve {job.engine.target} --eagle {job.out}`", True
+    return f"{told}`pilotfish serve {job.engine.target} --draft {job.out}`", True
 
 
 _ABOUT = """Make an EAGLE-3 head for a target, from text that it writes itself. Takes the options of `pilotfish serve`.
@@ -79,8 +78,7 @@ def job_of(arguments: Sequence[str]) -> TrainingJob:
         "seed": {"type": at_least(0), "default": 0},
     }
     asked, config = ServerConfig.load_with("train-draft", _ABOUT, own, arguments)
-    alone = dict.fromkeys(("draft", *HEADS)) | {"mtp": False, "warm_up_seconds": 0.0}
-    engine = config.engine().model_copy(update=alone)
+    engine = config.engine().model_copy(update={"draft": (), "warm_up_seconds": 0.0})
     codec, chat = Codec.load(engine.target, engine.revision), ChatTemplate.load(engine.target, engine.revision)
     encode = None if codec is None else codec.encode
     render = None if codec is None or chat is None else partial(_rendered, codec, chat)

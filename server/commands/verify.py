@@ -199,8 +199,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"A token, where the server asks for one, is read from the variable {VARIABLE}.",
     )
     parser.add_argument("address", nargs="?", default=f"127.0.0.1:{port}", help="HOST:PORT (default: %(default)s)")
-    parser.add_argument("--tls", action="store_true", help="speak TLS, trusting the system's authorities")
-    parser.add_argument("--tls-ca", metavar="PATH", help="speak TLS, trusting this authority (PEM)")
+    parser.add_argument("--tls", action="store_true", help="use TLS with the system's CA bundle")
+    parser.add_argument("--tls-ca", metavar="PATH", help="use TLS with this CA bundle (PEM)")
     parser.add_argument(
         "--prompts",
         type=Path,
@@ -208,12 +208,12 @@ def _parser() -> argparse.ArgumentParser:
         help="your own prompts, one per line; a .jsonl file has objects with `prompt` or `token_ids`",
     )
     for name, default, what in (
-        ("tokens", 16, "most tokens of an answer"),
-        ("company", 32, "most requests at a time"),
-        ("rounds", 1, "how often all is sent in company"),
+        ("tokens", 16, "maximum number of tokens per answer"),
+        ("company", 32, "maximum number of concurrent requests"),
+        ("rounds", 1, "number of passes with concurrent requests"),
     ):
         parser.add_argument(f"--{name}", type=at_least(1), default=default, help=f"{what} (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order in company (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of requests (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
