@@ -47,144 +47,109 @@ class Bounds(BaseModel):
     The limits of the model itself (its context, the width of its logits) are in `intake.Limits`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    max_prompt_tokens: int | None = Field(
-        None, ge=1, description="Maximum number of prompt tokens; default: what the context has room for."
-    )
-    max_output_tokens: int | None = Field(
-        None, ge=1, description="Maximum max_tokens of a request; default: what the context has room for."
-    )
-    max_n: int = Field(64, ge=1, description="Maximum number of outputs per request (n).")
-    max_stops: int = Field(16, ge=0, description="Maximum number of stop strings, and of stop tokens, per request.")
-    max_stop_length: int = Field(256, ge=1, description="Maximum length of a stop string, in characters.")
-    max_logprobs: int = Field(20, ge=0, description="Maximum top_logprobs.")
-    max_total_logprobs: int = Field(
-        1 << 18,
-        ge=0,
-        description="Maximum number of log-probabilities per request, top_logprobs of all tokens included.",
-    )
-    max_logit_bias: int = Field(1024, ge=0, description="Maximum number of tokens in logit_bias.")
-    max_structure_bytes: int = Field(
-        64 << 10, ge=1, description="Maximum size of a schema, regex, grammar or choice of guided decoding, in bytes."
-    )
-    max_choices: int = Field(4096, ge=1, description="Maximum number of texts in a guided choice.")
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Maximum number of prompt tokens; default: what the context has room for."""
+    max_output_tokens: int | None = Field(None, ge=1)
+    """Maximum max_tokens of a request; default: what the context has room for."""
+    max_n: int = Field(64, ge=1)
+    """Maximum number of outputs per request (n)."""
+    max_stops: int = Field(16, ge=0)
+    """Maximum number of stop strings, and of stop tokens, per request."""
+    max_stop_length: int = Field(256, ge=1)
+    """Maximum length of a stop string, in characters."""
+    max_logprobs: int = Field(20, ge=0)
+    """Maximum top_logprobs."""
+    max_total_logprobs: int = Field(1 << 18, ge=0)
+    """Maximum number of log-probabilities per request, top_logprobs of all tokens included."""
+    max_logit_bias: int = Field(1024, ge=0)
+    """Maximum number of tokens in logit_bias."""
+    max_structure_bytes: int = Field(64 << 10, ge=1)
+    """Maximum size of a schema, regex, grammar or choice of guided decoding, in bytes."""
+    max_choices: int = Field(4096, ge=1)
+    """Maximum number of texts in a guided choice."""
 
 
 class EngineConfig(Bounds):
     """How to load and run a target and what drafts for it; and the upper bounds for one request."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     # The model and how it computes
-    target: ModelName = Field(description="Target model: a local folder, a GGUF file or a Hugging Face hub id.")
-    revision: str | None = Field(None, description="Hub revision of the target; a commit pins it.")
-    adapter: dict[AdapterName, ModelName] = Field(
-        default_factory=dict,
-        description="LoRA adapters of the target (PEFT format) that requests can name: NAME=FOLDER, once for each.",
-    )
-    device: Device = Field("auto", description="Compute device; auto: cuda if there is one, else cpu.")
-    dtype: DType = Field(
-        "auto",
-        description="Type of weights, activations and K/V. auto: the checkpoint's type (usually bfloat16), but "
-        "float32 on a CPU whose bfloat16 results would depend on the other requests of a batch. float16 needs CUDA.",
-    )
-    weights: Weights = Field(
-        "native",
-        description="Weight format. native: dtype, and on a CPU the integers of a quantised checkpoint; dequantised: "
-        "dtype for both; int8 (CPU only) and int4: float matrices are quantised at load (`pilotfish quality` measures "
-        "the effect); fp8: 8-bit floats (CUDA, from Hopper on). On CUDA, int4 and fp8 need bfloat16.",
-    )
-    attention: AttentionKind = Field(
-        "auto",
-        description="Attention implementation; native: the C kernel for CPUs, triton: the kernel for CUDA, fixed: the "
-        "one of reproducible.",
-    )
-    loop: Loop = Field(
-        "auto",
-        description="How sequences decode: in plain steps, or in rounds that stay on the device. auto: rounds on CUDA "
-        "where they are supported. Tokens are the same; sequences that rounds do not support use plain steps.",
-    )
-    reproducible: bool = Field(
-        False,
-        description="Give a request the same bits whatever other requests are in its batch. Slower; needs coupled "
-        "verification.",
-    )
-    warm_up_seconds: float = Field(
-        4.0,
-        ge=0,
-        description="Seconds to measure the costs of steps, for speculation auto; 0 measures nothing. On a CPU the "
-        "server measures while it is idle, an eighth of the time if an earlier start saved its results.",
-    )
-    threads: int | None = Field(
-        None,
-        ge=1,
-        description="Maximum number of compute threads, of which a CPU engine uses as many as are fastest; default: "
-        "the cores that this process may use, divided among the ranks of this machine.",
-    )
-    tensor_parallel_size: int = Field(
-        1,
-        ge=1,
-        description="Number of processes (started by torchrun), each with a shard of every layer of the target on its "
-        "own device. A draft model is not sharded: rank 0 holds it.",
-    )
+    target: ModelName
+    """Target model: a local folder, a GGUF file or a Hugging Face hub id."""
+    revision: str | None = None
+    """Hub revision of the target; a commit pins it."""
+    adapter: dict[AdapterName, ModelName] = Field(default_factory=dict)
+    """LoRA adapters of the target (PEFT format) that requests can name: NAME=FOLDER, once for each."""
+    device: Device = "auto"
+    """Compute device; auto: cuda if there is one, else cpu."""
+    dtype: DType = "auto"
+    """Type of weights, activations and K/V. auto: the checkpoint's type (usually bfloat16), but float32 on a CPU whose
+    bfloat16 results would depend on the other requests of a batch. float16 needs CUDA."""
+    weights: Weights = "native"
+    """Weight format. native: dtype, and on a CPU the integers of a quantised checkpoint; dequantised: dtype for both;
+    int8 (CPU only) and int4: float matrices are quantised at load (`pilotfish quality` measures the effect); fp8: 8-bit
+    floats (CUDA, from Hopper on). On CUDA, int4 and fp8 need bfloat16."""
+    attention: AttentionKind = "auto"
+    """Attention implementation; native: the C kernel for CPUs, triton: the kernel for CUDA, fixed: the one of
+    reproducible."""
+    loop: Loop = "auto"
+    """How sequences decode: in plain steps, or in rounds that stay on the device. auto: rounds on CUDA where they are
+    supported. Tokens are the same; sequences that rounds do not support use plain steps."""
+    reproducible: bool = False
+    """Give a request the same bits whatever other requests are in its batch. Slower; needs coupled verification."""
+    warm_up_seconds: float = Field(4.0, ge=0)
+    """Seconds to measure the costs of steps, for speculation auto; 0 measures nothing. On a CPU the server measures
+    while it is idle, an eighth of the time if an earlier start saved its results."""
+    threads: int | None = Field(None, ge=1)
+    """Maximum number of compute threads, of which a CPU engine uses as many as are fastest; default: the cores that
+    this process may use, divided among the ranks of this machine."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Number of processes (started by torchrun), each with a shard of every layer of the target on its own device. A
+    draft model is not sharded: rank 0 holds it."""
 
     # Drafting
-    draft: ModelNames = Field(
-        (),
-        description="What drafts, once for each: a folder, GGUF file or hub id (@REVISION pins it) of a draft model, "
-        "Medusa heads, an EAGLE head, a DFlash draft or a Uno adapter; or a part of the target: mtp (its multi-token "
-        "prediction layer), self:N (its first N layers; self: a third). Default: drafts come from the text alone.",
-    )
-    draft_weights: Weights | None = Field(
-        None, description="Weight format of the draft model; default: that of the target."
-    )
-    proposer: str | None = Field(
-        None,
-        description="Default proposer: auto, model, self, eagle, mtp, dflash, uno or medusa (those that draft names), "
-        "suffix, ngram or none; default: auto with a draft, else ngram.",
-    )
-    num_draft_tokens: int = Field(
-        8, ge=0, le=MAX_NUM_DRAFT, description="Maximum number of drafts per sequence and step (K)."
-    )
-    speculation: SpeculationMode = Field(SpeculationMode.AUTO, description="How K is chosen: auto, fixed or off.")
-    verification: Verification = Field(
-        Verification.COUPLED, description="Exact rule that accepts or rejects drafts: coupled or rejection."
-    )
+    draft: ModelNames = ()
+    """What drafts, once for each: a folder, GGUF file or hub id (@REVISION pins it) of a draft model, Medusa heads, an
+    EAGLE head, a DFlash draft or a Uno adapter; or a part of the target: mtp (its multi-token prediction layer), self:N
+    (its first N layers; self: a third). Default: drafts come from the text alone."""
+    draft_weights: Weights | None = None
+    """Weight format of the draft model; default: that of the target."""
+    proposer: str | None = None
+    """Default proposer: auto, model, self, eagle, mtp, dflash, uno or medusa (those that draft names), suffix, ngram or
+    none; default: auto with a draft, else ngram."""
+    num_draft_tokens: int = Field(8, ge=0, le=MAX_NUM_DRAFT)
+    """Maximum number of drafts per sequence and step (K)."""
+    speculation: SpeculationMode = SpeculationMode.AUTO
+    """How K is chosen: auto, fixed or off."""
+    verification: Verification = Verification.COUPLED
+    """Exact rule that accepts or rejects drafts: coupled or rejection."""
 
     # Batching and memory
-    max_model_len: int | None = Field(
-        None, ge=2, description="Maximum number of prompt and output tokens of a sequence; default: the model's."
-    )
-    max_batch_size: int = Field(64, ge=1, description="Maximum number of sequences in one step.")
-    max_batch_tokens: int = Field(512, ge=1, description="Maximum number of tokens fed to the target in one step.")
-    max_step_ms: float = Field(
-        250.0,
-        gt=0,
-        description="Maximum milliseconds of a step that feeds a part of a long prompt while other sequences decode; "
-        "four times as many if none decodes.",
-    )
-    kv_memory: float | None = Field(
-        None,
-        gt=0,
-        description="Memory for keys and values of target and drafts, in GiB; default: 2 on a CPU; on CUDA what is "
-        "free after the weights are loaded, less what passes need.",
-    )
-    engines_per_device: int = Field(
-        1,
-        ge=1,
-        description="Number of engines that share one CUDA device, such as servers of one machine: each uses an equal "
-        "part of its memory; a kv_memory above that part is an error. standby doubles the number.",
-    )
-    kv_cache_dtype: KVType = Field(
-        "auto",
-        description="Type of keys and values; auto: dtype. int8: each key and value in 8 bits with a scale of its own, "
-        "about twice as many tokens in the same memory, with slightly different results.",
-    )
-    page_size: int | None = Field(
-        None, ge=1, description="Tokens per K/V page; default: 32, or one page per sequence without prefix_cache."
-    )
-    prefix_cache: bool = Field(True, description="Keep K/V of past requests for those that begin with the same tokens.")
+    max_model_len: int | None = Field(None, ge=2)
+    """Maximum number of prompt and output tokens of a sequence; default: the model's."""
+    max_batch_size: int = Field(64, ge=1)
+    """Maximum number of sequences in one step."""
+    max_batch_tokens: int = Field(512, ge=1)
+    """Maximum number of tokens fed to the target in one step."""
+    max_step_ms: float = Field(250.0, gt=0)
+    """Maximum milliseconds of a step that feeds a part of a long prompt while other sequences decode; four times as
+    many if none decodes."""
+    kv_memory: float | None = Field(None, gt=0)
+    """Memory for keys and values of target and drafts, in GiB; default: 2 on a CPU; on CUDA what is free after the
+    weights are loaded, less what passes need."""
+    engines_per_device: int = Field(1, ge=1)
+    """Number of engines that share one CUDA device, such as servers of one machine: each uses an equal part of its
+    memory; a kv_memory above that part is an error. standby doubles the number."""
+    kv_cache_dtype: KVType = "auto"
+    """Type of keys and values; auto: dtype. int8: each key and value in 8 bits with a scale of its own, about twice as
+    many tokens in the same memory, with slightly different results."""
+    page_size: int | None = Field(None, ge=1)
+    """Tokens per K/V page; default: 32, or one page per sequence without prefix_cache."""
+    prefix_cache: bool = True
+    """Keep K/V of past requests for those that begin with the same tokens."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:

@@ -62,16 +62,16 @@ class _Variables(EnvSettingsSource):
 
 def _in_groups() -> Callable[..., Action]:
     """Return `add_argument` of a parser whose `--help` has the options in groups."""
-    groups, running = dict[str, _ArgumentGroup](), "general"
+    groups, group = dict[str, _ArgumentGroup](), "general"
 
-    def add_argument(parser: ArgumentParser, *flags: str, **told: Any) -> Action:
-        nonlocal running
+    def add_argument(parser: ArgumentParser, *flags: str, **kwargs: Any) -> Action:
+        nonlocal group
         groups.update({title: parser.add_argument_group(title) for title in _GROUPS.values() if title not in groups})
-        running = _GROUPS.get(flags[0].removeprefix("--").replace("-", "_"), running)
-        told["help"] = _NO_DEFAULT.sub("", told["help"])
-        if "metavar" in told:
-            told["metavar"] = _METAVARS.get(told["metavar"], told["metavar"])
-        return groups[running].add_argument(*flags, **told)
+        group = _GROUPS.get(flags[0].removeprefix("--").replace("-", "_"), group)
+        kwargs["help"] = _NO_DEFAULT.sub("", kwargs["help"])
+        if kwargs.get("metavar") in _METAVARS:
+            kwargs["metavar"] = _METAVARS[kwargs["metavar"]]
+        return groups[group].add_argument(*flags, **kwargs)
 
     return add_argument
 
@@ -89,105 +89,87 @@ class ServerConfig(BaseSettings, EngineConfig):
         cli_hide_none_type=True,
     )
 
-    target: CliPositionalArg[ModelName] = Field(
-        "",
-        description="Target model: a local folder, a GGUF file or a Hugging Face hub id; default: the embedded models.",
-    )
-    config: Path | None = Field(None, description="YAML or TOML file with any of these options.")
-    playground: bool = Field(True, description="Serve a page at / that shows tokens as they stream.")
-    log_format: LogFormat = Field("auto", description="Log format; auto: text on a terminal, else json.")
+    target: CliPositionalArg[ModelName] = ""
+    """Target model: a local folder, a GGUF file or a Hugging Face hub id; default: the embedded models."""
+    config: Path | None = None
+    """YAML or TOML file with any of these options."""
+    playground: bool = True
+    """Serve a page at / that shows tokens as they stream."""
+    log_format: LogFormat = "auto"
+    """Log format; auto: text on a terminal, else json."""
 
-    chat_format: str | None = Field(
-        None,
-        description="Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, "
-        "harmony or plain; default: that of its chat template.",
-    )
-    adapter_root: FileName | None = Field(
-        None,
-        description="Folder from which operators can load adapters while the server runs; default: they cannot.",
-    )
+    chat_format: str | None = None
+    """Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, harmony or plain;
+    default: that of its chat template."""
+    adapter_root: FileName | None = None
+    """Folder from which operators can load adapters while the server runs; default: they cannot."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on, for gRPC and HTTP.")
-    grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: a free one.")
-    http_port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: a free one.")
-    reflection: bool = Field(False, description="Enable gRPC server reflection, with which clients list the services.")
-    max_message_bytes: int = Field(4 << 20, ge=1024, description="Maximum size of a message or HTTP body, in bytes.")
-    max_header_bytes: int = Field(
-        16 << 10, ge=4096, description="Maximum size of gRPC metadata or HTTP headers, in bytes."
-    )
-    body_seconds: float = Field(30.0, gt=0, description="Maximum seconds in which an HTTP request must arrive.")
-    stall_seconds: float = Field(
-        30.0, gt=0, description="Maximum seconds in which a client reads nothing; then its stream is aborted."
-    )
-    max_connection_seconds: float | None = Field(
-        None,
-        gt=0,
-        description="Maximum age of a gRPC connection, in seconds; then its client must reconnect, and finds new "
-        "replicas. Default: no limit.",
-    )
-    tls_cert: FileName | None = Field(None, description="Certificate chain (PEM) for gRPC and HTTP; default: no TLS.")
-    tls_key: FileName | None = Field(None, description="Private key (PEM) of tls_cert.")
-    tls_client_ca: FileName | None = Field(None, description="Client CA bundle (PEM); enables mutual TLS.")
+    host: str = "127.0.0.1"
+    """Address to listen on, for gRPC and HTTP."""
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    """gRPC port; 0: a free one."""
+    http_port: int = Field(8000, ge=0, le=65535)
+    """HTTP port; 0: a free one."""
+    reflection: bool = False
+    """Enable gRPC server reflection, with which clients list the services."""
+    max_message_bytes: int = Field(4 << 20, ge=1024)
+    """Maximum size of a message or HTTP body, in bytes."""
+    max_header_bytes: int = Field(16 << 10, ge=4096)
+    """Maximum size of gRPC metadata or HTTP headers, in bytes."""
+    body_seconds: float = Field(30.0, gt=0)
+    """Maximum seconds in which an HTTP request must arrive."""
+    stall_seconds: float = Field(30.0, gt=0)
+    """Maximum seconds in which a client reads nothing; then its stream is aborted."""
+    max_connection_seconds: float | None = Field(None, gt=0)
+    """Maximum age of a gRPC connection, in seconds; then its client must reconnect, and finds new replicas. Default: no
+    limit."""
+    tls_cert: FileName | None = None
+    """Certificate chain (PEM) for gRPC and HTTP; default: no TLS."""
+    tls_key: FileName | None = None
+    """Private key (PEM) of tls_cert."""
+    tls_client_ca: FileName | None = None
+    """Client CA bundle (PEM); enables mutual TLS."""
 
-    token_file: FileName | None = Field(
-        None, description="File of API tokens, one line NAME TOKEN per caller; default: no authentication."
-    )
-    max_requests_per_token: int | None = Field(
-        None, ge=1, description="Maximum number of live requests per caller; one for n outputs counts as n."
-    )
-    requests_per_second: float | None = Field(
-        None, gt=0, description="Maximum number of requests per second and caller; one for n outputs counts as n."
-    )
+    token_file: FileName | None = None
+    """File of API tokens, one line NAME TOKEN per caller; default: no authentication."""
+    max_requests_per_token: int | None = Field(None, ge=1)
+    """Maximum number of live requests per caller; one for n outputs counts as n."""
+    requests_per_second: float | None = Field(None, gt=0)
+    """Maximum number of requests per second and caller; one for n outputs counts as n."""
 
-    max_queue_requests: int = Field(
-        256, ge=1, description="Maximum number of queued requests; several callers have equal parts of it."
-    )
-    max_queue_tokens: int = Field(131072, ge=1, description="Maximum number of prompt and output tokens in the queue.")
-    max_queue_seconds: float = Field(
-        10.0,
-        ge=0,
-        description="Maximum estimated wait in the queue, in seconds, or a tenth of the time that requests now take, "
-        "if that is longer; about 0.5 for interactive use.",
-    )
-    ageing_seconds: float = Field(
-        1.0, gt=0, description="Seconds in the queue that count as much as one step of priority."
-    )
+    max_queue_requests: int = Field(256, ge=1)
+    """Maximum number of queued requests; several callers have equal parts of it."""
+    max_queue_tokens: int = Field(131072, ge=1)
+    """Maximum number of prompt and output tokens in the queue."""
+    max_queue_seconds: float = Field(10.0, ge=0)
+    """Maximum estimated wait in the queue, in seconds, or a tenth of the time that requests now take, if that is
+    longer; about 0.5 for interactive use."""
+    ageing_seconds: float = Field(1.0, gt=0)
+    """Seconds in the queue that count as much as one step of priority."""
 
-    drain_seconds: float = Field(30.0, ge=0, description="Maximum seconds for live streams to finish after SIGTERM.")
-    hang_seconds: float = Field(
-        120.0, gt=0, description="Maximum seconds of one step of the engine; then the engine is restarted."
-    )
-    engine_process: bool = Field(
-        True, description="Run the engine in a process of its own, apart from the front ends; else on a thread."
-    )
-    standby: bool = Field(
-        False,
-        description="Keep a second engine loaded, which takes over when the first one fails. It needs memory for "
-        "weights that are not mapped from files, and for keys and values once it serves; on a GPU each of the two has "
-        "half.",
-    )
-    max_engine_crashes: int = Field(
-        5, ge=0, description="Maximum number of restarts of a failed engine within 5 minutes; then the server exits."
-    )
+    drain_seconds: float = Field(30.0, ge=0)
+    """Maximum seconds for live streams to finish after SIGTERM."""
+    hang_seconds: float = Field(120.0, gt=0)
+    """Maximum seconds of one step of the engine; then the engine is restarted."""
+    engine_process: bool = True
+    """Run the engine in a process of its own, apart from the front ends; else on a thread."""
+    standby: bool = False
+    """Keep a second engine loaded, which takes over when the first one fails. It needs memory for weights that are not
+    mapped from files, and for keys and values once it serves; on a GPU each of the two has half."""
+    max_engine_crashes: int = Field(5, ge=0)
+    """Maximum number of restarts of a failed engine within 5 minutes; then the server exits."""
 
-    tracing: bool = Field(
-        False,
-        description="Export an OpenTelemetry span per request (extra otel; OTEL_* variables configure it).",
-    )
-    vllm_metrics: bool = Field(
-        False, description="Export metrics under vLLM's names, too, for existing dashboards and autoscalers."
-    )
-    kv_events_endpoint: str | None = Field(
-        None,
-        description="ZeroMQ endpoint of the prefix cache's K/V events in vLLM's format, for routers: "
-        "tcp://ADDRESS:PORT, for example tcp://*:5556 (extra kv-events). The events contain the tokens of prompts.",
-    )
-    kv_events_replay_endpoint: str | None = Field(
-        None, description="ZeroMQ endpoint that sends earlier K/V events again, for example tcp://*:5557."
-    )
-    kv_events_topic: str | None = Field(
-        None, description="Topic of the K/V events; default: kv@POD@MODEL of this machine and model."
-    )
+    tracing: bool = False
+    """Export an OpenTelemetry span per request (extra otel; OTEL_* variables configure it)."""
+    vllm_metrics: bool = False
+    """Export metrics under vLLM's names, too, for existing dashboards and autoscalers."""
+    kv_events_endpoint: str | None = None
+    """ZeroMQ endpoint of the prefix cache's K/V events in vLLM's format, for routers: tcp://ADDRESS:PORT, for example
+    tcp://*:5556 (extra kv-events). The events contain the tokens of prompts."""
+    kv_events_replay_endpoint: str | None = None
+    """ZeroMQ endpoint that sends earlier K/V events again, for example tcp://*:5557."""
+    kv_events_topic: str | None = None
+    """Topic of the K/V events; default: kv@POD@MODEL of this machine and model."""
 
     @model_validator(mode="before")
     @classmethod

@@ -101,16 +101,16 @@ def _kind(entry: str, name: str, revision: str | None) -> str:
 
 
 def _kind_of_config(entry: str, config: dict[str, Any]) -> str | None:
-    """What a config says; None where it is that of a model, as also some EAGLE heads have it."""
-    said = " ".join(map(str, (config.get(KIND, ""), *(config.get("architectures") or ())))).lower()
+    """The kind that a config names; None for the config of a model, which some EAGLE heads have, too."""
+    classes = " ".join(map(str, (config.get(KIND, ""), *(config.get("architectures") or ())))).lower()
     if "medusa_num_heads" in config:
         return "medusa"
     for kind in ("dflash", "eagle"):
-        if kind in said or f"{kind}_config" in config:
+        if kind in classes or f"{kind}_config" in config:
             return kind
     if KIND in config or not {"model_type", "architectures"} & config.keys():
-        says = f"{KIND} {config[KIND]!r}" if KIND in config else f"the keys {', '.join(sorted(config)[:_MOST_LISTED])}"
-        raise ModelError(f"draft {entry!r} cannot draft: its config.json has {says}, of no model and no known head")
+        found = f"{KIND} {config[KIND]!r}" if KIND in config else f"the keys {', '.join(sorted(config)[:_MOST_LISTED])}"
+        raise ModelError(f"draft {entry!r} cannot draft: its config.json has {found}, of no model and no known head")
     return None
 
 

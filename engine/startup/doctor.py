@@ -270,7 +270,10 @@ def _check_pair(
     if draft is not None:
         tell("vocabulary", lambda: _vocabularies(target, draft))
         tell("end tokens", lambda: _ends(target, draft))
-    tell("drafts", lambda: ", ".join(f"{kind} ({source.entry})" for kind, source in sources.items()) or "by text alone")
+    tell(
+        "drafts",
+        lambda: ", ".join(f"{kind} ({source.entry})" for kind, source in sources.items()) or "from the text only",
+    )
     tell("proposer", lambda: _proposer(config))
     tell("rule", lambda: str(config.verification))
     if config.tensor_parallel_size > 1:

@@ -1,4 +1,4 @@
-"""What commands read besides the options of `serve`: numbers with a least value, and files of prompts."""
+"""What commands read besides the options of `serve`: numbers with a minimum, and files of prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tokenize = Callable[[str], Tokens]
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a type of arguments: a number that is at least so large."""
+    """Return an argparse type: a whole number of at least `least`."""
 
     def number(text: str) -> int:
         if int(text) < least:
@@ -49,8 +49,8 @@ def _prompt(
             return tuple(ids)
         case {"messages": [_, *_] as turns}:
             for i, turn in enumerate(turns):
-                said = [turn.get(name) for name in ("role", "content")] if isinstance(turn, dict) else [None]
-                if not all(isinstance(text, str) for text in said):
+                fields = [turn.get(name) for name in ("role", "content")] if isinstance(turn, dict) else [None]
+                if not all(isinstance(text, str) for text in fields):
                     raise ValueError(f"{where}: messages[{i}] needs a role and a content that are strings")
             if render is None:
                 raise ValueError(f"{where} has messages, and no chat template renders them here")

@@ -134,6 +134,7 @@ def test_every_engine_option_is_a_flag(capsys) -> None:
     shown = capsys.readouterr().out
     for name in EngineConfig.model_fields.keys() - {"target"}:
         assert f"--{name.replace('_', '-')}" in shown
+    assert all(option.description for option in ServerConfig.model_fields.values())
 
 
 @pytest.mark.parametrize(

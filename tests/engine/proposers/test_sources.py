@@ -58,7 +58,7 @@ FORMS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "adapter": ("uno", adapter),
     "adapter beside its base model": ("uno", beside_its_base_model),
     "GGUF": (
-        "model", lambda folder: str(gguf_files.write(folder / "m.gguf", zoo.family_config("llama"), Type.Q8_0).path),
+        "model", lambda folder: str(gguf_files.write(folder / "m.gguf", zoo.family_config("llama"), Type.F16).path),
     ),
 }  # fmt: skip
 

@@ -24,9 +24,9 @@ def model_of(kind: str) -> PreTrainedModel:
     return zoo.in_transformers(zoo.with_large_weights(tiny(kind)))
 
 
-def engine_of(kind: str, draft: PreTrainedModel | None = None, **config: object) -> Engine:
+def engine_of(kind: str, drafter: PreTrainedModel | None = None, **config: object) -> Engine:
     settings = {"target": kind, "max_batch_size": 4, "max_model_len": 96, "kv_memory": 0.1, "threads": 1}
-    return heads.assembled(EngineConfig(**settings | config), model_of(kind), draft)
+    return heads.assembled(EngineConfig(**settings | config), model_of(kind), drafter)
 
 
 @pytest.mark.parametrize(("kind", "way"), [("llama", RAGGED), ("bloom", ALONE), ("rwkv", WHOLE)])
