@@ -88,11 +88,11 @@ def _kind(entry: str, name: str, revision: str | None) -> str:
         return "uno"
     path = find_file(name, "config.json", revision)
     if path is None:
-        listed = sorted(file.name for file in Path(name).iterdir())[:_MOST_LISTED] if Path(name).is_dir() else []
-        raise ModelError(
-            f"draft {entry!r} has no config.json, no {ADAPTER_CONFIG} and is no GGUF file: it cannot draft"
-            f" (found: {', '.join(listed) or 'no files'})"
-        )
+        found = "on the hub, or the hub cannot be reached"
+        if Path(name).is_dir():
+            listed = sorted(file.name for file in Path(name).iterdir())[:_MOST_LISTED]
+            found = f"in the folder, which has {', '.join(listed) or 'no files'}"
+        raise ModelError(f"draft {entry!r} is no GGUF file and has neither config.json nor {ADAPTER_CONFIG} {found}")
     with told_as_model_error(name):
         config = json.loads(path.read_text("utf-8"))
         if not isinstance(config, dict):

@@ -107,8 +107,8 @@ def config(table: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ({}, r"has no config.json, no adapter_config.json and is no GGUF file.*found: no files"),
-        ({"a.txt": "", "b.bin": ""}, r"found: a.txt, b.bin"),
+        ({}, "is no GGUF file and has neither config.json nor adapter_config.json in the folder, which has no files"),
+        ({"a.txt": "", "b.bin": ""}, "in the folder, which has a.txt, b.bin"),
         (config({"name": 1, "size": 2}), "config.json has the keys name, size, of no model and no known head"),
         (config({"speculators_model_type": "mlp", "model_type": "x"}), "speculators_model_type 'mlp', of no model"),
         (config([1]), "config.json holds no object"),
@@ -130,6 +130,12 @@ def test_what_cannot_draft_is_named_with_what_was_found(files: dict[str, str], p
 def test_nothing_is_no_draft(entry: str) -> None:
     with pytest.raises(ModelError):
         recognise(entry)
+
+
+def test_without_files_on_the_hub_the_network_may_be_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "find_file", lambda *_: None)
+    with pytest.raises(ModelError, match=r"draft 'o/m@1' is no GGUF file .* on the hub, or the hub cannot be reached"):
+        recognise("o/m@1")
 
 
 def test_several_kinds_are_sorted_and_two_of_a_kind_are_refused(tmp_path: Path) -> None:
