@@ -11,5 +11,4 @@ KVType = Literal["auto", "int8"]
 Loop = Literal["auto", "plain", "rounds"]
 Rounded = Literal["int8", "int4"]
 Weights = Literal["native", "dequantised", "fp8", Rounded]
-HEADS = ("medusa", "eagle", "dflash", "uno")  # options that name what was trained to draft for one target
 ADAPTER_NAME = r"^[A-Za-z0-9._:/-]{1,128}$"

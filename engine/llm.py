@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count
 from numbers import Integral
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any, cast
 
 from engine.config import EngineConfig
@@ -56,9 +56,14 @@ class LLM:
 
     _ids = count(1)
 
-    def __init__(self, target: str | PathLike[str], draft: str | PathLike[str] | None = None, **config: Any) -> None:
-        """Load a target, and a draft if one is named; `config` are options of `engine.config.EngineConfig`."""
-        settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
+    def __init__(
+        self,
+        target: str | PathLike[str],
+        draft: str | PathLike[str] | Seq[str | PathLike[str]] | None = None,
+        **config: Any,
+    ) -> None:
+        """Load a target and what drafts for it, one or several; `config` are further options of `EngineConfig`."""
+        settings = EngineConfig(**config | {"target": target, "draft": draft})
         self.engine: Engine = warm.load(settings, calibrates=False)
         self.codec = Codec.load(settings.target, settings.revision)
         self._compiler = _compiler(self.engine, self.codec)

@@ -77,7 +77,7 @@ class App:
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
         # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.
         most = config.max_engine_crashes if config.tensor_parallel_size == 1 else 0
-        self._crashes = Crashes(most, config.crash_window_seconds)
+        self._crashes = Crashes(most)
 
     async def run(self) -> int:
         """Serve until `stop` is called; return the exit code."""

@@ -25,11 +25,11 @@ USAGE = """usage: pilotfish COMMAND [OPTIONS]
 Exact speculative decoding in ragged batches, over gRPC.
 
 commands:
-  serve [MODEL] [--draft MODEL]   serve a model; without MODEL the embedded pair
+  serve [MODEL] [--draft DRAFT]   serve a model; default: the embedded models
   generate PROMPT                 continue a prompt on a running server
-  check [MODEL] [--draft MODEL]   say whether and how this machine can serve a pair
-  bench [MODEL] [--draft MODEL]   measure what speculation gains with a pair on this machine
-  health [ADDRESS]                ask a server whether it serves; the exit code answers
+  check [MODEL] [--draft DRAFT]   report whether and how this machine can serve a pair
+  bench [MODEL] [--draft DRAFT]   measure what speculation gains with a pair on this machine
+  health [ADDRESS]                check the health of a server; the exit code is the result
   verify [ADDRESS]                check that a running server's tokens depend on nothing but the request
   train-draft [MODEL] --out DIR   make an EAGLE-3 head for a model from what the model writes
   quality [MODEL] [--text FILE]   measure how far a served model is from float32 of its checkpoint
@@ -126,7 +126,7 @@ def quantize(arguments: list[str]) -> int:
     parser.add_argument("model", help="a local folder or a Hugging Face hub id")
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--revision", help="hub revision of the model; a commit pins it")
-    parser.add_argument("--weights", choices=["int8", "int4"], default="int8", help="how many bits (default: int8)")
+    parser.add_argument("--weights", choices=["int8", "int4"], default="int8", help="weight format (default: int8)")
     options = parser.parse_args(arguments)
 
     from engine.errors import ModelError

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+import re
+from argparse import Action, ArgumentParser, Namespace, _ArgumentGroup
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     CliApp,
     CliPositionalArg,
     CliSettingsSource,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -26,13 +29,51 @@ from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_tar
 LogFormat = Literal["auto", "json", "text"]
 FileName = Annotated[Path, AfterValidator(can_be_opened)]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-# All proposers of the embedded target. Together they load in less than a second.
-_EMBEDDED = {
-    "draft": str(embedded_draft()),
-    "medusa": str(embedded_medusa()),
-    "eagle": str(embedded_eagle()),
-    "self_layers": 3,
+# All that drafts for the embedded target. Together they load in less than a second.
+_EMBEDDED = (str(embedded_draft()), str(embedded_medusa()), str(embedded_eagle()), "self:3")
+# Groups of `--help`, by the first option of each run of fields.
+_GROUPS = {
+    "config": "general",
+    "target": "model",
+    "revision": "model",
+    "chat_format": "model",
+    "draft": "drafting",
+    "max_model_len": "batching and memory",
+    "max_prompt_tokens": "limits of a request",
+    "max_queue_requests": "queue",
+    "host": "network and TLS",
+    "token_file": "callers",
+    "drain_seconds": "reliability",
+    "tracing": "observability",
 }
+
+_METAVARS = {"tuple[str,...]": "PATH", "dict[str,str]": "NAME=FOLDER"}
+_NO_DEFAULT = re.compile(r" \(default(: null|: |: \(\)| factory: dict)\)$")
+
+
+class _Variables(EnvSettingsSource):
+    """Variables: a list is JSON, or its entries with commas between them, as in PILOTFISH_DRAFT=/models/draft,mtp."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        if field_name == "draft" and not value.startswith("["):
+            return [entry for entry in value.split(",") if entry]
+        return super().decode_complex_value(field_name, field, value)
+
+
+def _in_groups() -> Callable[..., Action]:
+    """Return `add_argument` of a parser whose `--help` has the options in groups."""
+    groups, group = dict[str, _ArgumentGroup](), "general"
+
+    def add_argument(parser: ArgumentParser, *flags: str, **kwargs: Any) -> Action:
+        nonlocal group
+        groups.update({title: parser.add_argument_group(title) for title in _GROUPS.values() if title not in groups})
+        group = _GROUPS.get(flags[0].removeprefix("--").replace("-", "_"), group)
+        kwargs["help"] = _NO_DEFAULT.sub("", kwargs["help"])
+        if kwargs.get("metavar") in _METAVARS:
+            kwargs["metavar"] = _METAVARS[kwargs["metavar"]]
+        return groups[group].add_argument(*flags, **kwargs)
+
+    return add_argument
 
 
 class ServerConfig(BaseSettings, EngineConfig):
@@ -48,104 +89,93 @@ class ServerConfig(BaseSettings, EngineConfig):
         cli_hide_none_type=True,
     )
 
-    target: CliPositionalArg[ModelName] = Field(
-        "", description="Target model: a local folder or a Hugging Face hub id; none serves the embedded pair."
-    )
-    config: Path | None = Field(None, description="YAML or TOML file with any of these options.")
-    host: str = Field("127.0.0.1", description="Address to listen on, for gRPC and HTTP.")
-    grpc_port: int = Field(50051, ge=0, le=65535, description="Port of gRPC; 0 takes a free one.")
-    http_port: int = Field(8000, ge=0, le=65535, description="Port of HTTP; 0 takes a free one.")
-    max_queue_requests: int = Field(
-        256, ge=1, description="Most requests waiting to be admitted; of several callers each may have an equal part."
-    )
-    max_queue_tokens: int = Field(131072, ge=1, description="Most tokens of prompt and output waiting together.")
-    max_queue_seconds: float = Field(
-        10.0,
-        ge=0,
-        description="Longest wait in the queue by estimate, in seconds, or a tenth of the time that requests now take, "
-        "if that is longer; about 0.5 where people wait at a screen.",
-    )
-    ageing_seconds: float = Field(
-        1.0, gt=0, description="Seconds of waiting in the queue that are worth as much as one step of priority."
-    )
-    drain_seconds: float = Field(30.0, ge=0, description="How long live streams may go on after SIGTERM, in seconds.")
-    hang_seconds: float = Field(
-        120.0, gt=0, description="How long one step of the engine may take before it is given up, in seconds."
-    )
-    standby: bool = Field(
-        False,
-        description="Keep a second engine loaded, which takes over at once when the first one fails. It needs memory "
-        "for weights that are not mapped from files, and for keys and values once it serves; on a GPU each of the two "
-        "takes half.",
-    )
-    max_engine_crashes: int = Field(
-        5,
-        ge=0,
-        description="How often the engine may fail and be restarted within crash_window_seconds; then the exit.",
-    )
-    crash_window_seconds: float = Field(300.0, gt=0, description="The time over which max_engine_crashes counts.")
-    stall_seconds: float = Field(30.0, gt=0, description="How long a reader may take no message, in seconds.")
-    max_message_bytes: int = Field(4 << 20, ge=1024, description="Largest message or body taken, in bytes.")
-    max_header_bytes: int = Field(16 << 10, ge=4096, description="Most bytes of a call's metadata or headers.")
-    body_seconds: float = Field(30.0, gt=0, description="How long an HTTP request may take to arrive, in seconds.")
-    token_file: FileName | None = Field(
-        None, description="File of lines NAME TOKEN, one for each caller; default no token is asked for."
-    )
-    max_requests_per_token: int | None = Field(
-        None, ge=1, description="Most live requests of one caller; one for n outputs counts as n."
-    )
-    requests_per_second: float | None = Field(
-        None, gt=0, description="Most requests that one caller begins per second; one for n outputs counts as n."
-    )
-    tls_cert: FileName | None = Field(None, description="Certificate chain (PEM) of gRPC and HTTP; default no TLS.")
-    tls_key: FileName | None = Field(None, description="Its private key (PEM).")
-    tls_client_ca: FileName | None = Field(
-        None, description="Certificates (PEM) of who signs clients' certificates; with it, every client needs one."
-    )
-    keepalive_seconds: float = Field(30.0, gt=0, description="Silence after which a gRPC client is pinged.")
-    max_streams_per_connection: int = Field(1024, ge=1, description="Most live calls on one gRPC connection.")
-    max_connection_seconds: float | None = Field(
-        None, gt=0, description="Age at which a gRPC client is asked to connect anew, so that it finds new replicas."
-    )
-    chat_format: str | None = Field(
-        None,
-        description="How the model writes calls of functions: hermes, qwen_coder, glm, llama, mistral, gemma, "
-        "deepseek, harmony or plain; default what its chat template shows.",
-    )
-    playground: bool = Field(True, description="Serve a page at / that shows tokens as they stream.")
-    reflection: bool = Field(False, description="Let gRPC clients list the services (reflection).")
-    tracing: bool = Field(
-        False,
-        description="Export a span per request (OpenTelemetry; extra otel; OTEL_* variables say where).",
-    )
-    vllm_metrics: bool = Field(
-        False, description="Export metrics under vLLM's names, too, for dashboards and autoscalers that know those."
-    )
-    adapter_root: FileName | None = Field(
-        None,
-        description="Folder below which operators may load adapters by a call while the server runs; default no call "
-        "loads or unloads any.",
-    )
-    kv_events_endpoint: str | None = Field(
-        None,
-        description="Where to publish what the prefix cache holds, for routers that use vLLM's K/V events: "
-        "tcp://ADDRESS:PORT, for example tcp://*:5556 (extra kv-events). The events contain the tokens of prompts.",
-    )
-    kv_events_replay_endpoint: str | None = Field(
-        None, description="Where routers can ask for earlier K/V events again, for example tcp://*:5557."
-    )
-    kv_events_topic: str | None = Field(
-        None, description="Topic of the K/V events, kv@POD@MODEL; default the name of this machine and of the model."
-    )
-    log_format: LogFormat = Field("auto", description="Form of the log; auto is text on a terminal, else json.")
+    target: CliPositionalArg[ModelName] = ""
+    """Target model: a local folder, a GGUF file or a Hugging Face hub id; default: the embedded models."""
+    config: Path | None = None
+    """YAML or TOML file with any of these options."""
+    playground: bool = True
+    """Serve a page at / that shows tokens as they stream."""
+    log_format: LogFormat = "auto"
+    """Log format; auto: text on a terminal, else json."""
+
+    chat_format: str | None = None
+    """Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, harmony or plain;
+    default: that of its chat template."""
+    adapter_root: FileName | None = None
+    """Folder from which operators can load adapters while the server runs; default: they cannot."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on, for gRPC and HTTP."""
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    """gRPC port; 0: a free one."""
+    http_port: int = Field(8000, ge=0, le=65535)
+    """HTTP port; 0: a free one."""
+    reflection: bool = False
+    """Enable gRPC server reflection, with which clients list the services."""
+    max_message_bytes: int = Field(4 << 20, ge=1024)
+    """Maximum size of a message or HTTP body, in bytes."""
+    max_header_bytes: int = Field(16 << 10, ge=4096)
+    """Maximum size of gRPC metadata or HTTP headers, in bytes."""
+    body_seconds: float = Field(30.0, gt=0)
+    """Maximum seconds in which an HTTP request must arrive."""
+    stall_seconds: float = Field(30.0, gt=0)
+    """Maximum seconds in which a client reads nothing; then its stream is aborted."""
+    max_connection_seconds: float | None = Field(None, gt=0)
+    """Maximum age of a gRPC connection, in seconds; then its client must reconnect, and finds new replicas. Default: no
+    limit."""
+    tls_cert: FileName | None = None
+    """Certificate chain (PEM) for gRPC and HTTP; default: no TLS."""
+    tls_key: FileName | None = None
+    """Private key (PEM) of tls_cert."""
+    tls_client_ca: FileName | None = None
+    """Client CA bundle (PEM); enables mutual TLS."""
+
+    token_file: FileName | None = None
+    """File of API tokens, one line NAME TOKEN per caller; default: no authentication."""
+    max_requests_per_token: int | None = Field(None, ge=1)
+    """Maximum number of live requests per caller; one for n outputs counts as n."""
+    requests_per_second: float | None = Field(None, gt=0)
+    """Maximum number of requests per second and caller; one for n outputs counts as n."""
+
+    max_queue_requests: int = Field(256, ge=1)
+    """Maximum number of queued requests; several callers have equal parts of it."""
+    max_queue_tokens: int = Field(131072, ge=1)
+    """Maximum number of prompt and output tokens in the queue."""
+    max_queue_seconds: float = Field(10.0, ge=0)
+    """Maximum estimated wait in the queue, in seconds, or a tenth of the time that requests now take, if that is
+    longer; about 0.5 for interactive use."""
+    ageing_seconds: float = Field(1.0, gt=0)
+    """Seconds in the queue that count as much as one step of priority."""
+
+    drain_seconds: float = Field(30.0, ge=0)
+    """Maximum seconds for live streams to finish after SIGTERM."""
+    hang_seconds: float = Field(120.0, gt=0)
+    """Maximum seconds of one step of the engine; then the engine is restarted."""
+    standby: bool = False
+    """Keep a second engine loaded, which takes over when the first one fails. It needs memory for weights that are not
+    mapped from files, and for keys and values once it serves; on a GPU each of the two has half."""
+    max_engine_crashes: int = Field(5, ge=0)
+    """Maximum number of restarts of a failed engine within 5 minutes; then the server exits."""
+
+    tracing: bool = False
+    """Export an OpenTelemetry span per request (extra otel; OTEL_* variables configure it)."""
+    vllm_metrics: bool = False
+    """Export metrics under vLLM's names, too, for existing dashboards and autoscalers."""
+    kv_events_endpoint: str | None = None
+    """ZeroMQ endpoint of the prefix cache's K/V events in vLLM's format, for routers: tcp://ADDRESS:PORT, for example
+    tcp://*:5556 (extra kv-events). The events contain the tokens of prompts."""
+    kv_events_replay_endpoint: str | None = None
+    """ZeroMQ endpoint that sends earlier K/V events again, for example tcp://*:5557."""
+    kv_events_topic: str | None = None
+    """Topic of the K/V events; default: kv@POD@MODEL of this machine and model."""
 
     @model_validator(mode="before")
     @classmethod
     def _embedded_pair(cls, values: Any) -> Any:
         if isinstance(values, dict) and not values.get("target"):
             shared = str(values.get("tensor_parallel_size", 1)) != "1"
-            parts = {**_EMBEDDED, "self_layers": None} if shared else _EMBEDDED  # they need an unsharded target
-            return parts | values | {"target": str(embedded_target())}
+            drafts = _EMBEDDED[:-1] if shared else _EMBEDDED  # its own layers need an unsharded target
+            return {"draft": drafts} | values | {"target": str(embedded_target())}
         return values
 
     @model_validator(mode="after")
@@ -153,14 +183,14 @@ class ServerConfig(BaseSettings, EngineConfig):
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
             raise ValueError("TLS needs both tls_cert and tls_key, and tls_client_ca needs them too")
         if (self.max_requests_per_token or self.requests_per_second) and self.token_file is None:
-            raise ValueError("max_requests_per_token and requests_per_second are of tokens; they need a token_file")
+            raise ValueError("max_requests_per_token and requests_per_second need token_file")
         if self.standby and self.tensor_parallel_size > 1:
             raise ValueError(f"standby is not supported with tensor_parallel_size {self.tensor_parallel_size}")
         for name in ("kv_events_replay_endpoint", "kv_events_topic"):
             if getattr(self, name) is not None and self.kv_events_endpoint is None:
-                raise ValueError(f"{name} is of K/V events; they need a kv_events_endpoint")
+                raise ValueError(f"{name} needs kv_events_endpoint")
         if self.kv_events_endpoint is not None and not self.prefix_cache:
-            raise ValueError("kv_events_endpoint needs the prefix cache, whose changes are the events")
+            raise ValueError("kv_events_endpoint needs prefix_cache")
         return self
 
     @classmethod
@@ -174,15 +204,17 @@ class ServerConfig(BaseSettings, EngineConfig):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags have precedence over variables, and these over the file, which `load` names in `model_config`."""
         files = TomlConfigSettingsSource(settings_cls), YamlConfigSettingsSource(settings_cls)
-        return init_settings, env_settings, *files
+        return init_settings, _Variables(settings_cls), *files
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
         """Read flags, variables and the file that one of them names, in this order of precedence."""
-        flags: CliSettingsSource[Any] = CliSettingsSource(cls, cli_parse_args=list(arguments))
+        flags: CliSettingsSource[Any] = CliSettingsSource(
+            cls, cli_parse_args=list(arguments), add_argument_method=_in_groups()
+        )
         path = flags().get("config") or os.environ.get("PILOTFISH_CONFIG")
         if not path:
-            return CliApp.run(cls, cli_args=list(arguments))
+            return CliApp.run(cls, list(arguments), flags)
         try:
             can_be_opened(Path(path))
         except ValueError as error:
@@ -194,7 +226,7 @@ class ServerConfig(BaseSettings, EngineConfig):
         class WithFile(cls):  # type: ignore[valid-type, misc]
             model_config = SettingsConfigDict(toml_file=path) if is_toml else SettingsConfigDict(yaml_file=path)
 
-        return CliApp.run(WithFile, cli_args=list(arguments))
+        return CliApp.run(WithFile, list(arguments), flags)
 
     @classmethod
     def load_with(

@@ -87,7 +87,7 @@ class ServedModel:
         codec, chat = text.codec, text.chat
         if problem := structure_problem(codec, engine.vocab_size, tuple(engine.eos_token_ids)):
             log.info("no structured output: %s", problem)
-        draft_name = None if config.draft is None else model_name(config.draft)
+        draft_name = ", ".join(map(model_name, config.draft)) or None
         return cls(
             model_name(config.target),
             draft_name,

@@ -53,9 +53,9 @@ class Saved:
     new_tokens: int = NEW_TOKENS
 
     @property
-    def self_layers(self) -> int | None:
-        """The option of this name."""
-        return 1 if "self" in self.proposers else None
+    def drafts(self) -> tuple[str, ...]:
+        """The option `draft`."""
+        return (self.draft, "self:1") if "self" in self.proposers else (self.draft,)
 
     def case(self, name: str) -> Case:
         """The case of a request that `requests` has made, by its name."""

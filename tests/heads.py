@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.kv.batch import Feed
 from engine.params import SpeculationParams
 from engine.proposers.base import Passed, Proposal, Proposer
+from engine.proposers.sources import draft_sources
 from engine.startup.build import assemble
 from engine.stats import Forward
 from engine.types import Sequence
@@ -198,7 +200,12 @@ class Checked(Proposer):
                 k[rows], v[rows] = torch.nan, torch.nan
 
 
-def decode(option: str, folder: str, model: PreTrainedModel, expected: Expected, **config: Any) -> Checked:
+def assembled(config: EngineConfig, *models: PreTrainedModel | None, **given: Any) -> Engine:
+    """An engine with all that `config.draft` names besides `models`: the target, and a draft model."""
+    return assemble(config, *models, sources=draft_sources(config), **given)
+
+
+def decode(name: str, folder: str, model: PreTrainedModel, expected: Expected, **config: Any) -> Checked:
     """Let an engine decode sequences of unequal lengths and K, and hold every draft of this head against `expected`.
 
     One of them waits until another is over, so that the batch changes. Towards its end a sequence gets fewer drafts.
@@ -209,8 +216,8 @@ def decode(option: str, folder: str, model: PreTrainedModel, expected: Expected,
         watched.append(Checked(inner, expected))
         return watched[0]
 
-    settings = {"target": "t", option: folder, "proposer": option, "speculation": "fixed", "max_batch_size": 3} | config
-    engine = assemble(EngineConfig(**settings), model, wrappers={option: watch})
+    settings = {"draft": folder, "proposer": name, "speculation": "fixed", "max_batch_size": 3} | config
+    engine = assembled(EngineConfig(target="t", **settings), model, wrappers={name: watch})
     asked = [
         fakes.request(prompt[: 1 + i * 9], name=str(i), wish=SpeculationParams(num_draft_tokens=k), max_tokens=k + 3)
         for i, (prompt, k) in enumerate(zip(zoo.prompts(len(KS)), KS, strict=True))

@@ -28,6 +28,7 @@ from engine.model.fallback import load_model
 from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.proposers.heads import load_heads
+from engine.proposers.sources import draft_sources
 from engine.proposers.vocab import VocabMap
 from engine.startup.build import assemble
 from engine.text.codec import Codec
@@ -92,25 +93,27 @@ class Pair:
     def llm(self, proposer: str, pages: int | None = None, **options: object) -> LLM:
         """The proposers of `SHARED` in one engine, each of `OWN` in another; each engine is made once."""
         usual = {"num_draft_tokens": 8, "page_size": 4, "max_batch_size": 16, "max_batch_tokens": 64}
-        parts = {"target": "target", **self.own.get(proposer, {"draft": "draft", **self.parts})}
+        parts = {"target": "target", **self.own.get(proposer, self.parts)}
         config = EngineConfig(**{**usual, **parts, **options})
+        drafts = () if proposer in self.own else (self.draft,)
         if pages is not None:
-            config = config.model_copy(update={"kv_memory": self._gib(config, pages)})
+            config = config.model_copy(update={"kv_memory": self._gib(config, pages, *drafts)})
         name = f"{proposer == 'mapped'} {config!r}"
         if proposer in self.own:
-            return self._kept(name, lambda: assemble(config, self.target))
+            return self._kept(name, lambda: heads.assembled(config, self.target))
         if proposer != "mapped":
             scripted = {"right": ScriptedProposer(self._right), "wrong": ScriptedProposer(self._wrong)}
-            return self._kept(name, lambda: assemble(config, self.target, self.draft, extra_proposers=scripted))
+            return self._kept(name, lambda: heads.assembled(config, self.target, self.draft, extra_proposers=scripted))
         draft, vocab = self.respelled
-        return self._kept(name, lambda: assemble(config, self.target, draft, vocab=vocab))
+        return self._kept(name, lambda: heads.assembled(config, self.target, draft, vocab=vocab))
 
-    def _gib(self, config: EngineConfig, pages: int) -> float:
+    def _gib(self, config: EngineConfig, pages: int, *drafts: nn.Module) -> float:
         """The memory of as many pages of 4 tokens, in all arenas together."""
-        each = [layout_of_model(m) for m in (self.target, *([self.draft] if config.draft else []))]
-        each += [head.layout for head in load_heads(config, self.target).values() if head.layout is not None]
-        if config.self_layers is not None:
-            each.append(replace(each[0], layers=each[0].layers[: config.self_layers]))
+        each = [layout_of_model(m) for m in (self.target, *drafts)]
+        sources = draft_sources(config)
+        each += [h.layout for h in load_heads(sources, config, self.target).values() if h.layout is not None]
+        if "self" in sources:
+            each.append(replace(each[0], layers=each[0].layers[: sources["self"].layers]))
         return (pages * 4 * sum(layout.bytes_per_token for layout in each) + 1) / 2**30
 
     def _kept(self, name: str, make: Callable[[], Engine]) -> LLM:
@@ -149,10 +152,10 @@ def random_pair(*, as_served: bool = True) -> Pair:
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
     folder = Path(tempfile.mkdtemp())
-    medusa, eagle = heads.medusa(folder, vocab=VOCAB), heads.eagle(folder, vocab=VOCAB)
-    parts = {"self_layers": 1, "medusa": medusa, "eagle": eagle, "max_model_len": 128}
+    both = heads.medusa(folder, vocab=VOCAB), heads.eagle(folder, vocab=VOCAB)
+    parts = {"draft": ("self:1", *both), "max_model_len": 128}
     reduced = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": 512, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    eagle3 = {"eagle": heads.eagle3(folder, reduced), "max_model_len": 128}
+    eagle3 = {"draft": heads.eagle3(folder, reduced), "max_model_len": 128}
     return Pair.of(
         zoo.ours(model),
         zoo.near(model, 0.01),
@@ -170,8 +173,8 @@ def embedded_pair() -> Pair:
         for path in (embedded_target(), embedded_draft())
     )
     medusa, eagle = str(embedded_medusa()), str(embedded_eagle())
-    parts = {"self_layers": 3, "medusa": medusa, "eagle": eagle, "max_model_len": 128}
-    own = {"eagle3": {"eagle": eagle, "max_model_len": 128}, **in_blocks(target, Path(tempfile.mkdtemp()), NEWLINE)}
+    parts = {"draft": ("self:3", medusa, eagle), "max_model_len": 128}
+    own = {"eagle3": {"draft": eagle, "max_model_len": 128}, **in_blocks(target, Path(tempfile.mkdtemp()), NEWLINE)}
     return Pair.of(target, draft, parts, own)
 
 
@@ -180,7 +183,7 @@ def mtp_pair(*, as_served: bool = True) -> Pair:
     """A small mixture of experts with a multi-token prediction layer in its checkpoint, which is right now and then."""
     folder = Path(tempfile.mkdtemp())
     saved = mtp_checkpoints.planted("glm-4-moe", folder, noise=0.3, vocab=VOCAB)
-    own = {"mtp": {"target": str(folder), "mtp": True, "max_model_len": 128}}
+    own = {"mtp": {"target": str(folder), "draft": "mtp", "max_model_len": 128}}
     prepare = zoo.as_served if as_served else lambda model: model
     return Pair.of(zoo.ours(saved.target), zoo.near(saved.target, 0.01), {}, own, prepare)
 
@@ -190,7 +193,7 @@ def in_blocks(target: PreTrainedModel, folder: Path, says: int | None = None) ->
     config, hidden = target.config, target.config.hidden_size
     dflash = dflash_checkpoints.sized(folder, hidden, VOCAB, config.num_hidden_layers, says=says)
     uno = adapters.write(folder / "uno", target, 4, 4.0, ["q_proj", "v_proj", "down_proj"])
-    return {"dflash": {"dflash": dflash, "max_model_len": 128}, "uno": {"uno": str(uno), "max_model_len": 128}}
+    return {"dflash": {"draft": dflash, "max_model_len": 128}, "uno": {"draft": str(uno), "max_model_len": 128}}
 
 
 def random_of(proposer: str, *, as_served: bool = True) -> Pair:

@@ -150,7 +150,7 @@ def engine_of(
     pages = size * -(-longest // page)
     bytes_each = sum(layout_of_model(model).bytes_per_token for model in pair.models)
     config = options(
-        "random", draft="random" if pair.draft else None, proposer="model" if pair.draft else "none",
+        "random", draft=("random",) if pair.draft else (), proposer="model" if pair.draft else "none",
         device=card.device.type, dtype="bfloat16", loop=loop, num_draft_tokens=most_drafts, max_batch_size=size,
         max_batch_tokens=max(CHUNK, size), max_model_len=longest, page_size=page, prefix_cache=False,
         kv_memory=(pages * page * bytes_each + 1) / 2**30,

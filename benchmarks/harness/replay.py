@@ -20,6 +20,7 @@ from engine.engine import Engine
 from engine.machine.threads import use_threads
 from engine.model.runner import vocab_size
 from engine.proposers import Proposal, Proposer
+from engine.proposers.sources import draft_sources
 from engine.startup.build import assemble, load, pick_device
 from engine.startup.calibrate import calibrate
 from engine.types import Sequence
@@ -84,13 +85,12 @@ class ReplayModels:
     """
 
     def __init__(self, config: EngineConfig, script: Script) -> None:
-        assert config.draft is not None, "somebody's work is replayed"
-        device = pick_device(config.device)
+        device, source = pick_device(config.device), draft_sources(config)["model"]
         use_threads(config.threads)
         self.script = script
         self._config = config.model_copy(update={"proposer": NAME})
         self._target = load(config, config.target, config.revision, config.weights, device)
-        self._draft = load(config, config.draft, config.draft_revision, config.draft_weights or config.weights, device)
+        self._draft = load(config, source.name, source.revision, config.draft_weights or config.weights, device)
 
     def engine(self, batch: int, max_model_len: int) -> Engine:
         """Return an engine for `batch` sequences of this length that is warmed up and calibrated."""

@@ -64,7 +64,7 @@ class Replica:
     def _started(self, model: ServedModel, metrics: Metrics) -> Driver:
         config, callers = self._config, Callers()
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
-        crashes = Crashes(config.max_engine_crashes, config.crash_window_seconds)
+        crashes = Crashes(config.max_engine_crashes)
         supervisor = Supervisor(self._host, self._lifecycle, metrics, crashes)
         driver = Driver(
             model, self._host, queue, metrics, self._lifecycle, supervisor, ageing_seconds=config.ageing_seconds

@@ -42,7 +42,7 @@ class Ragged:
     batch: RaggedBatch
     arena: KVArena
     attend: Attend
-    states: object = None  # of the pass (`recurrent.states.PassStates`), for the layers of a decoder that keep some
+    states: object = None  # of the pass (`recurrent.arena.PassStates`), for the layers of a decoder that keep some
     embedded: Tensor | None = None  # what its first layer reads, [1, T, width], for later ones that read it too
 
     def attend_layer(

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.choices import HEADS
 from engine.control.controller import Control
 from engine.machine.threads import most_threads
 from engine.native.compiled import fingerprint
@@ -114,9 +113,9 @@ def _read(name: str, folder: int) -> dict[str, Any]:
 def _name(config: EngineConfig) -> str:
     """Of the file: it depends on all that costs and acceptance depend on."""
     parts = [repr(config), fingerprint(), str(most_threads()), torch.__version__]
-    for model in (config.target, config.draft, *(getattr(config, name) for name in HEADS)):
-        folder = Path(model or "")
-        if model and folder.is_dir():  # a model of the hub is known by its name and revision
+    for model in (config.target, *config.draft):
+        folder = Path(model)
+        if folder.is_dir():  # a model of the hub is known by its name and revision
             files = ((file.name, file.stat()) for file in sorted(folder.iterdir()))
             parts += [f"{name} {found.st_size} {found.st_mtime_ns}" for name, found in files]
     if torch.cuda.is_available():

@@ -56,8 +56,7 @@ def read_config(name: str, revision: str | None, *, of_transformers: bool = Fals
     if gguf is not None:
         with as_model_error(name):
             return config_of(gguf, of_transformers=of_transformers)
-    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise ModelError(f"cannot load model {name!r}: no such folder")
+    refuse_missing_folder(name)
     check_folder(Path(name))
     with as_model_error(name):
         own = None if of_transformers else _described(name, revision)
@@ -78,6 +77,12 @@ def read_config(name: str, revision: str | None, *, of_transformers: bool = Fals
             f"{name!r} is a {config.model_type} model with cross-attention; encoder-decoder models are not supported"
         )
     return config
+
+
+def refuse_missing_folder(name: str) -> None:
+    """Refuse the name of a folder that is not there, which is no hub id either."""
+    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise ModelError(f"cannot load model {name!r}: there is no such folder")
 
 
 def _described(name: str, revision: str | None) -> PreTrainedConfig | None:

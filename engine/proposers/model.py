@@ -83,7 +83,7 @@ def first_layers(model: DecoderModel, layers: int) -> DecoderModel:
     """
     depth = len(model.model.layers)
     if not 1 <= layers < depth:
-        raise ModelError(f"self_layers is {layers}; the target has {depth} layers: expected 1 to {depth - 1}")
+        raise ModelError(f"draft is self:{layers}; the target has {depth} layers: expected 1 to {depth - 1}")
     # Tensors that a deep copy meets in its memo are taken as they are: new modules, the same weights.
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, shared)

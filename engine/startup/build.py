@@ -36,6 +36,7 @@ from engine.parallel import Ranks, ShardedRunner, worker_loop
 from engine.proposers import Proposer, Proposers
 from engine.proposers.heads import load_heads
 from engine.proposers.heads.base import HeadContext
+from engine.proposers.sources import DraftSource, draft_sources
 from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
@@ -71,18 +72,18 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
     if config.tensor_parallel_size > 1 and not RankInfo.here().leads:
         load_shard(config, progress)()
         raise SystemExit(0)
-    device = pick_device(config.device)
+    device, sources = pick_device(config.device), draft_sources(config)
     _check_reproducible(config, device)
     target, ranks = _load_target(config, device, progress)
-    draft = None
-    if config.draft is not None:
-        progress(f"loading draft {config.draft}")
+    draft = vocab = None
+    if (source := sources.get("model")) is not None:
+        progress(f"loading draft {source.entry}")
         weights = config.draft_weights or config.weights
         whole = config.model_copy(update={"tensor_parallel_size": 1})
-        draft = load(whole, config.draft, config.draft_revision, weights, device, progress=progress)
-    vocab = None if draft is None else match_vocabularies(config, target, draft)
+        draft = load(whole, source.name, source.revision, weights, device, progress=progress)
+        vocab = match_vocabularies(config, source, target, draft)
     progress("allocating K/V")
-    return assemble(config, target, draft, vocab=vocab, ranks=ranks)
+    return assemble(config, target, draft, sources, vocab=vocab, ranks=ranks)
 
 
 def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Callable[[], None]:
@@ -171,6 +172,7 @@ def assemble(
     config: EngineConfig,
     target: Model,
     draft: Model | None = None,
+    sources: Mapping[str, DraftSource] = MappingProxyType({}),
     extra_proposers: Mapping[str, Proposer] = MappingProxyType({}),
     vocab: VocabMap | None = None,
     wrappers: Mapping[str, Callable[[Proposer], Proposer]] = MappingProxyType({}),
@@ -184,6 +186,7 @@ def assemble(
         config: the options of the engine.
         target: the target model.
         draft: the draft model.
+        sources: what else drafts (`draft_sources`).
         extra_proposers: proposers, by name, that are added to those of the config or replace them.
         vocab: the token map for a draft of another vocabulary.
         wrappers: by proposer name, functions that wrap a proposer to watch it or to change its drafts.
@@ -192,12 +195,12 @@ def assemble(
         tap: reads the target for a proposer of the caller's; where heads are loaded they have one of their own.
     """
     _check_reproducible(config, target.device)
-    check_allowed(config, target)
-    heads = load_heads(config, cast("DecoderModel", target))  # `check_allowed` guarantees it
+    check_allowed(config, target, sources)
+    heads = load_heads(sources, config, cast("DecoderModel", target))  # `check_allowed` guarantees it
     # Before the self-test, which shows that it works.
     tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else tap
     way = Way.of(config, target, fixed=config.reproducible)
-    drafters = Drafters.load(config, target, draft, vocab, heads)
+    drafters = Drafters.load(config, sources, target, draft, vocab, heads)
     # After a draft of the target's own layers was copied: under the coupled rule its bits change no output, so it need
     # not compute in slower tiles. It has no adapters either.
     if config.reproducible:

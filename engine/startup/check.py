@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.choices import HEADS, Weights
+from engine.choices import Weights
 from engine.config import EngineConfig
 from engine.errors import PilotfishError, one_line
 from engine.kv.arena import KVLayout
@@ -34,6 +34,7 @@ from engine.model.published.methods import read_weights, without_quantisation
 from engine.model.text_part import names_in_whole
 from engine.native import instructions
 from engine.params import SpeculationMode
+from engine.proposers.sources import DraftSource, draft_sources
 from engine.proposers.vocab import DraftVocabulary, VocabMap
 from engine.startup import warm
 from engine.startup.build import max_model_len, pages_within, pick_device
@@ -183,13 +184,15 @@ def check(config: EngineConfig, *, load: bool = True) -> CheckReport:
         for name, value in environment(config):
             report.findings.append(Finding("environment", name, value))
     target = _read(report, "target", config.target, config.revision, config.weights, config)
-    draft = None
-    if config.draft is not None:
+    sources, draft = dict[str, DraftSource](), None
+    with collected_problems(report):
+        sources = draft_sources(config)
+    if (source := sources.get("model")) is not None:
         weights = config.draft_weights or config.weights
         whole = config.model_copy(update={"tensor_parallel_size": 1})
-        draft = _read(report, "draft", config.draft, config.draft_revision, weights, whole)
-    if target is not None and (draft is not None or config.draft is None):
-        _check_pair(report, config, target, draft)
+        draft = _read(report, "draft", source.name, source.revision, weights, whole)
+    if target is not None and bool(sources) == bool(config.draft) and (draft is not None or source is None):
+        _check_pair(report, config, target, draft, sources)
     if load and report.works:
         _check_load(report, config)
     return report
@@ -253,7 +256,9 @@ def _read(
     return facts
 
 
-def _check_pair(report: CheckReport, config: EngineConfig, target: Facts, draft: Facts | None) -> None:
+def _check_pair(
+    report: CheckReport, config: EngineConfig, target: Facts, draft: Facts | None, sources: Mapping[str, DraftSource],
+) -> None:  # fmt: skip
     models = [target] if draft is None else [target, draft]
 
     def add(name: str, value: Callable[[], str]) -> None:
@@ -263,6 +268,10 @@ def _check_pair(report: CheckReport, config: EngineConfig, target: Facts, draft:
     if draft is not None:
         add("vocabulary", lambda: _vocabularies(target, draft))
         add("end tokens", lambda: _ends(target, draft))
+    add(
+        "drafts",
+        lambda: ", ".join(f"{kind} ({source.entry})" for kind, source in sources.items()) or "from the text only",
+    )
     add("proposer", lambda: _proposer(config))
     add("rule", lambda: str(config.verification))
     if config.tensor_parallel_size > 1:
@@ -291,8 +300,7 @@ def _ends(target: Facts, draft: Facts) -> str:
 def _proposer(config: EngineConfig) -> str:
     if config.speculation is SpeculationMode.OFF:
         return "none (speculation is off)"
-    drafters = (config.draft, config.self_layers, config.mtp, *(getattr(config, name) for name in HEADS))
-    chosen = config.proposer or ("auto" if any(drafters) else "ngram")
+    chosen = config.proposer or ("auto" if config.draft else "ngram")
     return f"{chosen}, up to {config.num_draft_tokens} drafts ({config.speculation})"
 
 

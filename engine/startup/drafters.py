@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
     from engine.config import EngineConfig
     from engine.model.decoder.decoder import DecoderModel, Model
     from engine.model.unbatched import UnbatchedRunner
+    from engine.proposers.sources import DraftSource
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Drafters:
 
     @classmethod
     def load(
-        cls, config: EngineConfig, target: Model, draft: Model | None, vocab: VocabMap | None, heads: Mapping[str, Head]
-    ) -> Drafters:
+        cls, config: EngineConfig, sources: Mapping[str, DraftSource], target: Model, draft: Model | None,
+        vocab: VocabMap | None, heads: Mapping[str, Head],
+    ) -> Drafters:  # fmt: skip
         """Gather what drafts.
 
         Raises:
@@ -49,12 +51,13 @@ class Drafters:
         if draft is not None:
             if vocab is None and vocab_size(draft) != vocab_size(target):
                 raise ModelError(
-                    f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} "
+                    f"the draft model has {vocab_size(draft)} tokens and target {config.target!r} "
                     f"{vocab_size(target)}: a draft of another vocabulary needs a map"
                 )
             models["model"] = Way.of(config, draft)
-        if config.self_layers is not None or config.proposer == "self":
-            layers = config.self_layers or max(1, shape_of(target.config, "num_hidden_layers") // 3)
+        if "self" in sources:
+            layers = sources["self"].layers
+            layers = max(1, shape_of(target.config, "num_hidden_layers") // 3) if layers is None else layers
             first = first_layers(cast("DecoderModel", target), layers)  # `check_allowed` said so
             models["self"] = Way.of(config, first)
         layouts = {name: way.layout for name, way in models.items()}
@@ -85,14 +88,13 @@ class Drafters:
         return (*names, "suffix") if names else ()
 
 
-def match_vocabularies(config: EngineConfig, target: Model, draft: Model) -> VocabMap | None:
-    """Map the draft's token ids to the target's; None where both vocabularies are the same.
+def match_vocabularies(config: EngineConfig, source: DraftSource, target: Model, draft: Model) -> VocabMap | None:
+    """Map the draft's token ids to the target's; None where both vocabularies are the same. `source`: of the draft.
 
     Raises:
         ModelError: the vocabularies differ, and a tokenizer is missing or too few tokens are shared.
     """
-    assert config.draft is not None
-    names = (config.target, config.revision), (config.draft, config.draft_revision)
+    names = (config.target, config.revision), (source.name, source.revision)
     files = [find_file(name, TOKENIZER_FILE, revision) for name, revision in names]
     models, widths = (target, draft), (vocab_size(target), vocab_size(draft))
     if files[0] and files[1] and files[0].read_bytes() == files[1].read_bytes() and widths[0] == widths[1]:

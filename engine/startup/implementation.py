@@ -19,6 +19,7 @@ from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.latent import LatentLayer, expanded
 from engine.model.decoder.share import share_of
 from engine.proposers.heads.uno import adapter_folder
+from engine.proposers.sources import draft_sources
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from transformers import PreTrainedConfig
@@ -72,5 +73,6 @@ def _changes_latents(config: EngineConfig, architecture: Architecture) -> bool:
     if not any(isinstance(layer.mixer, LatentLayer) for layer in architecture.layers):
         return False
     folders = [Path(folder) for folder in config.adapter.values()]
-    folders += [adapter_folder(config.uno, config.uno_revision)] if config.uno is not None else []
+    uno = draft_sources(config).get("uno")
+    folders += [adapter_folder(uno.name, uno.revision)] if uno is not None else []
     return any(path.endswith("kv_b_proj") for folder in folders for path in read_adapter(folder).parts)

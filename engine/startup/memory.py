@@ -107,7 +107,7 @@ def graph_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:
     """Bytes for recorded rounds of all shapes: the graphs of each round, and one memory pool that all rounds share."""
     if not allows_rounds(config):
         return 0
-    text, most_drafts = target.get_text_config(), config.num_draft_tokens if config.draft is not None else 0
+    text, most_drafts = target.get_text_config(), config.num_draft_tokens if config.draft else 0
     rows = places_for(config.max_batch_size) * (most_drafts + 1)
     pool: int = rows * (text.vocab_size * _LOGITS * 4 + _widest(target) * _WIDTHS * _NUMBER)
     pool += _shared_attention(rows, config, text)

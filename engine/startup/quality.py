@@ -87,9 +87,8 @@ def compare(
 ) -> Quality:
     """Compare what `config` would serve with the logits `[len(text), vocab]` that are `wanted` of each text."""
     served = config.model_copy(
-        update={"draft": None, "medusa": None, "eagle": None, "dflash": None, "uno": None, "mtp": False, "adapter": {},
-                "proposer": None, "self_layers": None, "prefix_cache": False, "max_batch_size": 1}
-    )  # fmt: skip
+        update={"draft": (), "adapter": {}, "proposer": None, "prefix_cache": False, "max_batch_size": 1}
+    )
     engine = build_engine(served, progress)
     differences = Differences()
     for number, text in enumerate(texts, 1):

@@ -10,6 +10,7 @@ would give wrong results. A few passes over tiny sequences detect both. A model 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,6 @@ from torch import Tensor
 from engine.attention import Attend, fitting, native
 from engine.attention.reference import AttentionSpec
 from engine.attention.registry import ATTENTION_NAME
-from engine.choices import HEADS
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
     from engine.model.adapters.store import Adapters
     from engine.model.decoder.decoder import Model
     from engine.model.unbatched import UnbatchedRunner
+    from engine.proposers.sources import DraftSource
     from engine.recurrent.arena import StateArena
 
 log = logging.getLogger(__name__)
@@ -96,16 +97,17 @@ class Way:
         return UnbatchedRunner(self.model, arena)  # type: ignore[arg-type]  # no decoder
 
 
-def check_allowed(config: EngineConfig, target: Model) -> None:
-    """Raise ModelError, which names the option, for what transformers' modules do not support."""
+def check_allowed(config: EngineConfig, target: Model, sources: Mapping[str, DraftSource]) -> None:
+    """Raise ModelError, which names the option, for what transformers' modules do not support.
+
+    Of `sources` they support only a draft model.
+    """
     if isinstance(target, DecoderModel):
         return
     asked = {
         "reproducible": config.reproducible,  # the order of its sums depends on the number of tokens of a pass
         "loop = rounds": config.loop == "rounds",
-        **{name: getattr(config, name) is not None for name in HEADS},
-        "mtp": config.mtp,
-        "self_layers": config.self_layers is not None or config.proposer == "self",
+        **{f"draft {source.entry!r}": kind != "model" for kind, source in sources.items()},
         "adapter": bool(config.adapter),
         "kv_cache_dtype": config.kv_cache_dtype != "auto",  # transformers' attention reads floats
     }

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from engine.choices import HEADS
 from engine.errors import InvalidRequest, ModelError
 from engine.model.checkpoint import read_config
 from engine.text.codec import Codec
@@ -45,7 +44,7 @@ def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     rate = "" if bars.acceptance is None else f", held-out acceptance {bars.acceptance}"
     size = (job.out / "model.safetensors").stat().st_size / 1e6
     report = f"EAGLE-3 head in {job.out} after {trainer.step} steps ({size:.1f} MB){rate}:\n"
-    return f"{report}`pilotfish serve {job.engine.target} --eagle {job.out}`", True
+    return f"{report}`pilotfish serve {job.engine.target} --draft {job.out}`", True
 
 
 _ABOUT = """Train an EAGLE-3 head on text that the target generates. Accepts the options of `pilotfish serve`.
@@ -78,8 +77,7 @@ def job_of(arguments: Sequence[str]) -> TrainingJob:
         "seed": {"type": at_least(0), "default": 0},
     }
     asked, config = ServerConfig.load_with("train-draft", _ABOUT, own, arguments)
-    alone = dict.fromkeys(("draft", *HEADS)) | {"mtp": False, "warm_up_seconds": 0.0}
-    engine = config.engine().model_copy(update=alone)
+    engine = config.engine().model_copy(update={"draft": (), "warm_up_seconds": 0.0})
     codec, chat = Codec.load(engine.target, engine.revision), ChatTemplate.load(engine.target, engine.revision)
     encode = None if codec is None else codec.encode
     render = None if codec is None or chat is None else partial(_rendered, codec, chat)

@@ -26,6 +26,8 @@ from server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trai
 from server.config import ServerConfig
 from server.errors import Unauthenticated
 
+STREAMS_PER_CONNECTION = 1024  # besides those that can be queued
+KEEPALIVE_SECONDS = 30  # of silence, after which a client is pinged
 PING_TIMEOUT_SECONDS = 10  # for the answer to a ping
 MIN_PING_SECONDS = 10  # clients that ping more often are disconnected
 
@@ -53,9 +55,9 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         "grpc.max_receive_message_length": config.max_message_bytes,
         "grpc.max_metadata_size": config.max_header_bytes,
         "grpc.absolute_max_metadata_size": config.max_header_bytes,
-        "grpc.max_concurrent_streams": config.max_streams_per_connection,
+        "grpc.max_concurrent_streams": STREAMS_PER_CONNECTION + config.max_queue_requests,
         # If a client's machine disappears, its connection is not closed. Pings detect this and end its requests.
-        "grpc.keepalive_time_ms": round(1000 * config.keepalive_seconds),
+        "grpc.keepalive_time_ms": 1000 * KEEPALIVE_SECONDS,
         "grpc.keepalive_timeout_ms": 1000 * PING_TIMEOUT_SECONDS,
         "grpc.keepalive_permit_without_calls": 1,
         "grpc.http2.max_pings_without_data": 0,

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class Crashes:
     """The times of recent failures of the engine, and the pause before the next restart."""
 
-    def __init__(self, most: int, window_seconds: float, clock: Clock = time.monotonic) -> None:
+    def __init__(self, most: int, window_seconds: float = 300.0, clock: Clock = time.monotonic) -> None:
         self._most, self._window_seconds, self._clock = most, window_seconds, clock
         self._times: deque[float] = deque()
         self._in_a_row = 0  # without a step between them

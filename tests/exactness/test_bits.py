@@ -94,9 +94,9 @@ def test_log_probabilities_are_the_same_bits(kind: str, monkeypatch: pytest.Monk
     if not KINDS[kind].keys() & {"weights", "reproducible"} and not multiplies(torch.float32):
         pytest.skip("needs a C compiler")
     prompts = [text[-n:] for text, n in zip(corpus.held_out_prompts(4), (90, 20, 1, 60), strict=True)]
-    heads = {"self_layers": 3, "medusa": str(embedded_medusa()), "eagle": str(embedded_eagle())}
+    drafts = [embedded_draft(), embedded_medusa(), embedded_eagle(), "self:3"]
     sizes = {"threads": 1, "max_model_len": 256, "max_batch_size": 8, "max_batch_tokens": 48, "page_size": 8}
-    llm = LLM(embedded_target(), embedded_draft(), **heads, **sizes, **KINDS[kind])
+    llm = LLM(embedded_target(), drafts, **sizes, **KINDS[kind])
     asked = SamplingParams(max_tokens=8, temperature=0.7, seed=3, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     pairs = enumerate(prompts)
     alone = [llm.generate(prompt, asked, speculation=OFF, cache_salt=str(i))[0] for i, prompt in pairs]

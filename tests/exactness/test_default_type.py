@@ -54,8 +54,8 @@ def together(llm: LLM, law: SamplingParams, proposer: str) -> tuple[list[tuple[i
 
 @pytest.mark.slow
 def test_whoever_drafts_and_over_cached_pages() -> None:
-    heads = {"self_layers": 3, "eagle": str(embedded_eagle()), "medusa": str(embedded_medusa())}
-    llm = LLM(embedded_target(), embedded_draft(), **heads, **SMALL)
+    drafts = [embedded_draft(), embedded_eagle(), embedded_medusa(), "self:3"]
+    llm = LLM(embedded_target(), drafts, **SMALL)
     for i, proposer in enumerate(PROPOSERS):
         got, accepted = together(llm, LAWS[i % 2], proposer)
         assert got == alone(i % 2), proposer

@@ -25,8 +25,7 @@ SAME = ("llama-tied", "tinyllama-1.1b", "llama-160m", "distilgpt2", "opt-1.3b")
 
 
 def engine_of(saved: Saved, **config: object) -> Engine:
-    models = {"target": saved.target, "draft": saved.draft, "self_layers": saved.self_layers}
-    return build_engine(EngineConfig(**models, threads=1, max_batch_size=8, **config))
+    return build_engine(EngineConfig(target=saved.target, draft=saved.drafts, threads=1, max_batch_size=8, **config))
 
 
 @pytest.mark.parametrize("family", some([family for family in zoo.EVERY_FAMILY if family not in SAME], KINDS))

@@ -30,7 +30,6 @@ from engine.sampling.distribution import RowParams
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
-from engine.startup.build import assemble
 from engine.types import Logprob, Request, Sequence
 from tests import fakes, heads, zoo
 from tests.scripted import ScriptedProposer
@@ -89,9 +88,9 @@ def pair(family: str, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.nn.Mod
 
 def engine_of(family: str, dtype: torch.dtype, *, reproducible: bool = True, **config: object) -> Engine:
     options = {"max_batch_size": BATCH, "proposer": "none", "num_draft_tokens": 8, **config}
-    settings = EngineConfig(target=family, draft="near", reproducible=reproducible, **options)
+    settings = EngineConfig(target=family, reproducible=reproducible, **options)
     scripts = {"right": 0, "wrong": 1}
-    return assemble(
+    return heads.assembled(
         settings,
         *pair(family, dtype),
         extra_proposers={name: ScriptedProposer(_script(family, dtype, off)) for name, off in scripts.items()},
@@ -132,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @families("gemma2", "phi3-longrope")
 def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype) -> None:
     """All proposers in one batch, and speculation off."""
-    engine = engine_of(family, dtype, self_layers=1, medusa=heads.medusa(folder), eagle=heads.eagle(folder))
+    engine = engine_of(family, dtype, draft=["self:1", heads.medusa(folder), heads.eagle(folder)])
     asked = {f"/{name}": {"proposer": name, "num_draft_tokens": 5} for name in engine.proposer_names}
     asked["/off"] = {"mode": SpeculationMode.OFF}
     assert len(asked) == 11

@@ -85,8 +85,5 @@ def test_memory_for_rounds_is_that_of_plain_steps() -> None:
     """The page of nobody comes on top: it takes none of those that sequences share."""
     pair = torch_pair()
     both = pair.target, pair.draft
-    plain, rounds = (
-        pair.llm("model", loop=loop, kv_memory=gib(40, both, 4), medusa=None, eagle=None, self_layers=None)
-        for loop in ("plain", "rounds")
-    )
+    plain, rounds = (pair.llm("model", loop=loop, kv_memory=gib(40, both, 4), draft=()) for loop in ("plain", "rounds"))
     assert plain.engine.total_pages == rounds.engine.total_pages

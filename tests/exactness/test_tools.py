@@ -22,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.params import Guided, SamplingParams
-from engine.startup.build import assemble
 from engine.text.codec import Codec, OutputText
 from engine.types import FinishReason
 from models import embedded_target
@@ -99,16 +98,16 @@ def models():
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
     folder = Path(tempfile.mkdtemp())
-    parts = {"medusa": heads.medusa(folder, vocab=vocab), "eagle": heads.eagle(folder, vocab=vocab), "self_layers": 1}
-    return zoo.as_served(zoo.ours(model)), zoo.as_served(zoo.near(model, 0.01)), parts
+    drafts = heads.medusa(folder, vocab=vocab), heads.eagle(folder, vocab=vocab), "self:1"
+    return zoo.as_served(zoo.ours(model)), zoo.as_served(zoo.near(model, 0.01)), drafts
 
 
 @cache
 def served(**options):
-    target, draft, parts = models()
+    target, draft, drafts = models()
     sizes = {"max_model_len": 512, "max_batch_size": 32, "max_batch_tokens": 256, "page_size": 16}
-    config = EngineConfig(target="target", draft="draft", **parts, **sizes | {"num_draft_tokens": 8} | options)
-    return LLM.of(assemble(config, target, draft), codec())
+    config = EngineConfig(target="target", draft=drafts, **sizes | {"num_draft_tokens": 8} | options)
+    return LLM.of(heads.assembled(config, target, draft), codec())
 
 
 def tool_of(number):

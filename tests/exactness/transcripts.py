@@ -59,7 +59,7 @@ OPTIONS = {
     "choice": SamplingParams(guided=Guided(choice=("yes", "yesterday", "no", "not at all"))),
 }
 FIXED = {"threads": 1, "max_step_ms": 1e6}  # no chunk and no thread depends on how long anything takes
-EMBEDDED = {"medusa": str(Path("models/medusa")), "eagle": str(Path("models/eagle")), "self_layers": 2, **FIXED}
+HEADS = (str(Path("models/medusa")), str(Path("models/eagle")), "self:2")
 
 
 def prompts() -> list[str]:
@@ -145,14 +145,15 @@ def of_families(folder: Path) -> Iterator[Case]:
 
 def of_embedded_pair() -> Iterator[Case]:
     target, draft = embedded_target(), embedded_draft()
-    whole = LLM(target, draft, dtype="float32", **EMBEDDED)
+    every = [draft, *HEADS]
+    whole = LLM(target, every, dtype="float32", **FIXED)
     yield from options_alone(whole, "float32")
     yield from every_k(whole, "float32")
     del whole
     small = {"max_batch_tokens": 24, "max_batch_size": 6, "page_size": 16}
     for name, how in {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"weights": "int8"},
                       "int4": {"weights": "int4"}}.items():  # fmt: skip
-        yield from ragged(LLM(target, draft, kv_memory=0.004, **small, **how, **EMBEDDED), f"{name} chunked")
+        yield from ragged(LLM(target, every, kv_memory=0.004, **small, **how, **FIXED), f"{name} chunked")
     rounds = LLM(target, draft, dtype="float32", loop="rounds", **FIXED)
     yield from ragged(rounds, "rounds")
     yield from ragged(LLM(target, draft, weights="int8", **FIXED), "auto", with_statistics=False)

@@ -18,7 +18,6 @@ from models import published
 
 pytestmark = pytest.mark.timeout(300)  # the first test with a model loads it twice or three times
 NEW_TOKENS = 8
-SELF_LAYERS = {"smollm2": 10, "gemma-3": 6}  # a third of them
 FEEDINGS = {"whole": 512, "chunked": 24}  # max_batch_tokens; the prompts have 5 to 90 tokens
 PROPOSERS = ("ngram", "suffix", "self", "model")
 NUM_DRAFTS = (1, 4, "auto")
@@ -64,8 +63,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[tuple[str, LLM]]:
     file = published.model(name)
     llm = LLM(
         file,
-        draft=file,
-        self_layers=SELF_LAYERS[name],
+        draft=[file, "self"],
         prefix_cache=False,
         threads=1,
         max_model_len=256,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 
@@ -17,19 +18,16 @@ from server.telemetry import kv_events, tracing
 
 def test_without_a_model_the_embedded_pair_is_served_and_a_model_has_no_draft_of_its_own() -> None:
     config = ServerConfig.load([])
-    assert (config.target, config.draft) == (str(embedded_target()), str(embedded_draft()))
-    assert (config.medusa, config.eagle) == (str(embedded_medusa()), str(embedded_eagle()))
-    assert (config.host, config.self_layers) == ("127.0.0.1", 3)
-    config = ServerConfig.load(["some/model"])
-    assert (config.draft, config.medusa, config.eagle, config.self_layers) == (None,) * 4
+    assert (config.host, config.target) == ("127.0.0.1", str(embedded_target()))
+    assert config.draft == (str(embedded_draft()), str(embedded_medusa()), str(embedded_eagle()), "self:3")
+    assert ServerConfig.load(["some/model"]).draft == ()
 
 
 def test_in_shares_the_embedded_target_drafts_with_none_of_its_own_layers() -> None:
     for asked in (["--tensor-parallel-size", "2"], ["--tensor-parallel-size=1"]):
         config = ServerConfig.load(asked)
-        assert config.draft == str(embedded_draft())
-        assert config.medusa == str(embedded_medusa())
-        assert (config.self_layers is None) == (config.tensor_parallel_size == 2)
+        assert config.draft[:3] == (str(embedded_draft()), str(embedded_medusa()), str(embedded_eagle()))
+        assert ("self:3" in config.draft) == (config.tensor_parallel_size == 1)
 
 
 @pytest.mark.parametrize(("processes", "shares"), [(1, 2), (2, 1), (4, 2)])
@@ -54,6 +52,44 @@ def test_flags_come_before_variables_before_the_file(name, text, tmp_path, monke
     assert ServerConfig.load([]).kv_memory == 7
 
 
+@pytest.mark.parametrize(
+    ("flags", "variable", "file", "drafts"),
+    [
+        (["--draft", "a", "--draft=o/b@12"], "c", "d", ("a", "o/b@12")),
+        ([], "/models/a", "d", ("/models/a",)),
+        ([], "a,mtp", "d", ("a", "mtp")),
+        ([], '["a", "b,c"]', "d", ("a", "b,c")),
+        ([], None, "d", ("d",)),
+        ([], None, "[d, 'self:3']", ("d", "self:3")),
+    ],
+)
+def test_a_draft_may_be_one_or_several(flags, variable, file, drafts, tmp_path, monkeypatch) -> None:
+    (tmp_path / "c.yaml").write_text(f"draft: {file}\n")
+    if variable is not None:
+        monkeypatch.setenv("PILOTFISH_DRAFT", variable)
+    assert ServerConfig.load(["m", "--config", str(tmp_path / "c.yaml"), *flags]).draft == drafts
+
+
+def test_help_has_the_options_in_groups(capsys) -> None:
+    with pytest.raises(SystemExit):
+        ServerConfig.load(["--help"])
+    groups = dict(re.findall(r"^(\w[\w ]+):\n((?:  .*\n|\n)+)", capsys.readouterr().out, re.MULTILINE))
+    for title, names in {
+        "general": "help config log-format",
+        "model": "revision device weights tensor-parallel-size adapter-root",
+        "drafting": "draft draft-weights verification",
+        "batching and memory": "max-model-len prefix-cache",
+        "limits of a request": "max-prompt-tokens max-choices",
+        "queue": "max-queue-requests ageing-seconds",
+        "network and TLS": "host tls-client-ca",
+        "callers": "token-file requests-per-second",
+        "reliability": "drain-seconds max-engine-crashes",
+        "observability": "tracing kv-events-topic",
+    }.items():
+        assert set(names.split()) <= set(re.findall(r"--([a-z-]+)", groups[title])), title
+    assert "options" not in groups
+
+
 def test_an_unknown_key_and_a_bad_value_are_errors(tmp_path) -> None:
     (tmp_path / "c.yaml").write_text("kv_memor: 7\n")
     with pytest.raises(ValidationError, match="kv_memor"):
@@ -72,9 +108,9 @@ def test_an_unknown_key_and_a_bad_value_are_errors(tmp_path) -> None:
         ({"standby": True, "tensor_parallel_size": 2}, "standby is not supported with tensor_parallel_size 2"),
         ({"tls_client_ca": "a"}, "tls_cert"),
         ({"max_requests_per_token": 1}, "token_file"),
-        ({"kv_events_topic": "kv@a@b"}, "kv_events_topic is of K/V events; they need a kv_events_endpoint"),
-        ({"kv_events_replay_endpoint": "tcp://*:1"}, "kv_events_replay_endpoint is of K/V events"),
-        ({"kv_events_endpoint": "tcp://*:1", "prefix_cache": False}, "kv_events_endpoint needs the prefix cache"),
+        ({"kv_events_topic": "kv@a@b"}, "kv_events_topic needs kv_events_endpoint"),
+        ({"kv_events_replay_endpoint": "tcp://*:1"}, "kv_events_replay_endpoint needs kv_events_endpoint"),
+        ({"kv_events_endpoint": "tcp://*:1", "prefix_cache": False}, "kv_events_endpoint needs prefix_cache"),
     ],
 )
 def test_options_that_would_do_nothing_without_others_are_refused(options, problem) -> None:
@@ -96,6 +132,7 @@ def test_every_engine_option_is_a_flag(capsys) -> None:
     shown = capsys.readouterr().out
     for name in EngineConfig.model_fields.keys() - {"target"}:
         assert f"--{name.replace('_', '-')}" in shown
+    assert all(option.description for option in ServerConfig.model_fields.values())
 
 
 @pytest.mark.parametrize(
@@ -145,7 +182,7 @@ def test_a_missing_file_of_tokens_or_extra_is_said_plainly(refused, monkeypatch)
 
 @pytest.mark.parametrize(
     "option",
-    ["", "--draft=", "--eagle=", "--adapter=a=", "--adapter-root=", "--token-file=", "--config=", "--tls-cert="],
+    ["", "--draft=", "--adapter=a=", "--adapter-root=", "--token-file=", "--config=", "--tls-cert="],
 )
 def test_a_name_that_no_file_can_have_is_told_in_one_line(option, capsys) -> None:
     assert cli.main(["serve", f"{option}{'x' * 5000}"]) == 2

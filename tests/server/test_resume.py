@@ -346,5 +346,5 @@ def test_a_fingerprint_follows_the_weights_and_the_tokenizer(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(weights)
     seen.add(fingerprint(config, "float32"))
     assert len(seen) == 6
-    drafted = config.model_copy(update={"draft": str(tmp_path)})
+    drafted = config.model_copy(update={"draft": (str(tmp_path),)})
     assert fingerprint(drafted, "float32") in seen

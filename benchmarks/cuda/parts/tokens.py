@@ -142,7 +142,7 @@ def _engine(models: Models, setting: Setting, **how: Any) -> Engine:
     pages = len(_LENGTHS) * -(-_LONGEST // _PAGE)
     both = sum(layout_of_model(model).bytes_per_token for model in (models.target, models.draft))
     config = options(
-        "random", draft="near", device=setting.device, proposer="model", num_draft_tokens=NUM_DRAFT,
+        "random", draft=("near",), device=setting.device, proposer="model", num_draft_tokens=NUM_DRAFT,
         max_batch_size=len(_LENGTHS), max_batch_tokens=32, max_model_len=_LONGEST, page_size=_PAGE,
         kv_memory=(pages * _PAGE * both + 1) / 2**30, **how,
     )  # fmt: skip

@@ -59,6 +59,7 @@ def tensor_infos(name: str, revision: str | None) -> Iterator[tuple[str, str, li
     config = find_file(name, "config.json", revision)
     paths = [] if config is None else sorted(config.parent.glob(_FILES))
     for path in paths:
+        check_whole(path)
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 part = file.get_slice(key)

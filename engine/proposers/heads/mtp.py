@@ -93,11 +93,11 @@ def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
 
 
 def tell_of_mtp(name: str, revision: str | None, target: DecoderModel) -> None:
-    """Log that the checkpoint of `target` has MTP layers, if it has: they draft only with the option `mtp`."""
+    """Log that the checkpoint of `target` has MTP layers, if it has: they draft only with `draft mtp`."""
     if target.config.model_type not in FAMILIES:
         return
     if first_layer(dict.fromkeys(_names_here(name, revision)), target.config)[1]:
-        log.info("%r has layers for multi-token prediction; with the option mtp they draft", name)
+        log.info("%r has layers for multi-token prediction; with --draft mtp they draft", name)
 
 
 def _names_here(name: str, revision: str | None) -> Iterator[str]:

@@ -39,7 +39,7 @@ from engine.types import Adapter, Sequence
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
 
-_INNER = "adapter"  # its folder in a checkpoint that holds the base model as well, such as s-sahoo/uno-qwen3-8B
+INNER = "adapter"  # its folder in a checkpoint that holds the base model as well, such as s-sahoo/uno-qwen3-8B
 _LOWEST = 1  # token id of noise, in training and in the authors' engine
 
 
@@ -67,10 +67,10 @@ def adapter_folder(name: str, revision: str | None) -> Path:
     Raises:
         ModelError: the hub has no such id.
     """
-    patterns = [path for file in (CONFIG, WEIGHTS) for path in (file, f"{_INNER}/{file}")]
+    patterns = [path for file in (CONFIG, WEIGHTS) for path in (file, f"{INNER}/{file}")]
     with as_model_error(name):
         folder = folder_of(name, revision, *patterns)
-    inner = folder / _INNER
+    inner = folder / INNER
     return inner if (inner / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder
 
 

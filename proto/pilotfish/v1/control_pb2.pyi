@@ -153,7 +153,7 @@ class GetModelInfoResponse(_message.Message):
     model: _builtins.str
     """Name of the target model."""
     draft_model: _builtins.str
-    """Name of the draft model; empty if there is none."""
+    """Names of draft model, heads and parts of the target that draft, with commas between them; empty if there is none."""
     device: _builtins.str
     """Device of the model, for instance "cpu" or "cuda"."""
     dtype: _builtins.str

@@ -17,7 +17,7 @@ from engine.control.adaptive import AdaptiveK
 from engine.control.controller import Control
 from tests.clockwork import COSTS, READS, Machine
 
-CONFIG = SimpleNamespace(target="none/target", draft=None, medusa=None, eagle=None, dflash=None, uno=None)
+CONFIG = SimpleNamespace(target="none/target", draft=())
 
 
 @pytest.fixture

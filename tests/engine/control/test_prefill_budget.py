@@ -10,7 +10,6 @@ import pytest
 from engine.config import EngineConfig
 from engine.control.prefill_budget import _AIM, _ALONE, _MOST, PrefillBudget
 from engine.engine import Engine
-from engine.startup.build import assemble
 from engine.stats import StepStats
 from tests import fakes, heads, zoo
 
@@ -155,8 +154,8 @@ def with_draft_model(_folder: Path) -> Engine:
 
 
 def with_head(folder: Path) -> Engine:
-    config = EngineConfig(target="llama", proposer="eagle", speculation="fixed", eagle=heads.eagle(folder))
-    return assemble(config, zoo.ours(zoo.reference("llama")))
+    config = EngineConfig(target="llama", proposer="eagle", speculation="fixed", draft=heads.eagle(folder))
+    return heads.assembled(config, zoo.ours(zoo.reference("llama")))
 
 
 @pytest.mark.parametrize("engine_of", [with_draft_model, with_head])

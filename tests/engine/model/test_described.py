@@ -83,7 +83,7 @@ def test_so_is_a_config_that_lacks_a_number(name: str) -> None:
 @pytest.mark.parametrize("head", [False, True], ids=["alone", "EAGLE"])
 def test_a_model_of_the_table_is_served_without_transformers_or_compilers(head: bool) -> None:
     """Their imports take seconds; the compilers of torch are imported by any operation on its meta device."""
-    drafts = f", eagle={str(embedded_eagle())!r}, speculation='fixed'" if head else ""
+    drafts = f", draft={str(embedded_eagle())!r}, speculation='fixed'" if head else ""
     assert isinstance(read_config(str(embedded_target()), None), ModelConfig)
     program = (
         "import sys; from engine import LLM, SamplingParams; "

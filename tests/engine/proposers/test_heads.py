@@ -19,7 +19,6 @@ from engine.errors import ModelError
 from engine.model.decoder.stack import FINAL
 from engine.proposers.heads import proposer
 from engine.proposers.model import first_layers
-from engine.startup.build import assemble
 from engine.startup.calibrate import drafters_of
 from engine.startup.warm import make_ready
 from tests import fakes, heads, zoo
@@ -29,7 +28,7 @@ from tests.engine.proposers.heads import dflash_checkpoints, test_dflash
 def engine_of(wrappers: Mapping[str, Callable[..., Any]] = MappingProxyType({}), **config: object) -> Engine:
     """A fresh target each: its features are read by a hook that stays."""
     settings = EngineConfig(target="llama", **{"speculation": "fixed", **config})
-    return assemble(settings, zoo.ours(zoo.reference("llama")), wrappers=wrappers)
+    return heads.assembled(settings, zoo.ours(zoo.reference("llama")), wrappers=wrappers)
 
 
 # ------------------------------------------------------------------------------------------------- what is loaded
@@ -42,8 +41,8 @@ def test_as_many_layers_as_there_are_is_no_draft() -> None:
 
 def test_names_follow_what_is_loaded(tmp_path: Path) -> None:
     assert engine_of().proposer_names == ("none", "ngram", "suffix")
-    assert engine_of(proposer="self").proposer_names == ("none", "ngram", "suffix", "self", "auto")
-    both = engine_of(medusa=heads.medusa(tmp_path), eagle=heads.eagle(tmp_path))
+    assert engine_of(draft="self").proposer_names == ("none", "ngram", "suffix", "self", "auto")
+    both = engine_of(draft=[heads.medusa(tmp_path), heads.eagle(tmp_path)])
     assert both.proposer_names == ("none", "ngram", "suffix", "medusa", "eagle", "auto")
     assert both.default_proposer == "auto"
     with pytest.raises(ModelError, match="proposer is 'medusa'; available: none, ngram, suffix"):
@@ -52,7 +51,7 @@ def test_names_follow_what_is_loaded(tmp_path: Path) -> None:
 
 def test_arenas_of_all_drafters_share_the_memory(tmp_path: Path) -> None:
     plain = engine_of(kv_memory=0.0001, page_size=8, attention="reference")
-    more = engine_of(kv_memory=0.0001, page_size=8, attention="reference", self_layers=1, eagle=heads.eagle(tmp_path))
+    more = engine_of(kv_memory=0.0001, page_size=8, attention="reference", draft=["self:1", heads.eagle(tmp_path)])
     assert more.total_pages == plain.total_pages // 2, "one layer for self and one for eagle, beside the target's two"
 
 
@@ -116,7 +115,7 @@ def test_a_head_that_was_long_not_asked_catches_up(tmp_path: Path) -> None:
     """K changes from step to step; what was not fed waits, and nothing else is kept."""
     checked = list[heads.Checked]()
     wrap = {"eagle": lambda inner: checked.append(heads.Checked(inner, eagle_drafts)) or checked[0]}
-    engine = engine_of(wrap, eagle=heads.eagle(tmp_path), proposer="eagle")
+    engine = engine_of(wrap, draft=heads.eagle(tmp_path), proposer="eagle")
     engine.add(fakes.request((5, 6, 7, 8), max_tokens=40))
     engine.step()
     [sequence], waiting = engine.scheduler.running, []
@@ -137,7 +136,7 @@ TOKENS = list(range(3, 15))
 def test_a_prompt_whose_start_was_never_seen(tmp_path: Path, name: str) -> None:
     """A sequence that starts behind a cached prefix: the head attends to what it has, at its true distances."""
     if name == "eagle":
-        engine = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle")
+        engine = engine_of(draft=heads.eagle(tmp_path), proposer="eagle")
         states, want = {FINAL: true_features(TOKENS)}, eagle_drafts(TOKENS, 3, first=5)
     else:
         engine = test_dflash.engine_of(dflash_checkpoints.authors(tmp_path))
@@ -154,7 +153,7 @@ def test_a_prompt_whose_start_was_never_seen(tmp_path: Path, name: str) -> None:
 def test_of_features_that_wait_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that is not asked must not hold all of a long text; when it is, it begins with what is there."""
     monkeypatch.setattr(proposer, "MOST_UNFED", 4)
-    engine, sequence = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle"), heads.opened(TOKENS)
+    engine, sequence = engine_of(draft=heads.eagle(tmp_path), proposer="eagle"), heads.opened(TOKENS)
     eagle, states, waiting = engine.proposers.by_name["eagle"], {FINAL: true_features(TOKENS)}, []
     for position in range(len(TOKENS) - 1):
         heads.show(eagle, sequence, states, position, position + 1)
@@ -173,7 +172,7 @@ def broken(*_: object) -> None:
 @pytest.mark.parametrize(("name", "fault"), [("eagle", "observe"), ("eagle", "propose"), ("suffix", "look_up")])
 def test_what_fails_costs_its_drafts_alone(tmp_path: Path, name: str, fault: str) -> None:
     """Whether a head cannot read, or draft, or a lookup cannot find: after three times it is not asked again."""
-    engine = engine_of(eagle=heads.eagle(tmp_path), proposer=name, num_draft_tokens=4)
+    engine = engine_of(draft=heads.eagle(tmp_path), proposer=name, num_draft_tokens=4)
     asked = [fakes.request((5, 6, 7, 8) * 8, max_tokens=30)]
     want = fakes.run(engine_of(proposer="none"), asked).tokens
     setattr(engine.proposers.by_name[name], fault, broken)
@@ -182,7 +181,7 @@ def test_what_fails_costs_its_drafts_alone(tmp_path: Path, name: str, fault: str
 
 def test_a_candidate_that_fails_leaves_the_drafting_to_the_others(tmp_path: Path) -> None:
     """After three failures the head has drafted nothing, and the lookup drafts for the sequences of `auto`."""
-    engine = engine_of(eagle=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
+    engine = engine_of(draft=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
     text = (5, 6, 7, 8, 9, 10) * 8
     engine.proposers.by_name["eagle"].propose = broken
     done = fakes.run(engine, [fakes.request(text, max_tokens=60, logit_bias={5: 60.0})], failures=3)
@@ -192,7 +191,7 @@ def test_a_candidate_that_fails_leaves_the_drafting_to_the_others(tmp_path: Path
 
 def test_before_a_request_comes_each_candidate_has_drafted_and_nothing_is_learned(tmp_path: Path) -> None:
     """A first pass takes longer than any other: a request must not wait for it, nor a cost be learned from it."""
-    engine = engine_of(eagle=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
+    engine = engine_of(draft=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
     asked = set[str]()
     for name in drafters_of(engine):
         propose = engine.proposers.by_name[name].propose

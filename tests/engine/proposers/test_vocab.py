@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.batch import Feed
+from engine.proposers.sources import DraftSource
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
 from engine.startup import drafters
 from engine.startup.drafters import match_vocabularies
@@ -118,13 +119,13 @@ def test_equal_vocabularies_need_no_map() -> None:
 
 def test_two_files_are_read_only_if_they_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafters, "read_vocabulary", lambda *_: 1 / 0)
-    config = EngineConfig(target=str(tmp_path / "target"), draft=str(tmp_path / "draft"))
+    config, draft = EngineConfig(target=str(tmp_path / "target")), str(tmp_path / "draft")
     for text, told in (([], nullcontext()), (["differently"], pytest.raises(ZeroDivisionError))):
-        for folder, texts in ((config.target, TEXT), (config.draft, [*TEXT, *text])):
+        for folder, texts in ((config.target, TEXT), (draft, [*TEXT, *text])):
             Path(folder).mkdir(exist_ok=True)
             byte_level(texts).save(f"{folder}/tokenizer.json")
         with told:
-            assert match_vocabularies(config, *[zoo.reference("llama")] * 2) is None
+            assert match_vocabularies(config, DraftSource("model", draft, draft), *[zoo.reference("llama")] * 2) is None
 
 
 def test_too_few_shared_tokens_are_refused_with_counts() -> None:

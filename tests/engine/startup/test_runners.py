@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.startup.build import assemble, build_engine
-from tests import fakes, zoo
+from engine.startup.build import build_engine
+from tests import fakes, heads, zoo
 from tests.class_table import ALONE, RAGGED, WHOLE, way_of
 from tests.classes import tiny
 from tests.families import NEW_TOKENS, generate
@@ -20,16 +20,13 @@ from tests.families import NEW_TOKENS, generate
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-REFUSED = {"reproducible": True, "self_layers": 1, "proposer": "self", "loop": "rounds", "kv_cache_dtype": "int8"}
-
-
 def model_of(kind: str) -> PreTrainedModel:
     return zoo.in_transformers(zoo.with_large_weights(tiny(kind)))
 
 
-def engine_of(kind: str, draft: PreTrainedModel | None = None, **config: object) -> Engine:
+def engine_of(kind: str, drafter: PreTrainedModel | None = None, **config: object) -> Engine:
     settings = {"target": kind, "max_batch_size": 4, "max_model_len": 96, "kv_memory": 0.1, "threads": 1}
-    return assemble(EngineConfig(**settings | config), model_of(kind), draft)
+    return heads.assembled(EngineConfig(**settings | config), model_of(kind), drafter)
 
 
 @pytest.mark.parametrize(("kind", "way"), [("llama", RAGGED), ("bloom", ALONE), ("rwkv", WHOLE)])
@@ -54,7 +51,7 @@ def test_the_log_says_that_it_is_slower(caplog: pytest.LogCaptureFixture) -> Non
         ("reformer", {}, "layers of type lsh"),  # hashes of the whole text
         *(
             ("bloom", asked, "is not supported for")
-            for asked in ({"reproducible": True}, {"self_layers": 1}, {"proposer": "self"})
+            for asked in ({"reproducible": True}, {"draft": "self"}, {"draft": "self:1"})
         ),
     ],
 )

@@ -220,7 +220,7 @@ def test_a_served_head_keeps_as_many_drafts_as_it_was_measured_to(job: TrainingJ
     texts = list(RunFolder(job.out, learning.settings()).load_texts("held-out"))
     measured = trainer.acceptance(texts)
     assert measured.rate > 0.2, "else this test shows nothing"
-    served = {"eagle": str(job.out), "proposer": "eagle", "num_draft_tokens": 3, "speculation": "fixed"}
+    served = {"draft": str(job.out), "proposer": "eagle", "num_draft_tokens": 3, "speculation": "fixed"}
     llm = LLM(job.engine.target, threads=1, warm_up_seconds=0, kv_memory=0.01, **served)
     drafted = kept = 0
     for text in texts:  # one by one: in a batch a head may catch up later than its sequence

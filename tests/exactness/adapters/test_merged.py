@@ -22,7 +22,7 @@ from engine.model.fallback import kv_layout
 from engine.params import SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
 from engine.types import Request
-from tests import adapters, fakes, zoo
+from tests import adapters, fakes, heads, zoo
 from tests.adapters import ADAPTERS
 from tests.covering import some
 from tests.families import generate
@@ -74,9 +74,9 @@ def made(kind: str) -> tuple[nn.Module, nn.Module]:
 
 
 def llm(folders: dict[str, str], kind: str = "float32", **config: Any) -> LLM:
-    usual = {"max_batch_size": 16, "num_draft_tokens": 8, "self_layers": 1, "page_size": 4}
+    usual = {"max_batch_size": 16, "num_draft_tokens": 8, "draft": "self:1", "page_size": 4}
     target, draft = made(kind)
-    return LLM.of(assemble(EngineConfig(target="t", draft="d", adapter=folders, **usual | config), target, draft))
+    return LLM.of(heads.assembled(EngineConfig(target="t", adapter=folders, **usual | config), target, draft))
 
 
 def together(

@@ -54,7 +54,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     }
     usual = {"target": str(folder / "target"), "threads": 1, "max_model_len": LONGEST, "adapter": loaded}
     plain = build_engine(EngineConfig(**usual, max_batch_size=1, proposer="none", prefix_cache=False))
-    drafts = {"draft": str(folder / "draft"), "self_layers": 1, "num_draft_tokens": 8, "page_size": PAGE}
+    drafts = {"draft": (str(folder / "draft"), "self:1"), "num_draft_tokens": 8, "page_size": PAGE}
     drafting = build_engine(EngineConfig(**usual, **drafts, max_batch_size=8, max_batch_tokens=24))
     assert drafting.pages.reserve(KVCursor(), PAGE * (drafting.pages.num_pages - FREE_PAGES))
     return Served(LLM.of(drafting, codec()), LLM.of(plain, codec()))

@@ -19,7 +19,6 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from engine.proposers.model import first_layers
-from engine.startup.build import assemble
 from engine.types import Request
 from tests import adapters, fakes, heads, laws, zoo
 from tests.covering import some
@@ -54,18 +53,14 @@ class Kind:
     def engine(self, folder: Path, **config: object) -> Engine:
         draft = zoo.near(self.reference()) if self.has_draft_model else None
         usual = {"max_batch_size": 16, "proposer": self.proposer, "speculation": "fixed", "page_size": 8}
-        names = {"target": "t", "draft": "near" if draft else None}
-        return assemble(EngineConfig(**names | self.parts(folder) | usual | config), self.target(), draft)
+        options = {"target": "t"} | self.parts(folder) | usual | config
+        return heads.assembled(EngineConfig(**options), self.target(), draft)
 
 
 def _everyone(folder: Path) -> dict[str, object]:
     """With the head's own output and biases, or the target's, by turns."""
-    medusa = heads.medusa(folder, own_output=False)
-    return {
-        "self_layers": 1,
-        "medusa": medusa,
-        "eagle": heads.eagle(folder, embedding=True, fc_bias=True, qkv_bias=True),
-    }
+    eagle = heads.eagle(folder, embedding=True, fc_bias=True, qkv_bias=True)
+    return {"draft": ("self:1", heads.medusa(folder, own_output=False), eagle)}
 
 
 @cache
@@ -75,7 +70,7 @@ def _layers(number: int, **sizes: int) -> PreTrainedModel:
 
 def _eagle3(**changes: object) -> Callable[[Path], dict[str, object]]:
     width = int(str(changes.get("hidden_size", 32)))
-    return lambda folder: {"eagle": heads.eagle3(folder, changes, target=width)}
+    return lambda folder: {"draft": heads.eagle3(folder, changes, target=width)}
 
 
 @cache
@@ -86,7 +81,7 @@ def _planted() -> PreTrainedModel:
 
 def _dflash(folder: Path) -> dict[str, object]:
     config = made.AUTHORS | {"final_logit_softcapping": 30.0}
-    return {"dflash": heads.save(folder, config, made.tensors())}
+    return {"draft": heads.save(folder, config, made.tensors())}
 
 
 @cache
@@ -95,14 +90,13 @@ def _mtp(family: str) -> mtp_checkpoints.SavedWithMTP:
 
 
 def _of_mtp(family: str) -> Kind:
-    parts = {"mtp": True}
-    return Kind("mtp", lambda: _mtp(family).target, lambda _: {"target": _mtp(family).folder, **parts})
+    return Kind("mtp", lambda: _mtp(family).target, lambda _: {"target": _mtp(family).folder, "draft": "mtp"})
 
 
 def _uno(folder: Path) -> dict[str, object]:
     """Small enough to be right now and then, beside adapters of the requests."""
     others, targets = adapters.write_all(folder, _layers(3, **IN_C)), [*adapters.ADAPTERS["all"][2], "lm_head"]
-    return {"adapter": others, "uno": str(adapters.write(folder / "uno", _layers(3, **IN_C), 4, 0.5, targets))}
+    return {"adapter": others, "draft": str(adapters.write(folder / "uno", _layers(3, **IN_C), 4, 0.5, targets))}
 
 
 LLAMA = {"reference": lambda: zoo.reference("llama"), "parts": _everyone, "has_draft_model": True}
@@ -115,7 +109,7 @@ KINDS = {
         "eagle", lambda: _layers(6, **IN_C), _eagle3(draft_vocab_size=80, **IN_C), as_served=True
     ),
     "dflash": Kind(
-        "dflash", _planted, lambda folder: {"dflash": made.planted(folder)}, first=made.FIRST, heat=3.5,
+        "dflash", _planted, lambda folder: {"draft": made.planted(folder)}, first=made.FIRST, heat=3.5,
         law=SamplingParams(temperature=4.0, top_k=6, max_tokens=4, ignore_eos=True), depth=2,
     ),
     "dflash of lfm-2": Kind("dflash", lambda: zoo.reference("lfm-2"), _dflash),

@@ -55,7 +55,7 @@ def test_a_stopped_run_goes_on(
     assert not (out / "model.safetensors").exists()
     assert cli.main(arguments) == 0
     said = capsys.readouterr()
-    assert f"`pilotfish serve {target} --eagle {out}`" in said.out
+    assert f"`pilotfish serve {target} --draft {out}`" in said.out
     assert "after 3 steps" in said.out
     assert "held-out acceptance 0." in said.out
     assert "step 3, loss" in said.err
@@ -73,8 +73,8 @@ def test_options_are_those_of_serve_and_some_more(tmp_path: Path) -> None:
 
 
 def test_other_drafts_stay_out(tmp_path: Path) -> None:
-    job = job_of("--out", tmp_path / "head", "--draft", "other", "--eagle", "another", "--mtp")
-    assert (job.engine.draft, job.engine.eagle, job.engine.mtp) == (None, None, False)
+    job = job_of("--out", tmp_path / "head", "--draft", "other", "--draft", "mtp")
+    assert job.engine.draft == ()
     assert job.engine.target == str(embedded_target()), "as `serve` has it"
 
 

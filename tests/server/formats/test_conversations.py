@@ -112,7 +112,10 @@ REFUSED = {
     ),
     "no choice": ({"tools": [TOOL], "choice": []}, r"guided\.choice has 0 texts"),
     # JSON can name half of a character, and text cannot be encoded with it.
-    "surrogate": ({"tools": [{"name": "f", "parameters": {"description": "\ud800"}}]}, "messages contain an unpaired surrogate"),
+    "surrogate": (
+        {"tools": [{"name": "f", "parameters": {"description": "\ud800"}}]},
+        "messages contain an unpaired surrogate",
+    ),
     "unknown name": ({"tools": [TOOL], "tool_choice": "other"}, r"messages\.tool_choice\.name is 'other'"),
     "required without tools": ({"tool_choice": "required"}, r"messages\.tool_choice\.mode requires a call"),
     "twice": ({"tools": [TOOL, TOOL]}, r"messages\.tools\[1\]\.name is 'weather', which is there twice"),

@@ -18,7 +18,6 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.batch import Feed, RaggedBatch
 from engine.proposers.heads.dflash import DFlashConfig, attend_bidirectionally
-from engine.startup.build import assemble
 from engine.stats import Forward
 from tests import heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints as made
@@ -31,8 +30,8 @@ def reference() -> PreTrainedModel:
 
 def engine_of(folder: str, **config: object) -> Engine:
     """A fresh target each: its features are read by a hook that stays."""
-    settings = EngineConfig(target="llama", dflash=folder, **{"speculation": "fixed", "proposer": "dflash", **config})
-    return assemble(settings, zoo.ours(reference()))
+    settings = EngineConfig(target="llama", draft=folder, **{"speculation": "fixed", "proposer": "dflash", **config})
+    return heads.assembled(settings, zoo.ours(reference()))
 
 
 # ------------------------------------------------------------------------ the paper's formulas, without any cache

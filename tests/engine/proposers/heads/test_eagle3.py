@@ -29,7 +29,6 @@ from engine.proposers.heads import layers
 from engine.proposers.heads.base import HeadContext
 from engine.proposers.heads.eagle import load_eagle
 from engine.proposers.heads.eagle3 import Eagle3Options
-from engine.startup.build import assemble
 from tests import fakes, heads, zoo
 
 DEPTH = 8
@@ -241,8 +240,8 @@ def test_eagle_1_of_speculators(tmp_path: Path) -> None:
     stored = {k.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): t for k, t in tensors.items()}
     request, runs = fakes.request((5, 6, 7, 8), max_tokens=12), []
     for folder in (heads.save(tmp_path / "one", config, stored), heads.eagle(tmp_path, fc_bias=True)):
-        settings = EngineConfig(target="llama", eagle=folder, proposer="eagle", speculation="fixed")
-        outputs = fakes.run(assemble(settings, zoo.as_served(reference())), [request])
+        settings = EngineConfig(target="llama", draft=folder, proposer="eagle", speculation="fixed")
+        outputs = fakes.run(heads.assembled(settings, zoo.as_served(reference())), [request])
         runs.append((outputs.tokens, outputs.finished["r"].stats.accepted_per_position))
     assert runs[0] == runs[1]
     (tmp_path / "one" / "config.json").write_text(json.dumps(config | {"layernorms": True}))

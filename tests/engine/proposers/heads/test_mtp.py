@@ -30,7 +30,7 @@ COUNT = 5
 
 def engine_of(folder: str, **config: object) -> Engine:
     return build_engine(
-        EngineConfig(target=folder, **{"mtp": True, "proposer": "mtp", "warm_up_seconds": 0, "max_batch_size": 4,
+        EngineConfig(target=folder, **{"draft": "mtp", "proposer": "mtp", "warm_up_seconds": 0, "max_batch_size": 4,
                                        "threads": 1, **config})
     )  # fmt: skip
 
@@ -151,9 +151,9 @@ def test_the_log_says_that_there_are_such_layers(
     saved.target.save_pretrained(tmp_path / "without")
     with caplog.at_level(logging.INFO, "engine.proposers.heads.mtp"):
         for folder in ("without", "with"):
-            assert not load_heads(EngineConfig(target=str(tmp_path / folder)), saved.target)
+            assert not load_heads({}, EngineConfig(target=str(tmp_path / folder)), saved.target)
     [said] = (record.getMessage() for record in caplog.records)
-    assert said == f"{saved.folder!r} has layers for multi-token prediction; with the option mtp they draft"
+    assert said == f"{saved.folder!r} has layers for multi-token prediction; with --draft mtp they draft"
 
 
 @pytest.mark.parametrize(

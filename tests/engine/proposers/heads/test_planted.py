@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.native import multiplies
-from engine.startup.build import assemble, build_engine
+from engine.startup.build import build_engine
 from tests import fakes, heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints, mtp_checkpoints
 
@@ -52,7 +52,7 @@ def ring(size: int) -> tuple[PreTrainedModel, dict[str, object], dict[str, Tenso
 def eagle3(folder: Path, *, size: int) -> Engine:
     model, config, tensors = ring(size)
     head = heads.save(folder, config, tensors)
-    engine = assemble(EngineConfig(target="llama", proposer="eagle", eagle=head, **FIXED), zoo.as_served(model))
+    engine = heads.assembled(EngineConfig(target="llama", proposer="eagle", draft=head, **FIXED), zoo.as_served(model))
     in_c = size == 64 and multiplies(torch.bfloat16)
     assert engine.proposers.by_name["eagle"].head.dtype == (torch.bfloat16 if in_c else torch.float32)
     return engine
@@ -62,8 +62,8 @@ def dflash(folder: Path) -> Engine:
     """In bfloat16 for a target in float32, the draft stays in bfloat16 where our C multiplies that."""
     dtype = torch.bfloat16
     draft = dflash_checkpoints.planted(folder, dtype=dtype)
-    config = EngineConfig(target="planted", dflash=draft, proposer="dflash", **FIXED)
-    engine = assemble(config, zoo.as_served(dflash_checkpoints.planted_target()))
+    config = EngineConfig(target="planted", draft=draft, proposer="dflash", **FIXED)
+    engine = heads.assembled(config, zoo.as_served(dflash_checkpoints.planted_target()))
     dflash = engine.proposers.by_name["dflash"]
     want = dtype if multiplies(dtype) else torch.float32
     assert dflash.arena.layout.dtype == dflash.head.project(torch.zeros(1, 2 * dflash_checkpoints.HIDDEN)).dtype == want
@@ -73,7 +73,7 @@ def dflash(folder: Path) -> Engine:
 def mtp(folder: Path) -> Engine:
     saved = mtp_checkpoints.planted("deepseek-v3", folder)
     return build_engine(
-        EngineConfig(target=saved.folder, mtp=True, proposer="mtp", warm_up_seconds=0, threads=1, **FIXED)
+        EngineConfig(target=saved.folder, draft="mtp", proposer="mtp", warm_up_seconds=0, threads=1, **FIXED)
     )
 
 

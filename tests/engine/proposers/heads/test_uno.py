@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,13 +23,13 @@ from engine.errors import InvalidRequest, ModelError
 from engine.kv.batch import Feed
 from engine.proposers.base import Proposal, Proposer
 from engine.proposers.chain import Chain
-from engine.proposers.heads import load_heads, uno
+from engine.proposers.heads import uno
 from engine.proposers.heads.uno import UnoProposer, adapter_folder
 from engine.startup.build import assemble
 from engine.stats import Forward
 from engine.types import Adapter, Request
 from engine.types import Sequence as Output
-from tests import adapters, fakes, zoo
+from tests import adapters, fakes, heads, zoo
 from tests.covering import some
 
 ATTENDING = {
@@ -121,9 +120,9 @@ def served(model: PreTrainedModel, folder: Path, prepare: Any = zoo.ours, **conf
         watched.append(Watched(inner))
         return watched[0]
 
-    usual = {"target": "t", "uno": str(folder), "proposer": "uno", "speculation": "fixed"}
+    usual = {"target": "t", "draft": str(folder), "proposer": "uno", "speculation": "fixed"}
     settings = EngineConfig(**usual | {"max_batch_size": 8, "page_size": 4} | config)
-    engine = assemble(settings, prepare(model), wrappers={"uno": watch})
+    engine = heads.assembled(settings, prepare(model), wrappers={"uno": watch})
     return engine, watched[0]
 
 
@@ -252,19 +251,20 @@ def test_an_adapter_that_is_not_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="adapter 'uno': use_dora is True"):
         served(model, folder)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"adapter 'uno': .*empty' has no readable adapter_config.json"):
+    with pytest.raises(
+        ModelError,
+        match=r"draft '.*empty' is no GGUF file and has neither config.json nor adapter_config.json",
+    ):
         served(model, tmp_path / "empty")
 
 
 def test_targets_that_cannot_draft_for_themselves_are_refused(tmp_path: Path) -> None:
     target = zoo.ours(zoo.reference("granite-4"))
     with pytest.raises(ModelError, match=f"uno: layers of {type(target).__name__} keep a state"):
-        load_heads(EngineConfig(target="t", uno=str(tmp_path)), target)
+        uno.load_uno(str(tmp_path), None, target)
     folder = adapters.write(tmp_path, zoo.reference("falcon"), 2, 2.0, ["query_key_value"])
-    with pytest.raises(ModelError, match=r"uno is not supported for .*: falcon is not in the table"):
+    with pytest.raises(ModelError, match=r"draft .* is not supported for .*: falcon is not in the table"):
         served(zoo.reference("falcon"), folder)
-    with pytest.raises(ValidationError, match=r"uno is .*, and adapters are not cut"):
-        EngineConfig(target="t", uno=str(tmp_path), tensor_parallel_size=2)
 
 
 def test_a_pass_that_fails_costs_drafts_alone(tmp_path: Path) -> None:
