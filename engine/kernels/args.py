@@ -17,7 +17,7 @@ LARGEST = 448.0  # of 8-bit floats with 4 bits of exponent and 3 of mantissa (e4
 TINIEST = 1e-12  # a row of zeros has a scale all the same
 LARGEST_CODE = 127  # of a key or a value in int8
 TINIEST_PEAK = 1e-30  # so that a vector of zeros has a scale too
-RUNNING, STOPPED, FULL, UNSOUND = range(4)  # what `Committed.ended` says
+RUNNING, STOPPED, FULL, UNSOUND = range(4)  # values of `Committed.ended`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class ExpertStacks:
 
 @dataclass(frozen=True, slots=True)
 class Tracks:
-    """The sequences that stand on the device, one per slot; a commit changes them in place."""
+    """The sequences on the device, one per slot; a commit changes them in place."""
 
     tokens: Tensor  # [S, L] int64
     length: Tensor  # [S] int64, how many of them there are
@@ -79,7 +79,7 @@ class Tracks:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What one round brought each of B sequences."""
+    """The result of one round for each of B sequences."""
 
     drawn: Tensor  # [B, K + 1] int64, of which the first `num_fresh` count
     num_fresh: Tensor  # [B] int64, 0 for one that is not running
@@ -99,18 +99,23 @@ class Drawn:
 class SamplerRows:
     """What shapes R rows, all on the device. A row with temperature 0 is greedy and needs nothing else."""
 
-    temperature: Tensor  # [R] float32
     top_k: Tensor  # [R] int64, the vocabulary size where off
     top_p: Tensor  # [R] float64, 1 where off
     min_p: Tensor  # [R] float64, 0 where off
     seed: Tensor  # [R] int64, the bits of a uint64
     position: Tensor  # [R] int64
     stream: Tensor  # [R] int64
+    temperature: Tensor  # [R] float32
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its fields in order, the wider numbers first."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     def rows(self, some: Tensor | slice) -> SamplerRows:
         """Those of some rows."""
-        return SamplerRows(*(getattr(self, field.name)[some] for field in fields(self)))
+        return SamplerRows(*(tensor[some] for tensor in self.tensors))
 
     def dense(self) -> SamplerRows:
         """The same without gaps between numbers: a kernel gets the address of the first one only."""
-        return SamplerRows(*(getattr(self, field.name).contiguous() for field in fields(self)))
+        return SamplerRows(*(tensor.contiguous() for tensor in self.tensors))

@@ -1,10 +1,11 @@
 """Where top-k, and then top-p of what is left, cut off the distribution of a row, without sorting anything.
 
 Scores (logits over temperature, the best at 0) have ranks: the bits of how far a score lies below 0, so that likelier
-tokens have smaller ranks. A law is all tokens up to a last rank, and of that rank the first few by id. The last rank of
-top-k is found in three steps of 9, 11 and 11 bits, and that of top-p in three more: all blocks of a row add what they
-have to the row's bins, and the next launch begins with taking the last bin before which there is less than the law may
-hold. What is added are integers, tokens or weights in units of 2**-44, so that a row's bins are its own in any order.
+tokens have smaller ranks. The support is all tokens up to a last rank, and of that rank the first few by id. The last
+rank of top-k is found in three steps of 9, 11 and 11 bits, and that of top-p in three more: all blocks of a row add
+what they have to the row's bins, and the next launch begins with taking the last bin before which there is less than
+the support may hold. What is added are integers, tokens or weights in units of 2**-44, so that a row's bins are its own
+in any order.
 """
 
 from __future__ import annotations

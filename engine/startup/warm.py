@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from engine import heap
-from engine.device_loop.results import Progress, untold
+from engine.device_loop.results import Progress, no_progress
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.startup.build import build_engine, pick_device
@@ -67,7 +67,7 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
 
 
 def load(
-    config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True, is_successor: bool = False,
+    config: EngineConfig, progress: Progress = no_progress, *, calibrates: bool = True, is_successor: bool = False,
     rests: bool = False, codec: Tokenizer | None = None,
 ) -> Engine:  # fmt: skip
     """Build an engine and make it ready; with `calibrates`, calibrate it for `warm_up_seconds`.
@@ -92,7 +92,7 @@ def load(
 
 
 def make_ready(
-    engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False,
+    engine: Engine, seconds: float = 0.0, progress: Progress = no_progress, *, is_compiled: bool = False,
     uses_saved_calibration: bool = False, is_successor: bool = False, rests: bool = False,
     codec: Tokenizer | None = None,
 ) -> None:  # fmt: skip

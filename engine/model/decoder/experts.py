@@ -142,8 +142,8 @@ class MixtureMLP(nn.Module):
         downs = each.experts("down_proj", ("down_proj",), count, read, feed.inner, **form)
         both = cast("list[nn.Linear]", ups), cast("list[nn.Linear]", downs)
         in_c = weights.packs and weights.device.type == "cpu"
-        is_one_by_one = in_c or not all(isinstance(parts[0], nn.Linear) for parts in both)  # codes are not stacked
-        self.experts = RoutedExperts(*both, feed.gate) if is_one_by_one else _stacked(*both, feed.gate)
+        is_apart = in_c or not all(isinstance(parts[0], nn.Linear) for parts in both)  # codes are not stacked
+        self.experts = RoutedExperts(*both, feed.gate) if is_apart else _stacked(*both, feed.gate)
         if feed.latent is not None:
             self.fc1_latent_proj = weights.matrix({"fc1_latent_proj": read}, width, has_bias=False)
             self.fc2_latent_proj = weights.matrix({"fc2_latent_proj": width}, read, has_bias=False)

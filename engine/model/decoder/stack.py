@@ -46,10 +46,10 @@ class Stack(nn.ModuleList):
 
         `beside`: what each layer reads beside its hidden state, where it reads more.
         """
-        run = self.at_once if self.serves(hidden_states, rotary, ragged) else self.one_by_one
+        run = self.at_once if self.serves(hidden_states, rotary, ragged) else self.layer_by_layer
         return run(hidden_states, rotary, ragged, beside)
 
-    def one_by_one(
+    def layer_by_layer(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
     ) -> Tensor:
         """Run layer after layer."""
@@ -86,7 +86,7 @@ class Stack(nn.ModuleList):
     def at_once(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
     ) -> Tensor:
-        """Run all layers in C, with the same bits as `one_by_one`."""
+        """Run all layers in C, with the same bits as `layer_by_layer`."""
         shape, first = ragged.arena.layout.same, cast("Any", self._modules["0"])
         assert shape is not None, "`serves` said no"
         where = native.args_of(ragged.batch, first.layer.mixer.heads, shape.heads, shape.key_dim)

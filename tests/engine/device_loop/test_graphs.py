@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine.device_loop import graphs, layout, slots
+from engine.device_loop.graph_cache import RoundShape
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse, RecordedRound
 from engine.device_loop.layout import Layout
-from engine.device_loop.repertoire import RoundShape
 from engine.device_loop.results import PendingRound
 from engine.device_loop.round import Round
 from engine.device_loop.slots import DeviceSlots, Tables
