@@ -46,7 +46,7 @@ from tests.loops import (
     steps_without_waiting,
 )
 
-READS = {"verification.py:_decide"}  # what the host waits for: what a plain step has decided
+READS = {"verification.py:_read"}  # what the host waits for: what a plain step has decided
 
 
 def check(said: fakes.Outputs, asked: list[Request], family: str = "llama", cut: Collection[str] = ()) -> None:
