@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.control import learned
-from engine.control.controller import Control
+from engine.control.controller import Control, StepFeedback
 from engine.control.prefill_budget import PrefillBudget
 from engine.device_loop.results import RoundResult, Rounds
 from engine.errors import DuplicateRequest
@@ -22,13 +22,13 @@ from engine.facts import EngineFacts, WithFacts
 from engine.model.adapters.store import Adapters
 from engine.model.runner import Runner
 from engine.params import SpeculationSettings
-from engine.proposers import Proposal, Proposers
+from engine.proposers import Proposers
 from engine.request.intake import Intake, Limits, self_test_request
 from engine.request.prediction import num_predicted
 from engine.sampling.processors import advance_grammar, catch_up_grammars
-from engine.sampling.verification import VerifyOutput
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.stats import Clock, EngineLoad, StepStats, Stopwatch
+from engine.step import Outcome, StepPlan
 from engine.step_stats import feedback_of, measure, teach
 from engine.target_pass import TargetPass, Verified
 from engine.turns import MASK_SECONDS
@@ -78,12 +78,12 @@ class Engine(WithFacts):
             device=str(device),
         )  # fmt: skip
         self.target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
-        self.runner = target  # for whoever measures its passes
+        self.runner = target  # for code that measures its passes
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._keeps_at: float | None = None  # when what was learned is saved again; None: never
         self._has_learned = False  # since it was saved: an idle engine must not overwrite what another one learned
         self.calibrate: Callable[[Callable[[], bool]], bool] = lambda _: False  # the part that was left for `rest`
-        self.calibration_text: Seq[int] | None = None  # in tokens, where whoever has the tokenizer has told them
+        self.calibration_text: Seq[int] | None = None  # in tokens, set by the owner of the tokenizer
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step
@@ -91,9 +91,8 @@ class Engine(WithFacts):
     def step(self) -> StepOutput:
         """admit -> plan -> propose -> verify -> commit -> emit: one target pass serves every sequence at once."""
         watch = Stopwatch(self._clock)
-        plan = self._plan(watch)
-        proposal = self._propose(plan, watch)
-        verified = self._verify(plan, proposal, watch)
+        plan = self._propose(self._plan(watch), watch)
+        verified = self._verify(plan, watch)
         events = self._commit(verified, watch)
         return self._emit(plan, verified, events, watch)
 
@@ -106,13 +105,14 @@ class Engine(WithFacts):
         self._launch_round(plan, watch)
         return plan
 
-    def _propose(self, plan: StepPlan, watch: Stopwatch) -> Proposal:
+    def _propose(self, plan: StepPlan, watch: Stopwatch) -> StepPlan:
+        """Let models draft for the sequences of which planning found no drafts."""
         with watch.phase("propose"):
-            return self.proposers.propose(plan.sequences, [work.num_draft for work in plan.works])
+            return self.proposers.propose(plan)
 
-    def _verify(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
+    def _verify(self, plan: StepPlan, watch: Stopwatch) -> Verified:
         """Feed the target what is planned and the drafts, in one pass, and decide which drafts stay."""
-        return self.target_pass.run(plan, proposal, watch) if plan.works else Verified(proposal, [])
+        return self.target_pass.run(plan.works, watch) if plan.works else Verified([])
 
     def _commit(self, verified: Verified, watch: Stopwatch) -> tuple[TokenEvent, ...]:
         """Append what each sequence keeps; one event for each of `verified.outcomes`."""
@@ -122,34 +122,27 @@ class Engine(WithFacts):
     def _emit(self, plan: StepPlan, verified: Verified, events: tuple[TokenEvent, ...], watch: Stopwatch) -> StepOutput:
         """Everything that the step has to report: events of this pass, of faults, and of the round before this one."""
         ended = tuple(map(self._end_for_fault, verified.faulty))
-        if verified.engine_fault is not None:
-            self._blame_engine_or_requests(verified.engine_fault)
-        if verified.is_whole:
-            self._teach(plan, verified, events, watch)
+        if verified.error is None:
+            self._learn(self.control, [feedback_of(plan, verified.outcomes, watch.seconds)], verified.outcomes, events)
+            teach(self.scheduler.prefill, plan, watch.seconds)
+        elif len(verified.faulty) == len(plan.works):
+            self._blame_engine_or_requests(verified.error)
         rounds, landed = self._land(watch)
         judged, failures = (*events, *landed), self.proposers.take_failures()
-        stats = measure(plan, verified, judged, watch.seconds, failures, self.scheduler, rounds)
+        stats = measure(plan, verified.outcomes, judged, watch.seconds, failures, self.scheduler, rounds)
         return StepOutput((*events, *ended, *landed), stats)
-
-    def _teach(self, plan: StepPlan, verified: Verified, events: tuple[TokenEvent, ...], watch: Stopwatch) -> None:
-        """Give the step's times and acceptance to the models that choose K and the size of prompt chunks."""
-        self.control.learn(feedback_of(plan, verified.proposal, verified.outcomes, watch.seconds))
-        teach(self.scheduler.prefill, plan, verified.proposal, watch.seconds)
-        for outcome, event in zip(verified.outcomes, events, strict=True):
-            if event.finished is not None:  # `learn` has just seen this sequence, which is over
-                self.control.forget(outcome.sequence)
 
     # -------------------------------------------------------------------------------------------- commit, and faults
 
-    def _commit_one(self, outcome: VerifyOutput) -> TokenEvent:
-        """Commit what one sequence got; an exception here ends this sequence alone."""
+    def _commit_one(self, outcome: Outcome) -> TokenEvent:
+        """Commit what one sequence got; an exception here ends only this sequence."""
         try:
             return self._keep(outcome)
         except Exception:
             log.exception("request %s: its tokens could not be committed; it ends", outcome.sequence.request_id)
             return self._end_for_fault(outcome.sequence)
 
-    def _keep(self, outcome: VerifyOutput) -> TokenEvent:
+    def _keep(self, outcome: Outcome) -> TokenEvent:
         """Append the accepted drafts and the next token, cut where plain decoding would stop; move the cursors."""
         sequence = outcome.sequence
         fresh = list(outcome.tokens[: sequence.num_before_stop(outcome.tokens)])
@@ -195,7 +188,7 @@ class Engine(WithFacts):
     def _launch_round(self, plan: StepPlan, watch: Stopwatch) -> None:
         """Launch the next round of the sequences on the device, which runs while the host does the rest of the step.
 
-        A failure costs speed alone: the host knows of each sequence all that plain steps need.
+        A failure costs only speed: the host knows of each sequence all that plain steps need.
         """
         try:
             with watch.phase("launch"):
@@ -213,12 +206,19 @@ class Engine(WithFacts):
             read = self.rounds.read()
             outcomes = [outcome for round_ in read for outcome in round_.outcomes]
             events = tuple(map(self._commit_one, outcomes))
-        for round_ in read:
-            self.round_control.learn(round_.feedback)
+        self._learn(self.round_control, [round_.feedback for round_ in read], outcomes, events)
+        return read, events
+
+    @staticmethod
+    def _learn(
+        control: Control, feedback: list[StepFeedback], outcomes: list[Outcome], events: tuple[TokenEvent, ...]
+    ) -> None:
+        """Give times and acceptance to the control that chooses K; it then forgets sequences that are over."""
+        for one in feedback:
+            control.learn(one)
         for outcome, event in zip(outcomes, events, strict=True):
             if event.finished is not None:
-                self.round_control.forget(outcome.sequence)
-        return read, events
+                control.forget(outcome.sequence)
 
     # ------------------------------------------------------------------------------- a request's way in and out
 

@@ -7,54 +7,24 @@ recomputed later. It gives up its place too when a caller with a smaller share w
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from engine.control.controller import Control, Speedup, levelled
 from engine.control.prefill_budget import PrefillBudget
 from engine.kv.pages import PagePool
 from engine.params import MAX_PREDICTED_DRAFTS
+from engine.step import StepPlan, Work
 from engine.turns import TURN, Shares, equal_parts, in_step, in_turn, most_masked
 from engine.types import KVCursor, Sequence
 
+log = logging.getLogger(__name__)
+
 _MOST_FOLLOWED = 1024  # tokens of a step, of all outputs together that are behind in their predictions
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One sequence's part in a step: the target is fed its tokens at `span`, then up to `num_draft` drafts."""
-
-    sequence: Sequence
-    span: range  # positions kv_len .. stop
-    length: int  # tokens of the sequence when this was planned
-    num_draft: int = 0
-
-    @classmethod
-    def feeding(cls, sequence: Sequence, num_tokens: int) -> Work:
-        """Feed the next `num_tokens` that the target has not been fed."""
-        start = sequence.target.kv_len
-        return cls(sequence, range(start, start + num_tokens), len(sequence.tokens))
-
-    @property
-    def reaches_end(self) -> bool:
-        """Whether the newest token is fed, so that the pass yields the next one."""
-        return self.span.stop == self.length
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What the next step does, one entry per sequence that takes part."""
-
-    works: tuple[Work, ...] = ()
-    on_device: tuple[Work, ...] = ()  # of the sequences that decode in a round on the device
-    counts: Mapping[str, int] = field(default_factory=dict)  # since the plan before; by their names in `StepStats`
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [work.sequence for work in self.works]
 
 
 class Scheduler:
@@ -71,20 +41,22 @@ class Scheduler:
         round_control: Control | None = None,  # the same for rounds on the device, whose costs differ
         prefill: PrefillBudget | None = None,  # default: no bound on the time of a step
         max_drafts: int | None = None,  # of a step; default: as many as the batch has room for
+        # Drafts of a sequence that its proposer looks up, at most the number given; None where it makes them.
+        find_drafts: Callable[[Sequence, int], tuple[int, ...] | None] = lambda *_: None,
     ) -> None:
         self.control: Control = control or Control()
         self.round_control: Control = round_control or Control()
         self.target_pool, self.draft_pools, self._draft_kv_sharers = target_pool, draft_pools, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self._max_drafts = max_batch_tokens if max_drafts is None else max_drafts
-        self.prefill = prefill or PrefillBudget()
+        self.prefill, self._find_drafts = prefill or PrefillBudget(), find_drafts
         pools = [target_pool, *draft_pools.values()]
         self._most_logged = [pool.most_drafts for pool in pools if pool.most_drafts is not None]
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the sequence that feeds the prompt for them
         self.shares = Shares()
-        self._counts = Counter[str]()  # what the next plan tells of
+        self._counts = Counter[str]()  # what the next plan reports
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -327,12 +299,13 @@ class Scheduler:
         return self._with_room(works, levelled(sequences, limits, chosen))
 
     def _with_room(self, works: list[Work], chosen: list[int]) -> Iterator[Work]:
-        """Give each work the drafts that were chosen, or none where pages are missing."""
+        """Give each work as many drafts as were chosen, or as its proposer finds; none where pages are missing."""
         for work, num_draft in zip(works, chosen, strict=True):
-            if num_draft and self._reserve_drafts(work.sequence, num_draft):
-                yield replace(work, num_draft=num_draft)
-            else:
-                yield work
+            sequence = work.sequence
+            found = self._find_drafts(sequence, num_draft) if num_draft and not sequence.on_device else None
+            most = num_draft if found is None else len(found)
+            fits = most > 0 and self._reserve_drafts(sequence, most)
+            yield replace(work, num_draft=most, drafts=found or ()) if fits else work
 
     def _most_drafts(self, sequence: Sequence) -> int:
         """Most K for this step: no draft that could not be emitted before `max_len`.
@@ -399,8 +372,12 @@ def _follow_predictions(sequences: list[Sequence]) -> None:
     predicted = [(s, s.alignment) for s in sequences if s.alignment is not None]
     for sequence, alignment in predicted:
         most = max(MAX_PREDICTED_DRAFTS + 1, _MOST_FOLLOWED // len(predicted))
-        is_current = alignment.follow(sequence.tokens, sequence.prompt_len, most)
-        sequence.is_predicted = is_current and sequence.most_predicted > 0 and bool(alignment.drafts(1))
+        try:
+            is_current = alignment.follow(sequence.tokens, sequence.prompt_len, most)
+            sequence.predicted = alignment.drafts(sequence.most_predicted) if is_current else ()
+        except Exception:
+            log.exception("request %s: its prediction is not followed any more", sequence.request_id)
+            sequence.alignment, sequence.predicted = None, ()
 
 
 def _reach(sequence: Sequence, num_draft: int) -> int:

@@ -10,57 +10,51 @@ from engine.control.controller import StepFeedback
 from engine.control.prefill_budget import PrefillBudget
 from engine.device_loop.results import RoundResult
 from engine.native import threads_in_use
-from engine.proposers import Proposal
-from engine.sampling.verification import VerifyOutput
-from engine.scheduler import Scheduler, StepPlan, Work
+from engine.scheduler import Scheduler
 from engine.stats import Forward, StepStats
-from engine.target_pass import Verified
+from engine.step import Outcome, StepPlan
 from engine.types import TokenEvent
 
 
-def feedback_of(
-    plan: StepPlan, proposal: Proposal, outcomes: Seq[VerifyOutput], phase_seconds: Mapping[str, float]
-) -> StepFeedback:
+def feedback_of(plan: StepPlan, outcomes: Seq[Outcome], phase_seconds: Mapping[str, float]) -> StepFeedback:
     """Feedback for control: the part of a step that fed newest tokens and drafts."""
-    decided = zip((work for work in plan.works if work.reaches_end), outcomes, strict=True)
-    steady = [(work, outcome) for work, outcome in decided if _feeds_newest_only(work)]
+    steady = [outcome for outcome in outcomes if outcome.work.decodes]
     draft_seconds = phase_seconds["propose"]
     return StepFeedback(
-        sequences=[work.sequence for work, _ in steady],
-        lengths=[work.length for work, _ in steady],
-        asked=[work.num_draft for work, _ in steady],
-        drafted=[outcome.num_draft for _, outcome in steady],
-        accepted=[outcome.num_accepted for _, outcome in steady],
-        draft_passes=[(forward.sequences, forward.tokens) for forward in proposal.forwards],
+        sequences=[outcome.sequence for outcome in steady],
+        lengths=[outcome.work.length for outcome in steady],
+        asked=[outcome.work.num_draft for outcome in steady],
+        drafted=[outcome.num_draft for outcome in steady],
+        accepted=[outcome.num_accepted for outcome in steady],
+        draft_passes=[(forward.sequences, forward.tokens) for forward in plan.draft_forwards],
         draft_seconds=draft_seconds,
         other_seconds=sum(s for name, s in phase_seconds.items() if name != "launch") - draft_seconds,
         has_prompts=len(steady) < len(plan.works),
     )
 
 
-def teach(prefill: PrefillBudget, plan: StepPlan, proposal: Proposal, phase_seconds: Mapping[str, float]) -> None:
+def teach(prefill: PrefillBudget, plan: StepPlan, phase_seconds: Mapping[str, float]) -> None:
     """Give the time of a step to the budget of prompt tokens per step."""
     chunks = _chunks(plan)
     decoding = len(plan.works) - len(chunks) + len(plan.on_device)  # in plain steps or on the device
     seconds = sum(phase_seconds.values())
-    for first in proposal.forwards[:1]:
+    for first in plan.draft_forwards[:1]:
         seconds -= prefill.learn_draft(first.sequences, first.tokens, phase_seconds["propose"])
     prefill.learn(decoding, sum(chunks), seconds)
 
 
 def measure(
-    plan: StepPlan, verified: Verified, events: Seq[TokenEvent], phase_seconds: Mapping[str, float],
+    plan: StepPlan, outcomes: Seq[Outcome], events: Seq[TokenEvent], phase_seconds: Mapping[str, float],
     draft_failures: int, scheduler: Scheduler, rounds: Seq[RoundResult],
 ) -> StepStats:  # fmt: skip
-    """The step's statistics; `events` are those of `verified.outcomes`, then those of `rounds`."""
-    proposal, pool, landed = verified.proposal, scheduler.target_pool, [x for each in rounds for x in each.outcomes]
-    works = zip(plan.works, proposal.tokens, strict=True)
-    newest = [len(drafts) for work, drafts in works if _feeds_newest_only(work)]
-    pairs = zip((*verified.outcomes, *landed), events, strict=True)
+    """The step's statistics; `events` are those of `outcomes`, then those of `rounds`."""
+    pool, landed = scheduler.target_pool, [x for each in rounds for x in each.outcomes]
+    newest = [outcome.num_draft for outcome in outcomes if outcome.work.decodes]
+    pairs = zip((*outcomes, *landed), events, strict=True)
     judged = [(outcome.num_draft, sum(event.from_draft)) for outcome, event in pairs if outcome.num_draft]
     return StepStats(
         forwards=(
-            *proposal.forwards,
+            *plan.draft_forwards,
             *_target_forwards(newest, _chunks(plan)),
             *(f for x in rounds for f in x.forwards),
         ),
@@ -98,11 +92,7 @@ def _target_forwards(newest: Seq[int], chunks: Seq[int]) -> Iterator[Forward]:
 
 def _chunks(plan: StepPlan) -> list[int]:
     """The tokens of each sequence that is read, not decoded."""
-    return [len(work.span) for work in plan.works if not _feeds_newest_only(work)]
-
-
-def _feeds_newest_only(work: Work) -> bool:
-    return len(work.span) == 1 and work.reaches_end
+    return [len(work.span) for work in plan.works if not work.decodes]
 
 
 def _per_position(rounds: Seq[tuple[int, int]]) -> tuple[int, ...]:

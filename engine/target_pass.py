@@ -1,4 +1,4 @@
-"""The target's pass over a plan: for all sequences together, or one by one where that fails, to find the one at fault.
+"""The target's pass over a plan: for all sequences together, or each alone where that fails, to find the one at fault.
 
 A pass can be repeated: its cursors are put back, and rows that are written twice hold the same values.
 """
@@ -6,6 +6,7 @@ A pass can be repeated: its cursors are put back, and rows that are written twic
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 from engine.errors import RankLost
 from engine.kv.batch import Feed
 from engine.model.runner import Runner
-from engine.proposers import Proposal, Proposers
+from engine.proposers import Proposers
 from engine.sampling.logprobs import record_prompt
-from engine.sampling.verification import VerifyInput, VerifyOutput, verify_rows
-from engine.scheduler import StepPlan, Work
+from engine.sampling.verification import verify_rows
 from engine.stats import Stopwatch
+from engine.step import Outcome, Work
 from engine.types import Sequence
 
 log = logging.getLogger(__name__)
@@ -28,11 +29,9 @@ log = logging.getLogger(__name__)
 class Verified:
     """Result of a target pass: outcomes of the sequences whose newest token was fed, and the sequences at fault."""
 
-    proposal: Proposal  # the drafts that were verified
-    outcomes: list[VerifyOutput]
+    outcomes: list[Outcome]
     faulty: tuple[Sequence, ...] = ()
-    is_whole: bool = True  # one pass for all sequences; else its time is no measurement
-    engine_fault: Exception | None = None  # set where every sequence failed alone: the engine may be at fault
+    error: Exception | None = None  # of the pass for all; then each was fed alone, and the time is no measurement
 
 
 class TargetPass:
@@ -41,77 +40,70 @@ class TargetPass:
     def __init__(self, target: Runner, proposers: Proposers, page_size: int | None = None) -> None:
         self._target, self._proposers, self._page_size = target, proposers, page_size
 
-    def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
+    def run(self, works: Seq[Work], watch: Stopwatch) -> Verified:
         """Feed and verify all sequences of a plan. After an exception feed each alone, to find the one at fault."""
         try:
-            outcomes = self._pass(plan, proposal, watch)
+            return Verified(self._pass(works, watch))
         except RankLost:
             raise  # each of them alone would raise it too
         except Exception as error:
-            log.exception("a pass for %d sequences failed; each is tried alone", len(plan.works))
-            return self._one_by_one(plan, error, watch)
-        return Verified(proposal, outcomes)
+            log.exception("a pass for %d sequences failed; each is tried alone", len(works))
+            return self._each_alone(works, error, watch)
 
-    def _one_by_one(self, plan: StepPlan, error: Exception, watch: Stopwatch) -> Verified:
+    def _each_alone(self, works: Seq[Work], error: Exception, watch: Stopwatch) -> Verified:
         """Feed each sequence alone, without drafts: one that fails again is at fault; the others lose nothing."""
-        _take_back(plan)
-        outcomes: list[VerifyOutput] = []
+        _take_back(works)
+        outcomes: list[Outcome] = []
         faulty: list[Sequence] = []
-        for work in plan.works:
-            alone = StepPlan((replace(work, num_draft=0),))
+        for work in works:
+            alone = [replace(work, num_draft=0, drafts=(), draft_probs=None)]
             try:
-                outcomes += self._pass(alone, Proposal.certain([()]), watch)
+                outcomes += self._pass(alone, watch)
             except Exception:
                 log.exception("request %s failed alone; it ends", work.sequence.request_id)
                 _take_back(alone)
                 faulty.append(work.sequence)
-        plain = Proposal.certain([()] * len(plan.works))
-        engine_fault = error if len(faulty) == len(plan.works) else None
-        return Verified(plain, outcomes, tuple(faulty), is_whole=False, engine_fault=engine_fault)
+        return Verified(outcomes, tuple(faulty), error)
 
     def self_test(self, sequence: Sequence) -> None:
         """Feed all tokens of a sequence that belongs to no caller; raises what the pass raises."""
-        plan = StepPlan((Work.feeding(sequence, sequence.todo),))
-        self._pass(plan, Proposal.certain([()]), Stopwatch(lambda: 0.0))
+        self._pass([Work.feeding(sequence, sequence.todo)], Stopwatch(lambda: 0.0))
 
-    def _pass(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> list[VerifyOutput]:
+    def _pass(self, works: Seq[Work], watch: Stopwatch) -> list[Outcome]:
         with watch.phase("forward"):
-            feeds = [self._feed(work, drafts) for work, drafts in zip(plan.works, proposal.tokens, strict=True)]
+            feeds = [self._feed(work) for work in works]
             logits = self._target.forward(feeds)
-            for sequence, feed in zip(plan.sequences, feeds, strict=True):
-                sequence.target.advance(feed.kv_len)
-            self._proposers.observe(plan.sequences, feeds)
+            for work, feed in zip(works, feeds, strict=True):
+                work.sequence.target.advance(feed.kv_len)
+            self._proposers.observe(works, feeds)
         with watch.phase("verify"):
-            entries = zip(plan.works, proposal.tokens, proposal.draft_probs, strict=True)
-            fed = [VerifyInput(work.sequence, drafts, probs) for work, drafts, probs in entries if work.reaches_end]
-            return verify_rows(fed, _without_prompt_rows(plan, feeds, logits))
+            logits = _without_prompt_rows(works, feeds, logits)
+            return verify_rows([work for work in works if work.reaches_end], logits)
 
-    def _feed(self, work: Work, drafts: tuple[int, ...]) -> Feed:
+    def _feed(self, work: Work) -> Feed:
         """I2: the planned part of what the target has not been fed, and the drafts."""
-        start, tokens = work.span.start, [*work.sequence.tokens[work.span.start : work.span.stop], *drafts]
-        num_logits = len(drafts) + 1 if work.reaches_end else 0
-        if work.sequence.wants_prompt_logprobs:
-            num_logits = len(tokens)
-        cursor = work.sequence.target
-        state = cursor.span(start, start + len(tokens), work.length, self._page_size)
-        adapter = 0 if work.sequence.adapter is None else work.sequence.adapter.number
-        return Feed(tokens, start, cursor.page_table, num_logits, cursor.table, state, adapter)
+        start, sequence = work.span.start, work.sequence
+        tokens = [*sequence.tokens[start : work.span.stop], *work.drafts]
+        num_logits = len(tokens) if sequence.wants_prompt_logprobs else work.num_rows
+        state = sequence.target.span(start, start + len(tokens), work.length, self._page_size)
+        adapter = 0 if sequence.adapter is None else sequence.adapter.number
+        return Feed(tokens, start, sequence.target.page_table, num_logits, sequence.target.table, state, adapter)
 
 
-def _take_back(plan: StepPlan) -> None:
+def _take_back(works: Seq[Work]) -> None:
     """Put the cursors back to where the plan began. Rows beyond are stale (I4); the draft's cursor drops its drafts."""
-    for work in plan.works:
+    for work in works:
         work.sequence.target.kv_len = work.span.start
         work.sequence.rollback_drafts(work.length)
 
 
-def _without_prompt_rows(plan: StepPlan, feeds: list[Feed], logits: Tensor) -> Tensor:
+def _without_prompt_rows(works: Seq[Work], feeds: list[Feed], logits: Tensor) -> Tensor:
     """The rows that decide a token. The other rows are of prompts with `prompt_logprobs`, which are recorded here."""
-    if not any(work.sequence.wants_prompt_logprobs for work in plan.works):
+    if not any(work.sequence.wants_prompt_logprobs for work in works):
         return logits
     deciding: list[int] = []
     first = 0
-    for work, feed in zip(plan.works, feeds, strict=True):
+    for work, feed in zip(works, feeds, strict=True):
         num_prompt_rows = 0
         if work.sequence.wants_prompt_logprobs:
             num_prompt_rows = len(work.span) - work.reaches_end

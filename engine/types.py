@@ -364,7 +364,7 @@ class Sequence:
     num_started: int = 0  # tokens that it had when it last began to run
     alignment: Alignment | None = None  # in the request's prediction
     most_predicted: int = 0  # maximum number of its drafts in a step
-    is_predicted: bool = False  # whether the prediction has drafts for the next step
+    predicted: tuple[int, ...] = ()  # drafts that the prediction has for the next step
     on_device: bool = False  # it decodes in rounds on the device (`engine/device_loop`), not in plain steps
     in_flight: int = 0  # upper bound of tokens beyond `tokens` in rounds whose results the host has not read
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)  # None for the first token
@@ -381,6 +381,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether its prediction drafts in the next step."""
+        return bool(self.predicted)
 
     @property
     def drafter(self) -> str:

@@ -1,12 +1,12 @@
-"""Which drafts stay. Two exact rules in two functions, never mixed. Knows tensors only.
+"""Which drafts stay. Two exact rules in two functions, never mixed. Knows tokens and distributions only.
 
-p is the target's distribution at a position, q the draft's. B sequences have at most K drafts each and are padded:
-a missing draft is `NO_DRAFT` with q = 0 everywhere, which neither rule can accept.
+p is the target's distribution at a position, q the draft's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,17 @@ NO_DRAFT = -1
 Draw = Callable[[Tensor, Tensor], Tensor]
 
 
+def coupled(drawn: Seq[int], drafts: Seq[int]) -> int:
+    """Keep drafts while they *equal* what the target draws with the same noise (Daliri et al. 2024, arXiv 2408.07978).
+
+    `drawn`: the target's own K + 1 tokens, at each position given the K `drafts` before it. Returns how many drafts
+    stay; `drawn` at that place is the next token. Each kept token is the target's draw and so is the one after: the
+    output is the target's sequential sample, whatever the drafts were. With p and q drawn under common noise a draft is
+    kept with probability at least (1 - TV(p, q)) / (1 + TV(p, q)).
+    """
+    return next((i for i, (token, draft) in enumerate(zip(drawn, drafts, strict=False)) if token != draft), len(drafts))
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Per sequence: the first `num_accepted` drafts stay, then comes `next_token` (recovered or bonus)."""
@@ -25,23 +36,12 @@ class Verdict:
     next_token: Tensor  # [B] int64
 
 
-def coupled(target_tokens: Tensor, drafts: Tensor) -> Verdict:
-    """Keep drafts while they *equal* what the target draws with the same noise (Daliri et al. 2024, arXiv 2408.07978).
-
-    `target_tokens` `[B, K + 1]`: the target's own draw at each position, given the drafts before it.
-    `drafts` `[B, K]`. Each kept token is the target's draw and so is the one after: the output is the target's
-    sequential sample, whatever the drafts were. With p and q drawn under common noise a draft is kept with
-    probability at least (1 - TV(p, q)) / (1 + TV(p, q)).
-    """
-    num_accepted = leading_run(target_tokens[:, :-1] == drafts)
-    return Verdict(num_accepted, target_tokens.gather(1, num_accepted[:, None]).squeeze(1))
-
-
 def rejection(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, draw: Draw) -> Verdict:
     """Keep a draft with probability min(1, p / q); else draw from max(p - q, 0), normalised.
 
     Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023 (arXiv 2302.01318, theorem 1).
-    `p` float64 `[B, K + 1, vocab]`, `q` float64 `[B, K, vocab]`, `drafts` `[B, K]` drawn from q,
+    `p` float64 `[B, K + 1, vocab]`, `q` float64 `[B, K, vocab]`, `drafts` `[B, K]` drawn from q; a sequence that has
+    fewer is padded with `NO_DRAFT` and q = 0 everywhere, which cannot be accepted.
     `accept` `[B, K]` uniform in (0, 1); `draw` has noise of its own for each position 0..K, all independent.
     After the last draft q is 0, so the residual is p itself: the bonus token needs no case of its own.
     """

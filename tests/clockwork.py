@@ -17,8 +17,9 @@ from engine.control.controller import StepFeedback
 from engine.control.goodput import Found, Traits
 from engine.kv.pages import PagePool
 from engine.params import SpeculationMode
-from engine.scheduler import Scheduler, Work
+from engine.scheduler import Scheduler
 from engine.startup.calibrate import SHAPES
+from engine.step import Work
 from engine.types import Sequence
 from tests import fakes
 

@@ -107,6 +107,7 @@ def fake_engine(
         chosen.draft_kv_sharers,
         control,
         prefill=prefill,
+        find_drafts=chosen.find_drafts,
     )
     limits = Limits(vocab_size, min(max_model_len, num_pages * page_size), eos)
     target = TableModel(law, vocab_size, num_pages, page_size)

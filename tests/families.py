@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel
 
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
-from engine.sampling.distribution import RowParams, choose
+from engine.sampling.distribution import draw_rows
 from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
 from engine.types import Request, Sequence
@@ -137,5 +137,5 @@ class _Sampler(LogitsProcessor):
         tokens, seed = input_ids[0].tolist(), self._request.sampling.seed or 0
         sequence = Sequence(self._request, seed, settings, len(tokens) + 1, frozenset({zoo.END}), tokens)
         row = LogitsRow(sequence, (), Stream.COUPLED)
-        chosen = choose(process(scores.float(), [row]), RowParams.of([row], scores.shape[1], scores.device))
+        chosen = draw_rows(process(scores.float(), [row]), [row]).token
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)

@@ -16,9 +16,9 @@ import torch
 from benchmarks.harness.bare import options as bare_options
 from engine.attention import paged
 from engine.control.controller import Control
+from engine.device_loop.graph_cache import RoundShape, covering
 from engine.device_loop.layout import DeviceModel
 from engine.device_loop.loop import RoundLoop
-from engine.device_loop.repertoire import RoundShape, covering
 from engine.device_loop.round import RoundOps
 from engine.engine import Engine
 from engine.kernels import reference
@@ -26,12 +26,11 @@ from engine.kv.arena import KVArena
 from engine.model.decoder.ops import LayerOps
 from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.sampling.distribution import choose_unread
 from engine.startup.build import assemble
 from engine.types import FinishReason, Request, Sequence
 from tests import fakes, zoo
 
-PLAIN = RoundOps(paged.attend_plainly, choose_unread, reference.commit)
+PLAIN = RoundOps(paged.attend_plainly, reference.commit)
 LONGEST, PAGE = 64, 16
 LAWS = (
     SamplingParams(),
@@ -81,7 +80,7 @@ def recorded(family: str = "llama", shapes: Iterable[RoundShape] | None = None, 
     """An engine on the card, with rounds that are recorded: by default those that can stand in for all others."""
     usual = {"device": "cuda", "attention": "auto", "pair": options.pop("pair", None) or on_the_card(family)}
     engine = engine_of(family, **usual | options)
-    engine.rounds.repertoire.record(covering(6, 4) if shapes is None else shapes)
+    engine.rounds.graphs.record(covering(6, 4) if shapes is None else shapes)
     return engine
 
 
@@ -184,7 +183,7 @@ def steps_without_waiting(engine, ks):
     while engine.has_work:  # one after the other, until nobody is left
         ended += steady(engine, 1)
     assert "11" in ended
-    assert not engine.rounds.repertoire.num_unrecorded
+    assert not engine.rounds.graphs.num_unrecorded
 
 
 def settle(engine):

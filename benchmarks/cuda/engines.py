@@ -20,8 +20,8 @@ from benchmarks.cuda.arenas import PAGE
 from benchmarks.cuda.card import Card, wait
 from benchmarks.cuda.shapes import SHAPES
 from benchmarks.harness.bare import options
+from engine.device_loop.graph_cache import places_for
 from engine.device_loop.loop import RoundLoop
-from engine.device_loop.repertoire import places_for
 from engine.device_loop.round import RoundOps
 from engine.engine import Engine
 from engine.kernels import reference
@@ -146,7 +146,7 @@ def engine_of(
 ) -> Engine:
     """Return an engine for up to `size` sequences, by default all of them device-resident."""
     real = ops_on(card.device)
-    ops = RoundOps(real.attend, real.choose, kept_at(acceptance, real.commit))
+    ops = RoundOps(real.attend, kept_at(acceptance, real.commit))
     pages = size * -(-longest // page)
     bytes_each = sum(layout_of_model(model).bytes_per_token for model in pair.models)
     config = options(
@@ -184,7 +184,7 @@ def record(engine: Engine, size: int, k: int | None = None) -> None:
     """Record rounds of so many sequences, with K drafts each or every number of them (None)."""
     if isinstance(engine.rounds, RoundLoop):
         wanted = (s for s in engine.rounds.shapes if s.size == places_for(size) and k in (None, s.k))
-        engine.rounds.repertoire.record(wanted)
+        engine.rounds.graphs.record(wanted)
 
 
 def fill(engine: Engine, size: int, context: int, k: int | None) -> None:

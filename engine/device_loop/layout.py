@@ -72,7 +72,7 @@ class LaidOut:
 class Layout:
     """Lays the `passes` of the model `fed` out for `size` sequences.
 
-    `truncated` says whether any law may have a top-k, top-p or min-p. Under the rejection rule a row's noise is of the
+    `truncated` says whether any row may have a top-k, top-p or min-p. Under the rejection rule a row's noise is of the
     stream `apart`; where that is None there is no sequence of this rule.
     """
 
@@ -146,7 +146,7 @@ class Layout:
         return laid.whole[:, : self._slices[0].stop : self._passes[0].rows]
 
     def batch(self, laid: LaidOut, i: int, ids: Tensor) -> RaggedBatch:
-        """Pass i with these tokens, `[B, rows]` or so many in a row."""
+        """Pass i with these tokens, `[B, rows]` or flat."""
         mine, tables, page_size = self._slices[i], self._tables, self._page_size
         batch = RaggedBatch(
             input_ids=ids.flatten(),

@@ -1,7 +1,7 @@
 """The host's side of rounds on the device: it assigns slots, launches rounds and reads results one round late.
 
 Knows no scheduling policy and reserves no pages: the plan says which sequences take part in the next round and with how
-many drafts, and the scheduler has reserved their pages. `serves` says which requests can run here; all others run in
+many drafts, and the scheduler has reserved their pages. `serves` decides which requests can run here; all others run in
 plain steps.
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.control.controller import StepFeedback
+from engine.device_loop.graph_cache import GraphCache, Recorder, RoundShape, covering, in_order_of_worth
 from engine.device_loop.layout import DeviceModel
-from engine.device_loop.repertoire import Recorder, Repertoire, RoundShape, covering, in_order_of_worth
 from engine.device_loop.results import (
     DeviceSequence,
     DeviceTimer,
@@ -25,7 +25,7 @@ from engine.device_loop.results import (
     RoundEntry,
     RoundResult,
     Rounds,
-    untold,
+    no_progress,
 )
 from engine.device_loop.round import Round, RoundOps
 from engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots
@@ -33,9 +33,9 @@ from engine.kernels.paging import send
 from engine.kv.batch import Feed
 from engine.model.runner import ModelRunner
 from engine.params import SamplingParams, Verification
-from engine.sampling.distribution import Kind
-from engine.scheduler import Work
+from engine.sampling.distribution import is_truncated
 from engine.stats import Clock
+from engine.step import Work
 from engine.types import Sequence
 
 
@@ -73,7 +73,7 @@ class RoundLoop(Rounds):
         self.state = DeviceSlots(num_slots, longest, width, spare, vocab, target.model.device)
         self._free = list(range(num_slots, IDLE, -1))
         self._drafter = None if draft is None else ModelRunner(draft.model, draft.arena, ops.attend)
-        self.repertoire = Repertoire(self.round_of, recorder, covering(num_slots, self._most_drafts), clock=clock)
+        self.graphs = GraphCache(self.round_of, recorder, covering(num_slots, self._most_drafts), clock=clock)
         self.on_device: dict[Sequence, DeviceSequence] = {}  # in the order in which they came
         self._slots = dict[int, Tensor]()  # by batch size: the slot at each place; empty after a change
         self._pending: deque[PendingRound] = deque()  # launched and not read: one between steps, two within a step
@@ -92,15 +92,15 @@ class RoundLoop(Rounds):
         nobody = torch.full((1,), IDLE, dtype=torch.int64, device=self.state.tracks.length.device)
         for truncated in (False, True):
             for k in (0, min(1, self._most_drafts)):
-                self.repertoire.try_out(RoundShape(1, k, truncated))(nobody, lambda: None)
+                self.graphs.try_out(RoundShape(1, k, truncated))(nobody, lambda: None)
 
-    def record(self, progress: Progress = untold, *, later: bool = False) -> None:
+    def record(self, progress: Progress = no_progress, *, later: bool = False) -> None:
         """Record rounds of every shape that can occur, within the memory budget.
 
-        With `later` only those that can stand in for all others; the others are left for `rest`.
+        With `later` only those that can replace all others; the others are left for `rest`.
         """
         first = covering(self._num_slots, self._most_drafts) if later else self.shapes
-        self.repertoire.record(first, progress, self.shapes if later else ())
+        self.graphs.record(first, progress, self.shapes if later else ())
 
     @property
     def shapes(self) -> list[RoundShape]:
@@ -108,7 +108,7 @@ class RoundLoop(Rounds):
         return in_order_of_worth(self._num_slots, self._most_drafts)
 
     def rest(self) -> bool:
-        return self.repertoire.rest()
+        return self.graphs.rest()
 
     # ------------------------------------------------------------------------------------------------- launching
 
@@ -150,16 +150,13 @@ class RoundLoop(Rounds):
         for member in self.on_device.values():
             self._prepare(member, given[member.sequence], k)
         self.state.send()
-        truncated = any(Kind.of(s.request.sampling) is Kind.TRUNCATED for s in wanted)
+        truncated = any(is_truncated(s.request.sampling) for s in wanted)
         rejects = any(s.speculation.verification is Verification.REJECTION for s in wanted)
-        size, run = self.repertoire.of(len(self.on_device), k, truncated=truncated, rejects=rejects)
-        brought = run(self._laid_out(size), timer.mark)
+        size, run = self.graphs.of(len(self.on_device), k, truncated=truncated, rejects=rejects)
+        result = run(self._laid_out(size), timer.mark)
         timer.mark()
-        entries = [
-            RoundEntry(r, len(s.tokens), wanted[s].num_draft, given[s], r.draft_caught_up)
-            for s, r in self.on_device.items()
-        ]
-        self._pending.append(PendingRound(k, size, entries, fed, timer, brought))
+        entries = [RoundEntry(r, wanted[s], given[s], r.draft_caught_up) for s, r in self.on_device.items()]
+        self._pending.append(PendingRound(k, size, entries, fed, timer, result))
         for sequence, num_draft in given.items():
             sequence.in_flight += num_draft + 1
 
@@ -222,13 +219,12 @@ class RoundLoop(Rounds):
     def _land(self, pending: PendingRound) -> RoundResult:
         rows = pending.read()
         pairs = zip(pending.entries, rows, strict=False)
-        here = [(x, row) for x, row in pairs if self.on_device.get(x.member.sequence) is x.member]
-        outcomes = tuple(entry.settle(row) for entry, row in here)
+        outcomes = tuple(x.settle(row) for x, row in pairs if self.on_device.get(x.member.sequence) is x.member)
         drafting, other = pending.timer.seconds()
         feedback = StepFeedback(
             sequences=[outcome.sequence for outcome in outcomes],
-            lengths=[entry.length for entry, _ in here],
-            asked=[entry.asked for entry, _ in here],
+            lengths=[outcome.work.length for outcome in outcomes],
+            asked=[outcome.work.num_draft for outcome in outcomes],
             drafted=[outcome.num_draft for outcome in outcomes],
             accepted=[outcome.num_accepted for outcome in outcomes],
             draft_passes=pending.draft_passes(pending.size),

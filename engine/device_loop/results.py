@@ -13,15 +13,14 @@ from torch import Tensor
 
 from engine.control.controller import StepFeedback
 from engine.kernels.args import UNSOUND, Committed
-from engine.sampling.verification import VerifyOutput
-from engine.scheduler import Work
 from engine.stats import Clock, Forward
+from engine.step import Outcome, Work
 from engine.types import Sequence
 
 Progress = Callable[[str], None]  # gets a message for each stage of loading
 
 
-def untold(_: str) -> None:
+def no_progress(_: str) -> None:
     """Discard the message."""
 
 
@@ -39,7 +38,7 @@ class DeviceSequence:
 class RoundResult:
     """Results of the sequences that have not left since the launch, and the feedback for control."""
 
-    outcomes: tuple[VerifyOutput, ...]
+    outcomes: tuple[Outcome, ...]
     feedback: StepFeedback
     forwards: tuple[Forward, ...]
 
@@ -49,15 +48,14 @@ class RoundEntry:
     """One sequence's part in a round, as of its launch."""
 
     member: DeviceSequence
-    length: int
-    asked: int
-    num_draft: int
+    work: Work
+    num_draft: int  # at most what the work asks for
     draft_caught_up: bool
 
-    def settle(self, row: list[int]) -> VerifyOutput:
+    def settle(self, row: list[int]) -> Outcome:
         """Move the sequence's cursors past its tokens of the round; `row` is its row of the results."""
         *drawn, num_fresh, num_accepted, ended = row
-        assert num_fresh or ended, "the device says that a live sequence had ended"
+        assert num_fresh or ended, "the device reports that a live sequence had ended"
         problem = "the model's output was not a number" if ended == UNSOUND else None
         sequence = self.member.sequence
         sequence.in_flight -= self.num_draft + 1
@@ -66,7 +64,7 @@ class RoundEntry:
         sequence.target.advance(length - 1)
         if self.draft_caught_up:
             sequence.draft.advance(max(sequence.draft.kv_len, length - 2))
-        return VerifyOutput(sequence, taken, tuple(drawn[:num_fresh]), num_accepted, problem)
+        return Outcome(self.work, taken, tuple(drawn[:num_fresh]), num_accepted, problem)
 
 
 class Rounds:
@@ -89,7 +87,7 @@ class Rounds:
     def leave(self, sequence: Sequence) -> None:
         """Free the sequence's slot, if it has one."""
 
-    def record(self, progress: Progress = untold, *, later: bool = False) -> None:
+    def record(self, progress: Progress = no_progress, *, later: bool = False) -> None:
         """Record rounds of every size and K; with `later` only what the others can run in meanwhile."""
 
     def rest(self) -> bool:
@@ -124,12 +122,12 @@ class PendingRound:
     entries: list[RoundEntry]  # in the order of their places
     fed: list[int]  # tokens that the draft was fed before the round, of each sequence that had to catch up
     timer: DeviceTimer  # marks: before drafting, before verification, after it
-    brought: Committed
+    result: Committed
     _rows: Tensor = field(init=False)  # [B, K + 4]: tokens drawn; how many are new, and accepted; whether it ended
     _event: torch.cuda.Event | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        made = self.brought
+        made = self.result
         self._rows = torch.cat([made.drawn, torch.stack([made.num_fresh, made.num_accepted, made.ended], 1)], 1)
         if self._rows.is_cuda:
             pinned = torch.empty(self._rows.shape, dtype=torch.int64, pin_memory=True)

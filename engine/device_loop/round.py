@@ -1,7 +1,7 @@
 """One round of speculative decoding as a function of state on the device: the host reads nothing and sends nothing.
 
 The plain loop (`engine.engine`) is the specification, and both give the same tokens: under the coupled rule always,
-under the rejection rule for the same drafts (docs/adr/0021-rounds-on-the-device.md, 0025-riders-beside-plain-steps.md).
+under the rejection rule for the same drafts (docs/adr/0021-rounds-on-the-device.md, 0025-mixed-batches.md).
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from torch import Tensor
 from engine.attention.registry import Attend, Ragged
 from engine.device_loop.layout import DeviceModel, LaidOut, Layout, Pass
 from engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, DeviceSlots
-from engine.kernels.args import Committed, Drawn, SamplerRows, Tracks
+from engine.kernels.args import Committed, SamplerRows, Tracks
 from engine.model.runner import logits_of
 from engine.sampling import noise
-from engine.sampling.distribution import probabilities
+from engine.sampling.distribution import draw, probabilities
 from engine.sampling.noise import Stream
 from engine.verify import NO_DRAFT, rejection
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOps:
-    """What a round is made of besides the models: kernels, or plain torch."""
+    """What a round is made of besides the models and `distribution.draw`: kernels, or plain torch."""
 
     attend: Attend
-    choose: Callable[..., Drawn]  # `engine.kernels.sampling.choose`, or `distribution.choose_unread`
     commit: Callable[[Tensor, Tensor, Tensor, Tensor, Tracks], Committed]
 
 
@@ -38,7 +37,7 @@ class Drafts:
     """The drafts of a round, and the distributions that they were drawn from, where a rule needs them."""
 
     tokens: Tensor  # [B, K] int64
-    samplers: Tensor | None  # [B, K, vocab] float64
+    probs: Tensor | None  # [B, K, vocab] float64
 
 
 class Round:
@@ -77,8 +76,8 @@ class Round:
         """
         if self._draft is None:
             nothing = slots.new_empty((self.size, 0))
-            no_samplers = self._state.temperature.new_empty((self.size, 0, self._state.vocab), dtype=torch.float64)
-            return Drafts(nothing, no_samplers if self._rejects else None)
+            no_probs = self._state.temperature.new_empty((self.size, 0, self._state.vocab), dtype=torch.float64)
+            return Drafts(nothing, no_probs if self._rejects else None)
         layout = self._draft
         laid, tokens, found = layout.of(slots), list[Tensor](), list[Tensor]()
         newest = layout.rows(0)
@@ -88,7 +87,7 @@ class Round:
             samplers = layout.samplers(laid, i)
             if self._rejects:
                 found.append(probabilities(logits, samplers, truncated=self._truncated))
-            ids = self._ops.choose(logits, samplers, truncated=self._truncated).token
+            ids = draw(logits, samplers, truncated=self._truncated).token
             tokens.append(ids)
         return Drafts(torch.stack(tokens, 1), torch.stack(found, 1) if found else None)
 
@@ -101,14 +100,14 @@ class Round:
         newest = tracks.tokens[slots, laid.position[layout.rows(0)].view(self.size, -1)[:, 0]]
         logits = self._run(layout, laid, 0, torch.cat([newest[:, None], drafts.tokens], 1))
         samplers = layout.samplers(laid, 0)
-        chosen = self._ops.choose(logits, samplers, truncated=self._truncated)
+        chosen = draw(logits, samplers, truncated=self._truncated)
         drawn = chosen.token.view(self.size, -1)
         num_sound = chosen.sound.view(self.size, -1).long().cumprod(1).sum(1)
         most = each[NUM_DRAFT].minimum(each[MAX_LENGTH] - each[LENGTH] - 1)
         tokens = torch.where(self._steps < most[:, None], drafts.tokens, self._no_drafts)
-        if drafts.samplers is not None:
+        if drafts.probs is not None:
             mine = each[REJECTS][:, None] > 0
-            decided, kept = self._judged(logits, samplers, tokens, drafts.samplers)
+            decided, kept = self._judged(logits, samplers, tokens, drafts.probs)
             drawn, tokens = torch.where(mine, decided, drawn), torch.where(mine, kept, tokens)
         return self._ops.commit(drawn, tokens, num_sound, slots, tracks)
 
@@ -134,4 +133,4 @@ class Round:
     def _resampled(self, samplers: SamplerRows, left: Tensor, position: Tensor) -> Tensor:
         mine = samplers.rows(torch.arange(self.size, device=self.device) * (self.k + 1) + position)
         shaped = replace(mine, temperature=torch.ones_like(mine.temperature))
-        return self._ops.choose(left.float(), shaped, truncated=False).token
+        return draw(left.float(), shaped, truncated=False).token

@@ -1,15 +1,15 @@
-"""Sequences that stand on the device: what a round needs of them, one slot each. Knows no model.
+"""Sequences on the device: what a round needs of them, one slot each. Knows no model.
 
-The host writes a slot when a sequence is placed, and what has changed before a round; `send` brings it up
+The host writes a slot when a sequence is placed, and what has changed before a round; `send` copies it there
 (docs/adr/0021-rounds-on-the-device.md).
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,64 +22,54 @@ from engine.sampling.distribution import signed
 _ALIGNED = 16  # words, and columns: a kernel that finds a tensor at another alignment would be compiled anew
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where one tensor's numbers are to go, and which they are."""
-
-    tensor: Tensor
-    first: int  # word of its first number
-    new: dict[int, float] = field(default_factory=dict)  # by place in the flattened tensor
-
-
-class Slate:
+class StagedWrites:
     """Tensors in one stretch of device memory, of 32-bit words.
 
     `tensor[i] = 5` on CUDA is a copy from memory that is not pinned, for which the host waits until the device has
-    done all it has to do. So `write` only notes a number, and `send` brings all that were noted up in one copy and one
+    done all it has to do. So `write` only notes a number, and `send` copies all that were noted in one copy and one
     scatter, which take their place behind what was launched before: or does nothing, if nothing was noted.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> None:
-        starts, end = dict[str, int](), 0
+        self._starts, end = dict[str, int](), 0
         for name, (dtype, shape) in shapes.items():
-            starts[name] = end
+            self._starts[name] = end
             end += -(-_words(dtype, shape) // _ALIGNED) * _ALIGNED
         self._words = torch.zeros(end, dtype=torch.int32, device=device)
-        self._homes = dict[str, Home]()
-        for name, (dtype, shape) in shapes.items():
-            mine = self._words[starts[name] : starts[name] + _words(dtype, shape)]
-            self._homes[name] = Home(mine.view(dtype).view(shape), starts[name])
+        self._tensors = {
+            name: self._words[self._starts[name] :][: _words(dtype, shape)].view(dtype).view(shape)
+            for name, (dtype, shape) in shapes.items()
+        }
+        self._new = defaultdict[str, dict[int, float]](dict)  # by name, and by place in the flattened tensor
 
     def __getitem__(self, name: str) -> Tensor:
         """A tensor, as the device has it."""
-        return self._homes[name].tensor
+        return self._tensors[name]
 
     def write(self, name: str, first: int, *numbers: float) -> None:
         """Note numbers for places from `first` on of a tensor that is thought of as flat; the last one noted counts."""
-        self._homes[name].new.update(enumerate(numbers, first))
+        self._new[name].update(enumerate(numbers, first))
 
     def send(self) -> None:
-        """Bring up what was noted."""
-        homes = [home for home in self._homes.values() if home.new]
-        if not homes:
+        """Copy what was noted to the device."""
+        if not self._new:
             return
-        at = torch.cat([_places(home) for home in homes])
-        numbers = [torch.tensor(list(home.new.values()), dtype=home.tensor.dtype).view(torch.int32) for home in homes]
-        packed = send(torch.cat([at.view(torch.int32), *numbers]), self._words.device)
-        self._words.index_copy_(0, packed[: 2 * len(at)].view(torch.int64), packed[2 * len(at) :])
-        for home in homes:
-            home.new.clear()
+        at, numbers = list[Tensor](), list[Tensor]()
+        for name, new in self._new.items():
+            dtype = self._tensors[name].dtype
+            width = dtype.itemsize // 4
+            # The words of places 3 and 5 of 64-bit numbers from word 10 on: 16, 17, 20, 21.
+            first = self._starts[name] + width * torch.tensor(list(new), dtype=torch.int64)
+            at.append((first[:, None] + torch.arange(width)).flatten())
+            numbers.append(torch.tensor(list(new.values()), dtype=dtype).view(torch.int32))
+        packed = send(torch.cat([*(words.view(torch.int32) for words in at), *numbers]), self._words.device)
+        end = 2 * sum(map(len, at))
+        self._words.index_copy_(0, packed[:end].view(torch.int64), packed[end:])
+        self._new.clear()
 
 
 def _words(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize // 4
-
-
-def _places(home: Home) -> Tensor:
-    """The words of its new numbers: places 3 and 5 of 64-bit numbers from word 10 on -> 16, 17, 20, 21."""
-    width = home.tensor.dtype.itemsize // 4
-    first = home.first + width * torch.tensor(list(home.new), dtype=torch.int64)
-    return (first[:, None] + torch.arange(width)).flatten()
 
 
 IDLE = 0  # the slot of no sequence, for the idle places of a batch
@@ -95,9 +85,9 @@ class Tables:
     The last column is always spare, as that of position -1.
     """
 
-    def __init__(self, slate: Slate, name: str, spare_page: int) -> None:
-        self.pages, self.spare_page = slate[name].fill_(spare_page), spare_page
-        self._slate, self._name, self._entered = slate, name, [0] * len(self.pages)
+    def __init__(self, staged: StagedWrites, name: str, spare_page: int) -> None:
+        self.pages, self.spare_page = staged[name].fill_(spare_page), spare_page
+        self._staged, self._name, self._entered = staged, name, [0] * len(self.pages)
 
     @property
     def width(self) -> int:
@@ -109,11 +99,11 @@ class Tables:
         first = self._entered[slot]
         assert len(pages) <= self.width, "more pages than the longest sequence has"
         if len(pages) > first:
-            self._slate.write(self._name, slot * self.pages.shape[1] + first, *pages[first:])
+            self._staged.write(self._name, slot * self.pages.shape[1] + first, *pages[first:])
             self._entered[slot] = len(pages)
 
     def clear(self, slot: int) -> None:
-        """Another sequence stands here from now on. The pages of the one before may have been given away."""
+        """Another sequence has this slot from now on. The pages of the one before may have been given away."""
         self.pages[slot].fill_(self.spare_page)
         self._entered[slot] = 0
 
@@ -127,7 +117,7 @@ class DeviceSlots:
         size, int64 = num_slots + 1, torch.int64
         self.vocab, self._columns = vocab, -(-size // _ALIGNED) * _ALIGNED
         pages = torch.int32, (size, width + 1)
-        self._slate = Slate(
+        self._staged = StagedWrites(
             {
                 "whole": (int64, (7, self._columns)), "ends": (int64, (size, MOST_ENDS)),
                 "top_p": (torch.float64, (size,)), "min_p": (torch.float64, (size,)),
@@ -136,20 +126,20 @@ class DeviceSlots:
             device,
         )  # fmt: skip
         self.target, self.draft = (
-            Tables(self._slate, name, spare) for name, spare in zip(("target", "draft"), spare_pages, strict=True)
+            Tables(self._staged, name, spare) for name, spare in zip(("target", "draft"), spare_pages, strict=True)
         )
-        self.whole = self._slate["whole"]  # [7, columns]
+        self.whole = self._staged["whole"]  # [7, columns]
         for row, value in ((LENGTH, 1), (MAX_LENGTH, 1), (TOP_K, vocab)):
             self.whole[row].fill_(value)
         self.tracks = Tracks(
             tokens=torch.zeros((size, longest), dtype=int64, device=device),
             length=self.whole[LENGTH],
             max_length=self.whole[MAX_LENGTH],
-            ends=self._slate["ends"].fill_(-1),
+            ends=self._staged["ends"].fill_(-1),
             running=self.whole[RUNNING],
         )
-        self.temperature, self.min_p = self._slate["temperature"], self._slate["min_p"]
-        self.top_p = self._slate["top_p"].fill_(1)
+        self.temperature, self.min_p = self._staged["temperature"], self._staged["min_p"]
+        self.top_p = self._staged["top_p"].fill_(1)
 
     def place(
         self, slot: int, tokens: Seq[int], max_length: int, ends: Seq[int], sampling: SamplingParams, seed: int, *,
@@ -160,21 +150,21 @@ class DeviceSlots:
         self.draft.clear(slot)
         new = send(torch.tensor(tokens, dtype=torch.int64), self.tracks.tokens.device)
         self.tracks.tokens[slot, : len(new)].copy_(new)
-        self._slate.write("ends", slot * MOST_ENDS, *ends, *[-1] * (MOST_ENDS - len(ends)))
+        self._staged.write("ends", slot * MOST_ENDS, *ends, *[-1] * (MOST_ENDS - len(ends)))
         whole = {
             LENGTH: len(tokens), MAX_LENGTH: max_length, NUM_DRAFT: num_draft, REJECTS: int(rejects), RUNNING: 1,
             TOP_K: min(sampling.top_k or self.vocab, self.vocab), SEED: signed(seed),
         }  # fmt: skip
         for row, value in whole.items():
-            self._slate.write("whole", row * self._columns + slot, value)
+            self._staged.write("whole", row * self._columns + slot, value)
         for name in ("temperature", "min_p"):
-            self._slate.write(name, slot, getattr(sampling, name))
-        self._slate.write("top_p", slot, sampling.least_mass)
+            self._staged.write(name, slot, getattr(sampling, name))
+        self._staged.write("top_p", slot, sampling.least_mass)
 
     def set_num_draft(self, slot: int, num_draft: int) -> None:
         """Drafts that this sequence takes of each round's K."""
-        self._slate.write("whole", NUM_DRAFT * self._columns + slot, num_draft)
+        self._staged.write("whole", NUM_DRAFT * self._columns + slot, num_draft)
 
     def send(self) -> None:
         """Bring up what has changed since the last time. A round that is launched before it reads what was."""
-        self._slate.send()
+        self._staged.send()

@@ -99,17 +99,22 @@ class Drawn:
 class SamplerRows:
     """What shapes R rows, all on the device. A row with temperature 0 is greedy and needs nothing else."""
 
-    temperature: Tensor  # [R] float32
     top_k: Tensor  # [R] int64, the vocabulary size where off
     top_p: Tensor  # [R] float64, 1 where off
     min_p: Tensor  # [R] float64, 0 where off
     seed: Tensor  # [R] int64, the bits of a uint64
     position: Tensor  # [R] int64
     stream: Tensor  # [R] int64
+    temperature: Tensor  # [R] float32
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its fields in order, the wider numbers first."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     def rows(self, some: Tensor | slice) -> SamplerRows:
-        return SamplerRows(*(getattr(self, field.name)[some] for field in fields(self)))
+        return SamplerRows(*(tensor[some] for tensor in self.tensors))
 
     def dense(self) -> SamplerRows:
         """The same without gaps between numbers: a kernel gets the address of the first one only."""
-        return SamplerRows(*(getattr(self, field.name).contiguous() for field in fields(self)))
+        return SamplerRows(*(tensor.contiguous() for tensor in self.tensors))

@@ -33,6 +33,16 @@ def send(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
+def send_together(tensors: Seq[Tensor], device: torch.device) -> list[Tensor]:
+    """Small tensors to the device in one copy, which costs more than its bytes; those of wider numbers come first."""
+    if device.type == "cpu":
+        return list(tensors)
+    # A view as bytes needs a stride of 1, which `contiguous` does not give to a single number.
+    flat = [tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8) for tensor in tensors]
+    parts = send(torch.cat(flat), device).split([len(part) for part in flat])
+    return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Query rows of one sequence times query heads of one K/V head: what one program reads K/V for."""

@@ -83,27 +83,27 @@ class RaggedBatch:
     def of(cls, feeds: Seq[Feed], page_size: int, device: torch.device) -> RaggedBatch:
         ids: list[int] = []
         positions: list[int] = []
-        position_ids: list[int] = []
+        position_ids: list[int] = []  # of a model with two rotary tables; else they are the positions
         kv_rows: list[int] = []
         logit_rows: list[int] = []
-        cu_seqlens = [0]
+        cu_seqlens, has_tables = [0], any(feed.table for feed in feeds)
         for feed in feeds:
             ids += feed.tokens
             span = range(feed.start, feed.kv_len)
             positions += span
-            position_ids += (p + feed.table * TABLE_MARK for p in span) if feed.table else span
+            position_ids += (p + feed.table * TABLE_MARK for p in span) if has_tables else ()
             kv_rows += [feed.page_table[p // page_size] * page_size + p % page_size for p in span]
             logit_rows += range(len(ids) - feed.num_logits, len(ids))
             cu_seqlens.append(len(ids))
         # One upload for all arrays: on a GPU each small copy costs more than all their bytes.
-        packed = send(torch.tensor(ids + positions + kv_rows + position_ids + logit_rows, dtype=torch.int64), device)
-        total = len(ids)
+        packed = send(torch.tensor(ids + positions + kv_rows + logit_rows + position_ids, dtype=torch.int64), device)
+        total, end = len(ids), 3 * len(ids) + len(logit_rows)
         return cls(
             input_ids=packed[:total],
             positions=packed[total : 2 * total],
             kv_rows=packed[2 * total : 3 * total],
-            position_ids=packed[3 * total : 4 * total],
-            logit_rows=packed[4 * total :],
+            position_ids=packed[end:] if has_tables else packed[total : 2 * total],
+            logit_rows=packed[3 * total : end],
             cu_seqlens=tuple(cu_seqlens),
             kv_lens=tuple(feed.kv_len for feed in feeds),
             page_tables=tuple(feed.page_table for feed in feeds),

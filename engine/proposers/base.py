@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -20,8 +19,8 @@ from engine.types import KVCursor, Sequence
 class Proposal:
     """Ragged drafts: `tokens[i]` are the guesses for sequence i, at most as many as were asked for.
 
-    `draft_probs[i]` is the law that `tokens[i]` were drawn from, float64 `[len(tokens[i]), vocab]`; only sequences
-    under the rejection rule have one. None means certainty: the law that puts everything on the proposed token.
+    `draft_probs[i]` is the distribution that `tokens[i]` were drawn from, float64 `[len(tokens[i]), vocab]`; only
+    sequences under the rejection rule have one. None means certainty: all probability is on the proposed token.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -41,7 +40,7 @@ class Proposer:
     """
 
     uses_draft_kv = False  # whether sequences need pages in an arena of its own
-    shares_draft_kv = False  # whether these hang on tokens and positions alone, so that the prefix cache may keep them
+    shares_draft_kv = False  # whether these depend only on tokens and positions, so that the prefix cache may keep them
     is_parallel = False  # whether it makes all its drafts in one pass, whatever their number
     most_drafts: int | None = None  # that it can make in a step; None: any number
 
@@ -77,34 +76,15 @@ class Observer(Protocol):
 
 
 class Lookup(Proposer, ABC):
-    """Looks drafts up, so that it can say which there are before it is known whether they pay."""
+    """Finds drafts in earlier text, which takes no pass of a model: planning knows them before it chooses their number.
 
-    def __init__(self) -> None:
-        # Length of a sequence when it was looked up last, how many drafts were asked for, and what was found. Weak
-        # keys: it goes when its sequence goes, with no call to forget.
-        self._found: WeakKeyDictionary[Sequence, tuple[int, int, Found]] = WeakKeyDictionary()
+    So it is `Proposers.find` that asks it, once for each sequence and step, and not `Proposers.propose`.
+    """
 
     @abstractmethod
     def look_up(self, sequence: Sequence, k: int) -> Found:
         """Those that there are, at most `k`."""
 
-    def find(self, sequence: Sequence, k: int) -> Found:
-        """The same. Asked again at one place for no more drafts, the first of those that were found before."""
-        length, most, found = self._found.get(sequence, (0, 0, Found()))
-        if length != len(sequence.tokens) or most < k:
-            found = self.look_up(sequence, k)
-            self._found[sequence] = len(sequence.tokens), k, found
-        return found._replace(tokens=found.tokens[:k])
-
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """Look each sequence up."""
-        return Proposal.certain([self.find(s, k).tokens for s, k in zip(sequences, k_each, strict=True)])
-
-
-class PredictionProposer(Lookup):
-    """Proposes what the request's prediction has next (`engine/request/prediction.py`), where the output follows it."""
-
-    def look_up(self, sequence: Sequence, k: int) -> Found:
-        """See `Lookup`."""
-        assert sequence.alignment is not None, "asked of a sequence without a prediction"
-        return Found(sequence.alignment.drafts(k))
+        """The same as any other proposer gives them, for one that wraps this one."""
+        return Proposal.certain([self.look_up(s, k).tokens for s, k in zip(sequences, k_each, strict=True)])

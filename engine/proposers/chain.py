@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.params import Verification
-from engine.proposers.base import Proposal
-from engine.sampling import distribution
-from engine.sampling.distribution import RowParams
+from engine.proposers.base import Proposal, Proposer
+from engine.sampling.distribution import any_truncated, draw, draw_rows, probabilities, samplers_of
 from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
 from engine.stats import Forward
@@ -36,40 +36,54 @@ class Chain:
     @property
     def row(self) -> LogitsRow:
         """The draw of the next draft: with the target's own noise under the coupled rule, apart under rejection."""
-        stream = Stream.DRAFT if self.is_judged_by_law else Stream.COUPLED
-        return LogitsRow(self.sequence, tuple(self.tokens), stream)
+        return LogitsRow(self.sequence, tuple(self.tokens), Stream.DRAFT if self.keeps_probs else Stream.COUPLED)
 
     @property
-    def is_judged_by_law(self) -> bool:
+    def keeps_probs(self) -> bool:
         """Whether the rejection rule needs the distribution of each draft."""
         return self.sequence.speculation.verification is Verification.REJECTION
 
 
-def chains_of(sequences: Seq[Sequence], k_each: Seq[int]) -> list[Chain]:
-    """One empty chain each."""
-    return [Chain(sequence, k) for sequence, k in zip(sequences, k_each, strict=True)]
+class ChainProposer(Proposer, ABC):
+    """Drafts with a distribution of its own."""
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        """One chain for each sequence."""
+        chains, forwards = [Chain(*each) for each in zip(sequences, k_each, strict=True)], list[Forward]()
+        self.draft([chain for chain in chains if chain.k], forwards)
+        return Proposal(
+            tokens=tuple(tuple(chain.tokens) for chain in chains),
+            draft_probs=tuple(torch.stack(chain.probs) if chain.probs else None for chain in chains),
+            forwards=tuple(forwards),
+        )
+
+    @abstractmethod
+    def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
+        """Extend chains that want drafts, as far as it can, and add each pass of the model to `forwards`."""
 
 
-def draw(chains: Seq[Chain], logits: Tensor) -> None:
+def extend(chains: Seq[Chain], logits: Tensor) -> None:
     """Append one token to each chain, as the sequence's own parameters have it; `logits` `[len(chains), vocab]`.
 
     The one place where a draft is drawn: whatever shapes the target's distribution shapes the draft's here.
     """
     if not chains:
         return
-    rows, needs_law = [chain.row for chain in chains], any(chain.is_judged_by_law for chain in chains)
-    logits, probs = process(logits, rows), None
-    if needs_law:
-        params = RowParams.of(rows, logits.shape[1], logits.device)
-        probs = distribution.probabilities(logits, params.samplers, truncated=params.truncated)
-    drawn = distribution.draw(logits, rows).tolist()
-    for i, chain in enumerate(chains):
-        chain.tokens.append(drawn[i])
-        if probs is not None and chain.is_judged_by_law:
-            chain.probs.append(probs[i])
+    rows, judged = [chain.row for chain in chains], [i for i, chain in enumerate(chains) if chain.keeps_probs]
+    logits = process(logits, rows)
+    if judged:
+        samplers, truncated = samplers_of(rows, logits.shape[1], logits.device), any_truncated(rows)
+        probs, drawn = probabilities(logits, samplers, truncated=truncated), draw(logits, samplers, truncated=truncated)
+        for i in judged:
+            chains[i].probs.append(probs[i])
+    else:
+        drawn = draw_rows(logits, rows)
+    for chain, token in zip(chains, drawn.token.tolist(), strict=True):
+        chain.tokens.append(token)
 
 
-def draw_at_once(chains: Seq[Chain], logits: Tensor) -> None:
+def extend_at_once(chains: Seq[Chain], logits: Tensor) -> None:
     """Draw all drafts of each chain, those of one depth together: processors see what was drawn before.
 
     `logits` have `chain.k` rows of each chain, one chain after the other: of k [2, 1] those of drafts 0 and 1, and 0.
@@ -77,13 +91,4 @@ def draw_at_once(chains: Seq[Chain], logits: Tensor) -> None:
     placed = list(zip(chains, accumulate((chain.k for chain in chains), initial=0), strict=False))
     for depth in range(max(chain.k for chain in chains)):
         deep = [(chain, first + depth) for chain, first in placed if chain.k > depth]
-        draw([chain for chain, _ in deep], logits[[row for _, row in deep]])
-
-
-def proposal_of(chains: Seq[Chain], forwards: Seq[Forward]) -> Proposal:
-    """All chains, in their order."""
-    return Proposal(
-        tokens=tuple(tuple(chain.tokens) for chain in chains),
-        draft_probs=tuple(torch.stack(chain.probs) if chain.probs else None for chain in chains),
-        forwards=tuple(forwards),
-    )
+        extend([chain for chain, _ in deep], logits[[row for _, row in deep]])

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.runner import Runner
-from engine.proposers.base import Proposal, Proposer
-from engine.proposers.chain import Chain, chains_of, draw, proposal_of
+from engine.proposers.chain import Chain, ChainProposer, extend
 from engine.stats import Forward
-from engine.types import Sequence
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
 
 
-class ModelProposer(Proposer):
+class ModelProposer(ChainProposer):
     """Drafts with a model that speaks the target's token ids: another one, or the target's own first layers."""
 
     uses_draft_kv = True
@@ -29,17 +26,12 @@ class ModelProposer(Proposer):
     def __init__(self, runner: Runner, prefill: PrefillBudget) -> None:
         self.runner, self._prefill = runner, prefill
 
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """Draft; a sequence whose catch-up exceeds the token budget is fed a part of it and gets no drafts yet."""
-        chains = chains_of(sequences, k_each)
-        forwards: list[Forward] = []
+    def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
+        """A sequence whose catch-up exceeds the token budget is fed a part of it and gets no drafts yet."""
         # Sequences that lack little come first: one with a long prompt to read takes no drafts away from the others.
-        active = sorted(
-            (chain for chain in chains if chain.k), key=lambda c: len(c.sequence.tokens) - c.sequence.draft.kv_len
-        )
-        while active:
-            active = self._extend(active, forwards)
-        return proposal_of(chains, forwards)
+        chains = sorted(chains, key=lambda c: len(c.sequence.tokens) - c.sequence.draft.kv_len)
+        while chains:
+            chains = self._extend(chains, forwards)
 
     def _extend(self, chains: list[Chain], forwards: list[Forward]) -> list[Chain]:
         """One draft pass: every chain that is fed to its end grows by a token. Returns those that want more."""
@@ -53,7 +45,7 @@ class ModelProposer(Proposer):
         for chain, feed in zip(chains, feeds, strict=True):
             chain.sequence.draft.advance(feed.kv_len)
         grown = [chain for chain, feed in zip(chains, feeds, strict=True) if feed.num_logits]
-        draw(grown, logits)
+        extend(grown, logits)
         return [chain for chain in grown if chain.is_unfinished]
 
 

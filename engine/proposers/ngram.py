@@ -36,7 +36,6 @@ class NGramProposer(Lookup):
     """Looks for the longest of `sizes` that occurred before and proposes what came after it."""
 
     def __init__(self, sizes: Seq[int] = (4, 3, 2)) -> None:
-        super().__init__()
         self._sizes = tuple(sizes)
         self._indexes: WeakKeyDictionary[Sequence, tuple[NGramIndex, ...]] = WeakKeyDictionary()
 

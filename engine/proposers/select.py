@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-
-from torch import Tensor
+from weakref import WeakKeyDictionary
 
 from engine.control.goodput import Found, Traits
 from engine.kv.batch import Feed
-from engine.proposers.base import Lookup, Observer, Passed, PredictionProposer, Proposal, Proposer
+from engine.proposers.base import Lookup, Observer, Passed, Proposal, Proposer
 from engine.sampling.processors import allowed_prefix
 from engine.stats import Forward
+from engine.step import StepPlan, Work
 from engine.types import AUTO, PREDICTION, Sequence
 
 log = logging.getLogger(__name__)
@@ -23,18 +24,19 @@ GIVE_UP_AFTER = 3  # failures in a row
 
 
 class Proposers:
-    """Named proposers behind the interface of one: asks for each sequence the one that drafts for it.
+    """Named proposers: each sequence has its own choice of them, within one batch.
 
     `any_of`: names of those of which control chooses one for each sequence and step where a request asks for `auto`.
     """
 
     def __init__(self, by_name: Mapping[str, Proposer], vocab_size: int, any_of: Seq[str] = ()) -> None:
-        self.by_name, self._vocab_size = {**by_name, PREDICTION: PredictionProposer()}, vocab_size
-        self.any_of = tuple(any_of)
+        self.by_name, self._vocab_size, self.any_of = dict(by_name), vocab_size, tuple(any_of)
         self._observers = [(name, own) for name, own in by_name.items() if isinstance(own, Observer)]
         self._failures_in_a_row = dict.fromkeys(self.by_name, 0)
         self._blind: set[str] = set()  # observers that failed to see the last pass
         self._num_failures = 0  # since `take_failures` was called last
+        # By sequence and lookup: its length when it was searched, the most drafts asked for, and what was found.
+        self._found = WeakKeyDictionary[Sequence, dict[str, tuple[int, int, Found]]]()
 
     def take_failures(self) -> int:
         """How many times a proposer has failed since the last call."""
@@ -44,8 +46,7 @@ class Proposers:
     @property
     def names(self) -> tuple[str, ...]:
         """What a request may ask for."""
-        own = tuple(name for name in self.by_name if name != PREDICTION)
-        return (*own, AUTO) if self.any_of else own
+        return (*self.by_name, AUTO) if self.any_of else tuple(self.by_name)
 
     @property
     def draft_kv_users(self) -> tuple[str, ...]:
@@ -59,47 +60,66 @@ class Proposers:
 
     @property
     def traits(self) -> dict[str, Traits]:
-        """By name, what control has to know of each."""
-        return {
+        """By name, what control has to know of each, and of the requests' predictions."""
+        made = {
             name: Traits(
-                find=partial(self._find, name, proposer) if isinstance(proposer, Lookup) else None,
+                find=partial(self.find, name) if isinstance(proposer, Lookup) else None,
                 num_unseen=partial(_num_unseen, name, proposer) if proposer.uses_draft_kv else None,
                 is_parallel=proposer.is_parallel,
                 most=proposer.most_drafts,
             )
             for name, proposer in self.by_name.items()
         }
+        return {**made, PREDICTION: Traits(find=partial(self.find, PREDICTION))}
 
-    def _find(self, name: str, lookup: Lookup, sequence: Sequence, k: int) -> Found:
-        """As in `_ask`: one that fails has nothing, and after three failures in a row it is not asked again."""
-        if self._failures_in_a_row[name] == GIVE_UP_AFTER:
-            return Found()
-        try:
-            return lookup.find(sequence, k)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
-            self._failed(name, error)
-            return Found()
+    def find(self, name: str, sequence: Sequence, k: int) -> Found:
+        """Drafts that a lookup or the prediction has for the next step, at most `k`; searched for once at each length.
 
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """Merge what each proposer says of its own sequences, in the order of `sequences`."""
-        tokens: list[tuple[int, ...]] = [()] * len(sequences)
-        draft_probs: list[Tensor | None] = [None] * len(sequences)
-        forwards: list[Forward] = []
+        A lookup that fails has none in this step, and after three failures in a row it is not asked again.
+        """
+        if name == PREDICTION:
+            return Found(sequence.predicted[:k])
+        known = self._found.setdefault(sequence, {})
+        length, most, found = known.get(name, (0, 0, Found()))
+        if length != len(sequence.tokens) or most < k:
+            found, lookup = Found(), self.by_name[name]
+            assert isinstance(lookup, Lookup), "only lookups are searched"
+            if not self._has_given_up(name, [sequence]):
+                try:
+                    found = lookup.look_up(sequence, k)
+                    self._check(found.tokens, k)
+                    self._failures_in_a_row[name] = 0
+                except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
+                    found = Found()
+                    self._failed(name, error)
+            known[name] = len(sequence.tokens), k, found
+        return found._replace(tokens=found.tokens[:k])
+
+    def find_drafts(self, sequence: Sequence, k: int) -> tuple[int, ...] | None:
+        """What drafts next for the sequence has found, at most `k`; None where it makes its drafts in `propose`."""
+        if not sequence.is_predicted and not isinstance(self.by_name.get(sequence.drafter), Lookup):
+            return None
+        return allowed_prefix(sequence, self.find(sequence.drafter, sequence, k).tokens)
+
+    def propose(self, plan: StepPlan) -> StepPlan:
+        """The plan, with the drafts of the sequences that have none yet, from the proposer of each."""
+        works, forwards = list(plan.works), list[Forward]()
         for name, proposer in self.by_name.items():
-            mine = [i for i, s in enumerate(sequences) if k_each[i] and s.drafter == name]
-            if mine:
-                part = self._ask(name, proposer, [sequences[i] for i in mine], [k_each[i] for i in mine])
-                forwards += part.forwards
-                for i, drafts, probs in zip(mine, part.tokens, part.draft_probs, strict=True):
-                    tokens[i] = allowed_prefix(sequences[i], drafts)
-                    draft_probs[i] = None if probs is None else probs[: len(tokens[i])]
-        return Proposal(tuple(tokens), tuple(draft_probs), tuple(forwards))
+            asked = [i for i, w in enumerate(works) if w.num_draft and not w.drafts and w.sequence.drafter == name]
+            if asked:
+                made = self._ask(name, proposer, [works[i] for i in asked])
+                forwards += made.forwards
+                for i, tokens, probs in zip(asked, made.tokens, made.draft_probs, strict=True):
+                    drafts = allowed_prefix(works[i].sequence, tokens)
+                    given = None if probs is None else probs[: len(drafts)]
+                    works[i] = replace(works[i], drafts=drafts, draft_probs=given)
+        return replace(plan, works=tuple(works), draft_forwards=tuple(forwards))
 
-    def observe(self, sequences: Seq[Sequence], feeds: Seq[Feed]) -> None:
+    def observe(self, works: Seq[Work], feeds: Seq[Feed]) -> None:
         """Show each observer what the target was just fed of those sequences that it may draft for."""
         first_rows = accumulate((len(feed.tokens) for feed in feeds), initial=0)
         # One row number more than feeds: where the next would begin.
-        passed = [Passed(*each) for each in zip(sequences, feeds, first_rows, strict=False)]
+        passed = [Passed(w.sequence, feed, first) for w, feed, first in zip(works, feeds, first_rows, strict=False)]
         passed = [p for p in passed if p.sequence.speculation.num_draft_tokens > 0]
         for name, observer in self._observers:
             mine = [p for p in passed if name in p.sequence.drafters]
@@ -114,15 +134,11 @@ class Proposers:
                     self._blind.add(name)
                     self._failed(name, error)
 
-    def _ask(self, name: str, proposer: Proposer, sequences: list[Sequence], k_each: list[int]) -> Proposal:
+    def _ask(self, name: str, proposer: Proposer, works: list[Work]) -> Proposal:
         """A proposer that fails costs speed, never output: this step decodes plainly, and after three all do."""
+        sequences, k_each = [work.sequence for work in works], [work.num_draft for work in works]
         nothing = Proposal.certain([()] * len(sequences))
-        if self._failures_in_a_row[name] == GIVE_UP_AFTER:
-            for sequence in sequences:  # where there are others, one of them drafts from now on
-                sequence.candidates = tuple(other for other in sequence.candidates if other != name)
-                sequence.choice = next(iter(sequence.candidates), sequence.choice)
-            return nothing
-        if name in self._blind:
+        if self._has_given_up(name, sequences) or name in self._blind:
             return nothing
         if proposer.uses_draft_kv:
             for sequence in sequences:
@@ -130,7 +146,8 @@ class Proposers:
         known = [sequence.draft.kv_len for sequence in sequences]
         try:
             proposal = proposer.propose(sequences, k_each)
-            self._check(proposal, k_each)
+            for drafts, k in zip(proposal.tokens, k_each, strict=True):
+                self._check(drafts, k)
         except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
             self._failed(name, error)
             for sequence, kv_len in zip(sequences, known, strict=True):
@@ -139,13 +156,22 @@ class Proposers:
         self._failures_in_a_row[name] = 0
         return proposal
 
-    def _check(self, proposal: Proposal, k_each: list[int]) -> None:
+    def _has_given_up(self, name: str, sequences: Seq[Sequence]) -> bool:
+        """Whether it failed too often. Then of several candidates another one drafts for these from now on."""
+        if self._failures_in_a_row[name] < GIVE_UP_AFTER:
+            return False
+        for sequence in sequences:
+            sequence.candidates = tuple(other for other in sequence.candidates if other != name)
+            if sequence.choice == name:
+                sequence.choice = next(iter(sequence.candidates), name)
+        return True
+
+    def _check(self, drafts: Seq[int], k: int) -> None:
         """Drafts go straight into the target's embedding and arena: too many, or no tokens, must not get there."""
-        for drafts, k in zip(proposal.tokens, k_each, strict=True):
-            if len(drafts) > k:
-                raise ValueError(f"proposed {len(drafts)} drafts where at most {k} were asked for")
-            if not all(0 <= token < self._vocab_size for token in drafts):
-                raise ValueError(f"proposed {drafts}; token ids are 0 to {self._vocab_size - 1}")
+        if len(drafts) > k:
+            raise ValueError(f"proposed {len(drafts)} drafts where at most {k} were asked for")
+        if not all(0 <= token < self._vocab_size for token in drafts):
+            raise ValueError(f"proposed {drafts}; token ids are 0 to {self._vocab_size - 1}")
 
     def _failed(self, name: str, error: Exception) -> None:
         self._num_failures += 1

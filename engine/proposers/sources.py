@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import ModelError
 from engine.model.adapters.peft import CONFIG as ADAPTER_CONFIG
 from engine.model.bounded import find_file
-from engine.model.checkpoint import refuse_missing_folder, as_model_error
+from engine.model.checkpoint import as_model_error, refuse_missing_folder
 from engine.model.gguf.container import gguf_file
 from engine.model.published.files import tensor_infos
 from engine.proposers.heads.uno import INNER

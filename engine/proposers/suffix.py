@@ -1,7 +1,7 @@
 """SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): what followed the longest matches before, by frequency.
 
 Looks in the request itself (prompt and output) and in past outputs of the same tenant. Drafts can never change an
-output, so sharing past outputs tells nobody's text; but a draft that is kept makes a step faster, and time can be
+output, so sharing past outputs reveals no text; but a draft that is kept makes a step faster, and time can be
 measured. So tenants (`Request.cache_salt`) never share.
 """
 
@@ -185,7 +185,6 @@ class SuffixProposer(Lookup):
     """Proposes as far as what followed before is likely to follow again; often nothing."""
 
     def __init__(self, rules: Rules | None = None, capacity: int = 2**17) -> None:
-        super().__init__()
         self._rules, self._past = rules or Rules(), PastOutputs(capacity)
         self._readings: WeakKeyDictionary[Sequence, _IndexedText] = WeakKeyDictionary()
 

@@ -1,6 +1,6 @@
 """A draft of another vocabulary speaks the target's: what a token of the one is called in the other.
 
-Tokens are compared by the bytes that they stand for, special ones by their role. Each target token is fed to the
+Tokens are compared by the bytes that they mean, special ones by their role. Each target token is fed to the
 draft as exactly one draft token, so positions stay one to one and no cursor knows; the draft's logits come back in
 the order of the target's ids. Knows tokenizers; knows no text of any request.
 """
@@ -30,7 +30,7 @@ _ABSENT = -1
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
-    """What each token of one checkpoint stands for. `width` is that of its logits, which may be padded."""
+    """What each token of one checkpoint means. `width` is that of its logits, which may be padded."""
 
     name: str
     width: int
@@ -109,7 +109,7 @@ class VocabMap:
         if found.num_shared < least:
             raise ModelError(
                 f"draft {draft.name!r} shares {found.num_shared} of the {found.num_tokens} tokens of target "
-                f"{target.name!r}; expected at least {least}: it could hardly ever propose what the target says"
+                f"{target.name!r}; expected at least {least}: its drafts would hardly ever be accepted"
             )
         return found
 
@@ -166,7 +166,7 @@ def _fed(target: DraftVocabulary, draft: DraftVocabulary, column_of: Seq[int]) -
         elif column != _ABSENT:
             fed.append(column)
         else:
-            text = target.texts.get(token, b"")  # what comes next depends on the end of what was said
+            text = target.texts.get(token, b"")  # the next token depends on the end of the text
             endings = (text[start:] for start in range(len(text)))
             fed.append(next((by_text[ending] for ending in endings if ending in by_text), nothing))
     return tuple(fed)

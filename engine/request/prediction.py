@@ -1,4 +1,4 @@
-"""Where an output is in the text that its caller predicted, and so what may come next. Knows token ids alone.
+"""Where an output is in the text that its caller predicted, and so what may come next. Knows only token ids.
 
 The output of an edit follows the prediction, leaves it where something was changed, and returns to it further on. Where
 the output has left it, the newest tokens are searched for in the prediction; the place with the longest match counts,
@@ -27,7 +27,7 @@ _LONGEST_EDIT = 8  # tokens that are remembered as replaced, and that replace th
 def num_predicted(sequence: TokenSequence, reason: FinishReason, keep: int | None) -> int:
     """Tokens of the prediction that an output has, of which `keep` generated tokens count; None: all.
 
-    It follows from the output alone, which the alignment may be behind, or have followed beyond `keep`. Of an output
+    It follows only from the output, which the alignment may be behind, or have followed beyond `keep`. Of an output
     that did not come to its end none are counted.
     """
     alignment = sequence.alignment

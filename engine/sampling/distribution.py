@@ -7,71 +7,44 @@ mass on the likeliest token; of equal ones, on the lowest id.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from engine.kernels import has_triton
 from engine.kernels.args import Drawn, SamplerRows
-from engine.kernels.paging import send
+from engine.kernels.paging import send_together
 from engine.params import SamplingParams
 from engine.sampling import noise
 from engine.sampling.noise import LogitsRow
 
 TINY = torch.finfo(torch.float32).tiny  # no positive temperature rounds to zero
+_HOST = torch.device("cpu")
 
 
-class Kind(Enum):
-    """The kind of a row's distribution, which decides how much work it takes."""
-
-    GREEDY = "greedy"  # an argmax
-    WHOLE = "whole"  # only temperature: every token is possible
-    TRUNCATED = "cut"  # top-k, top-p or min-p: only some tokens are possible
-
-    @classmethod
-    def of(cls, wanted: SamplingParams) -> Kind:
-        """The kind of a request's rows."""
-        if wanted.temperature == 0:
-            return cls.GREEDY
-        return cls.TRUNCATED if wanted.top_k or wanted.top_p < 1 or wanted.min_p > 0 else cls.WHOLE
+def is_truncated(wanted: SamplingParams) -> bool:
+    """Whether only some tokens are possible, by top-k, top-p or min-p."""
+    return wanted.temperature > 0 and bool(wanted.top_k or wanted.top_p < 1 or wanted.min_p > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class RowParams:
-    """Sampling parameters of R rows on the model's device, and on the host the kind of each."""
+def any_truncated(rows: Seq[LogitsRow]) -> bool:
+    """Whether any of the rows is."""
+    return any(is_truncated(row.sequence.request.sampling) for row in rows)
 
-    samplers: SamplerRows
-    kinds: tuple[Kind, ...]
 
-    @classmethod
-    def of(cls, rows: Iterable[LogitsRow], vocab_size: int, device: torch.device) -> RowParams:
-        """Gather the parameters of `rows`."""
-        rows = list(rows)
-        wanted = [row.sequence.request.sampling for row in rows]
-        reals = [(max(p.temperature, TINY) if p.temperature else 0.0, p.least_mass, p.min_p) for p in wanted]
-        whole = [
-            (min(p.top_k or vocab_size, vocab_size), signed(row.sequence.seed), row.position, int(row.stream))
-            for p, row in zip(wanted, rows, strict=True)
-        ]
-        temperature, top_p, min_p = send(torch.tensor(reals, dtype=torch.float64).reshape(-1, 3), device).unbind(1)
-        top_k, seed, position, stream = send(torch.tensor(whole, dtype=torch.int64).reshape(-1, 4), device).unbind(1)
-        samplers = SamplerRows(temperature.float(), top_k, top_p, min_p, seed, position, stream)
-        return cls(samplers, tuple(map(Kind.of, wanted)))
-
-    @property
-    def truncated(self) -> bool:
-        return Kind.TRUNCATED in self.kinds
-
-    def rows(self, kind: Kind) -> Tensor | slice | None:
-        """Which rows are of this kind: an index, all of them, or none."""
-        found = [i for i, k in enumerate(self.kinds) if k is kind]
-        if not found:
-            return None
-        return slice(None) if len(found) == len(self.kinds) else send(torch.tensor(found), self.samplers.seed.device)
+def samplers_of(rows: Seq[LogitsRow], vocab_size: int, device: torch.device = _HOST) -> SamplerRows:
+    """The sampling parameters of `rows`."""
+    wanted = [row.sequence.request.sampling for row in rows]
+    whole = [
+        (min(p.top_k or vocab_size, vocab_size), signed(row.sequence.seed), row.position, int(row.stream))
+        for p, row in zip(wanted, rows, strict=True)
+    ]
+    reals = torch.tensor([(p.least_mass, p.min_p) for p in wanted], dtype=torch.float64).reshape(-1, 2)
+    heat = torch.tensor([max(p.temperature, TINY) if p.temperature else 0.0 for p in wanted], dtype=torch.float64)
+    top_k, *where = torch.tensor(whole, dtype=torch.int64).reshape(-1, 4).unbind(1)
+    return SamplerRows(*send_together((top_k, *reals.unbind(1), *where, heat.float()), device))
 
 
 def signed(seed: int) -> int:
@@ -88,41 +61,59 @@ def likeliest(scores: Tensor) -> Tensor:
     return torch.from_numpy(scores.numpy().argmax(-1)) if knows else scores.argmax(-1)
 
 
-def choose(logits: Tensor, params: RowParams) -> Tensor:
-    """Draw one token per row, int64 `[R]`, as argmax of the distribution's logits plus Gumbel noise (Gumbel-max trick).
+def draw(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
+    """Draw one token per row, as argmax of the distribution's logits plus Gumbel noise (Gumbel-max trick).
 
     The noise depends only on the row's seed, position and stream, so two models get the same noise for the same row:
-    this is the coupling of `verify.coupled`. `logits` is float32 `[R, vocab]`. On CUDA our kernel draws: torch's
-    operations for the noise alone would take longer than the model's pass.
+    this is the coupling of `verify.coupled`. `logits` is `[R, vocab]`; `truncated`: whether any row may be. On CUDA our
+    kernel draws: torch's operations for the noise alone would take longer than the model's pass.
     """
     if logits.is_cuda and has_triton():
         from engine.kernels import sampling  # imports Triton
 
-        return sampling.choose(logits, params.samplers, truncated=params.truncated).token
-    chosen = likeliest(logits)
-    rows = params.rows(Kind.WHOLE)
-    if rows is not None:
-        p = params.samplers.rows(rows)
-        drawn = noise.gumbel(p.seed, p.position, p.stream, logits.shape[1])
-        chosen[rows] = likeliest(drawn.add_(_tempered(logits[rows], p)))
-    rows = params.rows(Kind.TRUNCATED)
-    if rows is not None:
-        p = params.samplers.rows(rows)
-        scores, tokens = _support(logits[rows], p)
-        best = (scores + noise.gumbel_at(p.seed, p.position, p.stream, tokens)).argmax(-1, keepdim=True)
-        chosen[rows] = tokens.gather(1, best).squeeze(1)
-    return chosen
+        return sampling.choose(logits, samplers, truncated=truncated)
+    return choose(logits, samplers, truncated=truncated)
 
 
-def draw(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-    """As `choose`, for rows of any kind: where all are greedy, no tensors of parameters are made for nothing."""
-    if all(Kind.of(row.sequence.request.sampling) is Kind.GREEDY for row in rows):
-        return likeliest(logits)
-    return choose(logits, RowParams.of(rows, logits.shape[1], logits.device))
+def draw_rows(logits: Tensor, rows: Seq[LogitsRow]) -> Drawn:
+    """The same for rows of sequences; where all are greedy, no parameters are sent for nothing."""
+    if all(row.sequence.request.sampling.temperature == 0 for row in rows):
+        return _greedy(logits)
+    samplers = samplers_of(rows, logits.shape[1], logits.device)
+    return draw(logits, samplers, truncated=any_truncated(rows))
+
+
+def choose(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
+    """What `engine.kernels.sampling.choose` means, in plain torch; each row costs what its parameters need."""
+    drawn, sampled = _greedy(logits), samplers.temperature > 0
+    limited = (samplers.top_k < logits.shape[1]) | (samplers.top_p < 1) | (samplers.min_p > 0)
+    cut = sampled & limited if truncated else torch.zeros_like(sampled)
+    for rows, pick in ((sampled & ~cut, _pick_of_all), (cut, _pick_of_support)):
+        if rows.any():
+            some = slice(None) if rows.all() else rows.nonzero().squeeze(1)
+            drawn.token[some] = pick(logits[some].float(), samplers.rows(some))
+    return drawn
+
+
+def _greedy(logits: Tensor) -> Drawn:
+    """The likeliest token of each row. It is no finite number where any is none, or all are -inf."""
+    token = likeliest(logits)
+    return Drawn(token, logits.gather(1, token[:, None]).squeeze(1).isfinite())
+
+
+def _pick_of_all(logits: Tensor, samplers: SamplerRows) -> Tensor:
+    noisy = noise.gumbel(samplers.seed, samplers.position, samplers.stream, logits.shape[1])
+    return likeliest(noisy.add_(_tempered(logits, samplers)))
+
+
+def _pick_of_support(logits: Tensor, samplers: SamplerRows) -> Tensor:
+    scores, tokens = _support(logits, samplers)
+    noisy = scores + noise.gumbel_at(samplers.seed, samplers.position, samplers.stream, tokens)
+    return tokens.gather(1, noisy.argmax(-1, keepdim=True)).squeeze(1)
 
 
 def probabilities(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Tensor:
-    """The full distribution of each row: float64 `[R, vocab]`, rows summing to 1; `truncated` as in `choose_unread`."""
+    """The full distribution of each row: float64 `[R, vocab]`, rows summing to 1; `truncated` as in `draw`."""
     drawn = _scores(logits, samplers, truncated=truncated).double().softmax(-1)
     greedy = torch.zeros_like(drawn).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(samplers.temperature[:, None] > 0, drawn, greedy)
@@ -155,16 +146,6 @@ def kept(scores: Tensor, params: SamplerRows) -> Tensor:
     by_p = (mass - weight < params.top_p[:, None] * mass[:, -1:]) | (params.top_p[:, None] >= 1)
     by_min_p = weight >= params.min_p[:, None] * weight[:, :1]
     return by_k & by_p & by_min_p | (rank == 0)  # a row of NaN keeps a token too, and verification reports the row
-
-
-def choose_unread(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
-    """As `choose` where parameters are on the device alone, for rounds: what `engine.kernels.sampling.choose` means.
-
-    Rows of every kind pay for the whole vocabulary, and for a sort where any may be `truncated`.
-    """
-    noisy = noise.gumbel(samplers.seed, samplers.position, samplers.stream, logits.shape[1])
-    token = (noisy + _scores(logits, samplers, truncated=truncated)).argmax(-1)
-    return Drawn(torch.where(samplers.temperature > 0, token, logits.argmax(-1)), logits.amax(-1).isfinite())
 
 
 def _scores(logits: Tensor, samplers: SamplerRows, *, truncated: bool) -> Tensor:

@@ -26,28 +26,28 @@ def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> tuple[Logprob,
 
 
 def _of_rows(logits: Tensor, tokens: Seq[int], top: int) -> Iterator[Logprob]:
-    laws = logits.double().log_softmax(-1)
-    ids = torch.tensor(tokens[: len(logits)], device=laws.device)
-    chosen = laws.gather(1, ids[:, None]).squeeze(1).tolist()
+    logprobs = logits.double().log_softmax(-1)
+    ids = torch.tensor(tokens[: len(logits)], device=logprobs.device)
+    chosen = logprobs.gather(1, ids[:, None]).squeeze(1).tolist()
     if not top:
         return map(Logprob, chosen)
-    values, places = (found.tolist() for found in _sorted(laws, top))
+    values, places = (found.tolist() for found in _sorted(logprobs, top))
     return map(Logprob, chosen, (tuple(map(TopLogprob, *each)) for each in zip(places, values, strict=True)))
 
 
-def _sorted(laws: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def _sorted(logprobs: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Return values and ids `[R, top]`, largest first, of equal ones the lower id first.
 
     Sorting whole rows would take ten times as long. `topk` may choose any of equal values: then the row is sorted.
     """
-    most = min(top + 1, laws.shape[1])
-    best, places = laws.topk(most)
+    most = min(top + 1, logprobs.shape[1])
+    best, places = logprobs.topk(most)
     ids, by_id = places[:, :top].sort()
     values, by_value = best[:, :top].gather(1, by_id).sort(descending=True, stable=True)
     ids = ids.gather(1, by_value)
     ties = (best[:, top - 1] == best[:, top]).nonzero().squeeze(1) if most > top else ()
     if len(ties):
-        all_values, all_ids = laws[ties].sort(dim=-1, descending=True, stable=True)
+        all_values, all_ids = logprobs[ties].sort(dim=-1, descending=True, stable=True)
         values[ties], ids[ties] = all_values[:, :top], all_ids[:, :top]
     return values, ids
 

@@ -4,7 +4,7 @@ At every position the order is the same as in decoding one token at a time: repe
 penalties, logit bias; then forbidden tokens: banned ones, all but the allowed ones, end tokens before `min_tokens`, and
 those that the structure forbids. The drafts before a position count like tokens.
 
-Tensors that follow from a request alone are made once for all its outputs, whatever the number of steps and drafts: it
+Tensors that follow only from a request are made once for all its outputs, whatever the number of steps and drafts: it
 may name every token of the vocabulary, and have a prompt as long as the context.
 """
 
@@ -60,7 +60,7 @@ def advance_grammar(sequence: Sequence, tokens: Seq[int]) -> None:
 
 
 def catch_up_grammars(sequences: Seq[Sequence], seconds: float) -> None:
-    """Let states that lag behind take tokens, in turn, for so many seconds of the processor and one part more.
+    """Let states that lag behind take tokens, in turn, for `seconds` of processor time and one part more.
 
     So the tokens that an earlier engine emitted delay no other sequence, however many they are.
     """

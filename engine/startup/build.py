@@ -298,6 +298,7 @@ def _scheduler(config: EngineConfig, proposers: Proposers, prefill: PrefillBudge
         AdaptiveK(makers),
         prefill,
         config.max_batch_size * config.num_draft_tokens,
+        proposers.find_drafts,
     )
 
 

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.attention import paged
+from engine.device_loop.graph_cache import allows_rounds
 from engine.device_loop.graphs import Graphs
 from engine.device_loop.layout import DeviceModel
 from engine.device_loop.loop import RoundLoop
-from engine.device_loop.repertoire import allows_rounds
 from engine.device_loop.round import RoundOps
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, reference
 from engine.model.checkpoint import longrope_border, positions
 from engine.model.decoder.decoder import is_batch_invariant
 from engine.model.runner import ModelRunner, Runner
-from engine.sampling.distribution import choose_unread
 from engine.startup.memory import graph_budget
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
@@ -83,10 +82,10 @@ def _rounds(
 def ops_on(device: torch.device) -> RoundOps:
     """The operations of a round: kernels, or on a CPU, where rounds are only for tests, the same in plain torch."""
     if device.type == "cpu":
-        return RoundOps(paged.attend_plainly, choose_unread, reference.commit)
+        return RoundOps(paged.attend_plainly, reference.commit)
     from engine.kernels import sampling  # imports Triton
 
-    return RoundOps(paged.attend, sampling.choose, sampling.commit)
+    return RoundOps(paged.attend, sampling.commit)
 
 
 def _refusals() -> tuple[type[Exception], ...]:

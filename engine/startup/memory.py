@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.device_loop.graph_cache import MOST_RECORDED, allows_rounds, in_order_of_worth, places_for
 from engine.device_loop.graphs import A_ROUND, MemoryBudget, MemoryUse
-from engine.device_loop.repertoire import MOST_RECORDED, allows_rounds, in_order_of_worth, places_for
 from engine.errors import ModelError
 from engine.kernels.paging import scratch_bytes
 from engine.kv.states import StatePool, slots_per_sequence

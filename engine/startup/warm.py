@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from engine.device_loop.results import Progress, untold
+from engine.device_loop.results import Progress, no_progress
 from engine.engine import Engine
 from engine.machine.mapped import release_freed
 from engine.params import SamplingParams
@@ -64,7 +64,7 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
 
 
 def load(
-    config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True, is_successor: bool = False,
+    config: EngineConfig, progress: Progress = no_progress, *, calibrates: bool = True, is_successor: bool = False,
     rests: bool = False,
 ) -> Engine:  # fmt: skip
     """Build an engine and make it ready; with `calibrates`, calibrate it for `warm_up_seconds`.
@@ -89,7 +89,7 @@ def load(
 
 
 def make_ready(
-    engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False,
+    engine: Engine, seconds: float = 0.0, progress: Progress = no_progress, *, is_compiled: bool = False,
     uses_saved_calibration: bool = False, is_successor: bool = False, rests: bool = False,
 ) -> None:  # fmt: skip
     """Compile, record, run one request, and calibrate for `seconds`, or for a part of them if it is a repetition.

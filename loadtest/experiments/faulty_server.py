@@ -64,10 +64,10 @@ def _in_tokenizer(encode: Any) -> Any:
 
 
 def _in_target(run: Any) -> Any:
-    def faulty(self: Any, plan: Any, proposal: Any, watch: Any) -> Any:
-        if any(_asks_for("target", sequence) for sequence in plan.sequences):
+    def faulty(self: Any, works: Any, watch: Any) -> Any:
+        if any(_asks_for("target", work.sequence) for work in works):
             raise Injected("target")
-        return run(self, plan, proposal, watch)
+        return run(self, works, watch)
 
     return faulty
 

@@ -18,7 +18,7 @@ from benchmarks.cuda.parts import checks, decoding, peers, tokens
 from benchmarks.cuda.report import Folder, PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import Heads
-from engine.device_loop.repertoire import Repertoire
+from engine.device_loop.graph_cache import GraphCache
 from engine.device_loop.round import Round
 from tests.card import here
 
@@ -46,7 +46,7 @@ def test_acceptance_is_what_was_asked() -> None:
 def test_no_timed_step_is_the_first_of_its_size_and_number_of_drafts(monkeypatch, tmp_path):
     """The first records graphs, which takes as long as many steps: AUTO, which may choose any K, has practised all."""
     known, fresh, timing = set(), [], []
-    of, timed = Repertoire.of, engines.timed
+    of, timed = GraphCache.of, engines.timed
 
     def watched(self, count, k, **kinds):
         size, run = of(self, count, k, **kinds)
@@ -61,7 +61,7 @@ def test_no_timed_step_is_the_first_of_its_size_and_number_of_drafts(monkeypatch
         timing.clear()
         return found
 
-    monkeypatch.setattr(Repertoire, "of", watched)
+    monkeypatch.setattr(GraphCache, "of", watched)
     monkeypatch.setattr(engines, "timed", marked)
     folder = Folder(tmp_path, "x")
     folder.begin()

@@ -291,7 +291,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _nearest() -> str:
-    """The nearest function of the engine: verification.py:_decide."""
+    """The nearest function of the engine: verification.py:_read."""
     places = ((frame.f_code.co_filename.rpartition("/"), frame.f_code.co_name) for frame in _frames())
     return next((f"{file}:{name}" for (path, _, file), name in places if path.startswith(_ENGINE)), "a test")
 

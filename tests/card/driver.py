@@ -16,7 +16,7 @@ import torch
 
 from engine.kernels import reference
 from engine.model.decoder.ops import LayerOps
-from engine.sampling.distribution import choose_unread
+from engine.sampling.distribution import choose
 from tests.card.card import Card, Host
 from tests.card.graph import Capture, Graph
 from tests.card.memory import Pool
@@ -119,7 +119,7 @@ def _use_references(patch: pytest.MonkeyPatch, card: Card) -> None:
     attend = card.kernel(reference.attend)
     patch.setattr(plan, "plans_of", lambda *_, **__: None)
     patch.setattr(attention, "attend", lambda *args, plans, **how: attend(*args, **how))
-    patch.setattr(sampling, "choose", card.kernel(choose_unread))
+    patch.setattr(sampling, "choose", card.kernel(choose))
     patch.setattr(sampling, "commit", card.kernel(reference.commit))
     for module in (rows, experts):
         for name in LAYER_OPS & vars(module).keys():

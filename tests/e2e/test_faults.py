@@ -44,7 +44,9 @@ def in_tokenizer(engine, patch):
 
 
 def in_target(engine, patch):
-    failing(patch, target_pass.TargetPass, "_pass", lambda _self, plan, *_: _any(plan.sequences, in_target))
+    failing(
+        patch, target_pass.TargetPass, "_pass", lambda _self, works, *_: _any((w.sequence for w in works), in_target)
+    )
 
 
 def in_sampler(engine, patch):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from engine import turns as shares
 from engine.control.prefill_budget import PrefillBudget
 from engine.kv.pages import PagePool
-from engine.scheduler import Scheduler, Work
+from engine.scheduler import Scheduler
 from engine.startup.warm import make_ready
+from engine.step import Work
 from engine.turns import TURN, Shares, equal_parts
 from engine.types import Sequence
 from tests import fakes

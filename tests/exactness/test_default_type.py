@@ -17,7 +17,7 @@ from engine.model.checkpoint import read_config
 from engine.model.fallback import kv_layout
 from engine.native import multiplies
 from engine.params import SpeculationMode, SpeculationParams
-from engine.scheduler import StepPlan
+from engine.step import StepPlan
 from engine.types import Sequence
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests.respell import shuffled

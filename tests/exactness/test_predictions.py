@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
+from engine.request.prediction import TextAlignment
 from engine.text.codec import Codec
 from engine.types import ReceivedOutput, Request, Resume
 from tests.fakes import Outputs, fake_engine, hashed_law, run
@@ -182,13 +183,15 @@ def test_every_output_of_a_request_has_its_own_place():
     assert [tokens == list(output) for tokens in outputs.tokens.values()] == [True] * 3
 
 
-def test_a_fault_of_the_prediction_costs_speed_alone(monkeypatch):
+@pytest.mark.parametrize("name", ["follow", "drafts"])
+def test_a_fault_of_the_prediction_costs_speed_alone(name, monkeypatch):
     source, output = edited("engine/stats.py", renamed)
     engine = engine_that_writes(output)
 
     def fault(*_):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(engine.proposers.by_name["prediction"], "propose", fault)
-    outputs = run(engine, [asked(output, source)], failures=3)
+    monkeypatch.setattr(TextAlignment, name, fault)
+    outputs = run(engine, [asked(output, source)])
     assert outputs.tokens["r"] == list(output)
+    assert outputs.finished["r"].accepted_prediction_tokens == 0

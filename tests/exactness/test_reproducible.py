@@ -26,7 +26,6 @@ from engine.machine.threads import exactly
 from engine.model.fallback import kv_layout
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.sampling import distribution
-from engine.sampling.distribution import RowParams
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
@@ -282,15 +281,15 @@ def test_the_sampler_gives_a_row_the_same_bits_alone() -> None:
 
 
 def _sampled(logits: torch.Tensor, rows: list[LogitsRow]) -> tuple[torch.Tensor, ...]:
-    params, processed = RowParams.of(rows, logits.shape[1], logits.device), process(logits, rows)
-    tokens = distribution.choose(processed, params)
+    samplers, processed = distribution.samplers_of(rows, logits.shape[1]), process(logits, rows)
+    tokens = distribution.choose(processed, samplers).token
     logprobs = token_logprobs(logits, tokens.tolist(), Bounds().max_logprobs)
     numbers = [[of.logprob, *(candidate.logprob for candidate in of.top)] for of in logprobs]
     return (
         processed,
         tokens,
         torch.tensor(numbers, dtype=torch.float64),
-        distribution.probabilities(processed, params.samplers),
+        distribution.probabilities(processed, samplers),
     )
 
 

@@ -16,7 +16,7 @@ from engine.kernels import sampling as kernels
 from engine.kernels import truncation
 from engine.params import SamplingParams
 from engine.sampling import distribution
-from engine.sampling.distribution import TINY, RowParams, choose_unread
+from engine.sampling.distribution import TINY, samplers_of
 from engine.sampling.noise import Stream
 from tests.engine.sampling.test_distribution import row
 from tests.interpreting import DEVICE
@@ -56,9 +56,8 @@ def logits_of(kind, rows, vocab, seed):
     return logits
 
 
-def samplers_of(rows, vocab):
-    params = RowParams.of(rows, vocab, torch.device("cpu"))
-    return params, RowParams.of(rows, vocab, torch.device(DEVICE)).samplers
+def both(rows, vocab):
+    return samplers_of(rows, vocab), samplers_of(rows, vocab, torch.device(DEVICE))
 
 
 def choose(logits, samplers, **options):
@@ -75,10 +74,10 @@ def choose(logits, samplers, **options):
 @example(3, [(SamplingParams(temperature=1.0, top_k=200), s, 5) for s in range(4)], 301, "equal")  # a tie over blocks
 def test_the_same_tokens_as_on_the_cpu(seed, wanted, vocab, kind):
     logits = logits_of(kind, len(wanted), vocab, seed)
-    params, samplers = samplers_of([row(p, position, s) for p, s, position in wanted], vocab)
+    params, samplers = both([row(p, position, s) for p, s, position in wanted], vocab)
     with mock.patch.object(kernels, "_BLOCK", 128), mock.patch.object(truncation, "BLOCK", 256):
         got = choose(logits, samplers)
-    assert torch.equal(got, distribution.choose(logits, params))
+    assert torch.equal(got, distribution.choose(logits, params).token)
     if not any(p.top_k or p.top_p < 1 or p.min_p for p, _, _ in wanted):
         assert torch.equal(choose(logits, samplers, truncated=False), got)
 
@@ -118,21 +117,21 @@ def kept_by_the_kernels(logits, samplers, block):
 def test_laws_end_where_they_end_on_the_cpu(seed, wanted, vocab, kind):
     """Token for token, so that also what is hardly ever drawn is right."""
     logits = logits_of(kind, len(wanted), vocab, seed)
-    params, samplers = samplers_of([row(p, 5, 1) for p in wanted], vocab)
+    params, samplers = both([row(p, 5, 1) for p in wanted], vocab)
     with mock.patch.object(truncation, "BLOCK", 256):
         got = kept_by_the_kernels(logits, samplers, 128)
-    scores = (logits - logits.amax(-1, keepdim=True)) / params.samplers.temperature[:, None]
+    scores = (logits - logits.amax(-1, keepdim=True)) / params.temperature[:, None]
     ranked, tokens = scores.sort(dim=-1, descending=True, stable=True)
-    want = torch.zeros_like(got).scatter_(1, tokens, distribution.kept(ranked, params.samplers))
+    want = torch.zeros_like(got).scatter_(1, tokens, distribution.kept(ranked, params))
     assert torch.equal(got, want)
 
 
 def test_streams():
     wanted = SamplingParams(temperature=1.0)
     rows = [row(wanted, 5, seed)._replace(stream=stream) for stream in Stream for seed in range(2)]
-    params, samplers = samplers_of(rows, 90)
+    params, samplers = both(rows, 90)
     logits = torch.zeros(len(rows), 90)
-    assert torch.equal(choose(logits, samplers, truncated=False), distribution.choose(logits, params))
+    assert torch.equal(choose(logits, samplers, truncated=False), distribution.choose(logits, params).token)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -144,8 +143,8 @@ def test_a_row_without_a_law_is_no_ones_fault():
     sick = [(greedy, math.nan), (free, -math.inf), (free, math.inf), *((cut, x) for x in infinite)]
     healthy = torch.randn(1, 70, generator=torch.Generator().manual_seed(0))
     rows = [row(p, 5, 1) for p in (*(p for p, _ in sick), cut)]
-    _, samplers = samplers_of(rows, 70)
-    _, alone = samplers_of(rows[-1:], 70)
+    _, samplers = both(rows, 70)
+    _, alone = both(rows[-1:], 70)
     got = choose(torch.cat([*(torch.full((1, 70), value) for _, value in sick), healthy]), samplers)
     assert ((got >= 0) & (got < 70)).all()
     assert got[-1] == choose(healthy, alone)[0]
@@ -157,9 +156,8 @@ def test_whether_rows_are_sound():
     logits = torch.randn(5, 301, generator=torch.Generator().manual_seed(0))
     logits[0, 300], logits[1, 7], logits[2], logits[3, :300] = math.nan, math.inf, -math.inf, -math.inf
     wanted = SamplingParams(temperature=1.0, top_p=0.9)
-    _, samplers = samplers_of([row(wanted, 5, 1)] * 5, 301)
+    _, samplers = both([row(wanted, 5, 1)] * 5, 301)
     for cut in (True, False):
-        got = kernels.choose(logits.to(DEVICE), samplers, truncated=cut).sound.tolist()
-        assert (
-            got == choose_unread(logits.to(DEVICE), samplers, truncated=cut).sound.tolist() == [False] * 3 + [True] * 2
-        )
+        for draw in (kernels.choose, distribution.choose):
+            sound = draw(logits.to(DEVICE), samplers, truncated=cut).sound.tolist()
+            assert sound == [False] * 3 + [True] * 2

@@ -50,19 +50,19 @@ def faults(table: str) -> Iterator[Fault]:
 
 FAULTS = tuple(
     faults(r"""
-1 | verify rule | engine/verify.py | coupled: drafts behind a refused one count as accepted
+1 | verify rule | engine/verify.py | rejection: drafts behind a refused one count as accepted
 -return kept.long().cumprod(1).sum(1)
 +return kept.long().sum(1)
 =tests/exactness/test_rejection.py
-2 | verify rule | engine/verify.py | coupled: the token after the drafts is of the last row, not the first refused draft
--target_tokens.gather(1, num_accepted[:, None]).squeeze(1)
-+target_tokens[:, -1]
+2 | verify rule | engine/verify.py | coupled: a draft that was refused counts as accepted
+-if token != draft), len(drafts))
++if token != draft and i > 0), len(drafts))
 3 | verify rule | engine/verify.py | rejection: after a refusal the token is drawn from p instead of the residual
 -torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 +p
 4 | verify rule | engine/sampling/verification.py | rejection: residual and draft are drawn with the same noise
--f.rows(Stream.RESAMPLE)
-+f.rows(Stream.DRAFT)
+-_places(works, Stream.RESAMPLE)
++_places(works, Stream.DRAFT)
 5 | rollback | engine/types.py | kv_len counts the newest token, which was not fed
 -self.kv_len = min(self.kv_len, num_tokens - 1)
 +self.kv_len = min(self.kv_len, num_tokens)

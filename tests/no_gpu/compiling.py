@@ -22,7 +22,7 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrained
 
 from benchmarks.harness.bare import options as bare_options
 from engine.attention import paged, registry
-from engine.device_loop.repertoire import in_order_of_worth
+from engine.device_loop.graph_cache import in_order_of_worth
 from engine.device_loop.round import RoundOps
 from engine.device_loop.slots import IDLE
 from engine.engine import Engine
@@ -110,7 +110,7 @@ def warm_up(engine: Engine) -> None:
     rounds: Any = engine.rounds
     for shape in in_order_of_worth(PLACES, MOST_DRAFTS):
         nobody = torch.full((shape.size,), IDLE, dtype=torch.int64)
-        rounds.repertoire.of(shape.size, shape.k, truncated=shape.truncated, rejects=False)[1](nobody, lambda: None)
+        rounds.graphs.of(shape.size, shape.k, truncated=shape.truncated, rejects=False)[1](nobody, lambda: None)
 
 
 def request(case: Case, i: int) -> Request:
@@ -156,7 +156,7 @@ def main() -> None:
     stand_in = StandIn().install()
     meaning.install()
     registry.is_interpreted = lambda: True  # the stand-in launches what it is given, on any device
-    ops = RoundOps(paged.attend, sampling.choose, sampling.commit)
+    ops = RoundOps(paged.attend, sampling.commit)
     for name, case in CASES.items():
         watch, pair = Watch(stand_in, name), case.pair()
         engine = engine_of(case, pair, ops, "triton")

@@ -19,7 +19,7 @@ from engine.attention.reference import AttentionSpec
 from engine.kernels import reference
 from engine.kernels.paging import Paging
 from engine.kv.batch import RaggedBatch
-from engine.sampling.distribution import choose_unread
+from engine.sampling.distribution import choose
 
 _PLAIN = {"args", "paging", "reference"}  # modules without kernels
 
@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def _meaning_of(name: str) -> Callable[..., Any] | None:
-    return choose_unread if name == "choose" else getattr(reference, name, None)
+    return choose if name == "choose" else getattr(reference, name, None)
 
 
 def _both(launcher: Callable[..., Any], meaning: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,37 +11,45 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.params import SamplingParams, Verification
-from engine.sampling.verification import VerifyInput, verify_rows
+from engine.sampling.verification import verify_rows
+from engine.step import Work
 from tests.card import here
 from tests.engine.sampling.test_distribution import row
 
 VOCAB, K = 500, 4
 WHOLE = SamplingParams(temperature=1.0)
 CUT = SamplingParams(temperature=0.8, top_p=0.9)
-MOST = {Verification.COUPLED: 45, Verification.REJECTION: 110}  # torch's noise alone takes 130
+MOST = {Verification.COUPLED: 10, Verification.REJECTION: 80}  # torch's noise alone takes 130
 
 
-def cost_of(law: SamplingParams, rule: Verification, size: int) -> tuple[Counter[str], Counter[str]]:
-    """Launches by name, and waits, of one step of `size` sequences with `K` drafts each."""
+def cost_of(law: SamplingParams, rule: Verification, size: int) -> tuple[Counter[str], Counter[str], int]:
+    """Launches by name, waits and uploads of one step of `size` sequences with `K` drafts each."""
     fed = []
     for seed in range(size):
         sequence = row(law, 5, seed).sequence
         sequence.speculation = replace(sequence.speculation, verification=rule)
-        fed.append(VerifyInput(sequence, tuple(range(K))))
+        length = len(sequence.tokens)
+        fed.append(Work(sequence, range(length - 1, length), length, K, tuple(range(K))))
     logits = torch.randn(size * (K + 1), VOCAB)
     with here() as card:
         there = logits.cuda()
         card.launched.clear()
         card.waits.clear()
+        before = card.uploads
         verify_rows(fed, there)
-        return Counter(card.launched), Counter(card.waits)
+        return Counter(card.launched), Counter(card.waits), card.uploads - before
 
 
 @pytest.mark.parametrize("rule", list(Verification))
 @pytest.mark.parametrize("law", [WHOLE, CUT])
 def test_a_draw_is_a_handful_of_launches_for_any_batch(law, rule):
-    """Nothing of it is waited for but its answer, and what a cut of the rejection rule keeps."""
-    (small, _), (large, waits) = (cost_of(law, rule, size) for size in (1, 16))
-    assert small["choose_unread"] == large["choose_unread"] == 1
+    """Nothing of it is waited for but its answer."""
+    (small, *_), (large, waits, uploads) = (cost_of(law, rule, size) for size in (1, 16))
+    assert small["choose"] == large["choose"] == 1
     assert small.total() <= large.total() <= MOST[rule]
-    assert waits.keys() <= {"verification.py:_decide", "distribution.py:_support"}
+    assert waits.keys() == {"verification.py:_read"}
+    assert uploads == 1, "parameters, and under the rejection rule the drafts, in one copy"
+
+
+def test_a_greedy_draw_uploads_nothing():
+    assert cost_of(SamplingParams(), Verification.COUPLED, 16)[2] == 0

@@ -20,7 +20,7 @@ from benchmarks.cuda.shapes import SHAPES, Heads
 from engine.kernels import reference
 from engine.kernels.args import Committed, Fp8Rows, SamplerRows, Tracks
 from engine.model.linear.cuda import Fp8Linear, W4Linear
-from engine.sampling.distribution import choose_unread
+from engine.sampling.distribution import choose
 
 ROWS = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 2e-5}  # tolerances for rounding
 _FP8 = 2e-2  # relative to the largest number, because the result is rounded to bfloat16
@@ -144,7 +144,7 @@ def _drawn(card: Card, vocab: int, dtype: torch.dtype, top_k: int, top_p: float)
     truncated = 0 < top_k < vocab
     got, want = (
         sampling.choose(logits, samplers, truncated=truncated),
-        choose_unread(logits, samplers, truncated=truncated),
+        choose(logits, samplers, truncated=truncated),
     )
     return float((got.token != want.token).sum() + (got.sound != want.sound).sum())
 

@@ -10,7 +10,6 @@ the authors' code and in vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -28,14 +27,12 @@ from engine.model.decoder.architecture import Architecture, HeadNorm, NormForm
 from engine.model.decoder.families.builders import FULL, SLIDING
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.weights import HEAD, WeightReader
-from engine.proposers.base import Proposal
-from engine.proposers.chain import Chain, chains_of, draw_at_once, proposal_of
+from engine.proposers.chain import Chain, extend_at_once
 from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of
 from engine.proposers.heads.proposer import HeadProposer
 from engine.proposers.heads.weights import KIND, drafted_ids, flattened, load_checkpoint
 from engine.stats import Forward
-from engine.types import Sequence
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
@@ -259,18 +256,17 @@ class DFlashProposer(HeadProposer):
         super().__init__(head, places, context)
         self.most_drafts = head.config.block - 1
 
-    @torch.inference_mode()
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+    def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
         """Catch up on the target's features, within the token budget; then all drafts of those that have."""
-        chains = chains_of(sequences, [min(k, self.head.config.block - 1) for k in k_each])
+        for chain in chains:
+            chain.k = min(chain.k, self.head.config.block - 1)
         read: list[Forward] = []
-        ready, _ = self._catch_up([chain for chain in chains if chain.k], read)
+        ready, _ = self._catch_up(chains, read)
         # What one round leaves to read belongs to the pass of the block; a prompt is reading of its own.
-        forwards = [one for one in read if not ready or one.tokens > self.head.config.block * one.sequences]
+        forwards += [one for one in read if not ready or one.tokens > self.head.config.block * one.sequences]
         if ready:
             self._draw_block(ready)
             forwards.append(Forward("draft", len(ready), sum(chain.k + 1 for chain in ready)))
-        return proposal_of(chains, forwards)
 
     def _draw_block(self, chains: list[Chain]) -> None:
         """Draw all drafts of each chain."""
@@ -280,7 +276,7 @@ class DFlashProposer(HeadProposer):
             feeds.append(Feed(block, cursor.kv_len, cursor.page_table, chain.k))
         causal = self.ragged(feeds)
         mutual = replace(causal, attend=partial(attend_bidirectionally, causal.attend))
-        draw_at_once(chains, self.head.logits(self.head.fill_in(causal, mutual)))
+        extend_at_once(chains, self.head.logits(self.head.fill_in(causal, mutual)))
 
     def _grow(self, chains: list[Chain], hidden: Tensor) -> tuple[list[Chain], Tensor]:
         """A feature alone makes no draft: the chains that are fed to their end go on to their blocks as they are."""

@@ -19,8 +19,8 @@ from torch.nn.functional import linear, silu
 from engine.errors import ModelError
 from engine.model.decoder.shapes import Shapes
 from engine.model.decoder.stack import FINAL, Tap
-from engine.proposers.base import Passed, Proposal, Proposer
-from engine.proposers.chain import Chain, chains_of, draw, proposal_of
+from engine.proposers.base import Passed
+from engine.proposers.chain import Chain, ChainProposer, extend
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.features import Features
 from engine.proposers.heads.layers import sizes_of
@@ -84,7 +84,7 @@ class MedusaHeads:
         return made.float()
 
 
-class MedusaProposer(Proposer):
+class MedusaProposer(ChainProposer):
     """Reads the hidden state that the newest token came from; head i draws the draft i places after that token."""
 
     def __init__(self, heads: MedusaHeads, output: nn.Module, tap: Tap) -> None:
@@ -104,22 +104,18 @@ class MedusaProposer(Proposer):
                 features = self.features[p.sequence] = Features()
                 features.take(start, hidden[p.rows_from(start)])
 
-    @torch.inference_mode()
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+    def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
         """One token per head and sequence; none where the hidden state is not known."""
-        chains = chains_of(sequences, k_each)
         known = [(chain, row) for chain in chains if (row := self._newest(chain)) is not None]
         if not known:
-            return proposal_of(chains, ())
+            return
         active, features = [chain for chain, _ in known], torch.stack([row for _, row in known])
-        forwards: list[Forward] = []
         for head in range(self._heads.number):
             rows = [i for i, chain in enumerate(active) if chain.k > head]
             if rows:
                 logits = self._heads.logits(head, features[rows], self._output)
-                draw([active[i] for i in rows], logits)
+                extend([active[i] for i in rows], logits)
                 forwards.append(Forward("draft", len(rows), len(rows)))
-        return proposal_of(chains, forwards)
 
     def _newest(self, chain: Chain) -> Tensor | None:
         """The hidden state of the position before the newest token's: the newest token itself has never been fed."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.attention.registry import Ragged
 from engine.kv.batch import Feed, RaggedBatch
-from engine.proposers.base import Passed, Proposal, Proposer
-from engine.proposers.chain import Chain, chains_of, draw, proposal_of
+from engine.proposers.base import Passed
+from engine.proposers.chain import Chain, ChainProposer, extend
 from engine.proposers.heads.base import HeadContext
 from engine.proposers.heads.features import Features
 from engine.proposers.heads.layers import FeatureHead
@@ -25,7 +25,7 @@ from engine.types import KVCursor, Sequence
 MOST_UNFED = 512  # features left of a sequence whose head was not asked, once more than twice as many wait
 
 
-class HeadProposer(Proposer):
+class HeadProposer(ChainProposer):
     """Drafts with a head over an arena of its own; `places` are those of the target that it reads.
 
     Row r of a sequence's arena holds the r-th feature that was fed. These are all its positions but the last, unless
@@ -63,15 +63,11 @@ class HeadProposer(Proposer):
         features = self.unfed.get(sequence)
         return 0 if features is None else max(0, min(features.stop, len(sequence.tokens) - 1) - features.first - 2)
 
-    @torch.inference_mode()
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+    def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
         """Catch up on the target's features, then draft; within the token budget, as `ModelProposer` does."""
-        chains = chains_of(sequences, k_each)
-        forwards: list[Forward] = []
-        active, hidden = self._catch_up([chain for chain in chains if chain.k], forwards)
-        while active:
-            active, hidden = self._extend(active, hidden, forwards)
-        return proposal_of(chains, forwards)
+        chains, hidden = self._catch_up(chains, forwards)
+        while chains:
+            chains, hidden = self._extend(chains, hidden, forwards)
 
     def _catch_up(self, chains: list[Chain], forwards: list[Forward]) -> tuple[list[Chain], Tensor]:
         """Feed the target's features; those that are fed to their end get their first draft."""
@@ -124,7 +120,7 @@ class HeadProposer(Proposer):
     def _grow(self, chains: list[Chain], hidden: Tensor) -> tuple[list[Chain], Tensor]:
         """Draw a draft from each new feature `[len(chains), hidden]`; those that want more, and their features."""
         if chains:
-            draw(chains, self.head.logits(hidden))
+            extend(chains, self.head.logits(hidden))
         unfinished = [i for i, chain in enumerate(chains) if chain.is_unfinished]
         if len(unfinished) == len(chains):
             return chains, hidden

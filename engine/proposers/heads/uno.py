@@ -6,7 +6,7 @@ Only the rows of noise have the adapter. It was trained so that a row predicts, 
 its own position, whatever token is fed there. For drafts A B C of a text x y:
 
     fed       y               noise           noise
-    where     y stands        A will stand    B will stand
+    at        y's place       A's place       B's place
     weights   the target's    with adapter    with adapter
     predicts  A               B               C
 
@@ -16,7 +16,6 @@ drafts do that were not kept, and what is verified next overwrites them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +27,13 @@ from engine.model.adapters.peft import CONFIG, WEIGHTS
 from engine.model.checkpoint import as_model_error, shape_of
 from engine.model.published.files import folder_of
 from engine.model.runner import Runner
-from engine.proposers.base import Proposal, Proposer
-from engine.proposers.chain import Chain, chains_of, draw_at_once, proposal_of
+from engine.proposers.chain import Chain, ChainProposer, extend_at_once
 from engine.proposers.heads.base import Head, HeadContext
 from engine.recurrent.arena import parts_of
+from engine.sampling.distribution import signed
 from engine.sampling.noise import Stream, uniform
 from engine.stats import Forward
-from engine.types import Adapter, Sequence
+from engine.types import Adapter
 
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
@@ -90,7 +89,7 @@ def _noise_ids(target: DecoderModel) -> range:
     return range(_LOWEST, mask)
 
 
-class UnoProposer(Proposer):
+class UnoProposer(ChainProposer):
     """Drafts with rows of noise in a pass of the target, which have `adapter`; their tokens are drawn from `noise`.
 
     A sequence with an adapter of its own feeds its newest token with that one, so its first draft is right as well.
@@ -102,18 +101,15 @@ class UnoProposer(Proposer):
     def __init__(self, target: Runner, adapter: Adapter, noise: range) -> None:
         self._target, self._adapter, self._noise = target, adapter, noise
 
-    @torch.inference_mode()
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+    def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
         """All drafts of all sequences from one pass; draft i is drawn from row i of its sequence."""
-        chains = chains_of(sequences, k_each)
-        active = [chain for chain in chains if chain.k]
-        if not active:
-            return proposal_of(chains, ())
-        noise = self._draw_noise(active)
-        feeds = [feed for chain, ids in zip(active, noise, strict=True) for feed in self._feeds(chain, ids)]
+        if not chains:
+            return
+        noise = self._draw_noise(chains)
+        feeds = [feed for chain, ids in zip(chains, noise, strict=True) for feed in self._feeds(chain, ids)]
         logits = self._target.forward(feeds)
-        draw_at_once(active, logits)
-        return proposal_of(chains, [Forward("draft", len(active), len(logits))])
+        extend_at_once(chains, logits)
+        forwards.append(Forward("draft", len(chains), len(logits)))
 
     def _feeds(self, chain: Chain, noise: list[int]) -> list[Feed]:
         """The newest token, and the noise after it: two feeds of one text, as their adapters differ.
@@ -131,11 +127,10 @@ class UnoProposer(Proposer):
         return feeds
 
     def _draw_noise(self, chains: list[Chain]) -> list[list[int]]:
-        """K - 1 ids for each chain. They depend on seed and position alone: a request can be repeated in any batch."""
+        """K - 1 ids for each chain. They depend only on seed and position: a request can be repeated in any batch."""
         spans = [range(len(chain.sequence.tokens), len(chain.sequence.tokens) + chain.k - 1) for chain in chains]
-        # A seed is a uint64; torch takes its bits as an int64.
-        seeds = [(chain.sequence.seed + 2**63) % 2**64 - 2**63 for chain in chains]
-        places = [(seed, position) for seed, span in zip(seeds, spans, strict=True) for position in span]
+        pairs = zip(chains, spans, strict=True)
+        places = [(signed(chain.sequence.seed), position) for chain, span in pairs for position in span]
         if not places:
             return [[] for _ in chains]
         seed, position = torch.tensor(places).unbind(1)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine.device_loop import graphs, layout, slots
+from engine.device_loop.graph_cache import RoundShape
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse, RecordedRound
 from engine.device_loop.layout import Layout
-from engine.device_loop.repertoire import RoundShape
 from engine.device_loop.results import PendingRound
 from engine.device_loop.round import Round
 from engine.device_loop.slots import DeviceSlots, Tables
@@ -121,7 +121,7 @@ def read_after_the_next_play(patch: Patch) -> None:
     patch.setattr(PendingRound, "__post_init__", lambda _: None)
 
     def late(self):
-        made = self.brought
+        made = self.result
         ends = torch.stack([made.num_fresh, made.num_accepted, made.ended], 1)
         return torch.cat([made.drawn, ends], 1).tolist()
 
@@ -133,7 +133,7 @@ def mark_before_the_copy(patch: Patch) -> None:
     begin = PendingRound.__post_init__
 
     def early(self):
-        mark = torch.cuda.Event() if self.brought.drawn.is_cuda else None
+        mark = torch.cuda.Event() if self.result.drawn.is_cuda else None
         if mark:
             mark.record()
         begin(self)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from engine.device_loop import slots
+from engine.device_loop.graph_cache import RoundShape, covering
 from engine.device_loop.graphs import RecordedRound
-from engine.device_loop.repertoire import RoundShape, covering
 from engine.device_loop.round import Round, RoundOps
 from engine.device_loop.slots import REJECTS
 from engine.engine import Engine
@@ -22,17 +22,13 @@ from engine.kernels.paging import send
 from engine.kv.batch import Feed
 from engine.model.runner import ModelRunner
 from engine.params import SamplingParams, SpeculationMode, Verification
-from engine.sampling import distribution
-from engine.sampling.distribution import RowParams
-from engine.scheduler import Work
 from engine.startup.device_loop import ops_on
+from engine.step import Work
 from engine.types import FinishReason, KVCursor, Request
 from tests import fakes, zoo
 from tests.card import Card, here
-from tests.engine.sampling.test_distribution import row
 from tests.interpreting import WHY_NOT
 from tests.loops import (
-    LAWS,
     LONGEST,
     PLAIN,
     AnyK,
@@ -50,7 +46,7 @@ from tests.loops import (
     steps_without_waiting,
 )
 
-READS = {"verification.py:_decide"}  # what the host waits for: what a plain step has decided
+READS = {"verification.py:_read"}  # what the host waits for: what a plain step has decided
 
 
 def check(said: fakes.Outputs, asked: list[Request], family: str = "llama", cut: Collection[str] = ()) -> None:
@@ -99,7 +95,7 @@ def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int, car
     check(said, asked, cut=cut)
     assert engine.loop == "rounds"
     assert not engine.rounds.on_device
-    assert not engine.rounds.repertoire.num_unrecorded
+    assert not engine.rounds.graphs.num_unrecorded
 
 
 def test_some_ride_and_some_do_not() -> None:
@@ -147,7 +143,7 @@ def test_a_prompt_is_fed_between_rounds(card: Card) -> None:
         assert step.stats.prompt_tokens == 8
 
 
-def test_a_prefix_is_found_and_shared_by_riders(card: Card) -> None:
+def test_a_prefix_is_found_and_shared_by_device_sequences(card: Card) -> None:
     """A second request with the prompt and output of a first finds its pages, the draft's too."""
     engine = recorded(page_size=4, proposer="model", num_draft_tokens=1, shapes=())
     first = fakes.request(range(5, 25), name="a", max_tokens=20, seed=1)
@@ -333,10 +329,10 @@ def test_a_round_is_few_launches(truncated: bool, most: tuple[int, int], card: C
     run, slots = round_of(pair, ops_on(torch.device("cuda")), 4, truncated=truncated)
     card.launched.clear()
     drafts = run.propose(slots)
-    proposing = [name for name in card.launched if name != "choose_unread"]
+    proposing = [name for name in card.launched if name != "choose"]
     card.launched.clear()
     run.verify(slots, drafts)
-    verifying = [name for name in card.launched if name not in ("choose_unread", "commit")]
+    verifying = [name for name in card.launched if name not in ("choose", "commit")]
     assert 0 < len(proposing) <= most[0], proposing
     assert 0 < len(verifying) <= most[1], verifying
 
@@ -377,13 +373,6 @@ def test_few_pages_preempt(card: Card) -> None:
     said = fakes.run(recorded(pages=5, num_draft_tokens=2, shapes=covering(2, 2)), two)
     assert said.preempted
     check(said, two)
-
-
-def test_draws_are_the_plain_loops() -> None:
-    """Rows of all four kinds of law."""
-    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3)).mul(3)
-    params = RowParams.of([row(LAWS[i % 4], i, 2**63 + i) for i in range(64)], 50, logits.device)
-    assert torch.equal(distribution.choose_unread(logits, params.samplers).token, distribution.choose(logits, params))
 
 
 @pytest.mark.parametrize(("num_draft", "company"), [(3, False), (1, True)])

@@ -11,8 +11,8 @@ from engine.control.adaptive import AdaptiveK
 from engine.control.controller import StepFeedback as Done
 from engine.control.controller import levelled
 from engine.control.cost_model import KNOTS
+from engine.device_loop.graph_cache import GraphCache, covering
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
-from engine.device_loop.repertoire import Repertoire, covering
 from engine.device_loop.round import Round
 from engine.kernels.args import Committed
 from engine.params import SpeculationMode
@@ -121,8 +121,8 @@ def rate(costs: Costs, rounds: int) -> tuple[float, float]:
         engine = recorded(
             shapes=(), pair=(target, target), speculation=AUTO, max_model_len=128, max_batch_size=4, num_draft_tokens=4
         )
-        engine.rounds.repertoire = Repertoire(engine.rounds.round_of, Costly(costs), clock=costs)
-        engine.rounds.repertoire.record(covering(4, 4))
+        engine.rounds.graphs = GraphCache(engine.rounds.round_of, Costly(costs), clock=costs)
+        engine.rounds.graphs.record(covering(4, 4))
         made = drafted = 0
         for i in range(rounds):
             while engine.load.num_running + engine.load.num_waiting < 4:

@@ -84,7 +84,7 @@ def test_one_call_gives_the_bits_of_layer_after_layer(
 ) -> None:
     made = model(family, dtype, int8=int8)
     want = several_passes(layer_by_layer(made))
-    monkeypatch.setattr(Stack, "layer_by_layer", partial(_never, "one by one"))
+    monkeypatch.setattr(Stack, "layer_by_layer", partial(_never, "layer by layer"))
     assert torch.equal(several_passes(made), want)
 
 
@@ -109,7 +109,7 @@ def test_one_call_gives_the_bits_of_layer_after_layer_over_int8_keys(
 ) -> None:
     made = model("llama", dtype, int8=False)
     floats, want = several_passes(made), several_passes(layer_by_layer(made), kind="int8")
-    monkeypatch.setattr(Stack, "layer_by_layer", partial(_never, "one by one"))
+    monkeypatch.setattr(Stack, "layer_by_layer", partial(_never, "layer by layer"))
     assert torch.equal(several_passes(made, kind="int8"), want)
     assert 0 < (want - floats).std() < 0.1 * floats.std()
 
@@ -117,8 +117,8 @@ def test_one_call_gives_the_bits_of_layer_after_layer_over_int8_keys(
 def test_another_attention_than_ours_runs_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     made = model("llama", torch.float32, int8=False)
     assert torch.allclose(several_passes(made), several_passes(made, "reference"), atol=1e-4)
-    monkeypatch.setattr(Stack, "layer_by_layer", partial(_never, "one by one"))
-    with pytest.raises(AssertionError, match="one by one"):
+    monkeypatch.setattr(Stack, "layer_by_layer", partial(_never, "layer by layer"))
+    with pytest.raises(AssertionError, match="layer by layer"):
         several_passes(made, "reference")
 
 

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.model.decoder.stack import FINAL
+from engine.proposers.base import Lookup
 from engine.proposers.heads import proposer
 from engine.proposers.model import first_layers
 from engine.startup.calibrate import drafters_of
@@ -194,8 +195,10 @@ def test_before_a_request_comes_each_candidate_has_drafted_and_nothing_is_learne
     engine = engine_of(draft=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
     asked = set[str]()
     for name in drafters_of(engine):
-        propose = engine.proposers.by_name[name].propose
-        engine.proposers.by_name[name].propose = lambda *given, n=name, p=propose: asked.add(n) or p(*given)
+        own = engine.proposers.by_name[name]
+        method = "look_up" if isinstance(own, Lookup) else "propose"
+        drafts = getattr(own, method)
+        setattr(own, method, lambda *given, n=name, d=drafts: asked.add(n) or d(*given))
     make_ready(engine)
     assert asked == {"eagle", "suffix"}
     assert engine.control.target.count == 0

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.device_loop.repertoire import Repertoire, RoundShape, covering, in_order_of_worth
-from engine.device_loop.results import untold
+from engine.device_loop.graph_cache import GraphCache, RoundShape, covering, in_order_of_worth
+from engine.device_loop.results import no_progress
 from engine.device_loop.round import Round
 from engine.engine import Engine
 from engine.startup import warm
 from tests import fakes
-from tests.engine.device_loop.test_repertoire import Recorder
+from tests.engine.device_loop.test_graph_cache import Recorder
 from tests.loops import AnyK, plainly, request, steered
 
 SECONDS = 0.3  # that a recording takes on the clock here
@@ -34,7 +34,7 @@ class Clock:
 def made() -> tuple[Clock, Recorder, Engine]:
     clock, engine = Clock(), steered(AnyK(1))
     recorder = Recorder(fault=clock.record)
-    engine.rounds.repertoire = Repertoire(engine.rounds.round_of, recorder, COVERING, clock=clock)
+    engine.rounds.graphs = GraphCache(engine.rounds.round_of, recorder, COVERING, clock=clock)
     return clock, recorder, engine
 
 
@@ -78,7 +78,7 @@ def test_what_covers_is_all_that_a_successor_waits_for(options, seconds, num_rec
 
 def test_an_idle_engine_records_one_at_a_time_the_missed_ones_first(made) -> None:
     clock, recorder, engine = made
-    engine.rounds.record(untold, later=True)
+    engine.rounds.record(no_progress, later=True)
     assert shapes_of(recorder.made) == [(8, k) for k in (4, 0, 1, 2, 3)]
     serve(engine, recorder, range(1))  # one sequence, which nothing that is recorded fits
     assert {round_.size for round_ in recorder.ran} == {8}
@@ -89,7 +89,7 @@ def test_an_idle_engine_records_one_at_a_time_the_missed_ones_first(made) -> Non
     while engine.rest():
         if len(recorder.made) == len(EVERY) // 2:
             serve(engine, recorder, range(6))
-    assert len(recorder.made) == len(engine.rounds.repertoire) == len(EVERY)
+    assert len(recorder.made) == len(engine.rounds.graphs) == len(EVERY)
     recorder.ran.clear()
     serve(engine, recorder, range(1))
     assert {round_.size for round_ in recorder.ran} == {1}
@@ -98,14 +98,14 @@ def test_an_idle_engine_records_one_at_a_time_the_missed_ones_first(made) -> Non
 
 def test_what_has_no_room_or_breaks_off_is_not_tried_again(made) -> None:
     _, recorder, engine = made
-    engine.rounds.record(untold, later=True)
+    engine.rounds.record(no_progress, later=True)
     recorder.room = len(COVERING) + 2
     assert [engine.rest() for _ in range(4)] == [True, True, False, False]
     assert len(recorder.made) == recorder.room
     recorder.room, recorder.fault = 999, broken
-    engine.rounds.record(untold, later=True)
+    engine.rounds.record(no_progress, later=True)
     assert not engine.rest()
-    assert engine.rounds.repertoire._refused == {RoundShape(1, 1, False)}
+    assert engine.rounds.graphs._refused == {RoundShape(1, 1, False)}
     serve(engine, recorder, range(3))
 
 

@@ -1,4 +1,4 @@
-"""Rounds that are recorded, and which of them stands in for one that is not. Knows no sequence and no device.
+"""Rounds that are recorded, and which of them replaces one that is not. Knows no sequence and no device.
 
 Their shapes come first: which there are, and which are worth recording first.
 Nothing is recorded while a request waits: that takes some tenths of a second.
@@ -35,7 +35,7 @@ class RoundShape(NamedTuple):
     k: int
     truncated: bool
 
-    def stands_in_for(self, other: RoundShape) -> bool:
+    def can_replace(self, other: RoundShape) -> bool:
         """Whether it does what the other does: with idle places, or looking for cuts that are not there."""
         return self.k == other.k and self.size >= other.size and self.truncated >= other.truncated
 
@@ -46,23 +46,23 @@ def allows_rounds(config: EngineConfig) -> bool:
 
 
 def places_for(count: int) -> int:
-    """Places of a batch that holds so many: 3 -> 4, 129 -> 192."""
+    """Places of a batch that holds `count` sequences: 3 -> 4, 129 -> 192."""
     return next((size for size in _SIZES if size >= count), -(-count // _BEYOND) * _BEYOND)
 
 
 def sizes_for(count: int) -> list[int]:
-    """Places of batches of up to so many: 6 -> 1, 2, 4, 8; 200 -> 1, 2, .., 128, 192, 256."""
+    """Places of batches of up to `count` sequences: 6 -> 1, 2, 4, 8; 200 -> 1, 2, .., 128, 192, 256."""
     largest = places_for(count)
     return [*takewhile(lambda size: size <= largest, _SIZES), *range(_SIZES[-1] + _BEYOND, largest + 1, _BEYOND)]
 
 
 def covering(most_places: int, most_drafts: int) -> list[RoundShape]:
-    """A few that can stand in for all; the largest come first, as memory is then laid out for all that follow."""
+    """A few that can replace all others; the largest come first, as memory is then laid out for all that follow."""
     return [RoundShape(places_for(most_places), k, truncated=True) for k in _in_order(most_drafts)]
 
 
 def in_order_of_worth(most_places: int, most_drafts: int) -> list[RoundShape]:
-    """All shapes: first those that can stand in for all, then small batches before large ones, and cuts last."""
+    """All shapes: first those that can replace all others, then small batches before large ones, and cuts last."""
     every = [
         RoundShape(size, k, truncated)
         for truncated in (False, True)
@@ -96,13 +96,13 @@ class Recorder(Protocol):
         """Record it."""
 
 
-class Repertoire:
-    """Rounds by shape.
+class GraphCache:
+    """Rounds by shape, recorded or not.
 
     Args:
         make: a round of a shape, and whether any sequence is of the rejection rule.
         recorder: None where rounds are run as they are.
-        covering: shapes that are never given up, as they can stand in for all others.
+        covering: shapes that are never given up, as they can replace all others.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Repertoire:
     def of(self, count: int, k: int, *, truncated: bool, rejects: bool) -> tuple[int, Run]:
         """How to run a round of `count` sequences, and how many places it has. Records nothing.
 
-        Rounds of the rejection rule are never recorded: their laws would take all memory.
+        Rounds of the rejection rule are never recorded: their distributions would take all memory.
         """
         wanted = RoundShape(places_for(count), k, truncated)
         found = None if rejects else self._nearest(wanted)
@@ -140,7 +140,7 @@ class Repertoire:
         return found.size, self._recorded[found]
 
     def try_out(self, shape: RoundShape) -> Run:
-        """As it will run in a request. Raises whatever stands against it."""
+        """As it will run in a request. Raises what makes it impossible."""
         if self._recorder is None:
             return self._as_it_is(shape, rejects=False)
         self._recorded[shape] = self._recorder(self._make(shape, False))
@@ -202,7 +202,7 @@ class Repertoire:
         """The smallest that does the same."""
         if wanted in self._recorded:
             return wanted
-        return min((shape for shape in self._recorded if shape.stands_in_for(wanted)), default=None)
+        return min((shape for shape in self._recorded if shape.can_replace(wanted)), default=None)
 
     def _add(self, shape: RoundShape) -> bool:
         """Whether recording may go on: a capture that broke off leaves the device in doubt, a compiler does not."""

@@ -12,8 +12,8 @@ import torch
 
 from engine.attention import registry
 from engine.config import EngineConfig
+from engine.device_loop.graph_cache import GraphCache, RoundShape, Run, covering, in_order_of_worth, sizes_for
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
-from engine.device_loop.repertoire import Repertoire, RoundShape, Run, covering, in_order_of_worth, sizes_for
 from engine.device_loop.round import Round, RoundOps
 from engine.engine import Engine
 from engine.errors import ModelError
@@ -54,7 +54,7 @@ class Recorder:
 
 def recorded_by(recorder: Recorder, engine: Engine, places: int = 6, drafts: int = 4, **options) -> Engine:
     rounds = engine.rounds
-    rounds.repertoire = Repertoire(rounds.round_of, recorder, covering(places, drafts), **options)
+    rounds.graphs = GraphCache(rounds.round_of, recorder, covering(places, drafts), **options)
     return engine
 
 
@@ -75,7 +75,7 @@ def test_shapes_in_order_of_worth() -> None:
     assert shapes[:5] == covering(6, 4) == [RoundShape(8, k, True) for k in (4, 0, 1, 2, 3)]
     assert shapes[5:7] == [RoundShape(1, 4, False), RoundShape(1, 0, False)]
     for shape in shapes:
-        assert any(cover.stands_in_for(shape) for cover in covering(6, 4))
+        assert any(cover.can_replace(shape) for cover in covering(6, 4))
     assert in_order_of_worth(1, 0) == [RoundShape(1, 0, True), RoundShape(1, 0, False)]
     assert sizes_for(200)[-3:] == [128, 192, 256]
 
@@ -87,7 +87,7 @@ def test_a_kernel_that_does_not_fit_leaves_its_shapes_to_others(caplog: pytest.L
 
     recorder = Recorder(fault=fault)
     engine = recorded_by(recorder, steered(AnyK(1), small), 4, 2)
-    engine.rounds.repertoire.record(shape for shape in in_order_of_worth(4, 2) if shape.size == 4)
+    engine.rounds.graphs.record(shape for shape in in_order_of_worth(4, 2) if shape.size == 4)
     assert len(recorder.made) == 4
     assert "rounds of 4 places and 1 drafts are not recorded: out of resource" in caplog.text
     recorder.is_open = False
@@ -122,15 +122,15 @@ def test_an_idle_engine_records_what_was_missed_often(card: Card) -> None:
     recorder = Recorder(room=5, record=graphs)
     recorded_by(recorder, engine, 4, 2)
     engine.rounds.record()
-    repertoire = engine.rounds.repertoire
+    graphs = engine.rounds.graphs
     used, unused = RoundShape(1, 2, False), RoundShape(1, 0, False)
-    assert set(repertoire._recorded) == {*covering(4, 2), used, unused}
+    assert set(graphs._recorded) == {*covering(4, 2), used, unused}
     for _ in range(64):
-        assert repertoire.of(1, 2, truncated=False, rejects=False)[0] == 1
-        assert repertoire.of(2, 1, truncated=False, rejects=False)[0] == 4
+        assert graphs.of(1, 2, truncated=False, rejects=False)[0] == 1
+        assert graphs.of(2, 1, truncated=False, rejects=False)[0] == 4
     assert len(recorder.made) == 5
     engine.rest()
-    assert set(repertoire._recorded) == {*covering(4, 2), used, RoundShape(2, 1, False)}
+    assert set(graphs._recorded) == {*covering(4, 2), used, RoundShape(2, 1, False)}
     engine.rest()
     assert len(recorder.made) == 6
     # The new one has the memory of the one that was given up, and the others go on as before.
@@ -174,7 +174,7 @@ def test_what_another_process_takes_meanwhile_ends_no_recording(card: Card, monk
     """A gigabyte between any two looks at the device, as where others load models on it; no graph is of such a size."""
     free = count(GIB * 80, -GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (next(free), GIB * 80))
-    assert set(covering(6, 4)) <= recorded().rounds.repertoire._recorded.keys()
+    assert set(covering(6, 4)) <= recorded().rounds.graphs._recorded.keys()
 
 
 def test_memory_for_rounds_follows_from_their_shapes() -> None:
@@ -221,7 +221,7 @@ def test_attention_that_does_not_fit_means_plain_steps(
     fault: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Triton's error is none of Python's own kinds: it would end the load."""
-    ops = RoundOps(partial(refusing, fault=fault), PLAIN.choose, PLAIN.commit)
+    ops = RoundOps(partial(refusing, fault=fault), PLAIN.commit)
     monkeypatch.setattr("engine.startup.device_loop.ops_on", lambda _: ops)
     with pytest.raises(ModelError, match="loop=rounds failed its first round: out of resource"):
         engine_of()
