@@ -28,7 +28,7 @@ from engine.sampling.processors import advance_grammar, catch_up_grammars
 from engine.sampling.verification import VerifyOutput
 from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Clock, EngineLoad, StepStats, Stopwatch
-from engine.step_stats import feedback_of, measure, teach
+from engine.step_stats import feedback_of, measure
 from engine.target_pass import TargetPass, Verified
 from engine.turns import MASK_SECONDS
 from engine.types import FinishedOutput, FinishReason, Request, Sequence, TokenEvent
@@ -131,7 +131,6 @@ class Engine:
     def _teach(self, plan: StepPlan, verified: Verified, events: tuple[TokenEvent, ...], watch: Stopwatch) -> None:
         """Give the step's times and acceptance to the models that choose K and the size of prompt chunks."""
         self.control.learn(feedback_of(plan, verified.proposal, verified.outcomes, watch.seconds))
-        teach(self.scheduler.prefill, plan, verified.proposal, watch.seconds)
         for outcome, event in zip(verified.outcomes, events, strict=True):
             if event.finished is not None:  # `learn` has just seen this sequence, which is over
                 self.control.forget(outcome.sequence)

@@ -102,11 +102,10 @@ class _Priors:
         these, depth = np.array(sorted(set(rows.tolist()))), hit.shape[1]
         of = (rows == these[:, None]).astype(float)  # [source, sequence]
         counts = of.sum(1, keepdims=True)
-        share = np.minimum(0.2, _COMMON_RATE * counts)
+        share = np.minimum(1.0, _COMMON_RATE * counts)
         self.common[these] += share * (of @ posterior / counts - self.common[these])
-        keep = np.where(of @ tried > 0, 0.99, 1.0)
-        self.hits[these, :depth] = self.hits[these, :depth] * keep + of @ hit
-        self.expected[these, :depth] = self.expected[these, :depth] * keep + of @ (expected * tried)
+        self.hits[these, :depth] += of @ hit
+        self.expected[these, :depth] += of @ (expected * tried)
         self._refresh(these)
 
 

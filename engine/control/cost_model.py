@@ -30,8 +30,7 @@ _FIRST_RAMP = len(_UNITS)
 NUM_QUANTITIES = _FIRST_RAMP + len(_WIDTHS)
 
 _KEEP = 0.99  # of what was known along a measurement's direction: half is forgotten in 69 measurements
-_LEAST, _MOST = 0.3, 2.0  # a measurement beyond these multiples of what was expected counts as one of them
-_IMPROVE_EVERY, _YOUNG = 2, 64  # measurements
+_LEAST, MOST = 0.3, 2.0  # a measurement beyond these multiples of what was expected counts as one of them
 _RIDGE, _SMOOTH = 0.01, 0.3  # weight, in measurements, of the priors: a cost is 0; a row costs as its neighbour
 
 
@@ -108,8 +107,10 @@ class CostModel:
         if not (math.isfinite(seconds) and 1e-9 < seconds < 1e6):
             return
         expected = self.of(work)
-        if self.count:
-            seconds = min(max(seconds, _LEAST * expected), max(_MOST * expected, 1e-9))
+        ramps = np.flatnonzero(work[_FIRST_RAMP:])
+        rows = float(KNOTS[ramps[-1] + 1]) if ramps.size else 0.0
+        if self.count and rows <= self.most_rows:  # of a size that was never measured nothing is expected
+            seconds = min(max(seconds, _LEAST * expected), max(MOST * expected, 1e-9))
         self._forget(work)
         scale = 1 / seconds if not self.count else 1 / max(expected, 0.1 * seconds)
         if not self.count:
@@ -118,10 +119,8 @@ class CostModel:
         self._moments += work * (seconds * scale**2)
         self.count += 1
         self._joining = np.zeros(0)
-        ramps = np.flatnonzero(work[_FIRST_RAMP:])
-        self.most_rows = max(self.most_rows, float(KNOTS[ramps[-1] + 1]) if ramps.size else 0.0)
-        if self.count < _YOUNG or self.count % _IMPROVE_EVERY == 0:
-            self._improve()
+        self.most_rows = max(self.most_rows, rows)
+        self._improve()
 
     def _forget(self, work: Floats) -> None:
         known = self._information @ work

@@ -21,6 +21,7 @@ import numpy as np
 
 from engine.control.acceptance import Bools, Ints
 from engine.control.cost_model import ASKED, ATTENDED, CALL, CONTEXT, CostModel, Floats, quantities
+from engine.control.step_time import BatchLoad
 from engine.types import Sequence
 
 _ROUNDS = 4  # at most; nearly always the choice is settled after two
@@ -40,33 +41,6 @@ class Traits(NamedTuple):
     num_unseen: Callable[[Sequence], int] | None = None  # tokens that it must read before it drafts; None: none
     is_parallel: bool = False  # all its drafts come of one pass
     most: int | None = None  # drafts that it can make in a step; None: any number
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLoad:
-    """What a step does already, before more drafts are added."""
-
-    sequences: int
-    rows: float
-    tokens: float  # expected to come of it
-    context: float  # tokens of all sequences
-    attended: float  # the same, once per row
-    seconds: float = 0.0  # of drafting
-    prompt_rows: int = 0
-
-    @classmethod
-    def of(cls, lengths: Seq[int], num_draft: Seq[int], prompt_rows: int = 0) -> BatchLoad:
-        """A step of sequences that are so long and feed their newest token and so many drafts."""
-        sequences, context = len(lengths), sum(lengths)
-        drafted = sum(length * k for length, k in zip(lengths, num_draft, strict=True))
-        rows = sequences + sum(num_draft)
-        return cls(sequences, rows, sequences, context, context + drafted, prompt_rows=prompt_rows)
-
-    @property
-    def quantities(self) -> Floats:
-        """Of the target's pass."""
-        context, attended, rows = self.context, self.attended, [self.rows]
-        return quantities(passes=1, sequences=self.sequences, context=context, attended=attended, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +184,8 @@ class Bids:
 
 def pick(
     bids: Bids, makers: Seq[tuple[CostModel, Traits]], context: float, tokens: float, seconds: float
-) -> tuple[Ints, Floats]:
-    """Choose a candidate for each sequence, and say what it is worth.
+) -> Ints:
+    """Choose a candidate for each sequence.
 
     Without drafts the step makes `tokens` tokens in `seconds` seconds. At first passes are priced as if all sequences
     shared them, then as those do that chose them. `makers`: cost model and traits of each candidate; `context`: mean
@@ -235,7 +209,7 @@ def pick(
         if users != shared:
             spent = _spent(bids, makers, users, context)
         worths, numbers = bids.worths(spent, rate)
-    return choice, worths.max(0)
+    return choice
 
 
 def _spent(bids: Bids, makers: Seq[tuple[CostModel, Traits]], users: Seq[int], context: float) -> Floats:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from engine.control.acceptance import Acceptance, Source
 from engine.control.adaptive import SHARE, AdaptiveK
-from engine.control.controller import Control, Speedup, StepFeedback
+from engine.control.controller import Control, Speedup
 from engine.control.cost_model import KNOTS, CostModel, quantities
-from engine.control.goodput import BatchLoad, Found, Offer, Traits, drafting_seconds
+from engine.control.goodput import Found, Offer, Traits, drafting_seconds
+from engine.control.step_time import BatchLoad, StepFeedback
 from engine.params import MAX_NUM_DRAFT, SpeculationMode
 from engine.types import Sequence
 from tests.clockwork import BUDGET, COSTS, MOST, READS, Books, Costs, Machine
@@ -220,7 +221,7 @@ def round_of(sequences: Seq[object], chosen: list[int], seconds: float = 0.01) -
     passes = [(len(sequences), len(sequences))] * max(chosen)
     lengths = [len(s.tokens) for s in sequences]
     accepted = [k // 2 for k in chosen]
-    return StepFeedback(sequences, lengths, chosen, chosen, accepted, passes, seconds / 4, seconds, has_prompts=False)
+    return StepFeedback(sequences, lengths, chosen, chosen, accepted, passes, seconds / 4, seconds)
 
 
 @settings(max_examples=40, derandomize=True)
@@ -353,7 +354,7 @@ def test_short_matches_and_long_ones_and_a_model_are_known_apart() -> None:
         passes = [(1, 1)] * k if is_model else []
         feedback = [one], [len(one.tokens)], [k], [k], [kept], passes, 0.001 * len(passes), 0.01
         one.tokens += [1 if is_long else 3] * kept + [2]
-        control.learn(StepFeedback(*feedback, has_prompts=False))
+        control.learn(StepFeedback(*feedback))
     assert set(chosen) == {(True, "suffix", True), (False, "model", True)}
     assert min(chosen.values()) > 50
 
