@@ -7,11 +7,10 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from engine.control.constants import KEEP
 from engine.control.step_time import StepFeedback, StepTime
 from engine.params import SpeculationMode
 from engine.types import Sequence
-
-_KEEP = 0.99  # per step: the ratio is of the last hundred or so
 
 
 class Speedup:
@@ -38,8 +37,8 @@ class Speedup:
     def add(self, sequences: Seq[Sequence], num_tokens: Seq[int], spent: float, plain_step: float) -> None:
         """Add a step: tokens of each sequence, its seconds, and those of a plain step, which yields one token each."""
         mean = sum(num_tokens) / len(sequences)
-        self._plain = self._plain * _KEEP + mean * plain_step
-        self._spent = self._spent * _KEEP + spent
+        self._plain = self._plain * KEEP + mean * plain_step
+        self._spent = self._spent * KEEP + spent
         for sequence, tokens in zip(sequences, num_tokens, strict=True):
             plain, already = self._each.get(sequence, (0.0, 0.0))
             self._each[sequence] = plain + tokens * plain_step, already + spent

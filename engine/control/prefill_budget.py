@@ -6,11 +6,8 @@ import math
 import sys
 from collections.abc import Sequence as Seq
 
+from engine.control.constants import AIM, ALONE, WORTH
 from engine.control.step_time import StepTime
-
-AIM = 0.9  # share of the bound: the context grows with every chunk, and no two steps take the same
-ALONE = 4.0  # times the bound, for a step that no other sequence waits for: larger chunks cost less per token
-_WORTH = 0.55  # share of the most tokens per second, where steps are to be short
 
 
 class PrefillBudget:
@@ -48,7 +45,7 @@ class PrefillBudget:
         Powers of two are tried. 64 take 80 ms, 32 take 45 and 16 take 40: 32.
         """
         rates = [(1 << i) / max(seconds, 1e-9) for i, seconds in enumerate(self.times.by_batch_size(most))]
-        return min((1 << i for i, rate in enumerate(rates) if rate >= _WORTH * max(rates)), default=most)
+        return min((1 << i for i, rate in enumerate(rates) if rate >= WORTH * max(rates)), default=most)
 
     def spend(self, tokens: int) -> None:
         """The target reads so many in the step that `tokens` was asked for."""

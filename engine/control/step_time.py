@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.control.cost_model import MOST, CostModel, Floats, quantities
+from engine.control.constants import MOST
+from engine.control.cost_model import CostModel, Floats, quantities
 from engine.params import MAX_NUM_DRAFT
 from engine.types import Sequence
 

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.control.acceptance import Acceptance, Source
-from engine.control.adaptive import SHARE, AdaptiveK
+from engine.control.adaptive import AdaptiveK
+from engine.control.constants import EXPLORING
 from engine.control.controller import Control, Speedup
 from engine.control.cost_model import KNOTS, CostModel, quantities
 from engine.control.goodput import Found, Offer, Traits, drafting_seconds
@@ -87,7 +88,7 @@ def test_trials_lose_their_share_at_most(cells: list[Cell], runs: tuple[int, int
     for cell in cells:
         first, then = settled(cell, runs)
         lost, seconds = first.trial_seconds + then.trial_seconds, first.seconds + then.seconds
-        assert lost <= SHARE * seconds * 1.2 + 12 * seconds / sum(runs), cell
+        assert lost <= EXPLORING * seconds * 1.2 + 12 * seconds / sum(runs), cell
 
 
 def test_a_load_that_comes_and_goes_is_followed() -> None:
@@ -239,7 +240,7 @@ def test_the_choice_is_the_best_of_all_that_take_the_likeliest_first(
     prices, target = priced(a_pass, 0.1), priced(5.0, a_row)
     zeros = np.zeros(count)
     seconds = drafting_seconds(prices, kept, zeros, zeros, np.ones(count), Traits())
-    offer = Offer(np.full(count, depth), kept, seconds, 0.0, zeros)
+    offer = Offer(np.full(count, depth), kept, seconds, 0.0, zeros, zeros)
     load = BatchLoad(count, count, count, 0, 0)
     found = offer.best(load, target, 99)
     slots = sorted((-kept[i, d], i, d) for i in range(count) for d in range(depth))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.control.prefill_budget import AIM, ALONE, PrefillBudget
+from engine.control.constants import AIM, ALONE
+from engine.control.prefill_budget import PrefillBudget
 from engine.control.step_time import StepFeedback
 from engine.engine import Engine
 from engine.startup.build import assemble
