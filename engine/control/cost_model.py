@@ -105,9 +105,7 @@ class CostModel:
         if not (math.isfinite(seconds) and 1e-9 < seconds < 1e6):
             return
         expected = self.of(work)
-        ramps = np.flatnonzero(work[_FIRST_RAMP:])
-        rows = float(KNOTS[ramps[-1] + 1]) if ramps.size else 0.0
-        if self.count and rows <= self.most_rows:  # of a size that was never measured nothing is expected
+        if self.count:
             seconds = min(max(seconds, expected / MOST), max(MOST * expected, 1e-9))
         self._forget(work)
         scale = 1 / seconds if not self.count else 1 / max(expected, 0.1 * seconds)
@@ -117,7 +115,8 @@ class CostModel:
         self._moments += work * (seconds * scale**2)
         self.count += 1
         self._joining = np.zeros(0)
-        self.most_rows = max(self.most_rows, rows)
+        ramps = np.flatnonzero(work[_FIRST_RAMP:])
+        self.most_rows = max(self.most_rows, float(KNOTS[ramps[-1] + 1]) if ramps.size else 0.0)
         self._improve()
 
     def _forget(self, work: Floats) -> None:

@@ -129,7 +129,7 @@ def test_numbers_that_decode_are_known_apart():
     machine = Machine(sequence=0.002, token=0.002)
     prefill = PrefillBudget(BOUND)
     for decoding in (1, 48):
-        learned(prefill, machine, decoding)
+        learned(prefill, machine, decoding, steps=200)
     few, many = (fitting(prefill, decoding) for decoding in (1, 48))
     assert (few, many) == pytest.approx(((FULL - 0.002) / 0.002, (FULL - 48 * 0.002) / 0.002), rel=0.01)
 
