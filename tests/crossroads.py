@@ -108,9 +108,7 @@ class Crossroads:
             sequence.tokens += [1] * (kept + 1)
             sequence.rollback(len(sequence.tokens))
         done = [self._measured(seconds) for seconds in (drafting, target)]
-        self.control.learn(
-            StepFeedback(self.sequences[:], lengths, chosen, drafted, accepted, passes, *done)
-        )
+        self.control.learn(StepFeedback(self.sequences[:], lengths, chosen, drafted, accepted, passes, *done))
 
     def _draft(self, chosen: list[int]) -> tuple[list[tuple[int, int]], float]:
         """The passes of each proposer that is asked, and the seconds that drafting takes."""

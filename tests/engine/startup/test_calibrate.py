@@ -159,7 +159,9 @@ def test_what_an_engine_learns_before_it_is_ready_and_what_when_idle(
     assert told == ["warming up"] * tried
     assert (engine.control.times.target.count > 0) == (calibrated == "before")
     engine.rest()
-    assert (engine.control.times.target.count > 0) == (calibrated == "before"), "a standby is idle, and the machine is not"
+    assert (engine.control.times.target.count > 0) == (calibrated == "before"), (
+        "a standby is idle, and the machine is not"
+    )
     while engine.rest(lambda: False):
         assert not engine.has_work
     assert (engine.control.times.target.count > 0) == (calibrated != "never")
