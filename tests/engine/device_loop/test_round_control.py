@@ -63,7 +63,7 @@ def test_rows_that_count_for_nobody_are_paid_for() -> None:
 def test_a_plain_step_is_not_asked_for_again_before_its_time_is_known() -> None:
     """Rounds are read one late: each choice knows nothing of the one before it."""
     one, control, asked, late = sequence(), AdaptiveK(), list[int](), list[Done]()
-    for k in [0, 4, 0, 4, *[None] * 150]:  # first what it practises
+    for k in [0, 4, 0, 4, *[None] * 300]:  # first what it practises
         k = control.choose([one], [4], 8, 0)[0] if k is None else k
         asked.append(k)
         late.append(Done([one], [10], [k], [k], [k], [(1, 1)] * k, 0.001 * k, 1.0))
