@@ -1,4 +1,4 @@
-"""All cells of the virtual clock: `python -m tests.engine.control.cells --seeds 10 --keep new.json [--against old.json]`.
+"""All cells of the virtual clock: `python -m tests.engine.control.cells --seeds 10 --keep new.json --against old.json`.
 
 Speed of AUTO over that of plain decoding, in tokens per second of true time: every machine at every batch, acceptance
 and context (`clockwork`), loads and texts that change, and texts with several proposers (`crossroads`).
