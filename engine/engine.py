@@ -29,7 +29,7 @@ from engine.sampling.processors import advance_grammar, catch_up_grammars
 from engine.scheduler import Scheduler
 from engine.stats import Clock, EngineLoad, StepStats, Stopwatch
 from engine.step import Outcome, StepPlan
-from engine.step_stats import feedback_of, measure, teach
+from engine.step_stats import feedback_of, measure
 from engine.target_pass import TargetPass, Verified
 from engine.turns import MASK_SECONDS
 from engine.types import FinishedOutput, FinishReason, Request, Sequence, TokenEvent
@@ -124,7 +124,6 @@ class Engine(WithFacts):
         ended = tuple(map(self._end_for_fault, verified.faulty))
         if verified.error is None:
             self._learn(self.control, [feedback_of(plan, verified.outcomes, watch.seconds)], verified.outcomes, events)
-            teach(self.scheduler.prefill, plan, watch.seconds)
         elif len(verified.faulty) == len(plan.works):
             self._blame_engine_or_requests(verified.error)
         rounds, landed = self._land(watch)

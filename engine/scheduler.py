@@ -50,6 +50,7 @@ class Scheduler:
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self._max_drafts = max_batch_tokens if max_drafts is None else max_drafts
         self.prefill, self._find_drafts = prefill or PrefillBudget(), find_drafts
+        self.prefill.times = self.control.times
         pools = [target_pool, *draft_pools.values()]
         self._most_logged = [pool.most_drafts for pool in pools if pool.most_drafts is not None]
         self.waiting: deque[Sequence] = deque()
@@ -84,6 +85,12 @@ class Scheduler:
     def gain(self) -> float:
         """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
         return Speedup.ratio_of(self.control.gain, self.round_control.gain)
+
+    @property
+    def decode_seconds(self) -> tuple[float, ...]:
+        """Seconds of a step without drafts in which 1, 2, 4, ... sequences decode; empty where none was measured."""
+        both = (self.control.times, self.round_control.times)
+        return max(both, key=lambda times: times.target.count).by_batch_size(self._max_batch_size)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -234,7 +241,7 @@ class Scheduler:
         both = [s for s in running if s.todo == 1 and not s.grammar_lag]
         steady = [Work.feeding(s, 1) for s in in_turn([s for s in both if not s.on_device])]
         budget = self._max_batch_tokens - len(steady)
-        fitting = self.prefill.tokens(len(both), alone=len(running) == 1, short=is_short)
+        fitting = self.prefill.tokens([len(s.tokens) for s in both], alone=len(running) == 1, short=is_short)
         chunks = list(_chunks(running, int(min(budget, fitting))))
         prompt_rows = sum(len(work.span) for work in chunks)
         self.prefill.spend(prompt_rows)

@@ -54,6 +54,10 @@ class StepStats:
     draft_failures: int = 0
     threads: int = 0  # of our C code in the last pass; 0 where it does not compute
     spec_gain: float = 1.0  # tokens per second of the last steps, over what plain decoding would have made
+    # Expected of steps to come: of one without drafts in which 1, 2, 4, ... sequences decode, and of a token of a
+    # prompt. Empty and 0: not known.
+    decode_seconds: tuple[float, ...] = ()
+    prompt_token_seconds: float = 0.0
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0  # share of the target's pages in use, 0 to 1

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
-from engine.control.controller import StepFeedback
-from engine.control.prefill_budget import PrefillBudget
+from engine.control.step_time import StepFeedback
 from engine.device_loop.results import RoundResult
 from engine.native import threads_in_use
 from engine.scheduler import Scheduler
@@ -29,18 +28,8 @@ def feedback_of(plan: StepPlan, outcomes: Seq[Outcome], phase_seconds: Mapping[s
         draft_passes=[(forward.sequences, forward.tokens) for forward in plan.draft_forwards],
         draft_seconds=draft_seconds,
         other_seconds=sum(s for name, s in phase_seconds.items() if name != "launch") - draft_seconds,
-        has_prompts=len(steady) < len(plan.works),
+        chunks=_chunks(plan),
     )
-
-
-def teach(prefill: PrefillBudget, plan: StepPlan, phase_seconds: Mapping[str, float]) -> None:
-    """Give the time of a step to the budget of prompt tokens per step."""
-    chunks = _chunks(plan)
-    decoding = len(plan.works) - len(chunks) + len(plan.on_device)  # in plain steps or on the device
-    seconds = sum(phase_seconds.values())
-    for first in plan.draft_forwards[:1]:
-        seconds -= prefill.learn_draft(first.sequences, first.tokens, phase_seconds["propose"])
-    prefill.learn(decoding, sum(chunks), seconds)
 
 
 def measure(
@@ -69,6 +58,8 @@ def measure(
         draft_failures=draft_failures,
         threads=threads_in_use(),
         spec_gain=scheduler.gain,
+        decode_seconds=scheduler.decode_seconds,
+        prompt_token_seconds=scheduler.prefill.times.reading.get(None, 0.0),
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         kv_usage=1 - pool.num_free / pool.num_pages,

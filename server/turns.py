@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -138,7 +138,6 @@ _FADE_SECONDS = 30.0  # in which a value loses a factor of e of its weight
 _UNKNOWN = 0.5  # weight of all values together below which nothing is known: 20 s after one value, 90 s after many
 _RISE = 0.02  # share of the difference by which the least value rises with each one that is greater
 _KEEP = 0.995  # factor per step, for sums in which older steps count less
-_MIN_PROMPT_TOKENS = 32  # a step with fewer prompt tokens says nothing about the speed of prefill
 RETRY_SECONDS = (1.0, 0.1, 30.0)  # hint for a refused caller: if nothing is known; minimum; maximum
 
 
@@ -171,10 +170,11 @@ class Estimates:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._service = RecentValues(clock)  # seconds that a request spends in the engine
         self._used = RecentValues(clock)  # share of their maximum length that ended outputs used
-        self._reading = RecentValues(clock)  # seconds per prompt token
+        self._reading = RecentValues(clock)  # seconds per prompt token, as the engine expects
         self._unread = RecentValues(clock)  # share of a prompt that the prefix cache did not have
-        # Seconds between two tokens of an output, by the bit length of the number of decoding sequences
-        self._paces: dict[int, RecentValues] = defaultdict(lambda: RecentValues(clock))
+        self._decode_seconds: tuple[float, ...] = ()  # as `StepStats` has them
+        # Seconds between two tokens of an output over those of a step without drafts, and how many decoded then.
+        self._pace_ratio, self._decoding = RecentValues(clock), RecentValues(clock)
         self._rounds = self._drafted = self._accepted = 0.0  # sums in which older steps count less
 
     def observe(self, stats: StepStats) -> None:
@@ -183,10 +183,13 @@ class Estimates:
         self._accepted = self._accepted * _KEEP + stats.accepted
         seconds = sum(stats.phase_seconds.values())
         decoding = sum(forward.sequences for forward in stats.forwards if forward.kind == "verify")
-        if stats.generated_tokens and decoding:  # a sequence in prefill gets no tokens and slows no other
-            self._paces[decoding.bit_length()].add(seconds * decoding / stats.generated_tokens)
-        if stats.prompt_tokens >= _MIN_PROMPT_TOKENS and seconds > 0:
-            self._reading.add(seconds / stats.prompt_tokens)
+        self._decode_seconds = stats.decode_seconds
+        expected = self._expected(decoding)
+        if stats.generated_tokens and decoding and expected:  # a sequence in prefill gets no tokens and slows no other
+            self._pace_ratio.add(seconds * decoding / stats.generated_tokens / expected)
+            self._decoding.add(decoding)
+        if stats.prompt_tokens and stats.prompt_token_seconds:
+            self._reading.add(stats.prompt_token_seconds)
         if stats.prefix_lookups:
             self._unread.add(1 - stats.prefix_hits / stats.prefix_lookups)
 
@@ -238,12 +241,16 @@ class Estimates:
         return places[0] * pace
 
     def _pace(self, decoding: int, *, likely: bool) -> float | None:
-        """Seconds between two tokens of an output: likely with about as many others, at least with no more of them."""
-        size = decoding.bit_length()
-        known = {s: pace for s, values in self._paces.items() if (pace := values.value(likely=likely)) is not None}
-        if likely:
-            return known[min(known, key=lambda s: abs(s - size))] if known else None
-        return min((pace for s, pace in known.items() if s <= size), default=None)
+        """Seconds between two tokens of an output: likely with as many others, at least with the fewest of late."""
+        ratio, fewest = (values.value(likely=likely) for values in (self._pace_ratio, self._decoding))
+        if ratio is None or fewest is None:
+            return None
+        return ratio * self._expected(decoding if likely else min(decoding, int(fewest)))
+
+    def _expected(self, decoding: int) -> float:
+        """Seconds that the engine expects of a step without drafts in which so many sequences decode; 0: not known."""
+        known = self._decode_seconds
+        return known[min(max(0, decoding - 1).bit_length(), len(known) - 1)] if known else 0.0
 
     def work(self, request: Request, max_len: int, running: int) -> float:
         """Return the seconds from the start of `request`, beside `running` outputs, to the last token that is sure."""

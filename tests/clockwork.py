@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.control.adaptive import AdaptiveK
-from engine.control.controller import StepFeedback
 from engine.control.goodput import Found, Traits
+from engine.control.step_time import StepFeedback
 from engine.kv.pages import PagePool
 from engine.params import SpeculationMode
 from engine.scheduler import Scheduler
@@ -134,7 +134,7 @@ class Machine:
             draft_passes=passes,
             draft_seconds=self.measured(draft_seconds),
             other_seconds=self.measured(target_seconds),
-            has_prompts=bool(others),
+            chunks=[len(w.span) for w in others],
         )
         none = [0] * len(others)
         self._commit([*steady, *others], drafted + none, accepted + none)
@@ -157,7 +157,7 @@ class Machine:
                     passes = [(shape.batch, n) for n in tokens]
                     kept = [min(self._coin(0.6), shape.num_draft) for _ in sequences]
                     done = [self.measured(seconds) for seconds in (drafting, target)]
-                    self.control.learn(StepFeedback(sequences, lengths, ks, ks, kept, passes, *done, has_prompts=False))
+                    self.control.learn(StepFeedback(sequences, lengths, ks, ks, kept, passes, *done))
                 for sequence in sequences:
                     self.control.forget(sequence)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.control.adaptive import AdaptiveK
-from engine.control.controller import StepFeedback
 from engine.control.goodput import Found, Traits
+from engine.control.step_time import StepFeedback
 from engine.params import SpeculationMode
 from engine.startup.calibrate import SHAPES
 from engine.types import AUTO, Sequence
@@ -108,9 +108,7 @@ class Crossroads:
             sequence.tokens += [1] * (kept + 1)
             sequence.rollback(len(sequence.tokens))
         done = [self._measured(seconds) for seconds in (drafting, target)]
-        self.control.learn(
-            StepFeedback(self.sequences[:], lengths, chosen, drafted, accepted, passes, *done, has_prompts=False)
-        )
+        self.control.learn(StepFeedback(self.sequences[:], lengths, chosen, drafted, accepted, passes, *done))
 
     def _draft(self, chosen: list[int]) -> tuple[list[tuple[int, int]], float]:
         """The passes of each proposer that is asked, and the seconds that drafting takes."""

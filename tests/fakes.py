@@ -96,7 +96,7 @@ def fake_engine(
     by_name: dict[str, Proposer] = {"none": Proposer(), "ngram": NGramProposer(sizes=(2, 1))}
     if draft_law is not None:
         draft = TableModel(draft_law, vocab_size, num_pages, page_size)
-        by_name["model"] = ModelProposer(draft, prefill)
+        by_name["model"] = ModelProposer(draft, prefill, "model")
     chosen = Proposers({**by_name, **(proposers or {})}, vocab_size)
     make_pool = partial(PagePool, num_pages, page_size, prefix_cache=settings.prefix_cache)
     scheduler = Scheduler(

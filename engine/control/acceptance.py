@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine.control.constants import COMMON, DEPTH_TRIALS, KEEP, UNLIKE
 from engine.control.cost_model import Floats
 from engine.params import MAX_PREDICTED_DRAFTS
 from engine.types import Sequence
@@ -27,10 +28,6 @@ Bools = npt.NDArray[np.bool_]
 RATES = np.array([0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99])
 ANYTHING = RATES * (1.2 - RATES) / (RATES * (1.2 - RATES)).sum()  # of a sequence unlike any before: 0.6 on average
 
-_UNLIKE = 0.1  # share of sequences that are unlike any before
-_KEEP = 0.97  # of what a sequence's rounds say, per step: half of it is forgotten in 23 steps, because texts change
-_COMMON_RATE = 0.15  # of the prior, for each round of a sequence
-_DEPTH_TRIALS = 16.0  # drafts at a depth that count as much as the rate itself
 _DEPTHS = np.arange(MAX_PREDICTED_DRAFTS)
 
 
@@ -92,8 +89,8 @@ class _Priors:
     def _refresh(self, rows: Ints) -> None:
         """Compute the tables of these rows from what is known."""
         depth = self.down_to.shape[2]
-        self.weights[rows] = (1 - _UNLIKE) * self.common[rows] + _UNLIKE * ANYTHING
-        factors = (self.hits[rows, :depth] + _DEPTH_TRIALS) / (self.expected[rows, :depth] + _DEPTH_TRIALS)
+        self.weights[rows] = (1 - UNLIKE) * self.common[rows] + UNLIKE * ANYTHING
+        factors = (self.hits[rows, :depth] + DEPTH_TRIALS) / (self.expected[rows, :depth] + DEPTH_TRIALS)
         rates = np.minimum(RATES[:, None] * factors[:, None], 0.995)
         self.down_to[rows], self.log_hit[rows], self.log_miss[rows] = rates.cumprod(2), np.log(rates), np.log1p(-rates)
 
@@ -102,11 +99,10 @@ class _Priors:
         these, depth = np.array(sorted(set(rows.tolist()))), hit.shape[1]
         of = (rows == these[:, None]).astype(float)  # [source, sequence]
         counts = of.sum(1, keepdims=True)
-        share = np.minimum(0.2, _COMMON_RATE * counts)
+        share = np.minimum(1.0, COMMON * counts)
         self.common[these] += share * (of @ posterior / counts - self.common[these])
-        keep = np.where(of @ tried > 0, 0.99, 1.0)
-        self.hits[these, :depth] = self.hits[these, :depth] * keep + of @ hit
-        self.expected[these, :depth] = self.expected[these, :depth] * keep + of @ (expected * tried)
+        self.hits[these, :depth] += of @ hit
+        self.expected[these, :depth] += of @ (expected * tried)
         self._refresh(these)
 
 
@@ -172,7 +168,7 @@ class Acceptance:
     def _evidences(self, pairs: Seq[Pair]) -> Floats:
         """What is left of each one's log likelihoods, `[pairs, rate]`; of what is nothing, zeros."""
         found = [self._evidence.get(sequence, {}).get(source, _NO_EVIDENCE) for sequence, source in pairs]
-        left = np.array([_KEEP ** (self._step - step) for _, step in found])
+        left = np.array([KEEP ** (self._step - step) for _, step in found])
         return np.array([evidence for evidence, _ in found]) * left[:, None]  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,22 +20,13 @@ import numpy as np
 
 from engine.control import goodput
 from engine.control.acceptance import Acceptance, Ints, Source
-from engine.control.controller import Control, Speedup, StepFeedback, within
-from engine.control.cost_model import ATTENDED, CALL, CostModel, Floats, quantities
-from engine.control.goodput import BatchLoad, Bids, Choice, Found, Offer, Traits
+from engine.control.constants import EXPLORING, HOPE, HORIZON, MARGIN, PLAIN_EVERY, REST, SAVED
+from engine.control.controller import Control, Speedup, within
+from engine.control.cost_model import ATTENDED, CALL, Floats
+from engine.control.goodput import Choice, Found, Offer, Traits
+from engine.control.step_time import BatchLoad, StepFeedback, StepTime
 from engine.params import SpeculationMode
 from engine.types import Sequence
-
-SHARE = 0.015  # of the time of plain steps may be lost to exploration
-
-_MARGIN = 0.03  # least expected speed-up beyond 1: costs are measured on noisy steps
-_SAVED, _DEBT = 4.0, 4.0  # bounds of the budget, in plain steps: most that is saved, most debt that is paid back
-_HOPE = 0.8  # quantile of a sequence's acceptance rate at which drafts must pay, or they are not explored
-_HOLD = 4  # steps for which exploration goes on whatever it costs, so that a prefill of the draft model is used
-_REST = 8  # steps without drafts before the choice is computed again
-_PLAIN_SHARE = 0.02  # most of the speed-up that plain steps for comparison may cost
-_PLAIN_EVERY = 4, 128  # least and most steps between them
-_HORIZON = 128  # most further tokens that an output is expected to have
 
 
 @dataclass(slots=True)
@@ -44,29 +35,28 @@ class _Budget:
 
     seconds: float = 0.0
     wanted: float = 0.0  # cost of the cheapest exploration that could not be afforded
-    held: dict[Sequence, int] = field(default_factory=dict)  # for how many more steps each sequence is explored
 
     def charge(self, loss: float, plain: float) -> None:
         """Charge a step of AUTO its loss against plain steps. A step that gained pays debts but saves nothing."""
         after = self.seconds - loss
         after = after if loss > 0 else max(self.seconds, min(0.0, after))
-        self.seconds = min(max(after, -_DEBT * plain) + SHARE * plain, max(_SAVED * plain, self.wanted))
+        self.seconds = min(max(after, -SAVED * plain) + EXPLORING * plain, max(SAVED * plain, self.wanted))
 
 
 class AdaptiveK(Control):
     """AUTO: as many drafts as pay, down to none; and of the proposer that pays best where several may draft."""
 
     def __init__(self, traits: Mapping[str, Traits] = MappingProxyType({})) -> None:
-        self.gain, self.acceptance, self.target = Speedup(), Acceptance(), CostModel()
-        self._drafting = defaultdict[str, CostModel](CostModel)  # by proposer
+        super().__init__(StepTime({name for name, trait in traits.items() if trait.find is not None}))
+        self.acceptance = Acceptance()
         self._traits = defaultdict(Traits, traits)  # by proposer
         # What was picked in the last few steps, by what had been found in the text of a sequence then.
         self._picked: dict[tuple[Sequence, Hashable], str] = {}
         # Drafts that were found in the text, by sequence and proposer, and the length of the sequence then.
         self._found: dict[tuple[Sequence, str], tuple[int, Found]] = {}
         self._budget = _Budget()
+        self._explored: set[Sequence] = set()  # what a draft model has begun to read is read to its end, and used
         self._num_steps = self._since_plain = self._rows = 0  # rows: budget of the latest step
-        self._expected = 1.5  # speed-up expected of the latest step with drafts
         # Number of sequences, the newest of them, and until which step.
         self._resting: tuple[int, Sequence | None, int] = (0, None, 0)
 
@@ -81,12 +71,12 @@ class AdaptiveK(Control):
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
         ]
         chosen = within([0 if f else limit for f, limit in zip(free, limits, strict=True)], budget)
-        is_plain = self._is_plain_due()
+        is_plain = self._since_plain >= PLAIN_EVERY
         if is_plain and not prompt_rows:
             self._since_plain = 0  # here already: of a round on the device nothing is learned before the next choice
         mine = [i for i, limit in enumerate(limits) if limit and not (free[i] and is_plain)]
         self._look_up([sequences[i] for i in mine], [limits[i] for i in mine])
-        if not mine or not self.target.count:
+        if not mine or not self.times.target.count:
             return chosen
         load = BatchLoad.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
         several = [i for i in mine if len(sequences[i].candidates) > 1 and not _is_settled(sequences[i])]
@@ -104,19 +94,13 @@ class AdaptiveK(Control):
         may_return = any(s.most_predicted for s in sequences)  # to its prediction, in any step
         is_over = self._found or not any(trait.find for trait in self._traits.values())
         if not is_plain and all(free) and not any(chosen) and is_over and not may_return:
-            self._resting = len(sequences), sequences[-1], self._num_steps + _REST
+            self._resting = len(sequences), sequences[-1], self._num_steps + REST
         return chosen
 
     def _is_resting(self, sequences: Seq[Sequence]) -> bool:
         """Whether drafts were found not to pay for the same sequences a few steps ago: the choice itself takes time."""
         count, newest, until = self._resting
         return self._num_steps < until and bool(sequences) and (len(sequences), sequences[-1]) == (count, newest)
-
-    def _is_plain_due(self) -> bool:
-        """Whether a plain step for comparison is due. It loses the speed-up of drafting: hardly any near break-even."""
-        least, most = _PLAIN_EVERY
-        loss = 1 - 1 / max(1.0, self._expected)
-        return self._since_plain >= min(max(loss / _PLAIN_SHARE, least), most)
 
     def _look_up(self, sequences: Seq[Sequence], limits: Seq[int]) -> None:
         """Note the drafts that are found in texts, of proposers that may be asked for them."""
@@ -141,126 +125,106 @@ class AdaptiveK(Control):
         return Source(name, found.match.bit_length())
 
     def _pick(self, sequences: list[Sequence], limits: list[int], load: BatchLoad) -> None:
-        """Let each sequence of `auto` draft with what is worth most; one that is explored goes on with that.
+        """Let each sequence of `auto` draft with what is worth most.
 
         Working it out takes time, and what it hangs on changes slowly but for what is found: a pick holds for the same
         findings until the next of every few steps.
         """
-        held = self._budget.held
-        if self._num_steps % _REST == 0:
+        if self._num_steps % REST == 0:
             self._picked.clear()
         keys = list[tuple[Sequence, Hashable]]()
         for sequence, limit in zip(sequences, limits, strict=True):
             finds = [name for name in sequence.candidates if self._traits[name].find is not None]
             found = tuple((self._most(sequence, name, limit), self._source(sequence, name)) for name in finds)
             keys.append((sequence, (sequence.candidates, limit, found)))
-        if not any(s in held for s in sequences) and all(key in self._picked for key in keys):
+        if all(key in self._picked for key in keys):
             for sequence, key in zip(sequences, keys, strict=True):
                 sequence.choice = self._picked[key]
             return
-        for sequence in [s for s in sequences if s in held]:
-            self._go_on(sequence)
         names = list(dict.fromkeys(name for s in sequences for name in s.candidates))
-        bids = self._bids(names, sequences, limits, load)
-        makers, seconds = (
-            [(self._drafting[n], self._traits[n]) for n in names],
-            max(self.target.of(load.quantities), 1e-9),
-        )
-        best, worths = goodput.pick(bids, makers, load.context / load.sequences, load.tokens, seconds)
-        for sequence, key, i, worth in zip(sequences, keys, best.tolist(), worths.tolist(), strict=True):
-            if worth > 0 or sequence not in held:  # where nothing pays, what would come nearest to it may be explored
-                sequence.choice = names[i]
-            self._picked[key] = names[i]
+        best = self._best_of(names, sequences, limits, load).tolist()
+        for sequence, key, i in zip(sequences, keys, best, strict=True):
+            # Where nothing pays, what comes nearest to it may be explored.
+            sequence.choice = self._picked[key] = names[i]
 
-    def _go_on(self, sequence: Sequence) -> None:
-        """Count a step of a sequence that is explored. That a draft model reads the text is no exploration yet."""
-        left = self._budget.held[sequence] - (self._unseen(sequence.drafter, sequence) == 0)
-        self._budget.held[sequence] = left
-        if left <= 0:
-            del self._budget.held[sequence]
-
-    def _bids(self, names: list[str], sequences: list[Sequence], limits: list[int], load: BatchLoad) -> Bids:
-        """What each candidate offers each sequence."""
-        both = list(zip(sequences, limits, strict=True))
+    def _best_of(self, names: list[str], sequences: list[Sequence], limits: list[int], load: BatchLoad) -> Ints:
+        """The candidate that is worth most to each sequence."""
+        both, count, target = list(zip(sequences, limits, strict=True)), len(sequences), self.times.target
         most = np.array([[self._most(s, name, k) if name in s.candidates else 0 for s, k in both] for name in names])
-        count, depth = len(sequences), max(1, int(most.max()))
-        kept = self.acceptance.kept([(s, self._source(s, name)) for name in names for s in sequences], depth)
-        per_row, contexts = self.target.price(ATTENDED), np.array([len(s.tokens) for s in sequences], float)
-        rows = goodput.more_rows(self.target, load.rows / count, count, depth) + per_row * contexts[:, None]
-        first = np.zeros(most.shape)
-        for c, name in enumerate(names):
-            unseen = np.array([self._unseen(name, s) for s in sequences], float)
-            if unseen.any():
-                first[c] = goodput.catching_up(self._drafting[name], unseen) / self._rounds(sequences, unseen)
+        depth = max(1, int(most.max()))
+        kept = self._kept(names, sequences, depth)
+        offers = [self._offer(name, sequences, most[i], kept[i], is_even=True) for i, name in enumerate(names)]
+        seconds = np.stack([offer.seconds for offer in offers])
+        seconds[..., 0] += np.array([[offer.a_call / count] for offer in offers])
+        seconds += goodput.more_rows(target, load.rows / count, count, depth)
+        seconds += target.price(ATTENDED) * offers[0].contexts[:, None]
         is_fixed = np.array([s.speculation.mode is not SpeculationMode.AUTO for s in sequences])
-        return Bids(kept.reshape(len(names), count, depth), most, first, rows, is_fixed)
+        is_found, plain = [self._traits[n].find is not None for n in names], max(target.of(load.quantities), 1e-9)
+        return goodput.pick(kept.cumsum(2), seconds.cumsum(2), most, is_fixed, is_found, load.tokens, plain)
+
+    def _kept(self, names: Seq[str], sequences: Seq[Sequence], depth: int, hope: float | None = None) -> Floats:
+        """The chance that each draft is kept, `[names, sequences, depth]`."""
+        pairs = [(s, self._source(s, name)) for name in names for s in sequences]
+        return self.acceptance.kept(pairs, depth, hope).reshape(len(names), len(sequences), depth)
 
     def _choose_for(
         self, name: str, sequences: list[Sequence], limits: Ints, load: BatchLoad, budget: int
     ) -> Choice | None:
         if not limits.any():
             return None
-        best = self._offer(name, sequences, limits).best(load, self.target, budget)
-        if best.gain > 1 + _MARGIN:
-            self._expected = best.gain
+        (kept,) = self._kept([name], sequences, int(limits.max()))
+        best = self._offer(name, sequences, limits, kept).best(load, self.times.target, budget)
+        if best.gain > 1 + MARGIN:
             return best
-        return None if load.prompt_rows else self._explore(name, sequences, limits, load, budget)
+        return None if load.prompt_rows else self._explore(name, sequences, limits, kept, load, budget)
 
     def _explore(
-        self, name: str, sequences: list[Sequence], limits: Ints, load: BatchLoad, budget: int
+        self, name: str, sequences: list[Sequence], limits: Ints, kept: Floats, load: BatchLoad, budget: int
     ) -> Choice | None:
         """One draft each for as many sequences as the budget affords, if an optimistic estimate says it pays."""
-        held = self._budget.held
-        these = np.array([s in held for s in sequences]) & (limits > 0)
-        if these.any():
-            offer = self._offer(name, sequences, limits, spread=False)
-            for sequence in sequences:
-                if sequence in held and len(sequence.candidates) <= 1:  # of the others `_pick` keeps count
-                    self._go_on(sequence)
+        going_on = np.array([s in self._explored for s in sequences]) & (limits > 0)
+        if going_on.any():
             self.is_exploring = True
-            return offer.shallow(these, int(these.sum())).best(load, self.target, budget, all_of=True)
+            offer = self._offer(name, sequences, limits, kept, spread=False)
+            self._explored -= {s for s, unseen in zip(sequences, offer.unseen, strict=True) if not unseen}
+            return offer.shallow(going_on, len(sequences)).best(load, self.times.target, budget, all_of=True)
         if self._budget.seconds <= 0 or self._traits[name].find is not None:
             return None
-        hopeful = self._offer(name, sequences, limits, hope=_HOPE).best(load, self.target, budget)
+        (hoped,) = self._kept([name], sequences, kept.shape[1], HOPE)
+        hopeful = self._offer(name, sequences, limits, hoped).best(load, self.times.target, budget)
         these = hopeful.num_draft > 0
-        if hopeful.gain <= 1 + _MARGIN:
+        if hopeful.gain <= 1 + MARGIN:
             return None
-        offer, count = self._offer(name, sequences, limits, spread=False), int(these.sum())
+        offer, count = self._offer(name, sequences, limits, kept, spread=False), int(these.sum())
         self._budget.wanted = 0.0
         while count:
-            choice = offer.shallow(these, count).best(load, self.target, budget, all_of=True)
+            choice = offer.shallow(these, count).best(load, self.times.target, budget, all_of=True)
             if choice.loss <= self._budget.seconds:
-                held.update({s: _HOLD for s, k in zip(sequences, choice.num_draft, strict=True) if k})
                 self.is_exploring = True
+                self._explored |= {s for s, k in zip(sequences, choice.num_draft, strict=True) if k}
                 return choice
             self._budget.wanted = choice.loss
             count //= 2
         return None
 
     def _offer(
-        self, name: str, sequences: list[Sequence], limits: Ints, hope: float | None = None, *, spread: bool = True
-    ) -> Offer:
+        self, name: str, sequences: list[Sequence], limits: Ints, kept: Floats, *, spread: bool = True,
+        is_even: bool = False,
+    ) -> Offer:  # fmt: skip
         """The drafts on offer. With `spread`, the cost of catching up is shared by the rounds still to come."""
-        costs = self._drafting[name]
-        pairs = [(s, self._source(s, name)) for s in sequences]
-        kept = self.acceptance.kept(pairs, int(limits.max()), hope=hope)
+        costs, traits = self.times.drafting[name], self._traits[name]
         contexts = np.array([len(s.tokens) for s in sequences], float)
-        unseen = np.array([self._unseen(name, s) for s in sequences], float)
+        unseen = np.array([traits.num_unseen(s) if traits.num_unseen else 0 for s in sequences], float)
         rounds = self._rounds(sequences, unseen) if spread else np.ones(len(sequences))
-        seconds = goodput.drafting_seconds(costs, kept, contexts, unseen, rounds, self._traits[name])
-        return Offer(limits, kept, seconds, costs.price(CALL), contexts)
+        seconds = goodput.drafting_seconds(costs, kept, contexts, unseen, rounds, traits, is_even=is_even)
+        return Offer(limits, kept, seconds, costs.price(CALL), contexts, unseen)
 
     def _rounds(self, sequences: Seq[Sequence], unseen: Floats) -> Floats:
         """Rounds that each sequence is expected to have yet, once `unseen` tokens of it have been read."""
-        rooms = np.array([min(s.max_len - len(s.tokens), _HORIZON) for s in sequences], float)
+        rooms = np.array([min(s.max_len - len(s.tokens), HORIZON) for s in sequences], float)
         # Tokens that are decoded while the draft model catches up for all of them with half of each step's budget.
         rounds: Floats = np.maximum((rooms - 2 * unseen.sum() / max(self._rows, 1)) / 2, 1)
         return rounds
-
-    def _unseen(self, name: str, sequence: Sequence) -> int:
-        """Tokens that the draft model has to be fed before it can draft, apart from the two that each round feeds."""
-        num_unseen = self._traits[name].num_unseen
-        return 0 if num_unseen is None else num_unseen(sequence)
 
     # ---------------------------------------------------------------------------------------------------- learning
 
@@ -268,14 +232,11 @@ class AdaptiveK(Control):
         """Update costs, acceptance, speed-up and budget from one step."""
         asked = {s.drafter for s, k in zip(done.sequences, done.asked, strict=True) if k}
         self._learn_acceptance(done)
-        self._learn_drafting(asked, done)
-        if done.has_prompts or not done.sequences:
+        self.times.learn(done)
+        if done.chunks or not done.sequences:
             return
         self._num_steps += 1
-        self.target.learn(done.load.quantities, done.other_seconds)
-        plain = (
-            self.target.of(BatchLoad.of(done.lengths, [0] * len(done.lengths)).quantities) if asked else done.seconds
-        )
+        plain = self.times.plain(done.lengths) if asked else done.seconds
         self._since_plain = self._since_plain + 1 if asked else 0
         self.gain.add(done.sequences, [accepted + 1 for accepted in done.accepted], done.seconds, plain)
         tokens = 1 + sum(done.accepted) / len(done.sequences)
@@ -303,60 +264,32 @@ class AdaptiveK(Control):
         self._found.clear()
         self.acceptance.learn(pairs, np.array(drafted), np.array(accepted))
 
-    def _learn_drafting(self, asked: set[str], done: StepFeedback) -> None:
-        """From a step in which at most one proposer made drafts; those that looked some up took what they always do."""
-        made = {name for name in asked if self._traits[name].find is None}
-        if len(made or asked) != 1:
-            return
-        (name,) = made or asked
-        seconds = done.draft_seconds
-        for other in asked - {name}:
-            seconds -= self._drafting[other].of(quantities(calls=1, asked=len(_lengths(done, other))))
-        lengths, in_passes = _lengths(done, name), sum(count for count, _ in done.draft_passes)
-        work = quantities(
-            calls=1,
-            asked=len(lengths),
-            passes=len(done.draft_passes),
-            sequences=in_passes,
-            context=in_passes * sum(lengths) / len(lengths),
-            rows=[tokens for _, tokens in done.draft_passes],
-        )
-        self._drafting[name].learn(work, seconds)
-
     @contextmanager
     def practising(self) -> Iterator[None]:
-        kept = self.gain, self._budget, self._since_plain, self._expected
+        kept = self.gain, self._budget, self._since_plain
         self.gain, self._budget = Speedup(), _Budget()
         try:
             yield
         finally:
-            self.gain, self._budget, self._since_plain, self._expected = kept
+            self.gain, self._budget, self._since_plain = kept
 
     def forget(self, sequence: Sequence) -> None:
         self.acceptance.forget(sequence)
         self.gain.forget(sequence)
-        self._budget.held.pop(sequence, None)
+        self._explored.discard(sequence)
         self._picked = {key: name for key, name in self._picked.items() if key[0] is not sequence}
 
     # ------------------------------------------------------------------------------------- from one start to the next
 
     def state(self) -> dict[str, Any]:
-        drafting = {name: costs.state() for name, costs in self._drafting.items()}
-        return {"target": self.target.state(), "drafting": drafting, "acceptance": self.acceptance.state()}
+        return self.times.state() | {"acceptance": self.acceptance.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Start with a `state`. Raises ValueError, KeyError or TypeError for anything else; half may be restored."""
-        self.target = CostModel.of_state(state["target"])
-        self._drafting.update({str(name): CostModel.of_state(costs) for name, costs in state["drafting"].items()})
+        self.times.restore(state)
         self.acceptance.restore(state["acceptance"])
 
 
 def _is_settled(sequence: Sequence) -> bool:
     """Whether there is nothing to choose: it follows its prediction, or decodes where one proposer alone drafts."""
     return sequence.is_predicted or sequence.on_device
-
-
-def _lengths(done: StepFeedback, name: str) -> list[int]:
-    """Of the sequences for which this proposer was asked."""
-    each = zip(done.sequences, done.lengths, done.asked, strict=True)
-    return [length for sequence, length, k in each if k and sequence.drafter == name]

@@ -1,18 +1,16 @@
-"""The interface that chooses how many drafts each sequence gets, what it knows of proposers, and its feedback."""
+"""The interface that chooses how many drafts each sequence gets, and the speed-up that came of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.control.goodput import BatchLoad
+from engine.control.constants import KEEP
+from engine.control.step_time import StepFeedback, StepTime
 from engine.params import SpeculationMode
 from engine.types import Sequence
-
-_KEEP = 0.99  # per step: the ratio is of the last hundred or so
 
 
 class Speedup:
@@ -39,8 +37,8 @@ class Speedup:
     def add(self, sequences: Seq[Sequence], num_tokens: Seq[int], spent: float, plain_step: float) -> None:
         """Add a step: tokens of each sequence, its seconds, and those of a plain step, which yields one token each."""
         mean = sum(num_tokens) / len(sequences)
-        self._plain = self._plain * _KEEP + mean * plain_step
-        self._spent = self._spent * _KEEP + spent
+        self._plain = self._plain * KEEP + mean * plain_step
+        self._spent = self._spent * KEEP + spent
         for sequence, tokens in zip(sequences, num_tokens, strict=True):
             plain, already = self._each.get(sequence, (0.0, 0.0))
             self._each[sequence] = plain + tokens * plain_step, already + spent
@@ -52,39 +50,14 @@ class Speedup:
 _NEAR = 4  # so many tokens that the draft model has missed hardly make its pass longer
 
 
-@dataclass(frozen=True, slots=True)
-class StepFeedback:
-    """What a step did for sequences that fed their newest token, and the seconds it took."""
-
-    sequences: Seq[Sequence]
-    lengths: Seq[int]  # tokens of each sequence when the step was planned
-    asked: Seq[int]
-    drafted: Seq[int]
-    accepted: Seq[int]
-    draft_passes: Seq[tuple[int, int]]  # sequences and tokens of each pass of a draft model
-    draft_seconds: float
-    other_seconds: float
-    has_prompts: bool  # whether other sequences fed prompts in the same pass
-    rows: int | None = None  # of the target's pass, where it had rows of no sequence
-
-    @property
-    def seconds(self) -> float:
-        return self.draft_seconds + self.other_seconds
-
-    @property
-    def load(self) -> BatchLoad:
-        """What the target was fed."""
-        load = BatchLoad.of(self.lengths, self.drafted)
-        return load if self.rows is None else replace(load, rows=self.rows)
-
-
 class Control:
     """Chooses K. This one gives each sequence as many drafts as it may have, whatever they cost."""
 
     is_exploring = False  # whether the latest choice asks for drafts only to learn whether they would pay
 
-    def __init__(self) -> None:
+    def __init__(self, times: StepTime | None = None) -> None:
         self.gain = Speedup()  # measured, over plain decoding
+        self.times = StepTime() if times is None else times
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """K of each sequence in the planned step: at most its limit each, at most `budget` together."""
@@ -92,6 +65,7 @@ class Control:
 
     def learn(self, done: StepFeedback) -> None:
         """Take the outcome of a step."""
+        self.times.learn(done)
 
     def practising(self) -> AbstractContextManager[None]:
         """Within it costs and acceptance are learned, but the measured speed-up stays as it is."""

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.control.constants import KEEP, MOST, PRIOR
+
 Floats = npt.NDArray[np.float64]
 
 # Rows cost by size: the first few may be nearly free, later ones cost what they compute. Straight between these.
@@ -28,11 +30,6 @@ PASS, CALL, ASKED, SEQUENCE, CONTEXT, ATTENDED = range(6)
 _UNITS = np.array([1, 1, 1, 1, 1 / 1024, 1 / 1024])
 _FIRST_RAMP = len(_UNITS)
 NUM_QUANTITIES = _FIRST_RAMP + len(_WIDTHS)
-
-_KEEP = 0.99  # of what was known along a measurement's direction: half is forgotten in 69 measurements
-_LEAST, _MOST = 0.3, 2.0  # a measurement beyond these multiples of what was expected counts as one of them
-_IMPROVE_EVERY, _YOUNG = 2, 64  # measurements
-_RIDGE, _SMOOTH = 0.01, 0.3  # weight, in measurements, of the priors: a cost is 0; a row costs as its neighbour
 
 
 def quantities(
@@ -109,7 +106,7 @@ class CostModel:
             return
         expected = self.of(work)
         if self.count:
-            seconds = min(max(seconds, _LEAST * expected), max(_MOST * expected, 1e-9))
+            seconds = min(max(seconds, expected / MOST), max(MOST * expected, 1e-9))
         self._forget(work)
         scale = 1 / seconds if not self.count else 1 / max(expected, 0.1 * seconds)
         if not self.count:
@@ -120,15 +117,14 @@ class CostModel:
         self._joining = np.zeros(0)
         ramps = np.flatnonzero(work[_FIRST_RAMP:])
         self.most_rows = max(self.most_rows, float(KNOTS[ramps[-1] + 1]) if ramps.size else 0.0)
-        if self.count < _YOUNG or self.count % _IMPROVE_EVERY == 0:
-            self._improve()
+        self._improve()
 
     def _forget(self, work: Floats) -> None:
         known = self._information @ work
         total = float(work @ known)
         if self.count and total > 0:
-            self._moments -= known * ((1 - _KEEP) * float(work @ self._moments) / total)
-            self._information -= np.outer(known, known) * ((1 - _KEEP) / total)
+            self._moments -= known * ((1 - KEEP) * float(work @ self._moments) / total)
+            self._information -= np.outer(known, known) * ((1 - KEEP) / total)
 
     def _improve(self) -> None:
         """One round of coordinate descent toward the best fit with costs that are not negative.
@@ -151,9 +147,9 @@ class CostModel:
 
 def _belief() -> Floats:
     """The information before any measurement: weakly, nothing costs anything; and rows go on costing what they did."""
-    found = np.eye(NUM_QUANTITIES) * _RIDGE**2
+    found = np.eye(NUM_QUANTITIES) * PRIOR**2
     for i in range(len(_WIDTHS) - 1):
         change = np.zeros(NUM_QUANTITIES)
-        change[_FIRST_RAMP + i : _FIRST_RAMP + i + 2] = _SMOOTH * _WIDTHS[i], -_SMOOTH * _WIDTHS[i]
+        change[_FIRST_RAMP + i : _FIRST_RAMP + i + 2] = PRIOR * _WIDTHS[i], -PRIOR * _WIDTHS[i]
         found += np.outer(change, change)
     return found

@@ -20,10 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.control.acceptance import Bools, Ints
-from engine.control.cost_model import ASKED, ATTENDED, CALL, CONTEXT, CostModel, Floats, quantities
+from engine.control.cost_model import ASKED, ATTENDED, CONTEXT, CostModel, Floats, quantities
+from engine.control.step_time import BatchLoad
 from engine.types import Sequence
 
-_ROUNDS = 4  # at most; nearly always the choice is settled after two
+_ROUNDS = 2  # nearly always the choice is settled then
 
 
 class Found(NamedTuple):
@@ -43,33 +44,6 @@ class Traits(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BatchLoad:
-    """What a step does already, before more drafts are added."""
-
-    sequences: int
-    rows: float
-    tokens: float  # expected to come of it
-    context: float  # tokens of all sequences
-    attended: float  # the same, once per row
-    seconds: float = 0.0  # of drafting
-    prompt_rows: int = 0
-
-    @classmethod
-    def of(cls, lengths: Seq[int], num_draft: Seq[int], prompt_rows: int = 0) -> BatchLoad:
-        """A step of sequences that are so long and feed their newest token and so many drafts."""
-        sequences, context = len(lengths), sum(lengths)
-        drafted = sum(length * k for length, k in zip(lengths, num_draft, strict=True))
-        rows = sequences + sum(num_draft)
-        return cls(sequences, rows, sequences, context, context + drafted, prompt_rows=prompt_rows)
-
-    @property
-    def quantities(self) -> Floats:
-        """Of the target's pass."""
-        context, attended, rows = self.context, self.attended, [self.rows]
-        return quantities(passes=1, sequences=self.sequences, context=context, attended=attended, rows=rows)
-
-
-@dataclass(frozen=True, slots=True)
 class Offer:
     """The drafts that one proposer could make, `[sequences, depth]` each; `limits` says how deep each may go."""
 
@@ -78,6 +52,7 @@ class Offer:
     seconds: Floats  # what making it adds
     a_call: float  # seconds of asking at all
     contexts: Floats  # [sequences]
+    unseen: Floats  # [sequences]: tokens that have to be read before the first draft
 
     def best(self, load: BatchLoad, target: CostModel, budget: int, *, all_of: bool = False) -> Choice:
         """As many slots, from the likeliest on, as make the rate highest; or all of them, whether they pay or not."""
@@ -109,7 +84,7 @@ class Offer:
     def shallow(self, these: Bools, count: int) -> Offer:
         """One draft each alone, for those `count` of these sequences that cost least to draft for."""
         limits = np.zeros_like(self.limits)
-        order = np.argsort(np.where(these, self.seconds[:, 0], np.inf), kind="stable")[:count]
+        order = np.argsort(np.where(these, self.seconds[:, 0], np.inf), kind="stable")[: min(count, int(these.sum()))]
         limits[order] = np.minimum(self.limits[order], 1)
         return replace(self, limits=limits)
 
@@ -130,19 +105,22 @@ def _growing(first: float, added: Floats) -> Floats:
 
 
 def drafting_seconds(
-    prices: CostModel, chances: Floats, contexts: Floats, unseen: Floats, rounds: Floats, traits: Traits
-) -> Floats:
+    prices: CostModel, chances: Floats, contexts: Floats, unseen: Floats, rounds: Floats, traits: Traits,
+    *, is_even: bool = False,
+) -> Floats:  # fmt: skip
     """What making each draft adds, `[sequences, depth]`, in the order in which `Offer.best` takes them.
 
     A draft at depth d joins the d-th pass of the draft model, which is paid for by the first to need it; where all come
     of one pass, the first draft joins that and the others add a row to it. Drafts that were found need no pass.
-    `unseen` tokens have to be fed before the first draft; that is an investment, spread over so many `rounds`.
+    With `is_even` all pay the same for passes. `unseen` tokens have to be fed before the first draft; that is an
+    investment, spread over so many `rounds`.
     """
     count, depth = chances.shape
     seconds = np.zeros_like(chances)
     if traits.find is None:
         ranks = np.argsort(np.argsort(-chances, 0, "stable"), 0, "stable")
         joining, per_token = prices.joining(count), prices.price(CONTEXT)
+        joining = np.full(count, joining.mean()) if is_even else joining
         if traits.is_parallel:
             seconds += more_rows(prices, 1, count, depth)
             seconds[:, 0] += joining[ranks[:, 0]] + per_token * contexts
@@ -150,7 +128,7 @@ def drafting_seconds(
             seconds += joining[ranks] + (per_token * contexts)[:, None]
     seconds[:, 0] += prices.price(ASKED)
     if unseen.any():
-        seconds[:, 0] += catching_up(prices, unseen) / rounds
+        seconds[:, 0] += (prices.rows(1 + unseen) - prices.rows(np.ones(1))) / rounds
     return seconds
 
 
@@ -160,85 +138,24 @@ def more_rows(prices: CostModel, rows: float, count: int, depth: int) -> Floats:
     return found
 
 
-def catching_up(prices: CostModel, unseen: Floats) -> Floats:
-    """Seconds of so many more rows in a pass that feeds one."""
-    return prices.rows(1 + unseen) - prices.rows(np.ones(1))
-
-
-# ------------------------------------------------------------------------------ of several proposers, the best for each
-
-
-def draft_seconds(prices: CostModel, traits: Traits, users: int, depth: int, context: float) -> Floats:
-    """Seconds of making draft 1, 2, ... `depth` of one sequence, `[depth]`, if `users` sequences share the passes."""
-    seconds, per_token = np.zeros(depth), prices.price(CONTEXT)
-    if traits.is_parallel:
-        seconds += more_rows(prices, 1, users, depth)
-        seconds[0] += prices.joining(users).mean() + per_token * context
-    elif traits.find is None:
-        seconds += prices.joining(users).mean() + per_token * context
-    seconds[0] += prices.price(ASKED) + prices.price(CALL) / users
-    return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Bids:
-    """What the candidates offer the sequences of a step."""
-
-    kept: Floats  # [candidates, sequences, depth]: chance that a draft is kept
-    limits: Ints  # [candidates, sequences]: most drafts
-    first: Floats  # [candidates, sequences]: seconds of the first draft, beside making it
-    rows: Floats  # [sequences, depth]: seconds of a draft's row in the target's pass
-    is_fixed: Bools  # [sequences]: as many drafts as the limit says, whatever they are worth
-
-    def seconds(self, prices: Floats) -> Floats:
-        """Of all drafts up to each, `[candidates, sequences, depth]`; `prices` `[candidates, depth]` of making each."""
-        each = prices[:, None] + self.rows
-        each[:, :, 0] += self.first
-        return each.cumsum(2)
-
-    def worths(self, seconds: Floats, rate: float) -> tuple[Floats, Ints]:
-        """What the best number of drafts is worth, and that number, `[candidates, sequences]`; none if nothing pays.
-
-        `seconds` as above; `rate`: tokens that a second is worth. Where there is no draft, it is worth less than any.
-        """
-        sums = self.kept.cumsum(2) - rate * seconds
-        numbers, limits = np.arange(1, sums.shape[2] + 1), self.limits[..., None]
-        sums[(numbers > limits) | (self.is_fixed[:, None] & (numbers < limits))] = -np.inf
-        worths = sums.max(2)
-        return worths, np.where((worths > 0) | (self.is_fixed & (self.limits > 0)), sums.argmax(2) + 1, 0)
-
-
 def pick(
-    bids: Bids, makers: Seq[tuple[CostModel, Traits]], context: float, tokens: float, seconds: float
-) -> tuple[Ints, Floats]:
-    """Choose a candidate for each sequence, and say what it is worth.
+    kept: Floats, spent: Floats, limits: Ints, is_fixed: Bools, is_found: Seq[bool], tokens: float, seconds: float
+) -> Ints:
+    """Choose a candidate for each sequence, `[sequences]`.
 
-    Without drafts the step makes `tokens` tokens in `seconds` seconds. At first passes are priced as if all sequences
-    shared them, then as those do that chose them. `makers`: cost model and traits of each candidate; `context`: mean
-    length of the sequences, in tokens.
+    `kept`, `spent` `[candidates, sequences, depth]`: tokens expected of the drafts up to each, and their seconds.
+    `limits` `[candidates, sequences]`: most drafts. `is_fixed` `[sequences]`: that many, whatever they are worth.
+    `is_found` `[candidates]`: what was found is judged by the text, used or not, so it is chosen where it pays alone.
+    Without drafts the step makes `tokens` tokens in `seconds` seconds.
     """
-    candidates, sequences, depth = bids.kept.shape
-    each, choice, users, rate = np.arange(sequences), np.full(sequences, -1), [sequences] * candidates, tokens / seconds
-    spent = _spent(bids, makers, users, context)
-    # What was found is judged by the text, used or not: it is chosen where it pays alone.
-    is_found = np.array([traits.find is not None for _, traits in makers])[:, None] & ~bids.is_fixed
-    worths, numbers = bids.worths(spent, rate)
+    numbers, each, rate = np.arange(1, kept.shape[2] + 1), np.arange(kept.shape[1]), tokens / seconds
+    is_out = (numbers > limits[..., None]) | (is_fixed[:, None] & (numbers < limits[..., None]))
+    is_modest = np.array(is_found)[:, None] & ~is_fixed
     for _ in range(_ROUNDS):
-        before, choice = choice, np.where(is_found & (worths <= 0), -np.inf, worths).argmax(0)
-        if (choice == before).all():
-            break
-        taken = numbers[choice, each]
-        has, drafts = np.flatnonzero(taken), np.arange(depth) < taken[:, None]
-        kept = float((bids.kept[choice, each] * drafts).sum())
-        rate = (tokens + kept) / (seconds + float(spent[choice[has], has, taken[has] - 1].sum()))
-        shared, users = users, np.maximum(np.bincount(choice[has], minlength=candidates), 1).tolist()
-        if users != shared:
-            spent = _spent(bids, makers, users, context)
-        worths, numbers = bids.worths(spent, rate)
-    return choice, worths.max(0)
-
-
-def _spent(bids: Bids, makers: Seq[tuple[CostModel, Traits]], users: Seq[int], context: float) -> Floats:
-    depth = bids.kept.shape[2]
-    prices = [draft_seconds(*maker, n, depth, context) for maker, n in zip(makers, users, strict=True)]
-    return bids.seconds(np.array(prices))
+        values = np.where(is_out, -np.inf, kept - rate * spent)
+        worths = values.max(2)
+        choice: Ints = np.where(is_modest & (worths <= 0), -np.inf, worths).argmax(0)
+        best, taken = values[choice, each].argmax(1), (worths[choice, each] > 0) | is_fixed & (limits[choice, each] > 0)
+        chosen = choice[taken], each[taken], best[taken]
+        rate = (tokens + float(kept[chosen].sum())) / (seconds + float(spent[chosen].sum()))
+    return choice

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.control.controller import StepFeedback
+from engine.control.step_time import StepFeedback
 from engine.device_loop.graph_cache import GraphCache, Recorder, RoundShape, covering, in_order_of_worth
 from engine.device_loop.layout import DeviceModel
 from engine.device_loop.results import (
@@ -230,7 +230,6 @@ class RoundLoop(Rounds):
             draft_passes=pending.draft_passes(pending.size),
             draft_seconds=drafting,
             other_seconds=other,
-            has_prompts=False,
             rows=pending.size * (pending.k + 1),
         )
         return RoundResult(outcomes, feedback, pending.forwards())

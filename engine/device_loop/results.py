@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.control.controller import StepFeedback
+from engine.control.step_time import StepFeedback
 from engine.kernels.args import UNSOUND, Committed
 from engine.stats import Clock, Forward
 from engine.step import Outcome, Work

@@ -23,8 +23,8 @@ class ModelProposer(ChainProposer):
     uses_draft_kv = True
     shares_draft_kv = True
 
-    def __init__(self, runner: Runner, prefill: PrefillBudget) -> None:
-        self.runner, self._prefill = runner, prefill
+    def __init__(self, runner: Runner, prefill: PrefillBudget, name: str) -> None:
+        self.runner, self._prefill, self._name = runner, prefill, name
 
     def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
         """A sequence whose catch-up exceeds the token budget is fed a part of it and gets no drafts yet."""
@@ -35,7 +35,7 @@ class ModelProposer(ChainProposer):
 
     def _extend(self, chains: list[Chain], forwards: list[Forward]) -> list[Chain]:
         """One draft pass: every chain that is fed to its end grows by a token. Returns those that want more."""
-        budget, feeds = self._prefill.tokens_of_draft(len(chains)), list[Feed]()
+        budget, feeds = self._prefill.tokens_of_draft(self._name, len(chains)), list[Feed]()
         for chain in chains:
             feeds.append(_feed(chain, budget))
             budget -= len(feeds[-1].tokens)

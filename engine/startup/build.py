@@ -227,7 +227,7 @@ def assemble(
     def context_of(name: str) -> HeadContext:
         assert tap is not None, "a head without a tap"
         assert way.attend is not None, "a target with heads must be a decoder"
-        return HeadContext(runner, tap, arenas.get(name), way.attend, prefill, own.get(name))
+        return HeadContext(name, runner, tap, arenas.get(name), way.attend, prefill, own.get(name))
 
     by_name = drafters.proposers(runners, prefill, context_of) | dict(extra_proposers)
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}

@@ -78,7 +78,7 @@ class Drafters:
         for name, own in runners.items():
             vocab = self.vocab if name == "model" else None
             runner: Runner = own if vocab is None else MappedRunner(own, vocab, own.device)
-            by_name[name] = ModelProposer(runner, prefill)
+            by_name[name] = ModelProposer(runner, prefill, name)
         return by_name | {name: head.proposer(context_of(name)) for name, head in self.heads.items()}
 
     @property

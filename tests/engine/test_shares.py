@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine import turns as shares
 from engine.control.prefill_budget import PrefillBudget
+from engine.control.step_time import StepFeedback
 from engine.kv.pages import PagePool
 from engine.scheduler import Scheduler
 from engine.startup.warm import make_ready
@@ -200,6 +201,14 @@ def test_places_change_hands_once_and_not_at_every_step() -> None:
     assert service.num_preempted == PLACES // 2
 
 
+def taught(schedule: Scheduler, works: tuple[Work, ...], seconds: float) -> None:
+    """The time of a step, as an engine reports it."""
+    decoding = [work for work in works if len(work.span) == 1 and work.reaches_end]
+    none, chunks = [0] * len(decoding), [len(work.span) for work in works if work not in decoding]
+    sequences, lengths = [work.sequence for work in decoding], [work.length for work in decoding]
+    schedule.control.times.learn(StepFeedback(sequences, lengths, none, none, none, [], 0.0, seconds, chunks))
+
+
 def test_prompts_of_callers_share_a_step() -> None:
     service = Service(budget=100)
     for caller in ["hog"] * 10 + ["meek"] * 5:
@@ -216,18 +225,22 @@ def test_steps_are_short_where_somebody_may_ask_at_any_moment(monkeypatch: pytes
         for _ in range(steps):
             service.step()
             sizes.append(len(service.works))
-            service.schedule.prefill.learn(sizes[-1], 0, 0.008 + 0.002 * sizes[-1])
+            taught(service.schedule, service.works, 0.008 + 0.002 * sizes[-1])
         return sizes
 
     monkeypatch.setattr(shares, "_RECENT", 800)
     service = Service()
+    for size in (1, 2, 4, PLACES) * 20:  # what calibration has measured
+        none = [0] * size
+        done = StepFeedback([output("", "")] * size, none, none, none, none, [], 0.0, 0.008 + 0.002 * size)
+        service.schedule.control.times.learn(done)
     for _ in range(2 * PLACES):
         service.ask("hog")
     service.step()
     assert set(timed(service, 20)) == {PLACES}, "alone it has all"
     service.ask("meek", tokens=1)
     service.step()
-    assert timed(service, 20)[5:] == [PLACES // 2] * 15, "fewer were tried and are too slow"
+    assert timed(service, 20)[5:] == [PLACES // 2] * 15, "still fewer are too slow"
     lengths = [len(one.tokens) for one in service.schedule.running]
     assert max(lengths) - min(lengths) <= 4, "in turn"
     timed(service, 1000 // (PLACES // 2))
@@ -248,7 +261,7 @@ class Timed(Service):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(places=64, budget=1024)
-        self.schedule.prefill = PrefillBudget(0.25)
+        self.schedule = Scheduler(PagePool(10**5, 4), 64, 1024, prefill=PrefillBudget(0.25))
         self.machine, self.now, self.num_decoding, self.num_reading = machine, 0.0, 0, 0
 
     def step(self) -> None:
@@ -258,7 +271,7 @@ class Timed(Service):
         self.num_reading = sum(len(work.span) for work in self.works) - self.num_decoding
         costs = self.machine
         seconds = costs.step + costs.sequence * self.num_decoding + costs.token * self.num_reading
-        self.schedule.prefill.learn(self.num_decoding, self.num_reading, seconds)
+        taught(self.schedule, self.works, seconds)
         self.now += seconds
 
     def first_token(self, after: float, prompt: int) -> float:

@@ -215,6 +215,7 @@ class FakeEngine:
             forwards=(Forward("verify", live, live * self._burst),),
             spec_gain=self.spec_gain,
             phase_seconds={"forward": 0.001},
+            decode_seconds=(0.001,),
             rounds=live,
             drafted=(self._burst - 1) * live,
             accepted_per_position=(live,) * (self._burst - 1),

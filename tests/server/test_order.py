@@ -29,12 +29,15 @@ def served_for(estimates, seconds):
     estimates.end(Timeline(arrived=0.0, started=1.0, ended=1.0 + seconds))
 
 
-def step(seconds, *, prompt=0, generated=0, running=1, decoding=None):
+def step(seconds, *, prompt=0, generated=0, running=1, decoding=None, expected=(1.0,)):
+    """`expected`: seconds of a step without drafts in which 1, 2, 4, ... sequences decode."""
     decoding = running if decoding is None else decoding
     return StepStats(
         forwards=(Forward("verify", decoding, decoding),),
         phase_seconds={"forward": seconds},
         prompt_tokens=prompt,
+        decode_seconds=expected,
+        prompt_token_seconds=seconds / prompt if prompt else 0.0,
         generated_tokens=generated,
         running=running,
     )
@@ -105,11 +108,14 @@ def test_what_is_known_fades_with_time():
 
 
 def test_the_pace_is_that_of_about_as_many_and_at_best_that_of_no_more():
+    """As the engine expects of them, times what steps took of late over what it expected."""
+    estimates, expected = Estimates(), (1.0, 1.5, 2.0, 3.0, 4.0, 4.5, 5.0)
+    estimates.observe(step(10.0, generated=40, running=40, expected=expected))
+    assert estimates.wait([10.0], [], likely=True) == pytest.approx(20.0)
+    assert estimates.wait([10.0] * 50, [], likely=True) == estimates.wait([10.0] * 50, [], likely=False) == 100.0
     estimates = Estimates()
-    estimates.observe(step(5.0, generated=40, running=40))
-    assert estimates.wait([10.0], [], likely=True) == pytest.approx(50.0)
-    assert estimates.wait([10.0], [], likely=False) == 0.0, "one alone may be faster"
-    estimates.observe(step(1.0, generated=1, running=1))
+    estimates.observe(step(5.0, generated=40, running=40, expected=expected))
+    estimates.observe(step(1.0, generated=1, running=1, expected=expected))
     assert estimates.wait([10.0], [], likely=True) == pytest.approx(10.0)
     assert estimates.wait([10.0] * 50, [], likely=True) == pytest.approx(50.0)
     assert estimates.wait([10.0] * 50, [], likely=False) == pytest.approx(10.0)
@@ -136,7 +142,7 @@ def test_work_is_reading_and_the_tokens_that_are_sure():
         estimates.observe(step(0.03, generated=12, running=4))  # three tokens each
     assert work(estimates, asked(1000)) == pytest.approx(1.0)
     assert work(estimates, asked(1000, min_tokens=11)) == pytest.approx(1.1)
-    estimates.observe(step(100.0, prompt=1))  # says nothing of the speed of reading
+    estimates.observe(replace(step(100.0, prompt=1), prompt_token_seconds=0.001))  # what the engine expects counts
     assert work(estimates, asked(1000)) == pytest.approx(1.0, rel=0.01)
 
 

@@ -19,6 +19,7 @@ from engine.types import Adapter
 class HeadContext:
     """What a head drafts with, besides its own weights."""
 
+    name: str  # of the proposer
     target: Runner
     tap: Tap  # reads the places that the head asked for
     arena: KVArena | None  # of the head's own K/V, if it asked for one

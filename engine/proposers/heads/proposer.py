@@ -40,6 +40,7 @@ class HeadProposer(ChainProposer):
         assert context.arena is not None, "it has a layout"
         self.head, self._places, self.arena = head, places, context.arena
         self.tap, self._attend, self._prefill = context.tap, context.attend, context.prefill
+        self._name = context.name
         self.unfed: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
 
     @torch.inference_mode()
@@ -71,7 +72,7 @@ class HeadProposer(ChainProposer):
 
     def _catch_up(self, chains: list[Chain], forwards: list[Forward]) -> tuple[list[Chain], Tensor]:
         """Feed the target's features; those that are fed to their end get their first draft."""
-        budget = self._prefill.tokens_of_draft(len(chains))
+        budget = self._prefill.tokens_of_draft(self._name, len(chains))
         fed, ready = list[tuple[Chain, Feed, Tensor]](), [(c, self._ready(c.sequence)) for c in chains]
         for chain, rows in sorted(ready, key=lambda one: len(one[1])):
             feed = self._feed(chain.sequence, len(rows), budget)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from engine.control.adaptive import AdaptiveK
-from engine.control.goodput import Bids, Traits, draft_seconds, pick
+from engine.control.cost_model import CostModel
+from engine.control.goodput import Traits, drafting_seconds, pick
 from engine.params import SpeculationMode
 from tests.clockwork import COSTS
 from tests.covering import some
@@ -61,34 +62,37 @@ def test_a_text_that_changes_is_followed() -> None:
     assert machine.rate(100) >= 0.9 * 7.0, "and the lookups, which are judged without being asked"
 
 
+def making(prices: CostModel, traits: Traits, sequences: int, depth: int) -> np.ndarray:
+    """Seconds of each draft of each sequence, if all share the passes."""
+    kept, none = np.ones((sequences, depth)), np.zeros(sequences)
+    return drafting_seconds(prices, kept, none, none, np.ones(sequences), traits, is_even=True)
+
+
 def test_a_pass_that_makes_all_drafts_is_paid_once() -> None:
     """A pass costs 5 and a row 1: four drafts take one pass of five rows, or four passes of one."""
     prices = priced(5.0, 1.0)
-    assert draft_seconds(prices, Traits(is_parallel=True), 1, 4, 0.0).tolist() == [7, 1, 1, 1]
-    assert draft_seconds(prices, Traits(), 1, 4, 0.0).tolist() == [6, 6, 6, 6]
-    assert draft_seconds(prices, Traits(find=lambda *_: None), 1, 4, 0.0).tolist() == [0, 0, 0, 0]
+    assert making(prices, Traits(is_parallel=True), 1, 4).tolist() == [[7, 1, 1, 1]]
+    assert making(prices, Traits(), 1, 4).tolist() == [[6, 6, 6, 6]]
+    assert making(prices, Traits(find=lambda *_: None), 1, 4).tolist() == [[0, 0, 0, 0]]
 
 
 def test_passes_are_cheaper_for_those_who_share_them() -> None:
     """Each alone would draft with the cheap head; together they share the passes of the better model."""
     makers = [(priced(3.0, 0.01), Traits()), (priced(1.0, 0.01), Traits())]
     for sequences, seconds, best in ((1, 4.0, 1), (8, 16.0, 0)):
-        kept = np.array([[[0.9, 0.8, 0.7]] * sequences, [[0.6, 0.3, 0.1]] * sequences])
-        limits, first = np.full((2, sequences), 3), np.zeros((2, sequences))
-        bids = Bids(kept, limits, first, np.zeros((sequences, 3)), np.zeros(sequences, bool))
-        best_of, _ = pick(bids, makers, 100.0, float(sequences), seconds)
+        kept = np.array([[[0.9, 0.8, 0.7]] * sequences, [[0.6, 0.3, 0.1]] * sequences]).cumsum(2)
+        spent = np.array([making(*maker, sequences, 3) for maker in makers]).cumsum(2)
+        limits, free = np.full((2, sequences), 3), np.zeros(sequences, bool)
+        best_of = pick(kept, spent, limits, free, [False, False], float(sequences), seconds)
         assert best_of.tolist() == [best] * sequences
 
 
-def test_with_a_fixed_number_of_drafts_none_is_no_choice() -> None:
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_with_a_fixed_number_of_drafts_none_is_no_choice(is_fixed: bool) -> None:
     """The model's drafts do not pay, and the lookup has found nothing: the model drafts, as it was told to."""
-    makers = [(priced(0.0, 0.0), Traits(find=lambda *_: None)), (priced(9.0, 0.01), Traits())]
-    kept, limits = np.array([[[0.9, 0.9]], [[0.1, 0.1]]]), np.array([[0], [2]])
-    for is_fixed in (True, False):
-        bids = Bids(kept, limits, np.zeros((2, 1)), np.zeros((1, 2)), np.array([is_fixed]))
-        (best,), (worth,) = pick(bids, makers, 100.0, 1.0, 1.0)
-        assert (best, worth < 0) == (1, True)
-        assert bids.worths(np.full((2, 1, 2), 9.0), 1.0)[1].tolist() == [[0], [2 if is_fixed else 0]]
+    kept, spent = np.array([[[0.9, 1.8]], [[0.1, 0.2]]]), np.array([[[0.0, 0.0]], [[9.0, 18.0]]])
+    limits = np.array([[0], [2]])
+    assert pick(kept, spent, limits, np.array([is_fixed]), [True, False], 1.0, 1.0).tolist() == [1]
 
 
 def test_drafts_that_a_proposer_cannot_make_are_not_counted_on() -> None:

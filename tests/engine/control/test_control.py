@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.control.acceptance import Acceptance, Source
-from engine.control.adaptive import SHARE, AdaptiveK
-from engine.control.controller import Control, Speedup, StepFeedback
+from engine.control.adaptive import AdaptiveK
+from engine.control.constants import EXPLORING
+from engine.control.controller import Control, Speedup
 from engine.control.cost_model import KNOTS, CostModel, quantities
-from engine.control.goodput import BatchLoad, Found, Offer, Traits, drafting_seconds
+from engine.control.goodput import Found, Offer, Traits, drafting_seconds
+from engine.control.step_time import BatchLoad, StepFeedback
 from engine.params import MAX_NUM_DRAFT, SpeculationMode
 from engine.types import Sequence
 from tests.clockwork import BUDGET, COSTS, MOST, READS, Books, Costs, Machine
@@ -86,7 +88,7 @@ def test_trials_lose_their_share_at_most(cells: list[Cell], runs: tuple[int, int
     for cell in cells:
         first, then = settled(cell, runs)
         lost, seconds = first.trial_seconds + then.trial_seconds, first.seconds + then.seconds
-        assert lost <= SHARE * seconds * 1.2 + 12 * seconds / sum(runs), cell
+        assert lost <= EXPLORING * seconds * 1.2 + 12 * seconds / sum(runs), cell
 
 
 def test_a_load_that_comes_and_goes_is_followed() -> None:
@@ -220,7 +222,7 @@ def round_of(sequences: Seq[object], chosen: list[int], seconds: float = 0.01) -
     passes = [(len(sequences), len(sequences))] * max(chosen)
     lengths = [len(s.tokens) for s in sequences]
     accepted = [k // 2 for k in chosen]
-    return StepFeedback(sequences, lengths, chosen, chosen, accepted, passes, seconds / 4, seconds, has_prompts=False)
+    return StepFeedback(sequences, lengths, chosen, chosen, accepted, passes, seconds / 4, seconds)
 
 
 @settings(max_examples=40, derandomize=True)
@@ -238,7 +240,7 @@ def test_the_choice_is_the_best_of_all_that_take_the_likeliest_first(
     prices, target = priced(a_pass, 0.1), priced(5.0, a_row)
     zeros = np.zeros(count)
     seconds = drafting_seconds(prices, kept, zeros, zeros, np.ones(count), Traits())
-    offer = Offer(np.full(count, depth), kept, seconds, 0.0, zeros)
+    offer = Offer(np.full(count, depth), kept, seconds, 0.0, zeros, zeros)
     load = BatchLoad(count, count, count, 0, 0)
     found = offer.best(load, target, 99)
     slots = sorted((-kept[i, d], i, d) for i in range(count) for d in range(depth))
@@ -353,7 +355,7 @@ def test_short_matches_and_long_ones_and_a_model_are_known_apart() -> None:
         passes = [(1, 1)] * k if is_model else []
         feedback = [one], [len(one.tokens)], [k], [k], [kept], passes, 0.001 * len(passes), 0.01
         one.tokens += [1 if is_long else 3] * kept + [2]
-        control.learn(StepFeedback(*feedback, has_prompts=False))
+        control.learn(StepFeedback(*feedback))
     assert set(chosen) == {(True, "suffix", True), (False, "model", True)}
     assert min(chosen.values()) > 50
 

@@ -204,7 +204,7 @@ def test_rehearsals_run_every_kind_of_plain_pass(monkeypatch: pytest.MonkeyPatch
     assert any(1 <= min(rows) <= 5 and max(rows) > 16 for rows in passes if len(rows) == 2)
     assert any(rows.count(5) > 2 for rows in passes), "drafts are verified in plain steps, too"
     assert not engine.rounds.on_device
-    assert engine.control.target.count == engine.round_control.target.count == 0
+    assert engine.control.times.target.count == engine.round_control.times.target.count == 0
     assert "compiling for plain passes: 1 of" in told[0]
     assert told[-1] == "warming up"
 

@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 from engine.control.adaptive import AdaptiveK
-from engine.control.controller import StepFeedback as Done
 from engine.control.controller import levelled
 from engine.control.cost_model import KNOTS
+from engine.control.step_time import StepFeedback as Done
 from engine.device_loop.graph_cache import GraphCache, covering
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
 from engine.device_loop.round import Round
@@ -55,7 +55,7 @@ def test_a_round_has_one_k(who: str, limits: list[int], chosen: list[int], given
 def test_rows_that_count_for_nobody_are_paid_for() -> None:
     one = sequence()
     usual = {"sequences": [one], "lengths": [10], "asked": [2], "drafted": [2], "accepted": [1], "draft_passes": []}
-    done = Done(**usual, draft_seconds=1.0, other_seconds=1.0, has_prompts=False, rows=12)
+    done = Done(**usual, draft_seconds=1.0, other_seconds=1.0, rows=12)
     assert done.load.rows == 12
     assert done.load.quantities[6:].sum() == min(12, KNOTS[-1])
 
@@ -63,10 +63,10 @@ def test_rows_that_count_for_nobody_are_paid_for() -> None:
 def test_a_plain_step_is_not_asked_for_again_before_its_time_is_known() -> None:
     """Rounds are read one late: each choice knows nothing of the one before it."""
     one, control, asked, late = sequence(), AdaptiveK(), list[int](), list[Done]()
-    for k in [0, 4, 0, 4, *[None] * 150]:  # first what it practises
+    for k in [0, 4, 0, 4, *[None] * 300]:  # first what it practises
         k = control.choose([one], [4], 8, 0)[0] if k is None else k
         asked.append(k)
-        late.append(Done([one], [10], [k], [k], [k], [(1, 1)] * k, 0.001 * k, 1.0, has_prompts=False))
+        late.append(Done([one], [10], [k], [k], [k], [(1, 1)] * k, 0.001 * k, 1.0))
         if len(late) > 1 or len(asked) < 5:
             control.learn(late.pop(0))
     plain = [i for i, k in enumerate(asked[4:]) if not k]

@@ -201,5 +201,5 @@ def test_before_a_request_comes_each_candidate_has_drafted_and_nothing_is_learne
         setattr(own, method, lambda *given, n=name, d=drafts: asked.add(n) or d(*given))
     make_ready(engine)
     assert asked == {"eagle", "suffix"}
-    assert engine.control.target.count == 0
+    assert engine.control.times.target.count == 0
     assert not engine.has_work

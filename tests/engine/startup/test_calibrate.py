@@ -41,18 +41,18 @@ def test_practice_teaches_costs_and_leaves_no_request(options: dict[str, object]
     assert not engine.has_work
     assert engine.load.free_pages == engine.total_pages
     control = engine.control
-    assert control.target.count > len(SHAPES)
+    assert control.times.target.count > len(SHAPES)
     assert engine.load.spec_gain == 1.0
 
 
 def test_practice_keeps_to_its_time() -> None:
     engine, clock = engine_with(draft_law=LAW), Ticks()
     calibrate(engine, 0.0, clock)
-    assert engine.control.target.count == 0
+    assert engine.control.times.target.count == 0
     calibrate(engine, 0.002, clock)
-    few = engine.control.target.count
+    few = engine.control.times.target.count
     calibrate(engine, 1e9, clock)
-    assert 0 < few < engine.control.target.count / 2
+    assert 0 < few < engine.control.times.target.count / 2
 
 
 @pytest.mark.parametrize(("salt", "least", "most"), [(0, 3.0, 8.0), (9, 0.0, 1.0)])
@@ -85,7 +85,7 @@ def answers(engine: Engine, calibration: Calibration | None) -> tuple[list[objec
         while engine.has_work:
             output = engine.step()
             events += output.events
-            stats.append(replace(output.stats, phase_seconds={}))
+            stats.append(replace(output.stats, phase_seconds={}, decode_seconds=(), prompt_token_seconds=0.0))
     return events, stats
 
 
@@ -104,12 +104,12 @@ def test_the_speed_up_of_requests_is_theirs() -> None:
     engine = engine_with(draft_law=LAW, proposer="model")
     calibration = Calibration(engine, 1e9)
     while not calibration.is_over:
-        before, learned = engine.control.gain, engine.control.target.count
+        before, learned = engine.control.gain, engine.control.times.target.count
         fakes.run(engine, [fakes.request((1, 2), max_tokens=30)])
         gain = engine.load.spec_gain
         calibration.go_on()
         assert (engine.control.gain is before, engine.load.spec_gain) == (True, gain)
-        assert engine.control.target.count > learned
+        assert engine.control.times.target.count > learned
 
 
 def test_a_calibration_takes_no_page_that_the_prefix_cache_keeps() -> None:
@@ -117,11 +117,11 @@ def test_a_calibration_takes_no_page_that_the_prefix_cache_keeps() -> None:
     for i in range(30):
         fakes.run(engine, [fakes.request([i % VOCAB, i // VOCAB] * 30, name=str(i), max_tokens=2)])
     kept = dict(engine.pages._pages)
-    before, calibration = engine.control.target.count, Calibration(engine, 1e9)
+    before, calibration = engine.control.times.target.count, Calibration(engine, 1e9)
     while not calibration.is_over:
         calibration.go_on()
     assert engine.pages._pages == kept
-    assert engine.control.target.count == before
+    assert engine.control.times.target.count == before
 
 
 def test_a_request_ends_a_calibration_after_the_step_under_way_and_it_begins_again() -> None:
@@ -157,12 +157,14 @@ def test_what_an_engine_learns_before_it_is_ready_and_what_when_idle(
     monkeypatch.setattr("engine.engine.learned.keep", lambda *_: keeps.append(1))
     assert warm.load(engine.config, told.append, **options) is engine
     assert told == ["warming up"] * tried
-    assert (engine.control.target.count > 0) == (calibrated == "before")
+    assert (engine.control.times.target.count > 0) == (calibrated == "before")
     engine.rest()
-    assert (engine.control.target.count > 0) == (calibrated == "before"), "a standby is idle, and the machine is not"
+    assert (engine.control.times.target.count > 0) == (calibrated == "before"), (
+        "a standby is idle, and the machine is not"
+    )
     while engine.rest(lambda: False):
         assert not engine.has_work
-    assert (engine.control.target.count > 0) == (calibrated != "never")
+    assert (engine.control.times.target.count > 0) == (calibrated != "never")
     assert len(keeps) == kept
 
 
@@ -171,5 +173,5 @@ def test_a_standby_takes_what_was_saved_since_it_was_loaded(monkeypatch: pytest.
     monkeypatch.setattr("engine.engine.learned.recall", lambda *_: next(found))
     warm.make_ready(engine, 4.0, uses_saved_calibration=True, is_successor=True, rests=True)
     assert not engine.rest(lambda: False)
-    assert engine.control.target.count == 0
+    assert engine.control.times.target.count == 0
     assert next(found, None) is None

@@ -260,7 +260,7 @@ def off(folder: str, target: DecoderModel, passes: list[list[Feed]]) -> float:
     for attend in (native.attend, lambda *given, **named: native.attend(*given, **named)):
         head, generator, rows = load_eagle(folder, None, target), torch.Generator().manual_seed(1), list[Tensor]()
         arena = KVArena(head.layout, 4, 8, torch.device("cpu"))
-        proposer: Any = head.proposer(HeadContext(target, None, arena, attend, PrefillBudget(1.0, 512)))
+        proposer: Any = head.proposer(HeadContext("eagle3", target, None, arena, attend, PrefillBudget(1.0, 512)))
         made_of = proposer.head
         assert made_of.dtype == target.dtype
         assert made_of.layers._parts
