@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.control import learned
-from engine.control.controller import Control, StepFeedback
+from engine.control.controller import Control
 from engine.control.prefill_budget import PrefillBudget
+from engine.control.step_time import StepFeedback
 from engine.device_loop.results import RoundResult, Rounds
 from engine.errors import DuplicateRequest
 from engine.facts import EngineFacts, WithFacts

@@ -483,7 +483,7 @@ class TokenEvent(NamedTuple):
     """
 
     request_id: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # of the output, in place of a tuple's method
     token_ids: tuple[int, ...] = ()
     from_draft: tuple[bool, ...] = ()
     logprobs: tuple[Logprob, ...] = ()

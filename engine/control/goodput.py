@@ -151,10 +151,11 @@ def pick(
     numbers, each, rate = np.arange(1, kept.shape[2] + 1), np.arange(kept.shape[1]), tokens / seconds
     is_out = (numbers > limits[..., None]) | (is_fixed[:, None] & (numbers < limits[..., None]))
     is_modest = np.array(is_found)[:, None] & ~is_fixed
+    choice = np.zeros(kept.shape[1], dtype=np.intp)
     for _ in range(_ROUNDS):
         values = np.where(is_out, -np.inf, kept - rate * spent)
         worths = values.max(2)
-        choice: Ints = np.where(is_modest & (worths <= 0), -np.inf, worths).argmax(0)
+        choice = np.where(is_modest & (worths <= 0), -np.inf, worths).argmax(0)
         best, taken = values[choice, each].argmax(1), (worths[choice, each] > 0) | is_fixed & (limits[choice, each] > 0)
         chosen = choice[taken], each[taken], best[taken]
         rate = (tokens + float(kept[chosen].sum())) / (seconds + float(spent[chosen].sum()))
