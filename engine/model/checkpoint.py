@@ -82,7 +82,7 @@ def read_config(name: str, revision: str | None, *, of_transformers: bool = Fals
 def refuse_missing_folder(name: str) -> None:
     """Refuse the name of a folder that is not there, which is no hub id either."""
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise ModelError(f"cannot load model {name!r}: there is no such folder")
+        raise ModelError(f"cannot load model {name!r}: no such folder")
 
 
 def _described(name: str, revision: str | None) -> PreTrainedConfig | None:

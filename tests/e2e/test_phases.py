@@ -46,8 +46,8 @@ class Stop:
 
 
 def while_prefilling(engine, stop, patch):
-    def hold(_self, plan, *_):
-        stop.at(w.sequence for w in plan.works if not w.reaches_end)
+    def hold(_self, works, *_):
+        stop.at(work.sequence for work in works if not work.reaches_end)
 
     before(patch, target_pass.TargetPass, "_pass", hold)
 

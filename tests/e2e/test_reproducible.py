@@ -112,6 +112,7 @@ async def test_alone_in_company_after_preemption_and_after_a_restart(reproducibl
 async def test_rejection_is_refused_by_a_reproducible_server() -> None:
     async with running(reproducible=True, draft=None) as server:
         with pytest.raises(
-            UnsupportedError, match=r"speculation\.verification is 'rejection'; this server is reproducible"
+            UnsupportedError,
+            match=r"speculation\.verification is 'rejection'; a reproducible server supports only coupled",
         ):
             await server.client.generate("x", verification="rejection")

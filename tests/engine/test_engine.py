@@ -51,6 +51,15 @@ def test_max_tokens_cuts_inside_an_accepted_run(max_tokens: int) -> None:
     assert outputs.finished["r"].completion_tokens == max_tokens
 
 
+@pytest.mark.parametrize(("asked", "limit", "want"), [(None, None, 64), (10**6, None, 64), (9, None, 12), (30, 20, 23)])
+def test_an_output_that_fits_the_context_is_as_long_as_there_is_room(
+    asked: int | None, limit: int | None, want: int
+) -> None:
+    fitting = request(sampling=SamplingParams(max_tokens=asked, fit_context=True))
+    assert fitting.max_len(64, limit) == want
+    fakes.fake_engine(LAW, vocab_size=VOCAB).check(fitting)
+
+
 @pytest.mark.parametrize("own", [True, False], ids=["stop_token_ids", "eos"])
 @pytest.mark.parametrize("stop", sorted(set(plain_tokens())))
 def test_a_stop_token_cuts_inside_an_accepted_run(stop: int, own: bool) -> None:

@@ -66,6 +66,7 @@ ALONE = {
     "banned_token_ids": SamplingParams(banned_token_ids=tuple(range(0, 2048, 2))),
     "min_tokens": SamplingParams(min_tokens=9, stop_token_ids=tuple(range(100, 112)), logit_bias={105: 30.0}),
     "max_tokens": SamplingParams(max_tokens=5),
+    "fit_context": SamplingParams(max_tokens=6, fit_context=True),
     "stop": SamplingParams(stop=("e", "zz")),
     "stop_token_ids": SamplingParams(temperature=1.0, seed=6, stop_token_ids=(5, 6, 7), logit_bias={6: 6.0}),
     "ignore_eos": SamplingParams(ignore_eos=True, logit_bias={0: 5.0}),

@@ -75,7 +75,7 @@ def test_a_lost_page_is_noticed() -> None:
     pool, cursor = PagePool(4, 4), KVCursor()
     pool.reserve(cursor, 8)
     cursor.page_table.pop()
-    with pytest.raises(AssertionError, match="holders"):
+    with pytest.raises(AssertionError, match="holder count"):
         pool.check_invariants([cursor])
 
 

@@ -55,8 +55,8 @@ def test_frequencies_and_tables(found: dict[str, Any], dim: int, positions: list
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        ({"rope_type": "dynamic", "rope_theta": 1e4}, "rope_type 'dynamic' is not supported"),
-        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, "lack original_max_position_embeddings"),
+        ({"rope_type": "dynamic", "rope_theta": 1e4}, "rope_type is 'dynamic'; supported: default"),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, "have no original_max_position_embeddings"),
     ],
 )
 def test_what_is_refused(found: dict[str, Any], told: str) -> None:

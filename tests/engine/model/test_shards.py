@@ -32,16 +32,16 @@ def ranks():
     sent = deque()
 
     def broadcast(part, _, group):
-        if group == "hears":
+        if group == "receives":
             part.copy_(sent.popleft())
         else:
             sent.append(part)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel.dist, "new_group", lambda **_: "says")
+        patch.setattr(parallel.dist, "new_group", lambda **_: "sends")
         patch.setattr(parallel.dist, "broadcast", broadcast)
         ends = Ranks(RankInfo()), Ranks(RankInfo())
-        ends[1]._talk = "hears"
+        ends[1]._group = "receives"
         yield ends
 
 

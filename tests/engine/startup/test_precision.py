@@ -94,7 +94,7 @@ def test_of_a_config_that_names_no_type_the_files_are_asked(tmp_path: Path) -> N
     (tmp_path / "model-1.safetensors").unlink()
     assert str(held(name, CUDA)) == "float32: the checkpoint has no type"
     (tmp_path / "model-0.safetensors").write_bytes(b"no header")
-    with pytest.raises(ModelError, match=r"model-0.safetensors is cut short"):
+    with pytest.raises(ModelError, match=r"model-0.safetensors is truncated"):
         held(name, CUDA)
 
 

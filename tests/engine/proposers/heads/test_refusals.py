@@ -92,7 +92,7 @@ CASES: list[tuple[Kind, dict[str, object], dict[str, object], str]] = [
     (EAGLE3, {"target_hidden_size": 64}, {}, "a head for 64 features"),
     (EAGLE3, {"draft_vocab_size": 50}, {}, "lm_head.weight is (97, 32), expected (50, 32)"),
     (EAGLE3, {"rope_scaling": {"rope_type": "spiral"}}, {}, "its rope_type is 'spiral'; served are default, linear"),
-    (EAGLE3, {"rope_scaling": {"rope_type": "linear"}}, {}, "rope_parameters of rope_type 'linear' lack factor"),
+    (EAGLE3, {"rope_scaling": {"rope_type": "linear"}}, {}, "rope_parameters of rope_type 'linear' have no factor"),
     (EAGLE3, {"num_attention_heads": "4"}, {}, "its config is not like Llama's: {"),
     (EAGLE3, {"hidden_act": "swoosh"}, {}, "the activation swoosh is not in the table"),
     (OTHER, {"norm_before_residual": GONE}, {}, "does not say norm_before_residual"),
