@@ -18,7 +18,7 @@ from server.chat import ChatMessage, ToolCall
 from server.errors import Aborted, DeadlinePassed
 from server.formats.base import CallStart, Content, Piece, Reasoning
 from server.http.bodies import OPENAI_TEMPERATURE, GenerationFields
-from server.http.calls import Answers, Events, Json, each
+from server.http.calls import Answers, Events, Json
 from server.http.pieces import CallReader, call_id
 from server.http.requests import ParsedBody
 from server.model import ServedModel
@@ -145,20 +145,27 @@ class AgentAnswer(Answers):
 
     async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
         """Return the whole answer: the state after the events of a stream."""
-        async for _ in self.events(each(outputs)):
-            pass
+        self._begin()
+        for output in outputs:
+            await self._read(output)
         return self._whole()
 
     async def events(self, events: Events) -> AsyncIterator[list[Json]]:
         yield self._begin()
         async for event in events:
-            made = [json for piece in await self._reader.read(event) for json in self._add(piece)]
-            if event.finished is not None:
-                if event.finished.reason not in ENDED:
-                    raise _interrupted(event.finished.reason)
-                made += self._end(event.finished, self._reader.reasoning_tokens(0))
+            made = await self._read(event)
             if made:
                 yield made
+
+    async def _read(self, event: TokenEvent) -> list[Json]:
+        made = [json for piece in await self._reader.read(event) for json in self._add(piece)]
+        if event.finished is None:
+            return made
+        if event.finished.reason is FinishReason.DEADLINE:  # these protocols have no such reason to end
+            raise DeadlinePassed("the time of the request passed before the end")
+        if event.finished.reason not in ENDED:
+            raise Aborted("the request was ended before its end")
+        return made + self._end(event.finished, self._reader.reasoning_tokens[0])
 
     def _add(self, piece: Piece) -> list[Json]:
         """Add a piece to the part that it belongs to, which begins if the newest is of another kind."""
@@ -199,10 +206,3 @@ class AgentAnswer(Answers):
     def _end(self, finished: FinishedOutput, reasoning_tokens: int) -> list[Json]: ...
     @abstractmethod
     def _whole(self) -> Json: ...
-
-
-def _interrupted(reason: FinishReason) -> Aborted | DeadlinePassed:
-    """Return the error in whose place these protocols have no reason to end."""
-    if reason is FinishReason.DEADLINE:
-        return DeadlinePassed("the time of the request passed before the end")
-    return Aborted("the request was ended before its end")

@@ -9,9 +9,9 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -109,12 +109,6 @@ async def in_time(origin: Origin) -> AsyncIterator[None]:
         raise  # another timeout inside
 
 
-async def each(outputs: Iterable[TokenEvent]) -> Events:
-    """Yield whole outputs as the events of a stream."""
-    for output in outputs:
-        yield output
-
-
 class Calls:
     """The streams of one body, one for each of its prompts. Their outputs are numbered in the order of the prompts."""
 
@@ -203,31 +197,33 @@ async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+PIECE = 64 << 10  # bytes of an answer that are written at once
+
+
 class WholeAnswer(Response):
     """The JSON of a whole response. Its call is released when it is written, so an answer nobody reads still counts."""
 
-    def __init__(self, calls: Calls, pieces: list[bytes]) -> None:
-        length = str(sum(map(len, pieces)))
-        super().__init__(media_type="application/json", headers={"content-length": length})
-        self._calls, self._pieces = calls, pieces
+    def __init__(self, calls: Calls, data: bytes) -> None:
+        super().__init__(data, media_type="application/json")
+        self._calls = calls
 
     @classmethod
     async def of(cls, calls: Calls, answers: Answers, origin: Origin) -> WholeAnswer:
         """Wait for the whole outputs, and encode the answer."""
         try:
             async with in_time(origin):
-                answer = await answers.answer(await calls.outputs())
-            return cls(calls, [piece async for piece in in_turns(json_parts(answer))])
+                return cls(calls, encoded(await answers.answer(await calls.outputs())))
         except BaseException:
             calls.release(late=origin.remaining() <= 0)
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the pieces, each when the connection has taken those before; then release the call."""
+        """Write pieces, each when the connection has taken those before; then release the call."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for i, piece in enumerate(self._pieces, 1):
-                await send({"type": "http.response.body", "body": piece, "more_body": i < len(self._pieces)})
+            for start in range(0, len(self.body), PIECE):
+                piece, is_last = self.body[start : start + PIECE], start + PIECE >= len(self.body)
+                await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
         finally:
             self._calls.release()
 
@@ -273,26 +269,23 @@ class EventStream(Response):
                 async with in_time(self._origin):
                     observed = events if self._ids is None else self._observed(events, self._ids)
                     async for made in self._answers.events(observed):
-                        await self._write_events(send, made, writes)
+                        event_id = self._ids.newest if self._ids is not None and self._has_ids else ""
+                        if not self._is_known:
+                            await _write_pieces(send, writes, self._encoded(made, event_id))
                 last = self._answers.last
             except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
-                last = b"".join(self._parts(self._answers.failure(_reported(error))))
-            with writes:
-                await send({"type": "http.response.body", "body": last, "more_body": True})
+                last = self._encoded(self._answers.failure(_reported(error)))
+            await _write_pieces(send, writes, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _write_events(self, send: Send, events: list[Json], writes: Writes) -> None:
-        """Write events at once; those with a long list in pieces, each with its own limit of time."""
-        event_id = self._ids.newest if self._ids is not None and self._has_ids else ""
-        async with aclosing(in_turns(self._parts(() if self._is_known else events, event_id))) as pieces:
-            async for piece in pieces:
-                with writes:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-
-    def _parts(self, events: Sequence[Json], event_id: str = "") -> Iterator[bytes]:
+    def _encoded(self, events: Sequence[Json], event_id: str = "") -> bytes:
+        """Encode events; the last one has the id, if there is one."""
+        data = b""
         for event in events:
-            name = event["type"] if self._answers.are_named else ""
-            yield from event_parts(event, name, event_id if event is events[-1] else "")
+            identity = f"id: {event_id}\n" if event_id and event is events[-1] else ""
+            name = f"event: {event['type']}\n" if self._answers.are_named else ""
+            data += f"{identity}{name}data: ".encode() + encoded(event) + b"\n\n"
+        return data
 
     async def _observed(self, events: Events, ids: EventIds) -> Events:
         """Yield the events; note of each, before it is written, its id and whether the caller has received it."""
@@ -300,6 +293,13 @@ class EventStream(Response):
             self._is_known = ids.observe(event)
             yield event
         self._is_known = False  # what follows, such as the usage, is of no event
+
+
+async def _write_pieces(send: Send, writes: Writes, data: bytes) -> None:
+    """Write data in pieces, each with its own limit of time."""
+    for start in range(0, len(data), PIECE):
+        with writes:
+            await send({"type": "http.response.body", "body": data[start : start + PIECE], "more_body": True})
 
 
 def _reported(error: Exception) -> HttpError:
@@ -310,94 +310,18 @@ def _reported(error: Exception) -> HttpError:
     return INTERNAL
 
 
-MIN_PIECE = 64 << 10  # bytes; smaller parts are joined
-LARGE_PART = 4 << 10  # bytes; after it others have a turn
+encoded = msgspec.json.Encoder().encode
 
 
-class LongList:
-    """A list that is made when it is encoded: `make(start, stop)` returns its entries of a half-open range.
+async def list_of(length: int, make: Callable[[int, int], list[Any]]) -> list[Any] | msgspec.Raw:
+    """Return a list; `make(start, stop)` returns its entries of a half-open range.
 
-    At most `part` entries are made at once. (Not a dataclass, which the encoder would encode by itself.)
+    A long one is made and encoded in parts: others have a turn after each, and the entries take no memory at once.
     """
-
-    def __init__(self, length: int, make: Callable[[int, int], list[Any]], part: int) -> None:
-        self.length, self.make, self.part = length, make, part
-
-    def parts(self) -> Iterator[list[Any]]:
-        """Yield the entries in parts; the last may be smaller."""
-        for start in range(0, self.length, self.part):
-            yield self.make(start, min(start + self.part, self.length))
-
-
-def list_of(length: int, make: Callable[[int, int], list[Any]], part: int = MAX_AT_ONCE) -> list[Any] | LongList:
-    """Return a list, which is a long one if it has more than one part."""
-    return make(0, length) if length <= part else LongList(length, make, part)
-
-
-class HasLongList(Exception):  # an event, so its name has no suffix `Error`
-    """Expected: a value cannot be encoded in one piece."""
-
-
-def refuse(value: object) -> NoReturn:
-    """`enc_hook` of an encoder: refuse long lists, and what is no JSON at all."""
-    if isinstance(value, LongList):
-        raise HasLongList
-    raise TypeError(f"{type(value).__name__} is no JSON")
-
-
-def json_parts(value: Any) -> Iterator[bytes]:
-    """Yield the JSON of `value` in one part if it has no long list, else the parts of what it consists of."""
-    try:
-        yield _dumped(value)
-        return
-    except HasLongList:
-        pass
-    if isinstance(value, dict):
-        yield b"{"
-        for i, (name, entry) in enumerate(value.items()):
-            yield b"%b%b:" % (b"," if i else b"", _dumped(name))
-            yield from json_parts(entry)
-        yield b"}"
-        return
-    yield b"["
-    for i, some in enumerate(value.parts() if isinstance(value, LongList) else ([entry] for entry in value)):
-        if i:
-            yield b","
-        yield from _entries(some)
-    yield b"]"
-
-
-def _entries(some: list[Any]) -> Iterator[bytes]:
-    try:
-        yield _dumped(some)[1:-1]
-    except HasLongList:
-        for i, entry in enumerate(some):
-            if i:
-                yield b","
-            yield from json_parts(entry)
-
-
-_dumped = msgspec.json.Encoder(enc_hook=refuse).encode
-
-
-def event_parts(event: Json, name: str = "", event_id: str = "") -> Iterator[bytes]:
-    """Yield the parts of a server-sent event."""
-    head = f"id: {event_id}\n" if event_id else ""
-    yield f"{head}event: {name}\ndata: ".encode() if name else f"{head}data: ".encode()
-    yield from json_parts(event)
-    yield b"\n\n"
-
-
-async def in_turns(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield the parts, small ones joined; others have their turns after each part of some size and after each piece."""
-    joined, size = list[bytes](), 0
-    for part in parts:
-        joined.append(part)
-        size += len(part)
-        if size >= MIN_PIECE:
-            yield b"".join(joined)
-            joined, size = [], 0
-        if not size or len(part) >= LARGE_PART:
-            await asyncio.sleep(0)
-    if joined:
-        yield b"".join(joined)
+    if length <= MAX_AT_ONCE:
+        return make(0, length)
+    parts = []
+    for start in range(0, length, MAX_AT_ONCE):
+        parts.append(encoded(make(start, min(start + MAX_AT_ONCE, length)))[1:-1])
+        await asyncio.sleep(0)
+    return msgspec.Raw(b"[%b]" % b",".join(parts))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
@@ -55,48 +56,30 @@ class CallReader:
     def __init__(self, asked: Conversation, stream: OutputStream, chat_format: ChatFormat | None) -> None:
         self._format, self._tools = chat_format, asked.callable_tools
         self._has_structure = asked.must_call or any(tool.strict for tool in self._tools)
-        self._outputs: dict[int, _OutputReader] = {}
         self._starts_in_reasoning = stream.starts_in_reasoning
+        self._parsers: dict[int, Parser] = {}  # by output
+        self.reasoning_tokens = Counter[int]()  # of each output so far
 
     async def read(self, event: TokenEvent) -> list[Piece]:
         """Read the next event, or a whole output: neighbouring pieces differ in kind."""
         if self._format is None:
             return [Content(event.text)] if event.text else []
-        reader = self._reader(event.index, self._format)
-        pieces = [piece async for piece in reader.read(event)]
-        if event.finished is not None:
-            pieces += reader.parser.finish(is_cut=event.finished.reason is not FinishReason.STOP)
-        return _merged(pieces)
-
-    def reasoning_tokens(self, index: int) -> int:
-        """How many tokens of this output were reasoning so far."""
-        return self._outputs[index].reasoning_tokens if index in self._outputs else 0
-
-    def is_in_call(self, index: int) -> bool:
-        return index in self._outputs and self._outputs[index].parser.is_in_call
-
-    def _reader(self, index: int, chat_format: ChatFormat) -> _OutputReader:
-        if index not in self._outputs:
+        parser = self._parsers.get(event.index)
+        if parser is None:
             how = {"starts_in_reasoning": self._starts_in_reasoning, "has_structure": self._has_structure}
-            self._outputs[index] = _OutputReader(chat_format.parser(self._tools, **how))
-        return self._outputs[index]
-
-
-class _OutputReader:
-    """Reads the text of one output token by token, so that those of the reasoning are counted, and its end mark."""
-
-    def __init__(self, parser: Parser) -> None:
-        self.parser = parser
-        self.reasoning_tokens = 0
-
-    async def read(self, event: TokenEvent) -> AsyncIterator[Piece]:
-        for i, text in enumerate(event.texts, 1):
-            is_reasoning = self.parser.is_reasoning
-            pieces = self.parser.push(text)
-            self.reasoning_tokens += is_reasoning or any(isinstance(piece, Reasoning) for piece in pieces[:1])
-            for piece in pieces:
-                yield piece
+            parser = self._parsers[event.index] = self._format.parser(self._tools, **how)
+        pieces = list[Piece]()
+        for i, text in enumerate(event.texts, 1):  # one by one, so that the tokens of the reasoning are counted
+            is_reasoning, found = parser.is_reasoning, parser.push(text)
+            is_reasoning = is_reasoning or isinstance(next(iter(found), None), Reasoning)
+            self.reasoning_tokens[event.index] += is_reasoning
+            pieces += found
             if i % TOKENS_PER_TURN == 0:
                 await asyncio.sleep(0)
-        for piece in self.parser.push(event.tail):  # it was held back until the end, and belongs to no token
-            yield piece
+        pieces += parser.push(event.tail)  # it was held back until the end, and belongs to no token
+        if event.finished is not None:
+            pieces += parser.finish(is_cut=event.finished.reason is not FinishReason.STOP)
+        return _merged(pieces)
+
+    def is_in_call(self, index: int) -> bool:
+        return index in self._parsers and self._parsers[index].is_in_call

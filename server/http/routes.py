@@ -37,15 +37,11 @@ from server.http.calls import (
 from server.http.errors import INTERNAL, HttpError, error_at
 from server.http.event_ids import EventIds
 from server.http.fields import Body, Text
-from server.http.messages.answers import MessagesAnswer
-from server.http.messages.bodies import ConversationBody, MessagesBody
-from server.http.openai.answers import FINISH_REASONS
+from server.http.messages import ConversationBody, MessagesAnswer, MessagesBody
+from server.http.openai.answers import FINISH_REASONS, ChatAnswers, TextAnswers, fit
 from server.http.openai.bodies import ChatBody, CompletionBody
-from server.http.openai.chat import ChatAnswers, fit
-from server.http.openai.text import TextAnswers
 from server.http.requests import ParsedBody, fields_of, read_body
-from server.http.responses.answers import ResponsesAnswer
-from server.http.responses.bodies import ResponsesBody
+from server.http.responses import ResponsesAnswer, ResponsesBody
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 

@@ -210,8 +210,8 @@ FAULTS = tuple(
 -if len(self._unread) < body + size:
 +if len(self._unread) <= body + size:
 45 | wire | server/http/calls.py | HTTP: an event ends with one line break
--yield "\n\n"
-+yield "\n"
+-encoded(event) + b"\n\n"
++encoded(event) + b"\n"
 =tests/server/http/test_gateway.py
 46 | kernels | engine/native/panels.c | C: outputs behind the last eight of a panel are not packed
 -for (int64_t k = 0; k < rows; k++)

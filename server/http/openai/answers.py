@@ -1,18 +1,26 @@
-"""Events in OpenAI's formats: whole answers and the chunks of a stream. Knows no engine."""
+"""Answers of OpenAI's completions and chat completions, and the chunks of their streams. Knows no engine."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Generic, TypeVar
 
-from engine.text.codec import Codec
-from engine.types import FinishedOutput, FinishReason, TokenEvent
-from server.http.calls import Answers, Events, Json, LongList, list_of
-from server.http.openai.bodies import OpenAiBody
+import msgspec
+
+from engine.text.codec import Codec, OutputText
+from engine.types import FinishedOutput, FinishReason, Logprob, TokenEvent
+from server.chat import Conversation
+from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
+from server.http.agents import AgentBody
+from server.http.calls import Answers, Events, Json, encoded, list_of
+from server.http.openai.bodies import ChatBody, CompletionBody, OpenAiBody
+from server.http.pieces import TOKENS_PER_TURN, CallReader, call_id
 from server.http.requests import ParsedBody
 from server.model import ServedModel
 from server.streams.stream import OutputStream
@@ -148,21 +156,17 @@ class AnswerFormat(Answers, Generic[ReadT]):
         self._created = int(time.time())
 
     async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
-        """Return the whole answer. Long lists in it are made when they are encoded, and choices one by one."""
+        """Return the whole answer. Its choices are encoded one by one, because they may be long."""
         read = await self._read(outputs)
-        ends = [output.finished for output in outputs if output.finished is not None]
-
-        def made(start: int, stop: int) -> list[Json]:
-            return [
-                self._choice(outputs[i], read[i]) | self._ended(ends[i], i) | {"index": i} for i in range(start, stop)
-            ]
-
-        choices = list_of(len(outputs), made, 1)
-        by_prompt: dict[int, list[FinishedOutput]] = {}
-        for output, end in zip(outputs, ends, strict=True):
-            by_prompt.setdefault(output.index // self.outputs_per_prompt, []).append(end)
-        whole = self._envelope(self.whole, choices) | {"usage": self._usage([*by_prompt.values()])}
-        return whole | self._metrics(ends[0])
+        choices, ends = list[msgspec.Raw](), dict[int, list[FinishedOutput]]()
+        for i, output in enumerate(outputs):
+            assert output.finished is not None, "half an output"
+            choice = await self._choice(output, read[i]) | self._ended(output.finished, i) | {"index": i}
+            choices.append(msgspec.Raw(encoded(choice)))
+            ends.setdefault(output.index // self.outputs_per_prompt, []).append(output.finished)
+            await asyncio.sleep(0)
+        whole = self._envelope(self.whole, choices) | {"usage": self._usage([*ends.values()])}
+        return whole | self._metrics(ends[0][0])
 
     async def events(self, events: Events) -> AsyncIterator[list[Json]]:
         """Yield the chunks of each event; last, if requested, the usage of all outputs."""
@@ -170,7 +174,7 @@ class AnswerFormat(Answers, Generic[ReadT]):
         begun: set[int] = set()
         completion_tokens = 0
         async for event in events:
-            choices = [] if event.index in begun else self._opening(event.index)
+            choices = [] if event.index in begun else await self._opening(event.index)
             begun.add(event.index)
             choices += await self._pieces(event)
             if event.finished is not None:
@@ -194,7 +198,7 @@ class AnswerFormat(Answers, Generic[ReadT]):
         event = self._envelope(self.chunk, [choice])
         return event | {"usage": usage} if self._include_usage else event
 
-    def _envelope(self, kind: str, choices: list[Json] | LongList) -> Json:
+    def _envelope(self, kind: str, choices: Sequence[Json | msgspec.Raw]) -> Json:
         return {
             "id": f"{self.prefix}-{self._request_id}",
             "object": kind,
@@ -238,13 +242,275 @@ class AnswerFormat(Answers, Generic[ReadT]):
         """Return what is read of each output."""
 
     @abstractmethod
-    def _choice(self, output: TokenEvent, read: ReadT) -> Json: ...
+    async def _choice(self, output: TokenEvent, read: ReadT) -> Json: ...
 
     @abstractmethod
     async def _pieces(self, event: TokenEvent) -> list[Json]: ...
 
     @abstractmethod
-    def _opening(self, index: int) -> list[Json]: ...
+    async def _opening(self, index: int) -> list[Json]: ...
 
     @abstractmethod
     def _closing(self) -> Json: ...
+
+
+class ChatAnswers(AnswerFormat[list[Piece]]):
+    """Answers of `/v1/chat/completions`."""
+
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
+        super().__init__(read, streams, model)
+        asked = read.conversation
+        self._is_parsed = is_parsed(asked, model)  # what is read of a text may differ from the text
+        # If the caller named the function to call, a call is what was asked for, and no reason to stop.
+        self._is_forced = asked.tool_name is not None
+        self._reader = CallReader(asked, streams[0], model.format if self._is_parsed else None)
+        self._num_calls: dict[int, int] = {}  # of each output
+
+    async def _read(self, outputs: Sequence[TokenEvent]) -> list[list[Piece]]:
+        found = [await self._reader.read(output) for output in outputs]
+        self._num_calls = {i: sum(isinstance(piece, CallStart) for piece in read) for i, read in enumerate(found)}
+        return found
+
+    async def _choice(self, output: TokenEvent, read: list[Piece]) -> Json:
+        reasoning = "".join(piece.text for piece in read if isinstance(piece, Reasoning))
+        content = "".join(piece.text for piece in read if isinstance(piece, Content))
+        calls = [self._call(output.index, piece.index, piece.name) for piece in read if isinstance(piece, CallStart)]
+        for piece in read:
+            if isinstance(piece, CallArguments):
+                calls[piece.index]["function"]["arguments"] += piece.text
+        message: Json = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message, "logprobs": await self._logprobs(output)}
+
+    async def _pieces(self, event: TokenEvent) -> list[Json]:
+        logprobs = await self._logprobs(event)
+        if not self._is_parsed:
+            is_text = event.texts or event.tail
+            return [{"delta": {"content": event.text}, "logprobs": logprobs}] if is_text else []
+        deltas = [self._delta(event.index, piece) for piece in await self._reader.read(event)]
+        if not deltas and logprobs is not None:
+            deltas = [{}]
+        return [{"delta": delta, "logprobs": None if i else logprobs} for i, delta in enumerate(deltas)]
+
+    def _delta(self, index: int, piece: Piece) -> Json:
+        match piece:
+            case Reasoning():
+                return {"reasoning_content": piece.text}
+            case Content():
+                return {"content": piece.text}
+            case CallStart():
+                self._num_calls[index] += 1
+                return {"tool_calls": [{"index": piece.index} | self._call(index, piece.index, piece.name)]}
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+    def _call(self, index: int, number: int, name: str) -> Json:
+        identity = call_id(self._request_id, index, number)
+        return {"id": identity, "type": "function", "function": {"name": name, "arguments": ""}}
+
+    async def _opening(self, index: int) -> list[Json]:
+        self._num_calls[index] = 0
+        return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}]
+
+    def _closing(self) -> Json:
+        return {"delta": {}, "logprobs": None}
+
+    def _reason(self, finished: FinishedOutput, index: int) -> str:
+        has_called = self._num_calls[index] and not self._is_forced and not self._reader.is_in_call(index)
+        is_own_end = finished.reason is FinishReason.STOP
+        return "tool_calls" if has_called and is_own_end else super()._reason(finished, index)
+
+    def _reasoning_tokens(self) -> int:
+        return self._reader.reasoning_tokens.total()
+
+    async def _logprobs(self, output: TokenEvent) -> Json | None:
+        if not output.logprobs:
+            return None
+
+        leading = self._leading(output)
+
+        def made(start: int, stop: int) -> list[Json]:
+            entries = []
+            for i in range(start, stop):
+                token, of = output.token_ids[i], output.logprobs[i]
+                top = [self._entry(rival.token_id, rival.logprob, leads=i == leading) for rival in of.top]
+                entries.append(self._entry(token, of.logprob, leads=i == leading) | {"top_logprobs": top})
+            return entries
+
+        return {"content": await list_of(len(output.logprobs), made), "refusal": None}
+
+    def _entry(self, token: int, logprob: float, *, leads: bool) -> Json:
+        name, data = self._names.spelt(token, leads)
+        return {"token": name, "logprob": max(logprob, IMPOSSIBLE), "bytes": data}
+
+
+def is_parsed(asked: Conversation, model: ServedModel) -> bool:
+    """Whether reasoning or calls are read from the text."""
+    return bool(asked.callable_tools) or model.format.reasoning is not None
+
+
+def fit(read: ParsedBody[Any], model: ServedModel, *, is_continued: bool) -> bool:
+    """Adapt a conversation to the way in which its text is read; return whether its stream can be continued.
+
+    `is_continued`: the request does so. What is read of a text depends on all of it from its beginning, and a continued
+    stream has only its end.
+    """
+    body, prompt = read.body, read.prompts[0]
+    if isinstance(body, AgentBody):
+        if model.format.reasoning is None and isinstance(prompt, Conversation):
+            read.prompts[0] = replace(prompt, thinking_budget=None)
+    elif not isinstance(body, ChatBody):
+        return True
+    elif not isinstance(prompt, Conversation) or not is_parsed(prompt, model):
+        if body.skip_special_tokens is None:  # nothing reads them
+            read.request = replace(read.request, output=replace(read.request.output, skip_special_tokens=True))
+        return True
+    for field in ["Last-Event-ID"] * is_continued + ["event_ids"] * body.event_ids:
+        read.refuse(field, "is not supported where reasoning or calls are parsed: such a stream cannot be resumed")
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that comes before its outputs; `lengths[i]` is how much of the text came with token i."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    lengths: Sequence[int] = ()
+    logprobs: Sequence[Logprob] = ()  # of all tokens but the first
+
+
+NO_ECHO = Echo()
+NOTHING = TokenEvent(request_id="")
+
+
+class TextAnswers(AnswerFormat[Echo]):
+    """Answers of `/v1/completions`, with `n` outputs of each prompt."""
+
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
+        super().__init__(read, streams, model)
+        body: CompletionBody = read.body
+        self._body, self._codec, self.outputs_per_prompt = body, model.codec, body.n or 1
+        self._prompts = list(zip(read.prompts, (stream.request.token_ids for stream in streams), strict=True))
+        self._has_metrics = self._has_metrics and len(self._prompts) == 1
+        self._echoes: dict[int, Echo] = {}  # by prompt
+
+    async def _read(self, outputs: Sequence[TokenEvent]) -> list[Echo]:
+        found = list[Echo]()
+        for output in outputs:
+            prompt, index = divmod(output.index, self.outputs_per_prompt)
+            found.append(found[-1] if index else await self._echo(prompt, output))
+        return found
+
+    async def _echo(self, prompt: int, first: TokenEvent) -> Echo:
+        """Return a prompt as its outputs echo it; `first` is the first event of its output 0."""
+        if not self._body.echo:
+            return NO_ECHO
+        (sent, token_ids), texts = self._prompts[prompt], list[str]()
+        logprobs = [of for of in first.prompt_logprobs if of is not None]
+        if self._codec is not None and (logprobs or not isinstance(sent, str)):
+            decoder = OutputText(self._codec)
+            for start in range(0, len(token_ids), TOKENS_PER_TURN):
+                texts += decoder.push(token_ids[start : start + TOKENS_PER_TURN]).texts
+                await asyncio.sleep(0)
+            texts.append(decoder.flush())
+        text = sent if isinstance(sent, str) else "".join(texts)
+        return Echo(text, token_ids, [len(text) for text in texts[:-1]] or [0] * len(token_ids), logprobs)
+
+    async def events(self, events: Events) -> AsyncIterator[list[Json]]:
+        """Yield the chunks of each event; the prompt comes before the first text of each of its outputs."""
+        async for chunks in super().events(self._with_echoes(events) if self._body.echo else events):
+            yield chunks
+
+    async def _with_echoes(self, events: Events) -> Events:
+        """Yield the events, those of a prompt only when its log-probabilities have come, with those of output 0."""
+        held: dict[int, list[TokenEvent]] = {}
+        async for event in events:
+            prompt, output = divmod(event.index, self.outputs_per_prompt)
+            if prompt not in self._echoes and output > 0:
+                held.setdefault(prompt, []).append(event)
+                continue
+            if prompt not in self._echoes:
+                self._echoes[prompt] = await self._echo(prompt, event)
+            yield event
+            for waiting in held.pop(prompt, ()):
+                yield waiting
+
+    async def _choice(self, output: TokenEvent, read: Echo) -> Json:
+        if self._body.is_only_scored:
+            output = NOTHING
+        return {"text": read.text + output.text, "logprobs": await self._logprobs(read, output)}
+
+    async def _pieces(self, event: TokenEvent) -> list[Json]:
+        if not (event.texts or event.tail) or self._body.is_only_scored:
+            return []
+        start = len(self._echoes.get(event.index // self.outputs_per_prompt, NO_ECHO).text) + event.text_offset
+        return [{"text": event.text, "logprobs": await self._logprobs(NO_ECHO, event, start)}]
+
+    async def _opening(self, index: int) -> list[Json]:
+        if not self._body.echo:
+            return []
+        echo = self._echoes[index // self.outputs_per_prompt]
+        return [{"text": echo.text, "logprobs": await self._logprobs(echo, NOTHING)}]
+
+    def _closing(self) -> Json:
+        return {"text": "", "logprobs": None}
+
+    def _reason(self, finished: FinishedOutput, index: int) -> str:
+        return "length" if self._body.is_only_scored else super()._reason(finished, index)
+
+    def _counted(self, completion_tokens: int) -> int:
+        return 0 if self._body.is_only_scored else completion_tokens
+
+    def _usage(self, ends: Sequence[Sequence[FinishedOutput]]) -> Json:
+        usage = super()._usage(ends)
+        return usage | usage_so_far(usage["prompt_tokens"], self._counted(usage["completion_tokens"]))
+
+    async def _logprobs(self, echo: Echo, output: TokenEvent, start: int = 0) -> Json | None:
+        """Return the log-probabilities of a prompt's tokens and of those after it. `start`: where the text begins."""
+        if not output.logprobs and not (echo.token_ids and self._body.logprobs is not None):
+            return None
+        names, ids = self._names, (echo.token_ids, output.token_ids)
+        found = ([None] * bool(echo.token_ids), echo.logprobs, output.logprobs)
+        num_tokens, num_found = sum(map(len, ids)), sum(map(len, found))
+        offsets = [  # text that belongs to no token comes last
+            *list(accumulate(echo.lengths, initial=0))[:-1],
+            *list(accumulate(map(len, output.texts), initial=start + len(echo.text)))[:-1],
+        ]
+
+        begins = self._leading(output)
+        leading = {names.leading(echo.token_ids), len(echo.token_ids) + begins if begins >= 0 else -1}
+
+        def tokens(i: int, j: int) -> list[str]:
+            return [names.spelt(token, k in leading)[0] for k, token in enumerate(_cut(ids, i, j), i)]
+
+        def token_logprobs(i: int, j: int) -> list[float | None]:
+            return [None if of is None else max(of.logprob, IMPOSSIBLE) for of in _cut(found, i, j)]
+
+        def top_logprobs(i: int, j: int) -> list[Json | None]:
+            tops = (None if of is None else of.top for of in _cut(found, i, j))
+            return [
+                None if top is None else {names[of.token_id]: max(of.logprob, IMPOSSIBLE) for of in top} for top in tops
+            ]
+
+        return {
+            "tokens": await list_of(num_tokens, tokens),
+            "token_logprobs": await list_of(num_found, token_logprobs),
+            "top_logprobs": await list_of(num_found, top_logprobs),
+            "text_offset": await list_of(len(offsets), lambda i, j: offsets[i:j]),
+        }
+
+
+def _cut(sequences: Sequence[Sequence[Any]], start: int, stop: int) -> list[Any]:
+    """Return a half-open range of the entries of all sequences, as if they were one."""
+    found = list[Any]()
+    for sequence in sequences:
+        found += sequence[max(start, 0) : max(stop, 0)]
+        start, stop = start - len(sequence), stop - len(sequence)
+    return found

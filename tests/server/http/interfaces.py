@@ -18,6 +18,7 @@ import pytest
 
 from engine.types import DraftStats, FinishedOutput, FinishReason
 from server.chat import ChatTemplate
+from server.http.calls import encoded
 from server.http.requests import ParsedBody
 from server.model import PLAIN
 from server.streams.stream import OutputStream
@@ -54,6 +55,17 @@ def answering(kind, body, codec=CODEC, model_format=PLAIN, **fields):
     read = ParsedBody(body, body.request(), body.prompts)
     request = replace(read.request, request_id="r", model="m", **fields)
     return kind(read, [OutputStream(request, None, time.monotonic)], model)
+
+
+async def whole_of(answers, outputs):
+    """The whole answer as its caller reads it."""
+    return json.loads(encoded(await answers.answer(outputs)))
+
+
+async def each(outputs):
+    """Whole outputs as the events of a stream."""
+    for output in outputs:
+        yield output
 
 
 def ended(reason=FinishReason.STOP, **fields):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -12,14 +11,13 @@ import pytest
 
 from engine.types import Logprob, TokenEvent, TopLogprob
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.calls import MAX_AT_ONCE, MIN_PIECE, LongList, each, event_parts, in_turns, json_parts
+from server.http.calls import MAX_AT_ONCE, PIECE, _write_pieces, encoded, list_of
+from server.http.openai.answers import ChatAnswers, TextAnswers
 from server.http.openai.bodies import ChatBody, CompletionBody
-from server.http.openai.chat import ChatAnswers
-from server.http.openai.text import TextAnswers
 from tests.engine.text.test_codec import CODEC
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeEngine, logprob_of
-from tests.server.http.interfaces import CHAT, answering, ended, talking
+from tests.server.http.interfaces import CHAT, answering, each, ended, talking, whole_of
 from tests.server.test_generate import request
 
 N, NUM_TOKENS, TOP = 3, 150, 20
@@ -84,34 +82,20 @@ async def test_no_turn_of_the_loop_converts_more_than_a_part(front_end, monkeypa
 # ------------------------------------------------------------------------------------------------------------- JSON
 
 
-def filled(num_tokens, index=0, **fields):
+def filled(num_tokens, index=0, start=0, **fields):
+    ids = range(start, start + num_tokens)
     return TokenEvent(
         request_id="r",
         index=index,
-        token_ids=tuple(i % 200 for i in range(num_tokens)),
+        token_ids=tuple(i % 200 for i in ids),
         texts=("“a” ",) * num_tokens,
-        logprobs=tuple(
-            Logprob(-i / 7, tuple(TopLogprob((i + j) % 300, -j / 3) for j in range(TOP))) for i in range(num_tokens)
-        ),
+        logprobs=tuple(Logprob(-i / 7, tuple(TopLogprob((i + j) % 300, -j / 3) for j in range(TOP))) for i in ids),
         **fields,
     )
 
 
 def outputs(num_tokens):
     return [filled(num_tokens, index=i, finished=ended(seed=i)) for i in range(N)]
-
-
-def at_once(value):
-    """The same value with all its lists made."""
-    if isinstance(value, LongList):
-        return at_once(value.make(0, value.length))
-    if isinstance(value, dict):
-        return {name: at_once(entry) for name, entry in value.items()}
-    return [at_once(entry) for entry in value] if isinstance(value, list) else value
-
-
-def dumped(value):
-    return json.dumps(at_once(value), ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def text_answers(codec=CODEC):
@@ -122,56 +106,77 @@ def chat_answers(codec=CODEC):
     return answering(ChatAnswers, ChatBody(messages=[]), codec)
 
 
-@pytest.mark.parametrize("kind", [text_answers, chat_answers])
-@pytest.mark.parametrize("num_tokens", [0, MAX_AT_ONCE // N, MAX_AT_ONCE // N + 1, 101])
-async def test_parts_joined_are_what_one_piece_would_be(kind, num_tokens):
-    answer = await kind().answer(outputs(num_tokens))
-    parts = list(json_parts(answer))
-    assert b"".join(parts) == dumped(answer)
-    per_token = 1 + TOP if kind is chat_answers else TOP
-    assert max(part.count(b'"logprob"') for part in parts) <= MAX_AT_ONCE * per_token
-    assert max(part.count(b":") for part in parts) < 4 * MAX_AT_ONCE * (1 + TOP) + 100
+@pytest.mark.parametrize("length", [0, 1, MAX_AT_ONCE, MAX_AT_ONCE + 1, 3 * MAX_AT_ONCE, 250])
+async def test_a_list_in_parts_is_what_one_piece_would_be_and_others_have_turns(length):
+    entries, made = [{"a": i / 7, "b": "“"} for i in range(length)], []
+
+    def make(start, stop):
+        made.append((seen.count, range(start, stop)))
+        return entries[start:stop]
+
+    async with turns() as seen:
+        assert encoded(await list_of(length, make)) == encoded(entries)
+    assert [i for _, part in made for i in part] == list(range(length))
+    assert max(len(part) for _, part in made) <= MAX_AT_ONCE
+    assert len({turn for turn, _ in made}) == len(made)
 
 
 @pytest.mark.parametrize("kind", [text_answers, chat_answers])
-async def test_each_part_is_made_only_when_it_is_encoded(kind):
-    made = []
-    answers = kind()
-    entry, note = answers._choice, made.append
-    answers._choice = lambda output, read: [note(output.index), entry(output, read)][1]
-    parts = json_parts(await answers.answer(outputs(250)))
-    assert made == []
-    for index in range(N):
-        while made[-1:] != [index]:
-            next(parts)
-        assert made == list(range(index + 1))
+async def test_a_long_answer_has_what_short_ones_have(kind):
+    """Log-probabilities beyond a part, whose lists are encoded in parts, and each output by itself."""
+    [found] = (await whole_of(kind(), outputs(250)[:1]))["choices"]
+    parts = [await whole_of(kind(), [filled(50, finished=ended(seed=0), start=i)]) for i in range(0, 250, 50)]
+    lists = [part["choices"][0]["logprobs"] for part in parts]
+    for name in ("content",) if kind is chat_answers else ("tokens", "token_logprobs", "top_logprobs"):
+        assert found["logprobs"][name] == [entry for some in lists for entry in some[name]]
 
 
-async def test_many_long_texts_are_not_encoded_at_once():
-    texts = ("a" * MIN_PIECE,)
-    some = [TokenEvent(request_id="r", index=i, token_ids=(1,), texts=texts, finished=ended()) for i in range(4)]
-    for kind in (text_answers, chat_answers):
-        answer = await kind().answer(some)
-        parts = list(json_parts(answer))
-        assert max(map(len, parts)) < 2 * MIN_PIECE
-        assert b"".join(parts) == dumped(answer)
+@pytest.mark.parametrize("kind", [text_answers, chat_answers])
+async def test_others_have_a_turn_after_each_output(kind):
+    answers, made = kind(), []
+    entry = answers._choice
+
+    async def noted(output, read):
+        made.append(seen.count)
+        return await entry(output, read)
+
+    answers._choice = noted
+    async with turns() as seen:
+        await answers.answer(outputs(1))
+    assert len(set(made)) == N
 
 
 async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():
     async def sent(num_tokens):
+        pieces, limits = [], Limits()
+
+        async def send(message):
+            pieces.append(message["body"])
+            assert limits.is_open
+
         [events] = [events async for events in chat_answers().events(each([filled(num_tokens)]))]
-        async with turns() as seen:
-            found = [(seen.count, piece) async for piece in in_turns(event_parts(events[-1], "name", "17"))]
-        bodies = [body for _, body in found]
-        wanted = b"id: 17\nevent: name\ndata: %b\n\n" % dumped(events[-1])
-        assert b"".join(bodies) == wanted
-        assert len({turn for turn, _ in found}) >= len(found) - 1  # the last may follow without a turn
-        return bodies
+        data = encoded(events[-1])
+        await _write_pieces(send, limits, data)
+        assert b"".join(pieces) == data
+        assert limits.count == len(pieces)
+        return pieces
 
     assert len(await sent(MAX_AT_ONCE // 2)) == 1
     pieces = await sent(1000)
     assert len(pieces) >= 10
-    assert max(map(len, pieces)) < MIN_PIECE + 200 * MAX_AT_ONCE * (1 + TOP)
+    assert max(map(len, pieces)) == PIECE
+
+
+class Limits:
+    """Counts the writes, each of which has a limit of time of its own."""
+
+    count, is_open = 0, False
+
+    def __enter__(self):
+        self.count, self.is_open = self.count + 1, True
+
+    def __exit__(self, *_):
+        self.is_open = False
 
 
 async def test_each_token_is_decoded_once_for_an_answer():
@@ -182,6 +187,6 @@ async def test_each_token_is_decoded_once_for_an_answer():
         return CODEC.spelling.bytes_of(token, leads=leads)
 
     codec = SimpleNamespace(spelling=SimpleNamespace(bytes_of=bytes_of), special_tokens=frozenset())
-    list(json_parts(await chat_answers(codec).answer(outputs(300))))
+    await chat_answers(codec).answer(outputs(300))
     assert {token for token, _ in decoded} == set(range(300))
     assert set(decoded.values()) == {1}

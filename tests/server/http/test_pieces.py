@@ -66,18 +66,18 @@ async def test_parts_do_not_matter(name):
     texts, starts_in_reasoning, expected, num_reasoning = CASES[name]
     found = reader(HERMES, starts_in_reasoning=starts_in_reasoning)
     assert await found.read(whole(texts)) == expected
-    assert found.reasoning_tokens(0) == num_reasoning
+    assert found.reasoning_tokens[0] == num_reasoning
     for parts in ([1] * len(texts), [len(texts)], [2] * (len(texts) // 2 + 1), [1, len(texts)]):
         found, pieces = reader(HERMES, starts_in_reasoning=starts_in_reasoning), []
         for event in events(texts, parts):
             pieces += await found.read(event)
-        assert (_merged(pieces), found.reasoning_tokens(0)) == (expected, num_reasoning)
+        assert (_merged(pieces), found.reasoning_tokens[0]) == (expected, num_reasoning)
 
 
 async def test_text_of_no_token_is_read_and_not_counted():
     found = reader(PlainFormat({}, MARKED))
     assert await found.read(whole(["<think>", "a"], tail="b")) == [Reasoning("ab")]
-    assert found.reasoning_tokens(0) == 1
+    assert found.reasoning_tokens[0] == 1
 
 
 async def test_without_a_format_text_comes_as_it_is():

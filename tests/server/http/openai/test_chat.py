@@ -7,11 +7,10 @@ import pytest
 from engine.types import Logprob, TokenEvent
 from server.formats.base import ReasoningMarks
 from server.formats.hermes import HermesFormat
-from server.http.calls import each
+from server.http.openai.answers import ChatAnswers
 from server.http.openai.bodies import ChatBody
-from server.http.openai.chat import ChatAnswers
 from tests.server.http import agents
-from tests.server.http.interfaces import CHAT, answering, ended, on_the_shared_server
+from tests.server.http.interfaces import CHAT, answering, each, ended, on_the_shared_server, whole_of
 
 ABOUT = agents.DIALECTS["chat"]
 HERMES = HermesFormat({}, ReasoningMarks())
@@ -40,7 +39,7 @@ async def test_an_event_of_which_nothing_is_certain_gives_no_chunk_but_its_logpr
 async def test_a_call_that_was_forced_is_no_reason_to_stop(is_forced, reason):
     output = TokenEvent(request_id="r", token_ids=(1,), texts=(F,), finished=ended())
     choice = {"type": "function", "function": {"name": "f"}} if is_forced else "auto"
-    whole = await answers(choice).answer([output])
+    whole = await whole_of(answers(choice), [output])
     *_, last = [made async for some in answers(choice).events(each([output])) for made in some]
     assert [made["choices"][0]["finish_reason"] for made in (whole, last)] == [reason] * 2
 
@@ -48,7 +47,7 @@ async def test_a_call_that_was_forced_is_no_reason_to_stop(is_forced, reason):
 async def test_a_required_call_that_a_stop_string_cuts_is_no_call_to_run():
     text = F[: F.index('a"}')]
     output = TokenEvent(request_id="r", token_ids=(1,), texts=(text,), finished=ended(stop_string="a"))
-    [choice] = (await answers("required").answer([output]))["choices"]
+    [choice] = (await whole_of(answers("required"), [output]))["choices"]
     assert (choice["message"]["tool_calls"][0]["function"]["arguments"], choice["finish_reason"]) == ('{"x": "', "stop")
 
 

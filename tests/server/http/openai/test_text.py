@@ -9,12 +9,11 @@ import openai
 import pytest
 
 from engine.types import Logprob, TokenEvent
-from server.http.calls import each
+from server.http.openai.answers import TextAnswers
 from server.http.openai.bodies import CompletionBody
-from server.http.openai.text import TextAnswers
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, logprob_of
-from tests.server.http.interfaces import answering, ended, on_the_shared_server, talking, text_of
+from tests.server.http.interfaces import answering, each, ended, on_the_shared_server, talking, text_of
 from tests.server.test_life import metric
 from tests.serving import until
 
