@@ -9,7 +9,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
@@ -103,15 +103,6 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """A structure of the text: the field that asks for it, its notation, and its source."""
-
-    field: str
-    kind: str  # "json", "regex", "grammar" or "choice"
-    source: Any
-
-
 # Fields of the same name and meaning in bodies and in `SamplingParams`.
 _SAMPLING = {field.name for field in fields(SamplingParams)} - {"guided", "max_tokens", "logprobs", "prompt_logprobs"}
 
@@ -155,14 +146,14 @@ class GenerationFields(Body):
 
     def conflicts(self) -> Iterator[Violation]:
         """Yield a violation for fields that are valid by themselves but exclude each other."""
-        given = [structure.field for structure in self.structures()]
+        given = [field for field, _ in self.structures()]
         if len(given) > 1:
             yield Violation("body", f"has {' and '.join(given)}; expected one structure")
 
     def names(self) -> dict[str, str]:
         """Return patterns of fields that gRPC calls differently, each with what the caller calls it."""
         given = next(self.structures(), None)
-        return {} if given is None else {r"guided(\.\w+)*": given.field}
+        return {} if given is None else {r"guided(\.\w+)*": given[0]}
 
     def called(self, field: str) -> str:
         """Return what the caller calls a field of gRPC."""
@@ -173,16 +164,16 @@ class GenerationFields(Body):
                 return theirs
         return field
 
-    def structures(self) -> Iterator[Structure]:
-        """Yield the structures that the text is to have; more than one are a conflict."""
+    def structures(self) -> Iterator[tuple[str, Guided]]:
+        """Yield the structures that the text is to have, each with its field; more than one are a conflict."""
         wanted = {} if self.structured_outputs is None else self.structured_outputs.model_dump(by_alias=True)
         if wanted.get("json_object"):
-            yield Structure("structured_outputs.json_object", "json", ANY_OBJECT)
+            yield "structured_outputs.json_object", Guided(json_schema=ANY_OBJECT)
         for kind in ("json", "regex", "grammar", "choice"):
             named = f"guided_{kind}"
             for field, value in ((named, getattr(self, named)), (f"structured_outputs.{kind}", wanted.get(kind))):
                 if value is not None:
-                    yield Structure(field, kind, value)
+                    yield field, _guided(kind, value)
 
     @property
     @abstractmethod
@@ -207,9 +198,10 @@ class GenerationFields(Body):
             if value is not None
         }
         named.setdefault("temperature", self.usual_temperature)
+        _, structure = next(self.structures(), ("", None))
         return Request(
             model=self.model,
-            sampling=SamplingParams(guided=_guided(next(self.structures(), None)), max_tokens=max_tokens, **named),
+            sampling=SamplingParams(guided=structure, max_tokens=max_tokens, **named),
             speculation=_speculation(self.speculation),
             output=OutputOptions(digests=self.event_ids, skip_special_tokens=self.skip_special_tokens),
             cache_salt=self.cache_salt,
@@ -228,14 +220,11 @@ def _speculation(asked: SpeculationFields | None) -> SpeculationParams:
     )
 
 
-def _guided(structure: Structure | None) -> Guided | None:
-    if structure is None:
-        return None
-    if structure.kind == "choice":
-        return Guided(choice=tuple(structure.source))
-    source = structure.source if isinstance(structure.source, str) else json.dumps(structure.source)
-    named: Any = {"json_schema" if structure.kind == "json" else structure.kind: source}
-    return Guided(**named)
+def _guided(kind: str, source: Any) -> Guided:
+    if kind == "choice":
+        return Guided(choice=tuple(source))
+    text = source if isinstance(source, str) else json.dumps(source)
+    return Guided(**{"json_schema" if kind == "json" else kind: text})
 
 
 def template_arguments(effort: str | None, verbosity: str | None = None, named: dict[str, Any] | None = None) -> str:

@@ -165,30 +165,22 @@ class Calls:
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield what the sources yield, each with the number of its source. One is taken in advance from each."""
-    taken: asyncio.Queue[tuple[int, T | Exception | None]] = asyncio.Queue(maxsize=1)
-
-    async def take(number: int, source: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(source):
-                async for value in source:
-                    await taken.put((number, value))
-            await taken.put((number, None))
-        except Exception as error:  # noqa: BLE001  # it is raised again where the values are read
-            await taken.put((number, error))
-
-    tasks = [asyncio.create_task(take(number, source)) for number, source in enumerate(sources)]
+    taking = {asyncio.ensure_future(anext(source)): number for number, source in enumerate(sources)}
     try:
-        unfinished = len(tasks)
-        while unfinished:
-            number, value = await taken.get()
-            if isinstance(value, Exception):
-                raise value
-            if value is None:
-                unfinished -= 1
-            else:
+        while taking:
+            done, _ = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = taking.pop(task)
+                try:
+                    value = task.result()
+                except StopAsyncIteration:
+                    continue
+                taking[asyncio.ensure_future(anext(sources[number]))] = number
                 yield number, value
     finally:
-        await _cancelled(tasks)
+        await _cancelled([*taking])
+        for source in sources:
+            await source.aclose()
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
@@ -313,15 +305,15 @@ def _reported(error: Exception) -> HttpError:
 encoded = msgspec.json.Encoder().encode
 
 
-async def list_of(length: int, make: Callable[[int, int], list[Any]]) -> list[Any] | msgspec.Raw:
-    """Return a list; `make(start, stop)` returns its entries of a half-open range.
+async def list_of(length: int, make: Callable[[int], Any]) -> list[Any] | msgspec.Raw:
+    """Return the list of `make(i)` for each i below `length`.
 
     A long one is made and encoded in parts: others have a turn after each, and the entries take no memory at once.
     """
     if length <= MAX_AT_ONCE:
-        return make(0, length)
+        return [*map(make, range(length))]
     parts = []
     for start in range(0, length, MAX_AT_ONCE):
-        parts.append(encoded(make(start, min(start + MAX_AT_ONCE, length)))[1:-1])
+        parts.append(encoded([*map(make, range(start, min(start + MAX_AT_ONCE, length)))])[1:-1])
         await asyncio.sleep(0)
     return msgspec.Raw(b"[%b]" % b",".join(parts))

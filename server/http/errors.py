@@ -6,7 +6,7 @@ import math
 import re
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -40,7 +40,7 @@ _TYPES = {  # by status, OpenAI's name and Anthropic's; of all others both are `
 }
 MAX_MESSAGE = 4000  # bytes of UTF-8
 UNAVAILABLE_SECONDS = 1.0  # a retry after this time may find another state
-_OF_MESSAGES = "/v1/messages"  # routes of Anthropic's
+MESSAGES = "/v1/messages"  # routes of Anthropic's
 _TAGS = re.compile(r"<\d+>|\[key\]")  # of unions, and of an object's keys
 
 
@@ -53,15 +53,15 @@ class HttpError:
     message: str
     param: str | None = None
     retry_seconds: float | None = None
-    is_of_messages: bool = False  # in Anthropic's format
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the body in the format of the routes at this path: Anthropic's or OpenAI's."""
         openai, anthropic = _TYPES.get(self.status, (_INVALID, _INVALID))
-        if self.is_of_messages:
+        if path.startswith(MESSAGES):
             return {"type": "error", "error": {"type": anthropic, "message": self.message}}
         return {"error": {"message": self.message, "type": openai, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    def response(self, path: str) -> JSONResponse:
         """Return the response. Its headers ask clients not to retry after an internal fault or a passed deadline."""
         headers = {}
         if self.retry_seconds is not None:
@@ -70,11 +70,13 @@ class HttpError:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (500, 504):
             headers["x-should-retry"] = "false"
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(self.body(path), self.status, headers)
 
 
-def http_error(error: PilotfishError, path: str = "") -> HttpError:
+def http_error(error: HttpError | PilotfishError, path: str = "") -> HttpError:
     """Convert `error` to its status, code and message, for the clients of the routes at this path."""
+    if isinstance(error, HttpError):
+        return error
     refused = refusal(error)
     status = _STATUSES.get(refused.code, 500)
     retry = UNAVAILABLE_SECONDS if status == 503 else refused.retry_seconds
@@ -92,7 +94,7 @@ def http_error(error: PilotfishError, path: str = "") -> HttpError:
 def _context_words(path: str, field: str, excess: ContextExcess) -> str:
     """Report that the context is too short, in the words that clients of the API recognise."""
     num_prompt, num_output, most = excess.prompt_tokens, excess.output_tokens, excess.max_prompt_tokens
-    if path.startswith(_OF_MESSAGES):
+    if path.startswith(MESSAGES):
         if num_output:
             return (
                 f"input length and `{field}` exceed context limit: {num_prompt} + {num_output} > {excess.max_model_len}"
@@ -148,9 +150,3 @@ def _shown(value: Any) -> str:
         return shown(value)
     text = _REPR.repr(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
-
-
-def error_at(path: str, error: HttpError | PilotfishError) -> HttpError:
-    """Return an error in the format of the routes at this path: Anthropic's or OpenAI's."""
-    found = http_error(error, path) if isinstance(error, PilotfishError) else error
-    return replace(found, is_of_messages=path.startswith(_OF_MESSAGES))

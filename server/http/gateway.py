@@ -26,7 +26,7 @@ from server.admission.security import Callers
 from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
 from server.errors import Forbidden, NotFound, Unauthenticated
-from server.http.errors import HttpError, error_at
+from server.http.errors import HttpError, http_error
 from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Exposition
 
@@ -72,7 +72,7 @@ class Guard:
         """
         refused = self._refusal(scope)
         if refused is not None:
-            await error_at(scope["path"], refused).response()(scope, receive, send)
+            await http_error(refused).response(scope["path"])(scope, receive, send)
             return
         kept = [(name, value) for name, value in scope["headers"] if name != b"cookie"]
         method = "GET" if scope["method"] == "HEAD" else scope["method"]

@@ -14,13 +14,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
+from engine.params import Guided
 from engine.types import FinishedOutput, FinishReason, Request
 from server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation
 from server.formats.json_text import object_in
 from server.http.agents import SEPARATOR, AgentAnswer, AgentBody, AnswerPart, Turns
-from server.http.bodies import FunctionBody, Input, Structure, template_arguments
+from server.http.bodies import FunctionBody, Input, template_arguments
 from server.http.calls import Json
-from server.http.errors import HttpError
+from server.http.errors import MESSAGES, HttpError
 from server.http.fields import (
     MAX_PARTS,
     TEXT_OR_LIST,
@@ -215,10 +216,10 @@ class ConversationBody(AgentBody):
             _add(turns, turn, f"messages[{i}].content")
         return turns.messages()
 
-    def structures(self) -> Iterator[Structure]:
+    def structures(self) -> Iterator[tuple[str, Guided]]:
         yield from super().structures()
         if self.output_config.format is not None:
-            yield Structure("output_config.format.schema", "json", self.output_config.format.schema_)
+            yield "output_config.format.schema", Guided(json_schema=json.dumps(self.output_config.format.schema_))
 
     def names(self) -> dict[str, str]:
         return super().names() | _NAMES
@@ -302,7 +303,7 @@ class MessagesAnswer(AgentAnswer):
         return [*self._close("completed"), *last]
 
     def failure(self, error: HttpError) -> list[Json]:
-        return [replace(error, is_of_messages=True).body()]
+        return [error.body(MESSAGES)]
 
     def _whole(self) -> Json:
         return self._message | {"content": [*map(_block, self._parts)]}

@@ -18,12 +18,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from engine.errors import InvalidRequest
+from engine.params import Guided
 from engine.types import FinishedOutput, FinishReason, Request
 from server.chat import MAX_MESSAGES, MAX_TOOLS, Conversation
 from server.formats.base import ANY_OBJECT, Tool
 from server.formats.json_text import object_in
 from server.http.agents import SEPARATOR, AgentAnswer, AgentBody, AnswerPart, Turns
-from server.http.bodies import FunctionBody, Input, Structure, template_arguments
+from server.http.bodies import FunctionBody, Input, template_arguments
 from server.http.calls import Events, Json
 from server.http.errors import HttpError
 from server.http.fields import (
@@ -247,13 +248,13 @@ class ResponsesBody(AgentBody):
     background: Annotated[None, not_served("an answer is sent only on the connection that asked for it")] = None
     top_logprobs: Annotated[None, not_served("this route sends no log-probabilities")] = None
 
-    def structures(self) -> Iterator[Structure]:
+    def structures(self) -> Iterator[tuple[str, Guided]]:
         yield from super().structures()
         wanted = self.text.format
         if wanted is not None and wanted.schema_ is not None:
-            yield Structure("text.format.schema", "json", wanted.schema_)
+            yield "text.format.schema", Guided(json_schema=json.dumps(wanted.schema_))
         elif wanted is not None and wanted.type != "text":
-            yield Structure("text.format", "json", ANY_OBJECT)
+            yield "text.format", Guided(json_schema=ANY_OBJECT)
 
     def names(self) -> dict[str, str]:
         return super().names() | _NAMES

@@ -34,7 +34,7 @@ from server.http.calls import (
     WholeAnswer,
     unless_gone,
 )
-from server.http.errors import INTERNAL, HttpError, error_at
+from server.http.errors import INTERNAL, HttpError, http_error
 from server.http.event_ids import EventIds
 from server.http.fields import Body, Text
 from server.http.messages import ConversationBody, MessagesAnswer, MessagesBody
@@ -172,11 +172,11 @@ def _schema(kind: type[GenerationFields], path: str) -> dict[str, Any]:
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(PilotfishError)
     async def refused(request: Request, error: PilotfishError) -> JSONResponse:
-        return error_at(request.url.path, error).response()
+        return http_error(error, request.url.path).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        response = error_at(request.url.path, HttpError(error.status_code, "http", str(error.detail))).response()
+        response = HttpError(error.status_code, "http", str(error.detail)).response(request.url.path)
         allowed = (error.headers or {}).get("Allow")
         if allowed is not None:  # the route of GET also answers HEAD
             response.headers["Allow"] = allowed if "HEAD" in allowed else allowed.replace("GET", "GET, HEAD")
@@ -189,7 +189,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, _: Exception) -> JSONResponse:
-        return error_at(request.url.path, INTERNAL).response()  # uvicorn logs the exception with its traceback
+        return INTERNAL.response(request.url.path)  # uvicorn logs the exception with its traceback
 
 
 class NativeAnswers(Answers):

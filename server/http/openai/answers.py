@@ -137,6 +137,7 @@ class AnswerFormat(Answers, Generic[ReadT]):
     prefix: ClassVar[str]
     whole: ClassVar[str]  # `object` of an answer
     chunk: ClassVar[str]  # `object` of an event
+    closing: ClassVar[Json]  # the choice of an output's end
     outputs_per_prompt = 1 << 32  # of a format with one prompt
 
     def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
@@ -179,7 +180,7 @@ class AnswerFormat(Answers, Generic[ReadT]):
             choices += await self._pieces(event)
             if event.finished is not None:
                 ends.setdefault(event.index // self.outputs_per_prompt, []).append(event.finished)
-                choices.append(self._closing() | self._ended(event.finished, event.index))
+                choices.append(self.closing | self._ended(event.finished, event.index))
             completion_tokens += len(event.token_ids)
             so_far = usage_so_far(self._prompt_tokens, self._counted(completion_tokens))
             usage = so_far if self._has_running_usage else None
@@ -219,7 +220,8 @@ class AnswerFormat(Answers, Generic[ReadT]):
         return metrics_of(finished) if self._has_metrics else {}
 
     def _usage(self, ends: Sequence[Sequence[FinishedOutput]]) -> Json:
-        return usage_of(ends, self._num_predicted, self._reasoning_tokens())
+        usage = usage_of(ends, self._num_predicted, self._reasoning_tokens())
+        return usage | usage_so_far(usage["prompt_tokens"], self._counted(usage["completion_tokens"]))
 
     def _counted(self, completion_tokens: int) -> int:
         """How many of the generated tokens the caller gets."""
@@ -250,14 +252,12 @@ class AnswerFormat(Answers, Generic[ReadT]):
     @abstractmethod
     async def _opening(self, index: int) -> list[Json]: ...
 
-    @abstractmethod
-    def _closing(self) -> Json: ...
-
 
 class ChatAnswers(AnswerFormat[list[Piece]]):
     """Answers of `/v1/chat/completions`."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    closing: ClassVar[Json] = {"delta": {}, "logprobs": None}
 
     def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
         super().__init__(read, streams, model)
@@ -316,9 +316,6 @@ class ChatAnswers(AnswerFormat[list[Piece]]):
         self._num_calls[index] = 0
         return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}]
 
-    def _closing(self) -> Json:
-        return {"delta": {}, "logprobs": None}
-
     def _reason(self, finished: FinishedOutput, index: int) -> str:
         has_called = self._num_calls[index] and not self._is_forced and not self._reader.is_in_call(index)
         is_own_end = finished.reason is FinishReason.STOP
@@ -333,13 +330,10 @@ class ChatAnswers(AnswerFormat[list[Piece]]):
 
         leading = self._leading(output)
 
-        def made(start: int, stop: int) -> list[Json]:
-            entries = []
-            for i in range(start, stop):
-                token, of = output.token_ids[i], output.logprobs[i]
-                top = [self._entry(rival.token_id, rival.logprob, leads=i == leading) for rival in of.top]
-                entries.append(self._entry(token, of.logprob, leads=i == leading) | {"top_logprobs": top})
-            return entries
+        def made(i: int) -> Json:
+            token, of = output.token_ids[i], output.logprobs[i]
+            top = [self._entry(rival.token_id, rival.logprob, leads=i == leading) for rival in of.top]
+            return self._entry(token, of.logprob, leads=i == leading) | {"top_logprobs": top}
 
         return {"content": await list_of(len(output.logprobs), made), "refusal": None}
 
@@ -392,6 +386,7 @@ class TextAnswers(AnswerFormat[Echo]):
     """Answers of `/v1/completions`, with `n` outputs of each prompt."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+    closing: ClassVar[Json] = {"text": "", "logprobs": None}
 
     def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
         super().__init__(read, streams, model)
@@ -459,58 +454,33 @@ class TextAnswers(AnswerFormat[Echo]):
         echo = self._echoes[index // self.outputs_per_prompt]
         return [{"text": echo.text, "logprobs": await self._logprobs(echo, NOTHING)}]
 
-    def _closing(self) -> Json:
-        return {"text": "", "logprobs": None}
-
     def _reason(self, finished: FinishedOutput, index: int) -> str:
         return "length" if self._body.is_only_scored else super()._reason(finished, index)
 
     def _counted(self, completion_tokens: int) -> int:
         return 0 if self._body.is_only_scored else completion_tokens
 
-    def _usage(self, ends: Sequence[Sequence[FinishedOutput]]) -> Json:
-        usage = super()._usage(ends)
-        return usage | usage_so_far(usage["prompt_tokens"], self._counted(usage["completion_tokens"]))
-
     async def _logprobs(self, echo: Echo, output: TokenEvent, start: int = 0) -> Json | None:
         """Return the log-probabilities of a prompt's tokens and of those after it. `start`: where the text begins."""
         if not output.logprobs and not (echo.token_ids and self._body.logprobs is not None):
             return None
-        names, ids = self._names, (echo.token_ids, output.token_ids)
-        found = ([None] * bool(echo.token_ids), echo.logprobs, output.logprobs)
-        num_tokens, num_found = sum(map(len, ids)), sum(map(len, found))
+        names, ids = self._names, (*echo.token_ids, *output.token_ids)
+        found = (*[None] * bool(echo.token_ids), *echo.logprobs, *output.logprobs)
         offsets = [  # text that belongs to no token comes last
             *list(accumulate(echo.lengths, initial=0))[:-1],
             *list(accumulate(map(len, output.texts), initial=start + len(echo.text)))[:-1],
         ]
-
         begins = self._leading(output)
         leading = {names.leading(echo.token_ids), len(echo.token_ids) + begins if begins >= 0 else -1}
 
-        def tokens(i: int, j: int) -> list[str]:
-            return [names.spelt(token, k in leading)[0] for k, token in enumerate(_cut(ids, i, j), i)]
-
-        def token_logprobs(i: int, j: int) -> list[float | None]:
-            return [None if of is None else max(of.logprob, IMPOSSIBLE) for of in _cut(found, i, j)]
-
-        def top_logprobs(i: int, j: int) -> list[Json | None]:
-            tops = (None if of is None else of.top for of in _cut(found, i, j))
-            return [
-                None if top is None else {names[of.token_id]: max(of.logprob, IMPOSSIBLE) for of in top} for top in tops
-            ]
+        def top_logprobs(of: Logprob | None) -> Json | None:
+            return None if of is None else {names[top.token_id]: max(top.logprob, IMPOSSIBLE) for top in of.top}
 
         return {
-            "tokens": await list_of(num_tokens, tokens),
-            "token_logprobs": await list_of(num_found, token_logprobs),
-            "top_logprobs": await list_of(num_found, top_logprobs),
-            "text_offset": await list_of(len(offsets), lambda i, j: offsets[i:j]),
+            "tokens": await list_of(len(ids), lambda i: names.spelt(ids[i], i in leading)[0]),
+            "token_logprobs": await list_of(
+                len(found), lambda i: None if (of := found[i]) is None else max(of.logprob, IMPOSSIBLE)
+            ),
+            "top_logprobs": await list_of(len(found), lambda i: top_logprobs(found[i])),
+            "text_offset": await list_of(len(offsets), offsets.__getitem__),
         }
-
-
-def _cut(sequences: Sequence[Sequence[Any]], start: int, stop: int) -> list[Any]:
-    """Return a half-open range of the entries of all sequences, as if they were one."""
-    found = list[Any]()
-    for sequence in sequences:
-        found += sequence[max(start, 0) : max(stop, 0)]
-        start, stop = start - len(sequence), stop - len(sequence)
-    return found

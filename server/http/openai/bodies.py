@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from engine.errors import Violation, shown
+from engine.params import Guided
 from engine.types import Request
 from server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation, ToolCall
 from server.formats.base import ANY_OBJECT
@@ -17,7 +19,6 @@ from server.http.bodies import (
     FunctionBody,
     GenerationFields,
     Input,
-    Structure,
     TextContent,
     template_arguments,
 )
@@ -79,13 +80,13 @@ class OpenAiBody(GenerationFields):
         """Whether every chunk of a stream reports the usage so far."""
         return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
 
-    def structures(self) -> Iterator[Structure]:
+    def structures(self) -> Iterator[tuple[str, Guided]]:
         yield from super().structures()
         wanted = self.response_format
         if wanted is not None and wanted.json_schema is not None:
-            yield Structure("response_format.json_schema.schema", "json", wanted.json_schema.schema_)
+            yield "response_format.json_schema.schema", Guided(json_schema=json.dumps(wanted.json_schema.schema_))
         elif wanted is not None and wanted.type == "json_object":
-            yield Structure("response_format", "json", ANY_OBJECT)
+            yield "response_format", Guided(json_schema=ANY_OBJECT)
 
     def conflicts(self) -> Iterator[Violation]:
         yield from super().conflicts()
