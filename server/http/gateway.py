@@ -7,7 +7,7 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import h11
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -85,13 +86,14 @@ class Guard:
         if head > self._config.max_header_bytes:
             problem = f"the headers have {head} bytes; the limit is {self._config.max_header_bytes}"
             return HttpError(431, "http", problem)
-        given = dict(_headers(scope)).get("host")
-        if self._names is not None and given is not None and not self._is_ours(str(given), self._names):
+        headers = Headers(scope=scope)
+        given = headers.get("host")
+        if self._names is not None and given is not None and not self._is_ours(given, self._names):
             problem = f"the header Host is {shown(given)}; expected localhost or a loopback address, or set token_file"
             return Forbidden(problem)
         if scope["path"] not in OPEN_PATHS:
             try:
-                scope["caller"] = self._callers.of_metadata(_credentials(scope), (scope.get("client") or (None,))[0])
+                scope["caller"] = self._callers.of_metadata(_credentials(headers), (scope.get("client") or (None,))[0])
             except Unauthenticated as error:
                 return error
         return None
@@ -106,16 +108,11 @@ class Guard:
             return False
 
 
-def _credentials(scope: Scope) -> list[tuple[str, str | bytes]]:
+def _credentials(headers: Headers) -> Iterable[tuple[str, str]]:
     """Return the headers; Anthropic's `x-api-key` counts as a bearer token where there is no `authorization`."""
-    headers = _headers(scope)
-    if any(name == "authorization" for name, _ in headers):
-        return headers
-    return [("authorization", f"Bearer {value!s}") if name == "x-api-key" else (name, value) for name, value in headers]
-
-
-def _headers(scope: Scope) -> list[tuple[str, str | bytes]]:
-    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+    if "authorization" in headers:
+        return headers.items()
+    return [("authorization", f"Bearer {value}") for value in headers.getlist("x-api-key")]
 
 
 LAST_RESPONSES_SECONDS = 2  # for responses that are not fully read: a stalled reader must not delay the shutdown
@@ -307,8 +304,8 @@ class HttpProtocol(H11Protocol):
         super().__init__(config, *args, **named)
         assert config.h11_max_incomplete_event_size is not None, "HttpServer sets it"
         self.conn: _Connection = _Connection(h11.SERVER, config.h11_max_incomplete_event_size)
-        self._timer: asyncio.TimerHandle | None = None
-        self._awaited: float | None = None  # seconds of the timer
+        self._unsent: asyncio.TimerHandle | None = None  # set while the other side has to send something
+        self._awaited: float | None = None  # seconds of this timer
         self._unread: asyncio.TimerHandle | None = None  # set while the reader has to take what is written
         self._is_lost = False
 
@@ -317,7 +314,6 @@ class HttpProtocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Parse, then start a timer if a head or the rest of a body is expected, or cancel it if neither is."""
         super().data_received(data)
         self._watch()
 
@@ -325,48 +321,55 @@ class HttpProtocol(H11Protocol):
         """Expect the next request. If the body has not arrived yet, it has a little time left."""
         super().on_response_complete()
         self._watch()
-        self._watch_closing()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_reader()
+        self._watch()
 
     def resume_writing(self) -> None:
-        """Cancel the time of the reader, unless it has to take the rest before the connection closes."""
+        """Let the time of the reader begin anew, if it has to take the rest before the connection closes."""
         super().resume_writing()
-        self._cancel_reader()
-        self._watch_closing()
+        self._unread = self._timer(self._unread, None, self._abort)
+        self._watch()
 
     def shutdown(self) -> None:
-        """Close the connection when it has written its answer; the reader has its time to take it."""
         super().shutdown()
-        self._watch_closing()
+        self._watch()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that asks nothing more; the reader has its time to take the last answer."""
         super().timeout_keep_alive_handler()
-        self._watch_closing()
+        self._watch()
 
     def send_400_response(self, msg: str) -> None:
         """Say what is wrong with the request, unless it is answered already; then close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(self.conn.problem or msg)
-            self._watch_closing()
-        else:
-            self._close()
+        self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
-        self._cancel()
         super().connection_lost(exc)
-        self._cancel_reader()
+        self._watch()
 
     def _watch(self) -> None:
-        seconds = self._seconds()
+        """Set the timers: for what the other side has to send, and for what it has to take, also before the end.
+
+        At the end the size of the transport's buffer is not enough: with TLS there is another one below.
+        """
+        seconds = None if self._is_lost else self._seconds()
         if seconds != self._awaited:
-            self._cancel()
-            if seconds is not None:
-                self._awaited, self._timer = seconds, self.loop.call_later(seconds, self._close)
+            self._awaited, self._unsent = seconds, self._timer(self._unsent, seconds, self._close)
+        has_unread = not self._is_lost and (self.flow.write_paused or self.transport.is_closing())
+        if has_unread != (self._unread is not None):
+            seconds = self.stall_seconds + ANSWER_SECONDS if has_unread else None
+            self._unread = self._timer(self._unread, seconds, self._abort)
+
+    def _timer(
+        self, old: asyncio.TimerHandle | None, seconds: float | None, work: Callable[[], None]
+    ) -> asyncio.TimerHandle | None:
+        if old is not None:
+            old.cancel()
+        return None if seconds is None else self.loop.call_later(seconds, work)
 
     def _seconds(self) -> float | None:
         """Return the time for what the other side has to send: a head, a body, or the rest of one that is answered."""
@@ -379,31 +382,9 @@ class HttpProtocol(H11Protocol):
 
     def _close(self) -> None:
         self.transport.close()
-        self._watch_closing()
-
-    def _watch_closing(self) -> None:
-        """Start the time of the reader if only it delays the end; where nothing is unread, that comes at once.
-
-        The size of the transport's buffer is not enough: with TLS there is another one below.
-        """
-        if self.transport.is_closing() and not self._is_lost:
-            self._watch_reader()
-
-    def _watch_reader(self) -> None:
-        if self._unread is None:
-            self._unread = self.loop.call_later(self.stall_seconds + ANSWER_SECONDS, self._abort)
+        self._watch()
 
     def _abort(self) -> None:
         if self.scope is not None:
             self.scope["state"][STALLED] = True
         self.transport.abort()
-
-    def _cancel_reader(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-        self._unread = None
-
-    def _cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._awaited = self._timer = None
