@@ -58,10 +58,10 @@ _GROUP = re.compile(r"^(sampling|stopping|output|messages)\.")  # the groups of 
 class SpeculationFields(Body):
     """Speculation options, named as over gRPC."""
 
-    mode: Literal["auto", "off", "fixed"] | None = None
+    mode: SpeculationMode | None = None
     num_draft_tokens: UInt32 | None = None
     proposer: Text | None = None
-    verification: Literal["coupled", "rejection"] | None = None
+    verification: Verification | None = None
 
 
 Choices = Annotated[list[Text], Field(fail_fast=True), at_most(MAX_CHOICES)]
@@ -83,10 +83,6 @@ class PredictionBody(Body):
 
     type: Literal["content"]
     content: TextContent
-
-
-def _as_prediction(value: Any) -> Any:
-    return {"type": "content", "content": value} if isinstance(value, str) else value
 
 
 class StructuredOutputs(Body):
@@ -113,6 +109,8 @@ class GenerationFields(Body):
     # The input field, and a placeholder for an invalid input; None: only the wrong fields of a body are reported.
     no_input: ClassVar[tuple[str, Any] | None] = ("prompt", "")
     usual_temperature: ClassVar[float] = 0.0
+    # Patterns of fields that gRPC calls differently, each with what the caller calls it if the body has that field.
+    names: ClassVar[dict[str, str]] = {}
 
     model: Text | None = None
     temperature: Real | None = None
@@ -136,9 +134,9 @@ class GenerationFields(Body):
     guided_choice: Choices | None = None
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: Flag | None = None
-    prediction: Annotated[PredictionBody, BeforeValidator(_as_prediction)] | None = None
+    prediction: Annotated[Text | PredictionBody, TEXT_OR_OBJECT] | None = None
     cache_salt: Text | None = None
-    speculation: SpeculationFields | None = None
+    speculation: SpeculationFields = SpeculationFields()
     priority: Int32 | None = None
     stream: Flag = False
     event_ids: Flag = False  # give events of a stream ids; see the header Last-Event-ID
@@ -150,19 +148,15 @@ class GenerationFields(Body):
         if len(given) > 1:
             yield Violation("body", f"has {' and '.join(given)}; expected one structure")
 
-    def names(self) -> dict[str, str]:
-        """Return patterns of fields that gRPC calls differently, each with what the caller calls it."""
-        given = next(self.structures(), None)
-        return {} if given is None else {r"guided(\.\w+)*": given[0]}
-
     def called(self, field: str) -> str:
         """Return what the caller calls a field of gRPC."""
         field = _GROUP.sub("", field)
-        for pattern, name in self.names().items():
+        for pattern, name in self.names.items():
             theirs, is_other = re.subn(rf"^({pattern})(?!\w)", name, field)
-            if is_other:
+            if is_other and re.split(r"\W", theirs)[0] in self.model_fields_set:
                 return theirs
-        return field
+        structure, _ = next(self.structures(), ("guided", None))
+        return re.sub(r"^guided(\.\w+)*", structure, field)
 
     def structures(self) -> Iterator[tuple[str, Guided]]:
         """Yield the structures that the text is to have, each with its field; more than one are a conflict."""
@@ -183,7 +177,8 @@ class GenerationFields(Body):
     @property
     def predicted(self) -> str | None:
         """The text of the prediction."""
-        return None if self.prediction is None else text_of(self.prediction.content)
+        given = self.prediction
+        return text_of(given.content) if isinstance(given, PredictionBody) else given
 
     @abstractmethod
     def request(self) -> Request:
@@ -202,22 +197,11 @@ class GenerationFields(Body):
         return Request(
             model=self.model,
             sampling=SamplingParams(guided=structure, max_tokens=max_tokens, **named),
-            speculation=_speculation(self.speculation),
+            speculation=SpeculationParams(**dict(self.speculation)),
             output=OutputOptions(digests=self.event_ids, skip_special_tokens=self.skip_special_tokens),
             cache_salt=self.cache_salt,
             priority=self.priority or 0,
         )
-
-
-def _speculation(asked: SpeculationFields | None) -> SpeculationParams:
-    if asked is None:
-        return SpeculationParams()
-    return SpeculationParams(
-        mode=None if asked.mode is None else SpeculationMode(asked.mode),
-        num_draft_tokens=asked.num_draft_tokens,
-        proposer=asked.proposer,
-        verification=None if asked.verification is None else Verification(asked.verification),
-    )
 
 
 def _guided(kind: str, source: Any) -> Guided:
@@ -256,13 +240,11 @@ class FunctionBody(Body):
 class GenerateBody(GenerationFields):
     """Body of `POST /generate`."""
 
+    names: ClassVar = {"max_tokens": "max_new_tokens", r"speculation\.num_draft_tokens": "k_draft"}
+
     prompt: Text
     max_new_tokens: UInt32 | None = None
     k_draft: UInt32 | None = None
-
-    def names(self) -> dict[str, str]:
-        drafts = {} if self.k_draft is None else {r"speculation\.num_draft_tokens": "k_draft"}
-        return super().names() | {"max_tokens": "max_new_tokens"} | drafts
 
     @property
     def prompts(self) -> list[Input]:

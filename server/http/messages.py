@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -156,14 +156,6 @@ class OutputFields(Body):
     format: OutputFormat | None = None
 
 
-_NAMES = {
-    "prompt": "messages",
-    "thinking_budget": "thinking.budget_tokens",
-    r"tools\[(\d+)\]\.parameters": r"tools[\2].input_schema",
-    r"tool_choice\.mode": "tool_choice.type",
-}
-
-
 # What they call a choice of tools; all others are "auto".
 _CHOICES: dict[str, Any] = {"any": "required", "none": "none"}
 # Variables of the template by the type of thinking; what "adaptive" leaves to the model is left to the template.
@@ -173,6 +165,13 @@ _THINKS = {"enabled": {"enable_thinking": True}, "disabled": {"enable_thinking":
 class ConversationBody(AgentBody):
     """Body of `POST /v1/messages/count_tokens`."""
 
+    names: ClassVar = {
+        "prompt": "messages",
+        "thinking_budget": "thinking.budget_tokens",
+        r"tools\[(\d+)\]\.parameters": r"tools[\2].input_schema",
+        r"tool_choice\.mode": "tool_choice.type",
+        "stop": "stop_sequences",
+    }
     ignored = frozenset({"cache_control", "context_management"})  # the whole conversation is read
     messages: Annotated[list[MessageTurn], Field(fail_fast=True), at_most(MAX_MESSAGES)]
     system: TextBlocks = ""
@@ -221,9 +220,6 @@ class ConversationBody(AgentBody):
         if self.output_config.format is not None:
             yield "output_config.format.schema", Guided(json_schema=json.dumps(self.output_config.format.schema_))
 
-    def names(self) -> dict[str, str]:
-        return super().names() | _NAMES
-
 
 class MessagesBody(ConversationBody):
     """Body of `POST /v1/messages`."""
@@ -235,9 +231,6 @@ class MessagesBody(ConversationBody):
         request = self.limited(self.max_tokens)
         stop = (*request.sampling.stop, *self.stop_sequences)
         return replace(request, sampling=replace(request.sampling, stop=stop))
-
-    def names(self) -> dict[str, str]:
-        return super().names() | ({} if self.stop else {"stop": "stop_sequences"})
 
 
 def _add(turns: Turns, turn: MessageTurn, field: str) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -223,12 +223,16 @@ class ReasoningFields(Body):
 
 
 _STORED = not_served("this server stores nothing; send the whole conversation as input")
-_NAMES = {"messages|prompt": "input", "max_tokens": "max_output_tokens", r"tool_choice\.mode": "tool_choice"}
 
 
 class ResponsesBody(AgentBody):
     """Body of `POST /v1/responses`."""
 
+    names: ClassVar = {
+        "messages|prompt": "input",
+        "max_tokens": "max_output_tokens",
+        r"tool_choice\.mode": "tool_choice",
+    }
     ignored = frozenset(
         {"max_tool_calls", "prompt_cache_options", "client_metadata", "stream_options"}
     )  # no tools of the server to be limited, and no obfuscation
@@ -255,9 +259,6 @@ class ResponsesBody(AgentBody):
             yield "text.format.schema", Guided(json_schema=json.dumps(wanted.schema_))
         elif wanted is not None and wanted.type != "text":
             yield "text.format", Guided(json_schema=ANY_OBJECT)
-
-    def names(self) -> dict[str, str]:
-        return super().names() | _NAMES
 
     def request(self) -> Request:
         return self.limited(self.max_output_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -108,6 +108,8 @@ Prompts = Annotated[Text | Ids | PromptList, OneOf(_kind_of_prompts)]
 class CompletionBody(OpenAiBody):
     """Body of `POST /v1/completions`."""
 
+    names: ClassVar = {"token_ids": "prompt", "top_logprobs": "logprobs"}
+
     prompt: Prompts
     logprobs: UInt32 | None = None  # number of likeliest tokens beside each; 0: only the token's own
     echo: Flag = False
@@ -123,9 +125,6 @@ class CompletionBody(OpenAiBody):
     def is_only_scored(self) -> bool:
         """Whether only the prompt is wanted, and nothing after it."""
         return self.echo and self.max_tokens == 0
-
-    def names(self) -> dict[str, str]:
-        return super().names() | {"token_ids": "prompt", "top_logprobs": "logprobs"}
 
     def request(self) -> Request:
         request = self.limited(1 if self.is_only_scored else self.max_tokens)  # the token is left out
@@ -218,19 +217,18 @@ class ChatTurn(Body):
         )
 
 
-_CHAT_NAMES = {
-    "prompt": "messages",
-    r"tools\[(\d+)\](?=\.)": r"tools[\2].function",
-    r"tool_choice\.name": "tool_choice.function.name",
-    r"tool_choice\.mode": "tool_choice",
-    "template_arguments": "chat_template_kwargs",
-}
-
-
 class ChatBody(OpenAiBody):
     """Body of `POST /v1/chat/completions`."""
 
     no_input = ("messages", [])
+    names: ClassVar = {
+        "prompt": "messages",
+        "max_tokens": "max_completion_tokens",
+        r"tools\[(\d+)\](?=\.)": r"tools[\2].function",
+        r"tool_choice\.name": "tool_choice.function.name",
+        r"tool_choice\.mode": "tool_choice",
+        "template_arguments": "chat_template_kwargs",
+    }
 
     messages: Annotated[list[ChatTurn], Field(fail_fast=True), at_most(MAX_MESSAGES)]
     max_completion_tokens: UInt32 | None = None
@@ -275,10 +273,6 @@ class ChatBody(OpenAiBody):
                 thinking_budget=self.thinking_token_budget if self.thinking_budget is None else self.thinking_budget,
             )
         ]
-
-    def names(self) -> dict[str, str]:
-        newer = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return super().names() | newer | _CHAT_NAMES
 
     def conflicts(self) -> Iterator[Violation]:
         yield from super().conflicts()
