@@ -28,7 +28,6 @@ from server.driver import Driver
 from server.errors import EngineCrashed, Unavailable
 from server.grpc.server import listen, make_server
 from server.grpc.services import ControlService, Health, InferenceService
-from server.http.calls import Services
 from server.http.gateway import HttpServer, gateway
 from server.http.routes import add_adapters, add_generation
 from server.lifecycle import Lifecycle, State
@@ -137,8 +136,7 @@ class App:
         config = self.config
         exposition = Exposition(self.metrics.registry, model_name(config.target) if config.vllm_metrics else None)
         app = gateway(self.lifecycle, lambda: self.driver, exposition, config, self._callers)
-        services = Services(self._admission, self._require_driver, self._slow, config.stall_seconds)
-        add_generation(app, services)
+        add_generation(app, self._admission, config.stall_seconds)
         add_adapters(app, self._require_driver, config.adapter_root)
         return HttpServer(app, config)
 
@@ -148,11 +146,9 @@ class App:
         self.lifecycle.listen(health.follow)
         self.lifecycle.listen(self._follow)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._grpc)
-        inference = InferenceService(self._require_driver, self._admission, self._callers, config.stall_seconds)
+        inference = InferenceService(self._admission, self._callers, config.stall_seconds)
         generation_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
-        control = ControlService(
-            self._require_driver, self.lifecycle, config, self._callers, self._admission, self._slow
-        )
+        control = ControlService(self.lifecycle, config, self._callers, self._admission)
         control_pb2_grpc.add_ControlServiceServicer_to_server(control, self._grpc)
         if config.reflection:
             reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME), self._grpc)

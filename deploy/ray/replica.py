@@ -71,7 +71,7 @@ class Replica:
         )
         quotas = Quotas(None, None, time.monotonic)
         self._admission = Admission(lambda: driver, metrics, self._slow, quotas, Tracing())
-        self._control = ControlService(lambda: driver, self._lifecycle, config, callers, self._admission, self._slow)
+        self._control = ControlService(self._lifecycle, config, callers, self._admission)
         return driver
 
     async def check_health(self) -> None:

@@ -1,5 +1,5 @@
-"""Conversion of protocol messages to live requests and back, for gRPC and HTTP alike.
+"""From the request of a front end to a live one, for gRPC and HTTP alike.
 
-Contains the validation of messages, callers and their quotas, the compilation of structures, and the status of each
-error. Knows no transport.
+Contains the check of requests, callers and their quotas, the compilation of structures, and the status of each error.
+Knows no transport.
 """

@@ -54,7 +54,7 @@ class Admission:
         quotas: Quotas,
         tracing: Tracing,
     ) -> None:
-        self._driver, self._metrics, self._slow = driver, metrics, slow
+        self.driver, self._metrics, self.slow = driver, metrics, slow
         self._quotas, self._tracing = quotas, tracing
         self._refusals = Refusals()
         self._arriving: FairBound | None = None
@@ -67,7 +67,7 @@ class Admission:
         """
         trace = self._tracing.begin(origin.headers)
         try:
-            driver = self._driver()
+            driver = self.driver()
             counted = n if 1 <= n <= driver.model.engine.config.max_n else 1
             with ExitStack() as refused:
                 leave = refused.callback(self._quotas.enter(origin.caller, counted))
@@ -109,7 +109,7 @@ class Admission:
     def abort(self, streams: Sequence[OutputStream], error: PilotfishError) -> None:
         """End streams with an error, except those that have ended."""
         for stream in streams:
-            self._driver().end(stream, FinishReason.ABORTED, error)
+            self.driver().end(stream, FinishReason.ABORTED, error)
 
     @contextmanager
     def conversion(self, caller: Caller) -> Iterator[None]:
@@ -117,7 +117,7 @@ class Admission:
         with ExitStack() as counted:
             try:
                 counted.callback(self._quotas.enter(caller))
-                counted.enter_context(self._arrival(self._driver(), caller))
+                counted.enter_context(self._arrival(self.driver(), caller))
             except QueueFull as error:
                 self._metrics.requests.reject(refusal(error).metric)
                 raise
@@ -141,7 +141,7 @@ class Admission:
     async def _in_parts(self, parts: Iterator[None]) -> None:
         """Do work on what the caller has received. It can be long, so others have their turns between its parts."""
         is_over = object()
-        while await self._slow.run(next, parts, is_over, is_slow=True) is not is_over:
+        while await self.slow.run(next, parts, is_over, is_slow=True) is not is_over:
             pass
 
     async def _opened(self, read: Reader, driver: Driver, origin: Origin) -> OutputStream:
@@ -175,7 +175,7 @@ class Admission:
         compiler = model.compile_grammar
 
         async def require(guided: Guided, received: Sequence[tuple[int, ...]] = ()) -> None:
-            await self._slow.compile(partial(compiler, guided, received), remaining())
+            await self.slow.compile(partial(compiler, guided, received), remaining())
 
         try:
             await require(guided)
@@ -214,7 +214,7 @@ class Admission:
         """Encode the text of a request, and check it. Nobody's turn waits for that. Compiles no structure."""
         found = list[Violation]()
         try:
-            request, prompt, prediction = await self._slow.run(read, model, found)
+            request, prompt, prediction = await self.slow.run(read, model, found)
             text = await self.text_of(prompt, request, model, found)
             predicted = check.prediction_of(prediction, model, found)
             if model.codec is not None:
@@ -224,15 +224,15 @@ class Admission:
                     request = replace(request, token_ids=await self.encoded(text, model.codec, bare=bare))
                 if predicted is not None:
                     request = replace(request, prediction=await self.encoded(predicted, model.codec, bare=True))
-            return await self._slow.run(check.checked, request, prompt, text, model, found)
+            return await self.slow.run(check.checked, request, prompt, text, model, found)
         finally:
             release_turn()
 
     async def text_of(self, prompt: Prompt, request: Request, model: ServedModel, found: list[Violation]) -> str | None:
         """Return the text of the prompt; a template may be slow for a small conversation, too."""
         is_chat = isinstance(prompt, Conversation)
-        return await self._slow.run(check.text_of, prompt, request, model, found, is_slow=is_chat)
+        return await self.slow.run(check.text_of, prompt, request, model, found, is_slow=is_chat)
 
     async def encoded(self, text: str, codec: Codec, *, bare: bool) -> tuple[int, ...]:
         """Return the tokens of a text. `bare`: it has its special tokens, as that of a template has."""
-        return await self._slow.encode(text, partial(codec.encode, bare=bare))
+        return await self.slow.encode(text, partial(codec.encode, bare=bare))

@@ -67,7 +67,12 @@ def refusal(error: PilotfishError) -> Refusal:
         case InvalidRequest():
             too_long = any(violation.excess for violation in error.violations)
             info = [details_pb.ErrorInfo(reason=CONTEXT_EXCEEDED, domain=DOMAIN)] if too_long else []
-            return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid", (_bad_request(error), *info))
+            found = [
+                details_pb.BadRequest.FieldViolation(field=violation.field, description=violation.problem)
+                for violation in shortened(error.violations)
+            ]
+            request = details_pb.BadRequest(field_violations=found)
+            return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid", (request, *info))
         case QueueFull():
             metric = "quota" if isinstance(error, QuotaExceeded) else "queue_full"
             violation = details_pb.QuotaFailure.Violation(
@@ -113,15 +118,6 @@ def trailers(refused: Refusal, message: str) -> tuple[tuple[str, str | bytes], .
     if refused.retry_seconds is not None:
         pairs.append(("grpc-retry-pushback-ms", str(round(refused.retry_seconds * 1000))))
     return tuple(pairs)
-
-
-def _bad_request(error: InvalidRequest) -> details_pb.BadRequest:
-    return details_pb.BadRequest(
-        field_violations=[
-            details_pb.BadRequest.FieldViolation(field=violation.field, description=violation.problem)
-            for violation in shortened(error.violations)
-        ]
-    )
 
 
 def _retry(seconds: float) -> details_pb.RetryInfo:

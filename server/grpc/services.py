@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeAlias
@@ -31,10 +31,9 @@ from server import version
 from server.admission.admission import Admission, Origin
 from server.admission.check import require_model
 from server.admission.security import AdapterCalls, Caller, Callers
-from server.admission.slow_work import SlowWork, release_turn
+from server.admission.slow_work import release_turn
 from server.admission.stalls import stall_limit
 from server.config import ServerConfig
-from server.driver import Driver
 from server.errors import Forbidden, NotFound
 from server.grpc import messages
 from server.grpc.server import host_of
@@ -61,22 +60,18 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     def __init__(
         self,
-        driver: Callable[[], Driver],
         lifecycle: Lifecycle,
         config: ServerConfig,
         callers: Callers,
         admission: Admission,
-        slow: SlowWork,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._driver, self._lifecycle, self._config, self._callers = driver, lifecycle, config, callers
-        self._admission, self._slow = admission, slow
-        self._adapters = AdapterCalls(driver, config.adapter_root)
+        self._lifecycle, self._config, self._callers, self._admission = lifecycle, config, callers, admission
+        self._driver = admission.driver
+        self._adapters = AdapterCalls(self._driver, config.adapter_root)
         self._clock, self._started = clock, clock()
 
-    async def GetServerInfo(  # noqa: N802
-        self, request: pb.GetServerInfoRequest, context: Context
-    ) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         """Return version, state and queue limits. This method works in every state of the server."""
         return pb.GetServerInfoResponse(
             version=version(),
@@ -86,12 +81,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             max_queue_tokens=self._config.max_queue_tokens,
         )
 
-    async def GetModelInfo(  # noqa: N802
-        self, request: pb.GetModelInfoRequest, context: Context
-    ) -> pb.GetModelInfoResponse:
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         return messages.model_info(self._model(request), self._driver().adapters)
 
-    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:  # noqa: N802
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
         driver = self._driver()
         engine = driver.model.engine
         return pb.GetLoadResponse(
@@ -103,7 +96,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             spec_gain_ratio=engine.load.spec_gain,
         )
 
-    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End one request, or all. The response also counts requests that end by themselves in the meantime."""
         driver, caller = self._driver(), self._caller(context)
         if request.all and not caller.is_operator:
@@ -121,35 +114,31 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             driver.end(stream, FinishReason.ABORTED)
         return pb.AbortResponse(aborted_requests=len(streams))
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Convert a text to token ids. The text may be as long as a prompt."""
         with self._admission.conversion(self._caller(context)):
             model = self._model(request)
             codec, most = _require_codec(model), model.engine.max_model_len
             codec.require_room("text", request.text, most)
             release_turn()
-            return await self._slow.encode(request.text, lambda text: pb.TokenizeResponse(token_ids=codec.encode(text)))
+            return await self._admission.slow.encode(
+                request.text, lambda text: pb.TokenizeResponse(token_ids=codec.encode(text))
+            )
 
-    async def Detokenize(  # noqa: N802
-        self, request: pb.DetokenizeRequest, context: Context
-    ) -> pb.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Convert token ids to text: as many as the context has."""
         with self._admission.conversion(self._caller(context)):
             model = self._model(request)
             codec, most = _require_codec(model), model.engine.max_model_len
             if len(request.token_ids) > most:
                 raise InvalidRequest.of("token_ids", f"has {len(request.token_ids)} ids; the limit is {most}")
-            return await self._slow.run(_detokenized, codec, request.token_ids, model.engine.vocab_size)
+            return await self._admission.slow.run(_detokenized, codec, request.token_ids, model.engine.vocab_size)
 
-    async def LoadAdapter(  # noqa: N802
-        self, request: pb.LoadAdapterRequest, context: Context
-    ) -> pb.LoadAdapterResponse:
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         fingerprint = await self._adapters.load(request.name, request.path, self._caller(context))
         return pb.LoadAdapterResponse(fingerprint=fingerprint)
 
-    async def UnloadAdapter(  # noqa: N802
-        self, request: pb.UnloadAdapterRequest, context: Context
-    ) -> pb.UnloadAdapterResponse:
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
         self._adapters.unload(request.name, self._caller(context))
         return pb.UnloadAdapterResponse()
 
@@ -177,24 +166,21 @@ def _detokenized(codec: Codec, token_ids: Sequence[int], vocab_size: int) -> pb.
 class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
     """Generate and GenerateStream; both use the same admission."""
 
-    def __init__(
-        self, driver: Callable[[], Driver], admission: Admission, callers: Callers, stall_seconds: float
-    ) -> None:
-        self._driver, self._admission, self._callers = driver, admission, callers
-        self._stall_seconds = stall_seconds
+    def __init__(self, admission: Admission, callers: Callers, stall_seconds: float) -> None:
+        self._admission, self._callers, self._stall_seconds = admission, callers, stall_seconds
 
-    async def Generate(self, request: generation.GenerateRequest, context: Context) -> generation.GenerateResponse:  # noqa: N802
+    async def Generate(self, request: generation.GenerateRequest, context: Context) -> generation.GenerateResponse:
         if request.HasField("resume"):
             raise InvalidRequest.of("resume", "continues a stream; send it to GenerateStream")
         return await messages.response(await self._admit(request, context))
 
     # The type stubs expect a generator, but a generator's cleanup may never run. So this method writes the messages.
-    async def GenerateStream(  # type: ignore[override]  # noqa: N802
+    async def GenerateStream(  # type: ignore[override]
         self, request: generation.GenerateRequest, context: Context
     ) -> None:
         stream = await self._admit(request, context)
         try:
-            answers = messages.responses(stream, self._driver().model)
+            answers = messages.responses(stream, self._admission.driver().model)
             async with aclosing(answers), stall_limit(self._stall_seconds) as writes:
                 async for message in answers:
                     with writes:
@@ -247,13 +233,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         liveness = Response.NOT_SERVING if state is State.FAILED else Response.SERVING
         return dict.fromkeys(self._names, status) | {LIVENESS: liveness}
 
-    async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802
+    async def Check(self, request: Any, context: Context) -> Any:
         """Return the status of a service; NOT_FOUND for a name that is none."""
         if request.service not in self._statuses:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return Response(status=self._statuses[request.service])
 
-    async def Watch(self, request: Any, context: Context) -> None:  # noqa: N802
+    async def Watch(self, request: Any, context: Context) -> None:
         """Write the status of a service, and each later one; a slow watcher gets only the newest."""
         written = None
         while True:

@@ -8,7 +8,7 @@ turns of the user are joined, because many templates require user and assistant 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,10 +17,9 @@ from engine.types import FinishedOutput, FinishReason, Request, TokenEvent
 from server.chat import ChatMessage, ToolCall
 from server.errors import Aborted, DeadlinePassed
 from server.formats.base import CallStart, Content, Piece, Reasoning
-from server.http.bodies import OPENAI_TEMPERATURE, GenerationFields
+from server.http.bodies import OPENAI_TEMPERATURE, GenerationFields, ParsedBody
 from server.http.calls import Answers, Events, Json
 from server.http.pieces import CallReader, call_id
-from server.http.requests import ParsedBody
 from server.model import ServedModel
 from server.streams.stream import OutputStream
 
@@ -77,21 +76,17 @@ class Turns:
 
     def reason(self, text: str) -> None:
         """Add reasoning of the assistant, which begins a turn."""
-        newest = self._open()
-        if newest is None or newest.content or newest.tool_calls:
-            newest = self._begin()
+        newest = self._assistants(lambda turn: not turn.content and not turn.tool_calls)
         so_far = newest.reasoning
         self._turns[-1] = replace(newest, reasoning=text if so_far is None else f"{so_far}{SEPARATOR}{text}")
 
     def answer(self, text: str) -> None:
         """Add text of the assistant. In a turn it precedes the calls."""
-        newest = self._open()
-        if newest is None or newest.tool_calls:
-            newest = self._begin()
+        newest = self._assistants(lambda turn: not turn.tool_calls)
         self._turns[-1] = replace(newest, content=f"{newest.content}{SEPARATOR}{text}" if newest.content else text)
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        newest = self._open() or self._begin()
+        newest = self._assistants(lambda _: True)
         calls = (*newest.tool_calls, ToolCall(call_id, name, arguments))
         self._turns[-1] = replace(newest, tool_calls=calls)
         self._functions[call_id] = name
@@ -103,11 +98,10 @@ class Turns:
             raise InvalidRequest.of(field, f"is {shown(call_id)}; no call before it has this id")
         self._turns.append(ChatMessage(role="tool", content=text, name=name, tool_call_id=call_id))
 
-    def _open(self) -> ChatMessage | None:
-        return self._turns[-1] if self._turns and self._turns[-1].role == "assistant" else None
-
-    def _begin(self) -> ChatMessage:
-        self._turns.append(ChatMessage(role="assistant"))
+    def _assistants(self, has_room: Callable[[ChatMessage], bool]) -> ChatMessage:
+        """Return the newest turn if it is one of the assistant that can be extended, else a new one."""
+        if not self._turns or self._turns[-1].role != "assistant" or not has_room(self._turns[-1]):
+            self._turns.append(ChatMessage(role="assistant"))
         return self._turns[-1]
 
 
@@ -145,7 +139,6 @@ class AgentAnswer(Answers):
 
     async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
         """Return the whole answer: the state after the events of a stream."""
-        self._begin()
         for output in outputs:
             await self._read(output)
         return self._whole()

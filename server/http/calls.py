@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -20,14 +20,12 @@ from starlette.types import Receive, Scope, Send
 from engine.errors import PilotfishError
 from engine.types import TokenEvent
 from server.admission.admission import Admission, Origin
-from server.admission.slow_work import SlowWork
 from server.admission.stalls import Writes, stall_limit
-from server.driver import Driver
 from server.errors import Aborted, DeadlinePassed
+from server.http.bodies import ParsedBody
 from server.http.errors import INTERNAL, HttpError, http_error
 from server.http.event_ids import EventIds
 from server.http.gateway import STALLED
-from server.http.requests import ParsedBody
 from server.model import ServedModel
 from server.streams.stream import OutputStream
 
@@ -38,15 +36,6 @@ Json = dict[str, Any]
 Events = AsyncIterator[TokenEvent]
 
 MAX_AT_ONCE = 100  # entries of a long list that are made before others have a turn
-
-
-class Services(NamedTuple):
-    """What the routes work with that take prompts."""
-
-    admission: Admission
-    driver: Callable[[], Driver]  # raises until the model is loaded
-    slow: SlowWork
-    stall_seconds: float
 
 
 class Answers(ABC):
@@ -112,23 +101,23 @@ async def in_time(origin: Origin) -> AsyncIterator[None]:
 class Calls:
     """The streams of one body, one for each of its prompts. Their outputs are numbered in the order of the prompts."""
 
-    def __init__(self, admission: Admission, streams: Sequence[OutputStream]) -> None:
-        self.admission, self.streams = admission, tuple(streams)
+    def __init__(self, admission: Admission, streams: list[OutputStream]) -> None:
+        self.admission, self.streams = admission, streams
 
     @classmethod
     async def admit(cls, admission: Admission, read: ParsedBody[Any], origin: Origin) -> Calls:
         """Admit a request for each prompt, or none. The function that gets the calls has to release them."""
-        admitted = list[OutputStream]()
+        calls = cls(admission, [])
         try:
             async with in_time(origin):
                 for i, reader in enumerate(read.readers):
                     with read.naming(i):
-                        admitted.append(await admission.admit(reader, origin, read.request.sampling.n))
+                        calls.streams.append(await admission.admit(reader, origin, read.request.sampling.n))
         except BaseException:
-            cls(admission, admitted).end(Aborted("another prompt of the same request was refused"))
-            cls(admission, admitted).release()
+            admission.abort(calls.streams, Aborted("another prompt of the same request was refused"))
+            calls.release()
             raise
-        return cls(admission, admitted)
+        return calls
 
     async def outputs(self) -> list[TokenEvent]:
         """Wait for the ends and return all outputs, each as one event. The first error ends the wait."""
@@ -152,10 +141,6 @@ class Calls:
 
     def _numbered(self, prompt: int, event: TokenEvent) -> TokenEvent:
         return event if not prompt else event._replace(index=event.index + prompt * self.streams[0].request.sampling.n)
-
-    def end(self, error: PilotfishError) -> None:
-        """End all streams that have not ended yet."""
-        self.admission.abort(self.streams, error)
 
     def release(self, *, late: bool = False) -> None:
         """End the calls after their reader has gone; see `OutputStream.release`."""
@@ -240,19 +225,14 @@ class EventStream(Response):
         """Write to the end, or until the caller disconnects, stalls or passes the deadline; then release the call."""
         try:
             await unless_gone(self._write(send), receive)
-        except CallerGone:
-            if scope.get("state", {}).get(STALLED):
-                self._end_as_stalled()
+        except (CallerGone, TimeoutError) as error:
+            if isinstance(error, TimeoutError) or scope.get("state", {}).get(STALLED):
+                problem = f"the reader took no event for {self._stall_seconds:g} seconds"
+                self._calls.admission.stalled(self._calls.streams, problem)
             else:
                 logger.info("request %s: the caller has disconnected", self._calls.streams[0].request_id)
-        except TimeoutError:
-            self._end_as_stalled()
         finally:
             self._calls.release(late=self._origin.remaining() <= 0)
-
-    def _end_as_stalled(self) -> None:
-        problem = f"the reader took no event for {self._stall_seconds:g} seconds"
-        self._calls.admission.stalled(self._calls.streams, problem)
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -265,8 +245,11 @@ class EventStream(Response):
                         if not self._is_known:
                             await _write_pieces(send, writes, self._encoded(made, event_id))
                 last = self._answers.last
-            except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
-                last = self._encoded(self._answers.failure(_reported(error)))
+            except PilotfishError as error:  # the status is sent already, so an event must report the error
+                last = self._encoded(self._answers.failure(http_error(error)))
+            except Exception:
+                logger.exception("an event could not be made")
+                last = self._encoded(self._answers.failure(INTERNAL))
             await _write_pieces(send, writes, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -292,14 +275,6 @@ async def _write_pieces(send: Send, writes: Writes, data: bytes) -> None:
     for start in range(0, len(data), PIECE):
         with writes:
             await send({"type": "http.response.body", "body": data[start : start + PIECE], "more_body": True})
-
-
-def _reported(error: Exception) -> HttpError:
-    """Return the error as the reader of a stream gets it."""
-    if isinstance(error, PilotfishError):
-        return http_error(error)
-    logger.error("an event could not be made", exc_info=error)
-    return INTERNAL
 
 
 encoded = msgspec.json.Encoder().encode

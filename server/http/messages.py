@@ -19,7 +19,7 @@ from engine.types import FinishedOutput, FinishReason, Request
 from server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation
 from server.formats.json_text import object_in
 from server.http.agents import SEPARATOR, AgentAnswer, AgentBody, AnswerPart, Turns
-from server.http.bodies import FunctionBody, Input, template_arguments
+from server.http.bodies import FunctionBody, Input, ParsedBody, template_arguments
 from server.http.calls import Json
 from server.http.errors import MESSAGES, HttpError
 from server.http.fields import (
@@ -36,7 +36,6 @@ from server.http.fields import (
     goes_with,
     text_of,
 )
-from server.http.requests import ParsedBody
 from server.model import ServedModel
 from server.streams.stream import OutputStream
 

@@ -24,7 +24,7 @@ from server.chat import MAX_MESSAGES, MAX_TOOLS, Conversation
 from server.formats.base import ANY_OBJECT, Tool
 from server.formats.json_text import object_in
 from server.http.agents import SEPARATOR, AgentAnswer, AgentBody, AnswerPart, Turns
-from server.http.bodies import FunctionBody, Input, template_arguments
+from server.http.bodies import FunctionBody, Input, ParsedBody, template_arguments
 from server.http.calls import Events, Json
 from server.http.errors import HttpError
 from server.http.fields import (
@@ -42,7 +42,6 @@ from server.http.fields import (
     not_served,
     text_of,
 )
-from server.http.requests import ParsedBody
 from server.model import ServedModel
 from server.streams.stream import OutputStream
 

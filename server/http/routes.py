@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,11 +18,11 @@ from starlette.requests import ClientDisconnect
 
 from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation, shown
 from engine.types import FinishedOutput, TokenEvent
-from server.admission.admission import Origin
+from server.admission.admission import Admission, Origin
 from server.admission.security import AdapterCalls
 from server.admission.slow_work import release_turn
 from server.driver import Driver
-from server.http.bodies import GenerateBody, GenerationFields
+from server.http.bodies import GenerateBody, GenerationFields, ParsedBody, fields_of, read_body
 from server.http.calls import (
     Answers,
     CallerGone,
@@ -30,7 +30,6 @@ from server.http.calls import (
     Events,
     EventStream,
     Json,
-    Services,
     WholeAnswer,
     unless_gone,
 )
@@ -40,13 +39,12 @@ from server.http.fields import Body, Text
 from server.http.messages import ConversationBody, MessagesAnswer, MessagesBody
 from server.http.openai.answers import FINISH_REASONS, ChatAnswers, TextAnswers, fit
 from server.http.openai.bodies import ChatBody, CompletionBody
-from server.http.requests import ParsedBody, fields_of, read_body
 from server.http.responses import ResponsesAnswer, ResponsesBody
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
-def add_generation(app: FastAPI, services: Services) -> None:
+def add_generation(app: FastAPI, admission: Admission, stall_seconds: float) -> None:
     """Add the routes that take prompts, and handlers that return errors in the format of each."""
 
     def add(path: str, endpoint: Endpoint, about: str, extra: dict[str, Any] | None = None) -> None:
@@ -55,23 +53,24 @@ def add_generation(app: FastAPI, services: Services) -> None:
             path, endpoint, methods=["POST"], name=name, description=about, response_model=None, openapi_extra=extra
         )
 
+    generating = partial(_generating, admission, stall_seconds)
     about = "Continue one prompt: return the text and its speed, or stream the tokens."
-    add("/generate", _generating(services, GenerateBody, NativeAnswers), about, _schema(GenerateBody, "/generate"))
+    add("/generate", generating(GenerateBody, NativeAnswers), about, _schema(GenerateBody, "/generate"))
     for path, kind, answers in (
         ("/v1/completions", CompletionBody, TextAnswers),
         ("/v1/chat/completions", ChatBody, ChatAnswers),
     ):
         about = "Continue a prompt or a conversation, in OpenAI's format."
-        add(path, _generating(services, kind, answers), about, _schema(kind, path))
+        add(path, generating(kind, answers), about, _schema(kind, path))
         about = "Return the tokens of each prompt, as a list, or of the conversation as its template writes it."
         body = {"requestBody": {"$ref": f"#/paths/{path.replace('/', '~1')}/post/requestBody"}}
-        add(f"{path}/render", _converting(services, kind, _rendered), about, body)
+        add(f"{path}/render", _converting(admission, kind, _rendered), about, body)
     about = "Continue a conversation, in the format of OpenAI's responses."
-    add("/v1/responses", _generating(services, ResponsesBody, ResponsesAnswer), about)
+    add("/v1/responses", generating(ResponsesBody, ResponsesAnswer), about)
     about = "Continue a conversation, in the format of Anthropic's messages."
-    add("/v1/messages", _generating(services, MessagesBody, MessagesAnswer), about)
+    add("/v1/messages", generating(MessagesBody, MessagesAnswer), about)
     about = "Return how many tokens the prompt of the same conversation has."
-    add("/v1/messages/count_tokens", _converting(services, ConversationBody, _counted), about)
+    add("/v1/messages/count_tokens", _converting(admission, ConversationBody, _counted), about)
 
     @app.api_route("/v1/responses/{response_id}", methods=["GET", "DELETE"], include_in_schema=False)
     async def stored(response_id: str) -> Response:
@@ -81,17 +80,18 @@ def add_generation(app: FastAPI, services: Services) -> None:
     _add_errors(app)
 
 
-def _generating(services: Services, kind: type[GenerationFields], made: type[Answers]) -> Endpoint:
+def _generating(
+    admission: Admission, stall_seconds: float, kind: type[GenerationFields], made: type[Answers]
+) -> Endpoint:
     """Return an endpoint that answers, or streams events. What refuses a request is raised before anything is sent."""
-    admission, driver, slow, stall_seconds = services
 
     async def endpoint(request: Request) -> Response:
         data = await request.body()
-        async with slow.turn(len(data)):
-            read = await slow.run(read_body, kind, data, request.headers.get("content-type", ""))
+        async with admission.slow.turn(len(data)):
+            read = await admission.slow.run(read_body, kind, data, request.headers.get("content-type", ""))
             ends = time.monotonic() + (math.inf if read.body.timeout is None else read.body.timeout)
             origin = Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
-            model = driver().model
+            model = admission.driver().model
             after = request.headers.get("last-event-id")
             if fit(read, model, is_continued=after is not None) and after is not None:
                 read.resume_after(after, model.engine.config.max_n)
@@ -109,17 +109,19 @@ def _generating(services: Services, kind: type[GenerationFields], made: type[Ans
 
 
 def _converting(
-    services: Services, kind: type[GenerationFields], converted: Callable[[Services, ParsedBody[Any]], Awaitable[Any]]
+    admission: Admission,
+    kind: type[GenerationFields],
+    converted: Callable[[Admission, ParsedBody[Any]], Awaitable[Any]],
 ) -> Endpoint:
     """Return an endpoint that generates nothing, and raises the errors that the same request would get."""
 
     async def work(request: Request) -> Response:
         data = await request.body()
-        with services.admission.conversion(request.scope["caller"]):
-            async with services.slow.turn(len(data)):
-                read = await services.slow.run(read_body, kind, data, request.headers.get("content-type", ""))
-                found = await converted(services, read)
-        text = await services.slow.run(json.dumps, found, is_slow=True)
+        with admission.conversion(request.scope["caller"]):
+            async with admission.slow.turn(len(data)):
+                read = await admission.slow.run(read_body, kind, data, request.headers.get("content-type", ""))
+                found = await converted(admission, read)
+        text = await admission.slow.run(json.dumps, found, is_slow=True)
         return Response(text, media_type="application/json")
 
     async def endpoint(request: Request) -> Response:
@@ -128,11 +130,11 @@ def _converting(
     return endpoint
 
 
-async def _rendered(services: Services, read: ParsedBody[CompletionBody | ChatBody]) -> Any:
+async def _rendered(admission: Admission, read: ParsedBody[CompletionBody | ChatBody]) -> Any:
     found, is_chat = [], isinstance(read.body, ChatBody)
     for i, reader in enumerate(read.readers):
         with read.naming(i):
-            request, _ = await services.admission.checked(reader, services.driver().model)
+            request, _ = await admission.checked(reader, admission.driver().model)
         found.append(
             {
                 "request_id": f"{(ChatAnswers if is_chat else TextAnswers).prefix}-{request.request_id}",
@@ -146,8 +148,8 @@ async def _rendered(services: Services, read: ParsedBody[CompletionBody | ChatBo
     return found[0] if is_chat else found
 
 
-async def _counted(services: Services, read: ParsedBody[ConversationBody]) -> Any:
-    admission, model = services.admission, services.driver().model
+async def _counted(admission: Admission, read: ParsedBody[ConversationBody]) -> Any:
+    model = admission.driver().model
     if model.codec is None or model.chat is None:
         raise Unsupported(f"{model.name} has no tokenizer or no chat template, so it reads no conversations")
     found = list[Violation]()

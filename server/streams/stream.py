@@ -116,11 +116,6 @@ class OutputBuffer:
         return self.finished is not None or self._received.has_ended
 
     @property
-    def emitted(self) -> ReceivedOutput:
-        """What an engine needs to continue the output."""
-        return ReceivedOutput(token_ids=tuple(self.token_ids), has_ended=self.has_ended)
-
-    @property
     def ready(self) -> bool:
         """Whether the reader should get the unread events now."""
         is_due = self._is_first or self._num_unread >= self._interval or self.finished is not None
@@ -293,7 +288,9 @@ class OutputStream:
 
     def continued(self) -> Request:
         """Return the request as an engine has to get it now: with what its outputs have emitted so far."""
-        emitted = tuple(output.emitted for output in self.outputs)
+        emitted = tuple(
+            ReceivedOutput(token_ids=tuple(output.token_ids), has_ended=output.has_ended) for output in self.outputs
+        )
         is_new = not any(output.token_ids or output.has_ended for output in emitted)
         return replace(self.request, resume=None if is_new else Resume(outputs=emitted))
 

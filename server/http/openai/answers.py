@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -18,10 +18,10 @@ from engine.types import FinishedOutput, FinishReason, Logprob, TokenEvent
 from server.chat import Conversation
 from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
 from server.http.agents import AgentBody
+from server.http.bodies import ParsedBody
 from server.http.calls import Answers, Events, Json, encoded, list_of
 from server.http.openai.bodies import ChatBody, CompletionBody, OpenAiBody
 from server.http.pieces import TOKENS_PER_TURN, CallReader, call_id
-from server.http.requests import ParsedBody
 from server.model import ServedModel
 from server.streams.stream import OutputStream
 
@@ -91,33 +91,16 @@ def metrics_of(finished: FinishedOutput) -> Json:
     return {"metrics": {"speculative_decoding": found}}
 
 
-ReadT = TypeVar("ReadT")  # what is read of an output before its choice is made
-
 IMPOSSIBLE = -9999.0  # for minus infinity, which a model's own mask may give and JSON does not have
 MAX_NAMES = 4096  # of tokens, kept for an answer
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}  # all other reasons: "abort"
 
 
-class TokenNames:
-    """Tokens as text, or by their ids if they are no text by themselves; and as the bytes of the text.
-
-    `silent` tokens have no text in these answers.
-    """
-
-    def __init__(self, codec: Codec | None, silent: Collection[int] = ()) -> None:
-        self._silent = silent
-        self.spelt = lru_cache(MAX_NAMES)(partial(_spelt, codec, silent))
-
-    def __getitem__(self, token: int) -> str:
-        return self.spelt(token, False)[0]
-
-    def leading(self, tokens: Iterable[int]) -> int:
-        """Return which of the first tokens of an output its text begins with; -1 if none has a text."""
-        return next((i for i, token in enumerate(tokens) if token not in self._silent), -1)
-
-
 def _spelt(codec: Codec | None, silent: Collection[int], token: int, leads: bool) -> tuple[str, list[int] | None]:
-    """Return a token's text and its bytes; `leads`: the text of an output begins with it."""
+    """Return a token as text, or by its id if it is no text by itself; and as the bytes of the text.
+
+    `silent` tokens have no text in these answers; `leads`: the text of an output begins with it.
+    """
     data = None if codec is None else codec.spelling.bytes_of(token, leads=leads)
     if data is None:
         return f"token_id:{token}", None
@@ -128,7 +111,7 @@ def _spelt(codec: Codec | None, silent: Collection[int], token: int, leads: bool
     return text or f"token_id:{token}", None if token in silent else list(data)
 
 
-class AnswerFormat(Answers, Generic[ReadT]):
+class AnswerFormat(Answers):
     """Base of completions and chat completions.
 
     Outputs are numbered through all prompts: those of a prompt follow each other.
@@ -149,7 +132,8 @@ class AnswerFormat(Answers, Generic[ReadT]):
         skips_special = request.output.skip_special_tokens
         special = model.codec.special_tokens if skips_special and model.codec is not None else frozenset()
         silent = special if body.ignore_eos else special | model.engine.eos_token_ids
-        self._names = TokenNames(model.codec, silent)
+        self._silent = silent  # tokens without text in these answers
+        self._spelt = lru_cache(MAX_NAMES)(partial(_spelt, model.codec, silent))
         self._include_usage, self._has_running_usage = body.stream_options.include_usage, body.has_running_usage
         self._has_stats = body.return_speculation_stats
         self._has_metrics = self._has_stats and body.n in (None, 1)  # beside the only output
@@ -158,11 +142,10 @@ class AnswerFormat(Answers, Generic[ReadT]):
 
     async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
         """Return the whole answer. Its choices are encoded one by one, because they may be long."""
-        read = await self._read(outputs)
         choices, ends = list[msgspec.Raw](), dict[int, list[FinishedOutput]]()
         for i, output in enumerate(outputs):
             assert output.finished is not None, "half an output"
-            choice = await self._choice(output, read[i]) | self._ended(output.finished, i) | {"index": i}
+            choice = await self._choice(output) | self._ended(output.finished, i) | {"index": i}
             choices.append(msgspec.Raw(encoded(choice)))
             ends.setdefault(output.index // self.outputs_per_prompt, []).append(output.finished)
             await asyncio.sleep(0)
@@ -183,9 +166,10 @@ class AnswerFormat(Answers, Generic[ReadT]):
                 choices.append(self.closing | self._ended(event.finished, event.index))
             completion_tokens += len(event.token_ids)
             so_far = usage_so_far(self._prompt_tokens, self._counted(completion_tokens))
-            usage = so_far if self._has_running_usage else None
+            usage = {"usage": so_far if self._has_running_usage else None} if self._include_usage else {}
             chunks = [
-                self._event({"finish_reason": None} | choice | {"index": event.index}, usage) for choice in choices
+                self._envelope(self.chunk, [{"finish_reason": None} | choice | {"index": event.index}]) | usage
+                for choice in choices
             ]
             if event.finished is not None and not self._include_usage:
                 chunks[-1] |= self._metrics(event.finished)
@@ -194,10 +178,6 @@ class AnswerFormat(Answers, Generic[ReadT]):
             every = [ends[prompt] for prompt in sorted(ends)]
             whole = self._envelope(self.chunk, []) | {"usage": self._usage(every)}
             yield [whole | self._metrics(every[0][0])]
-
-    def _event(self, choice: Json, usage: Json | None) -> Json:
-        event = self._envelope(self.chunk, [choice])
-        return event | {"usage": usage} if self._include_usage else event
 
     def _envelope(self, kind: str, choices: Sequence[Json | msgspec.Raw]) -> Json:
         return {
@@ -234,17 +214,17 @@ class AnswerFormat(Answers, Generic[ReadT]):
         """Return which of these tokens the text of an output begins with; -1: it began before, or has not begun."""
         if event.index in self._begun or event.text_offset:
             return -1
-        leading = self._names.leading(event.token_ids)
+        leading = self._leading_of(event.token_ids)
         if leading >= 0:
             self._begun.add(event.index)
         return leading
 
-    @abstractmethod
-    async def _read(self, outputs: Sequence[TokenEvent]) -> Sequence[ReadT]:
-        """Return what is read of each output."""
+    def _leading_of(self, tokens: Iterable[int]) -> int:
+        """Return which of the first tokens of an output its text begins with; -1 if none has a text."""
+        return next((i for i, token in enumerate(tokens) if token not in self._silent), -1)
 
     @abstractmethod
-    async def _choice(self, output: TokenEvent, read: ReadT) -> Json: ...
+    async def _choice(self, output: TokenEvent) -> Json: ...
 
     @abstractmethod
     async def _pieces(self, event: TokenEvent) -> list[Json]: ...
@@ -253,7 +233,7 @@ class AnswerFormat(Answers, Generic[ReadT]):
     async def _opening(self, index: int) -> list[Json]: ...
 
 
-class ChatAnswers(AnswerFormat[list[Piece]]):
+class ChatAnswers(AnswerFormat):
     """Answers of `/v1/chat/completions`."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -268,18 +248,15 @@ class ChatAnswers(AnswerFormat[list[Piece]]):
         self._reader = CallReader(asked, streams[0], model.format if self._is_parsed else None)
         self._num_calls: dict[int, int] = {}  # of each output
 
-    async def _read(self, outputs: Sequence[TokenEvent]) -> list[list[Piece]]:
-        found = [await self._reader.read(output) for output in outputs]
-        self._num_calls = {i: sum(isinstance(piece, CallStart) for piece in read) for i, read in enumerate(found)}
-        return found
-
-    async def _choice(self, output: TokenEvent, read: list[Piece]) -> Json:
+    async def _choice(self, output: TokenEvent) -> Json:
+        read = await self._reader.read(output)
         reasoning = "".join(piece.text for piece in read if isinstance(piece, Reasoning))
         content = "".join(piece.text for piece in read if isinstance(piece, Content))
         calls = [self._call(output.index, piece.index, piece.name) for piece in read if isinstance(piece, CallStart)]
         for piece in read:
             if isinstance(piece, CallArguments):
                 calls[piece.index]["function"]["arguments"] += piece.text
+        self._num_calls[output.index] = len(calls)
         message: Json = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -338,7 +315,7 @@ class ChatAnswers(AnswerFormat[list[Piece]]):
         return {"content": await list_of(len(output.logprobs), made), "refusal": None}
 
     def _entry(self, token: int, logprob: float, *, leads: bool) -> Json:
-        name, data = self._names.spelt(token, leads)
+        name, data = self._spelt(token, leads)
         return {"token": name, "logprob": max(logprob, IMPOSSIBLE), "bytes": data}
 
 
@@ -382,7 +359,7 @@ NO_ECHO = Echo()
 NOTHING = TokenEvent(request_id="")
 
 
-class TextAnswers(AnswerFormat[Echo]):
+class TextAnswers(AnswerFormat):
     """Answers of `/v1/completions`, with `n` outputs of each prompt."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
@@ -396,12 +373,12 @@ class TextAnswers(AnswerFormat[Echo]):
         self._has_metrics = self._has_metrics and len(self._prompts) == 1
         self._echoes: dict[int, Echo] = {}  # by prompt
 
-    async def _read(self, outputs: Sequence[TokenEvent]) -> list[Echo]:
-        found = list[Echo]()
-        for output in outputs:
-            prompt, index = divmod(output.index, self.outputs_per_prompt)
-            found.append(found[-1] if index else await self._echo(prompt, output))
-        return found
+    async def _echo_before(self, event: TokenEvent) -> Echo:
+        """Return the prompt of an event as its outputs echo it. Of each prompt, the first event is one of output 0."""
+        prompt = event.index // self.outputs_per_prompt
+        if prompt not in self._echoes:
+            self._echoes[prompt] = await self._echo(prompt, event)
+        return self._echoes[prompt]
 
     async def _echo(self, prompt: int, first: TokenEvent) -> Echo:
         """Return a prompt as its outputs echo it; `first` is the first event of its output 0."""
@@ -431,16 +408,16 @@ class TextAnswers(AnswerFormat[Echo]):
             if prompt not in self._echoes and output > 0:
                 held.setdefault(prompt, []).append(event)
                 continue
-            if prompt not in self._echoes:
-                self._echoes[prompt] = await self._echo(prompt, event)
+            await self._echo_before(event)
             yield event
             for waiting in held.pop(prompt, ()):
                 yield waiting
 
-    async def _choice(self, output: TokenEvent, read: Echo) -> Json:
+    async def _choice(self, output: TokenEvent) -> Json:
+        echo = await self._echo_before(output)
         if self._body.is_only_scored:
             output = NOTHING
-        return {"text": read.text + output.text, "logprobs": await self._logprobs(read, output)}
+        return {"text": echo.text + output.text, "logprobs": await self._logprobs(echo, output)}
 
     async def _pieces(self, event: TokenEvent) -> list[Json]:
         if not (event.texts or event.tail) or self._body.is_only_scored:
@@ -464,20 +441,22 @@ class TextAnswers(AnswerFormat[Echo]):
         """Return the log-probabilities of a prompt's tokens and of those after it. `start`: where the text begins."""
         if not output.logprobs and not (echo.token_ids and self._body.logprobs is not None):
             return None
-        names, ids = self._names, (*echo.token_ids, *output.token_ids)
+        ids = (*echo.token_ids, *output.token_ids)
         found = (*[None] * bool(echo.token_ids), *echo.logprobs, *output.logprobs)
         offsets = [  # text that belongs to no token comes last
             *list(accumulate(echo.lengths, initial=0))[:-1],
             *list(accumulate(map(len, output.texts), initial=start + len(echo.text)))[:-1],
         ]
         begins = self._leading(output)
-        leading = {names.leading(echo.token_ids), len(echo.token_ids) + begins if begins >= 0 else -1}
+        leading = {self._leading_of(echo.token_ids), len(echo.token_ids) + begins if begins >= 0 else -1}
 
         def top_logprobs(of: Logprob | None) -> Json | None:
-            return None if of is None else {names[top.token_id]: max(top.logprob, IMPOSSIBLE) for top in of.top}
+            if of is None:
+                return None
+            return {self._spelt(top.token_id, False)[0]: max(top.logprob, IMPOSSIBLE) for top in of.top}
 
         return {
-            "tokens": await list_of(len(ids), lambda i: names.spelt(ids[i], i in leading)[0]),
+            "tokens": await list_of(len(ids), lambda i: self._spelt(ids[i], i in leading)[0]),
             "token_logprobs": await list_of(
                 len(found), lambda i: None if (of := found[i]) is None else max(of.logprob, IMPOSSIBLE)
             ),

@@ -18,8 +18,8 @@ import pytest
 
 from engine.types import DraftStats, FinishedOutput, FinishReason
 from server.chat import ChatTemplate
+from server.http.bodies import ParsedBody
 from server.http.calls import encoded
-from server.http.requests import ParsedBody
 from server.model import PLAIN
 from server.streams.stream import OutputStream
 from tests.engine.text.test_codec import CODEC

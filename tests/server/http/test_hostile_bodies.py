@@ -13,8 +13,8 @@ import pytest
 from engine.errors import InvalidRequest
 from loadtest.experiments.hostile import CALLS, SIZE
 from server.chat import MAX_MESSAGES, MAX_TOOLS
-from server.http import requests, routes
-from server.http.bodies import GenerateBody
+from server.http import bodies, routes
+from server.http.bodies import MAX_DIGITS, MAX_JSON_PARTS, GenerateBody, read_body
 from server.http.errors import violations
 from server.http.fields import (
     MAX_BIASES,
@@ -27,7 +27,6 @@ from server.http.fields import (
     MAX_TEXTS,
 )
 from server.http.openai.bodies import ChatBody, CompletionBody
-from server.http.requests import MAX_DIGITS, MAX_PARTS, read_body
 from tests.pauses import pauses
 from tests.server.http.interfaces import on_the_shared_server, talking
 from tests.serving import http_client, serving
@@ -109,7 +108,7 @@ TOO_MANY = [
 
 @pytest.mark.parametrize(("path", "body", "said"), TOO_MANY, ids=[said.split(" ")[0] for _, _, said in TOO_MANY])
 def test_lists_and_objects_are_counted_before_their_entries_are_looked_at(path, body, said, monkeypatch):
-    monkeypatch.setattr(requests, "read_json", lambda *_: body)  # to read a million numbers takes a second
+    monkeypatch.setattr(bodies, "read_json", lambda *_: body)  # to read a million numbers takes a second
     found = told(path, b"")
     assert any(text.startswith(said) for text in found), found
     assert all("input should be a valid string" in text for text in found if not text.startswith(said))
@@ -129,7 +128,7 @@ def test_lists_and_objects_are_counted_before_their_entries_are_looked_at(path, 
     ids=["texts", "biases", "depth", "ids", "messages", "parts"],
 )
 def test_as_many_as_the_limit_are_read(path, body, monkeypatch):
-    monkeypatch.setattr(requests, "read_json", lambda *_: body)
+    monkeypatch.setattr(bodies, "read_json", lambda *_: body)
     assert told(path, b"") == []
 
 
@@ -153,12 +152,12 @@ def test_a_body_of_too_many_parts_is_refused_before_they_are_made(element):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert found == [f"body has more than {MAX_PARTS} strings, lists and objects, which is the limit"]
+    assert found == [f"body has more than {MAX_JSON_PARTS} strings, lists and objects, which is the limit"]
     assert peak < 3 * SIZE
 
 
 def test_what_is_within_a_text_is_no_part():
-    assert told("/generate", {"prompt": '[{"\\' * MAX_PARTS}) == []
+    assert told("/generate", {"prompt": '[{"\\' * MAX_JSON_PARTS}) == []
 
 
 def test_of_a_huge_value_only_what_is_told_is_written():

@@ -135,9 +135,9 @@ async def test_others_have_a_turn_after_each_output(kind):
     answers, made = kind(), []
     entry = answers._choice
 
-    async def noted(output, read):
+    async def noted(output):
         made.append(seen.count)
-        return await entry(output, read)
+        return await entry(output)
 
     answers._choice = noted
     async with turns() as seen:
