@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from engine.errors import ModelError, shown
-from engine.model.gguf.header import MOST_ENTRIES, BlockKind, Cursor, Numbers, Strings, Text
+from engine.model.gguf.header import MOST_ENTRIES, BlockKind, Cursor, Strings
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _WORDS: dict[type, str] = {
     float: "a number",
     str: "a text",
     Strings: "an array of texts",
-    Numbers: "an array of numbers",
+    np.ndarray: "an array of numbers",
 }
 _PART = re.compile(r"(?P<stem>.+)-[0-9]{5}-of-(?P<count>[0-9]{5})\.gguf")
 _MOST_PARTS = 1024
@@ -71,7 +71,7 @@ class StoredTensor:
 class Container:
     """An open file, or the first of several with the tensors of all.
 
-    `metadata` has numbers, and the positions of texts and arrays; `paths` are the files.
+    `metadata` has numbers, the positions of texts, and arrays in the file; `paths` are the files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,10 +132,10 @@ class Container:
         is_number = isinstance(found, int) and not isinstance(found, bool)
         if kind is float and is_number:
             found = float(found)
-        if isinstance(found, Text):
-            found = self._cursor.text(key, found)
+        if isinstance(found, slice):
+            (found,) = self._cursor.texts(key, [found])
         if not isinstance(found, kind) or (kind is int and not is_number):
-            value = f"an array of {len(found)}" if isinstance(found, Strings | Numbers) else shown(found)
+            value = f"an array of {len(found)}" if isinstance(found, Strings | np.ndarray) else shown(found)
             raise ModelError(f"{self.path}: {key} is {value}; expected {_WORDS[kind]}")
         return found
 
@@ -149,11 +149,6 @@ class Container:
     def strings(self, key: str) -> Strings | tuple[str, ...]:
         """The strings of an array, which are read when they are wanted; none where the file has no such array."""
         return self.get(key, Strings) or ()
-
-    def numbers(self, key: str) -> np.ndarray[Any, Any] | None:
-        """The numbers of an array, in the file; None where the file has no such array."""
-        found = self.get(key, Numbers)
-        return None if found is None else self._cursor.array(found)
 
     def _placed(self, table: list[tuple[str, tuple[int, ...], BlockKind, int]]) -> dict[str, StoredTensor]:
         found = self.get("general.alignment", int)

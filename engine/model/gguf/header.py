@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,48 +76,25 @@ KINDS = {
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4"}
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A string that is still in the file: bytes `start` to `stop`."""
-
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """An array of numbers that is still in the file."""
-
-    start: int
-    count: int
-    form: str  # of `struct`
-
-    def __len__(self) -> int:
-        return self.count
-
-
 class Strings:
     """An array of strings that is still in the file; each is decoded when it is read."""
 
     def __init__(self, cursor: Cursor, key: str, starts: array[int]) -> None:
-        self._texts, self._starts, self.stop = partial(cursor.texts, key), starts, cursor.at
+        """`starts`: of each string, behind its length; the last is where a further one would start."""
+        self._texts, self._starts = partial(cursor.texts, key), starts
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> str:
-        starts = self._starts
-        stop = starts[index + 1] - _LENGTH.size if index + 1 < len(self) else self.stop
-        return next(self._texts([(starts[index], stop)]))
+        return next(self._texts([slice(self._starts[index], self._starts[index + 1] - _LENGTH.size)]))
 
     def __iter__(self) -> Iterator[str]:
-        stops = (np.array(self._starts, np.int64) + self.sizes()).tolist()
-        return self._texts(zip(self._starts, stops, strict=True))
+        return self._texts(slice(start, after - _LENGTH.size) for start, after in pairwise(self._starts))
 
     def sizes(self) -> np.ndarray[Any, Any]:
         """Bytes of each string."""
-        starts = np.array(self._starts, np.int64)
-        return np.append(starts[1:], self.stop + _LENGTH.size)[: len(self)] - starts - _LENGTH.size
+        return np.diff(np.array(self._starts, np.int64)) - _LENGTH.size
 
 
 class Cursor:
@@ -133,31 +111,19 @@ class Cursor:
 
     def string(self) -> str:
         """Read a length and as many bytes of UTF-8."""
-        return self.text("a name", self._text())
+        return next(self.texts("a name", [self._text()]))
 
-    def text(self, key: str, found: Text) -> str:
-        """Decode a text, which is of the value of `key`; ModelError as `texts`."""
-        return next(self.texts(key, [(found.start, found.stop)]))
-
-    def texts(self, key: str, places: Iterable[tuple[int, int]]) -> Iterator[str]:
-        """Decode bytes of the file from one place to another, which are of the value of `key`.
-
-        Raises:
-            ModelError: they are no UTF-8.
-        """
+    def texts(self, key: str, places: Iterable[slice]) -> Iterator[str]:
+        """Decode bytes of the file, which are of the value of `key`. Raises ModelError where they are no UTF-8."""
         mapped = self._map
-        for start, stop in places:
+        for place in places:
             try:
-                yield mapped[start:stop].decode()
+                yield mapped[place].decode()
             except UnicodeDecodeError as error:
-                raise ModelError(f"{self.path}: {key} has invalid UTF-8 at byte {start}") from error
-
-    def array(self, found: Numbers) -> np.ndarray[Any, Any]:
-        """The numbers of an array: a view of the file."""
-        return np.frombuffer(self._map, np.dtype(found.form).newbyteorder("<"), found.count, found.start)
+                raise ModelError(f"{self.path}: {key} has invalid UTF-8 at byte {place.start}") from error
 
     def entry(self) -> tuple[str, Any]:
-        """Read a key and its value: a number, `Text`, `Numbers` or `Strings`."""
+        """Read a key and its value: a number, or what stays in the file: a text's bytes, an array, or `Strings`."""
         self._about = key = self.string()
         (kind,) = self.numbers("I")
         if kind == _FLOAT:
@@ -170,8 +136,8 @@ class Cursor:
             raise ModelError(f"{self.path}: {key} has unknown type {kind}")
         inner, count = self.numbers("IQ")
         if inner in _FIXED:
-            size = struct.calcsize("<" + _FIXED[inner])
-            return key, Numbers(self._skip(count * size), count, _FIXED[inner])
+            kind = np.dtype("<" + _FIXED[inner])
+            return key, np.frombuffer(self._map, kind, count, self._skip(count * kind.itemsize))
         if inner != _STRING:
             raise ModelError(f"{self.path}: {key} is an array of unknown type {inner}")
         return key, self._strings(key, count)
@@ -195,20 +161,21 @@ class Cursor:
         self._strings_left -= count
         if self._strings_left < 0:
             raise ModelError(f"{self.path}: {key} has {count} strings; expected at most {_MOST_STRINGS} in all arrays")
-        starts, at, unpack, mapped = array("q"), self.at, _LENGTH.unpack_from, self._map
+        start, unpack, mapped = self.at + _LENGTH.size, _LENGTH.unpack_from, self._map
+        starts = array("q", [start])
         try:
             for _ in range(count):
-                starts.append(at + _LENGTH.size)
-                at += _LENGTH.size + unpack(mapped, at)[0]
+                start += unpack(mapped, start - _LENGTH.size)[0] + _LENGTH.size
+                starts.append(start)
         except (struct.error, OverflowError) as error:
             raise self._cut_short() from error
-        self._skip(at - self.at)
+        self._skip(start - _LENGTH.size - self.at)
         return Strings(self, key, starts)
 
-    def _text(self) -> Text:
+    def _text(self) -> slice:
         (length,) = self.numbers("Q")
         start = self._skip(length)
-        return Text(start, self.at)
+        return slice(start, self.at)
 
     def _skip(self, count: int) -> int:
         """Go on by `count` bytes, and return where they start."""

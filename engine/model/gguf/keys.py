@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import ModelError, shown
 from engine.model.gguf.blocks import dequantised, raw_of
 from engine.model.gguf.container import Container
-from engine.model.gguf.header import Numbers, meant
+from engine.model.gguf.header import meant
 
 MOST_LAYERS = 512  # four times those of the deepest published models; each is built before weights are read
 EPSILON = "attention.layer_norm_epsilon"  # of norms that also subtract the mean, which have no other
@@ -84,11 +85,9 @@ class Keys:
         Raises:
             ModelError: there are more or fewer numbers than layers, or others than 0 and one positive number.
         """
-        blocks = self.blocks
-        if not isinstance(self.container.metadata.get(self.full(key)), Numbers):
+        blocks, several = self.blocks, self.container.metadata.get(self.full(key))
+        if not isinstance(several, np.ndarray):
             return [self.size(key)] * blocks
-        several = self.container.numbers(self.full(key))
-        assert several is not None, "the array is missing"
         found = several.tolist() if len(several) == blocks else []
         if not all(type(number) is int for number in found) or len({number for number in found if number}) != 1:
             raise self.fault(key, several[:16].tolist(), f"{blocks} values, each 0 or one common number")
@@ -96,7 +95,8 @@ class Keys:
 
     def refuse(self, key: str, why: str) -> None:
         """Raise ModelError where a number of the metadata is there and not 0."""
-        if self.container.metadata.get(self.full(key)):
+        found = self.container.metadata.get(self.full(key))
+        if len(found) if isinstance(found, np.ndarray) else found:
             raise ModelError(f"{self.container.path}: {self.full(key)} is set; {why}")
 
     def fault(self, key: str, found: object, expected: str) -> ModelError:
