@@ -17,8 +17,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.model.gguf.container import StoredTensor
 from engine.model.gguf.header import BlockKind
-from engine.model.linear.grouped import GroupedCodes
-from engine.native.weights import StoredCodes, splits
+from engine.native.weights import GroupedCodes, StoredCodes, splits
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FIELDS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, each a row for each output

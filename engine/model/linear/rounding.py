@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.choices import Rounded
-from engine.model.linear.grouped import GroupedCodes
 from engine.native import round_asymmetric, round_symmetric, rounds
+from engine.native.weights import GroupedCodes
 
 GROUP = 32  # inputs that share a scale
 _SMALL_GROUP = 16  # where the inputs are no whole number of groups

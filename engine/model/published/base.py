@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.model.linear.grouped import GroupedCodes, are_finite
+from engine.native.weights import GroupedCodes, are_finite
 
 _SMALLEST_GROUP = 16  # inputs; groups of our kernels are multiples of it
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
