@@ -2,10 +2,10 @@
 
 from engine.native.compiled import instructions, library, threads_in_use
 from engine.native.matmul import Matrix, PackedMatrices, PackedMatrix, multiplies
-from engine.native.rows import Rows, rows, rows_for
+from engine.native.rows import Rows, rows_for
 from engine.native.weights import ALIGNED, GroupedCodes, round_asymmetric, round_symmetric, rounds
 
 __all__ = [
     "ALIGNED", "GroupedCodes", "Matrix", "PackedMatrices", "PackedMatrix", "Rows", "instructions", "library",
-    "multiplies", "round_asymmetric", "round_symmetric", "rounds", "rows", "rows_for", "threads_in_use",
+    "multiplies", "round_asymmetric", "round_symmetric", "rounds", "rows_for", "threads_in_use",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ _TYPES = {4: torch.uint8, 5: torch.uint8, 6: torch.uint8, 8: torch.int8}  # of c
 ALIGNED = 16  # inputs: a whole number of vectors
 _ALIGNED = {4: ALIGNED, 5: 2 * ALIGNED, 6: ALIGNED, 8: ALIGNED}  # what groups must be multiples of, in inputs
 _BY_OUTPUT = ("scale", "offset", "bias", "steps", "zeros")  # fields of `GroupedCodes`, each a row for each output
+_OF_BLOCKS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, in the order of blocks.c
 _BLOCK_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # as `KINDS` of blocks.c
 
 
@@ -320,14 +321,13 @@ class StoredCodes:
     Attributes:
         kind: the type of the blocks, of those that are split (`splits`).
         blocks: uint8 `[out, blocks, bytes]`, mapped from a file.
-        one: codes, scale, offset, steps and zeros of one block, each `[1, n]` or None: those of a row have as many
-            times the numbers.
+        one: those of one block, `[1, n]`: those of a row have as many times the numbers.
         order: int64 `[out]`, the row of `blocks` that each output is, or None.
     """
 
     kind: str
     blocks: Tensor
-    one: Seq[Tensor | None]
+    one: GroupedCodes
     order: Tensor | None = None
 
     def __len__(self) -> int:
@@ -335,45 +335,40 @@ class StoredCodes:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._codes.dtype
+        return self.one.codes.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self), self.blocks.shape[1] * self._codes.shape[1]
+        return len(self), self.blocks.shape[1] * self.one.codes.shape[1]
 
     def __getitem__(self, rows: slice) -> Tensor:
         """The codes of some outputs."""
         first, last, _ = rows.indices(len(self))
-        codes, *others = (self._room(x, last - first) for x in self.one)
-        assert codes is not None
-        self._split(rows, [codes, *others])
-        return codes
+        return self._split(rows, self._room(_OF_BLOCKS, last - first))["codes"]
 
     def index_select(self, _dim: int, which: Tensor) -> StoredCodes:
         """Some of the outputs, in any order."""
         return replace(self, order=which if self.order is None else self.order[which])
 
-    def scales(self) -> list[Tensor | None]:
-        """Scale, offset, steps and zeros of all outputs."""
-        made = [self._room(x, len(self)) for x in self.one[1:]]
+    def whole(self) -> GroupedCodes:
+        """The matrix: these codes, and what all of them are worth."""
+        made = self._room(_OF_BLOCKS[1:], len(self))
 
         def work(first: int, last: int) -> None:
-            to = [None if x is None else x[first:last] for x in made]
-            self._split(slice(first, last), [self._room(self._codes, last - first), *to])
+            parts = {name: x[first:last] for name, x in made.items()}
+            self._split(slice(first, last), self._room(_OF_BLOCKS[:1], last - first) | parts)
 
         spread(len(self), self.shape[1] * self.dtype.itemsize, work)
-        return made
+        return replace(self.one, codes=self, **made)
 
-    @property
-    def _codes(self) -> Tensor:
-        codes = self.one[0]
-        assert codes is not None
-        return codes
+    def _room(self, names: Seq[str], rows: int) -> dict[str, Tensor]:
+        """Memory for those of these fields that blocks have."""
+        found = ((name, getattr(self.one, name)) for name in names)
+        blocks = self.blocks.shape[1]
+        return {name: torch.empty(rows, blocks * x.shape[1], dtype=x.dtype) for name, x in found if x is not None}
 
-    def _room(self, one: Tensor | None, rows: int) -> Tensor | None:
-        return None if one is None else torch.empty(rows, self.blocks.shape[1] * one.shape[1], dtype=one.dtype)
-
-    def _split(self, rows: slice, to: Seq[Tensor | None]) -> None:
+    def _split(self, rows: slice, to: dict[str, Tensor]) -> dict[str, Tensor]:
         blocks = self.blocks[rows] if self.order is None else self.blocks.index_select(0, self.order[rows])
-        dense, places = blocks.contiguous(), (None if x is None else x.data_ptr() for x in to)
+        dense, places = blocks.contiguous(), (to[name].data_ptr() if name in to else None for name in _OF_BLOCKS)
         function("blocks")(dense.data_ptr(), len(dense) * dense.shape[1], _BLOCK_KINDS.index(self.kind), *places)
+        return to

@@ -7,20 +7,16 @@ equal to its reference to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.gguf.container import StoredTensor
-from engine.model.gguf.header import BlockKind
+from engine.model.gguf.container import BlockKind, StoredTensor
 from engine.native.weights import GroupedCodes, StoredCodes, splits
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_FIELDS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, each a row for each output
 _CHUNK = 2048  # rows that are converted at once
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of the codes of IQ4
 _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the floats of 4 bits
@@ -66,10 +62,7 @@ def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
     blocks = (raws[0] if len(raws) == 1 else torch.cat(raws)).unflatten(-1, (-1, kind.size))
     if not splits(kind.name):
         return GroupedCodes.concatenated([_SPLITS[kind.name](chunk) for chunk in blocks.split(_CHUNK)])
-    one = _of_zeros(kind)
-    codes = StoredCodes(kind.name, blocks, [getattr(one, name) for name in _FIELDS])
-    split: dict[str, Any] = dict(zip(_FIELDS, (codes, *codes.scales()), strict=True))
-    return replace(one, **split)
+    return StoredCodes(kind.name, blocks, _of_zeros(kind)).whole()
 
 
 def size_of_codes(kind: BlockKind) -> int | None:
@@ -98,12 +91,6 @@ def _bits(bytes_: Tensor) -> Tensor:
     return (bytes_[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
-def _paired(bytes_: Tensor) -> Tensor:
-    """As `_pairs(_nibbles(bytes_))`, with a fourth of the memory traffic."""
-    even, odd = bytes_[..., 0::2], bytes_[..., 1::2]
-    return torch.cat([even & 15 | odd << 4, even >> 4 | odd & 240], -1).flatten(1)
-
-
 def _pairs(codes: Tensor) -> Tensor:
     """Codes 0 to 15, `[out, ..., n]` -> `[out, in / 2]`, two of neighbouring inputs in a byte, the first one low."""
     flat = codes.flatten(1)
@@ -120,7 +107,7 @@ def _by_group(blocks: Tensor, bits: int, num_floats: int) -> GroupedCodes:
     scale, *others = _halves(blocks, *range(0, 2 * num_floats, 2))
     offset = others[0] if others else None
     if bits == 4:
-        return GroupedCodes(_paired(blocks[..., 2 * num_floats :]), 4, scale, offset)
+        return GroupedCodes(_pairs(_nibbles(blocks[..., 2 * num_floats :])), 4, scale, offset)
     high, low = blocks[..., 2 * num_floats :].split((4, 16), -1)
     return GroupedCodes((_nibbles(low) | _bits(high) << 4).flatten(1), 5, scale, offset)
 
@@ -137,7 +124,7 @@ def _in_two_levels(blocks: Tensor, bits: int) -> GroupedCodes:
     zeros = torch.cat([second & 63, low >> 4 | second >> 2 & 48], -1)
     halves = blocks[..., -128:].unflatten(-1, (4, 32))
     if bits == 4:
-        codes = _paired(halves)
+        codes = _pairs(_nibbles(halves))
     else:
         high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [out, blocks, 8, 32]
         codes = (_nibbles(halves).unflatten(-1, (2, 32)).flatten(-3, -2) | high << 4).flatten(1)

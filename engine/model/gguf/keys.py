@@ -14,8 +14,7 @@ from torch import Tensor
 
 from engine.errors import ModelError, shown
 from engine.model.gguf.blocks import dequantised, raw_of
-from engine.model.gguf.container import Container
-from engine.model.gguf.header import meant
+from engine.model.gguf.container import Container, meant
 
 MOST_LAYERS = 512  # four times those of the deepest published models; each is built before weights are read
 EPSILON = "attention.layer_norm_epsilon"  # of norms that also subtract the mean, which have no other

@@ -18,8 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from engine.errors import ModelError, shown
-from engine.model.gguf.container import Container
-from engine.model.gguf.header import Strings
+from engine.model.gguf.container import Container, Strings
 
 _Array = np.ndarray[Any, Any]
 _NONE = (None, "none", "no_vocab")

@@ -98,8 +98,8 @@ class GroupedLinear(nn.Module):
     def joins(cls, parts: Seq[GroupedLinear]) -> bool:
         """Whether matrices can be joined: one form, and one order of the inputs."""
         several = [part.codes for part in parts]
-        orders = [codes.order for codes in several]
-        is_one_order = all(order is orders[0] or _equal(order, orders[0]) for order in orders)
+        orders = [codes.order for codes in several if codes.order is not None]
+        is_one_order = len(orders) in (0, len(parts)) and all(torch.equal(order, orders[0]) for order in orders)
         return len({codes.form for codes in several}) == 1 and is_one_order
 
     def pack(self) -> PackedMatrix | PortableGrouped:
@@ -118,10 +118,8 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
-        rows = x.reshape(-1, self.in_features)
-        if not len(rows):  # in the middle of a prompt no logits are needed
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        return self.of_rounded(*round_rows(rows), x.dtype).view(*x.shape[:-1], self.out_features)
+        rounded = round_rows(x.reshape(-1, self.in_features))
+        return self.of_rounded(*rounded, x.dtype).view(*x.shape[:-1], self.out_features)
 
     def of_rounded(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `[M, in]`, rounded as by `round_rows` -> `[M, out]` in `dtype`, unless this module has its own dtype."""
@@ -150,10 +148,7 @@ class SideBySide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
-        rows = x.reshape(-1, self.in_features)
-        if not len(rows):
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        rounded = round_rows(rows)
+        rounded = round_rows(x.reshape(-1, self.in_features))
         products = [cast("GroupedLinear", part).of_rounded(*rounded, x.dtype) for part in self.parts]
         return torch.cat(products, -1).view(*x.shape[:-1], self.out_features)
 
@@ -161,10 +156,6 @@ class SideBySide(nn.Module):
 def kernel_name() -> str:
     """What multiplies codes on this machine."""
     return "native" if multiplies(torch.int8) else "portable"
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and torch.equal(a, b)
 
 
 class PortableGrouped:
@@ -213,10 +204,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         dtype = self.dtype or x.dtype
-        rows = x.reshape(-1, self.in_features)
-        if not len(rows):  # in the middle of a prompt no logits are needed
-            return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
-        out = self.packed.multiply(rows.to(self.packed.dtype).contiguous(), None, dtype)
+        rows = x.reshape(-1, self.in_features).to(self.packed.dtype).contiguous()
+        out = self.packed.multiply(rows, None, dtype)
         return out.view(*x.shape[:-1], self.out_features)
 
 

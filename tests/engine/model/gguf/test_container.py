@@ -12,8 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from engine.errors import ModelError
-from engine.model.gguf.container import Container, gguf_file
-from engine.model.gguf.header import Strings
+from engine.model.gguf.container import Container, Strings, gguf_file
 from tests import gguf_files
 
 
