@@ -38,33 +38,27 @@ def rounds(weight: Tensor, group: int) -> bool:
     return fits and library() is not None
 
 
-def round_symmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """`[out, in]` -> codes int8 of the same shape, scale float16 `[out, groups]`; see `model/linear/rounding.py`."""
+def rounded(weight: Tensor, group: int, bits: int, bias: Tensor | None) -> GroupedCodes:
+    """`[out, in]` -> its codes, by C; see `model/linear/rounding.py`."""
     outputs, inputs = weight.shape
-    codes, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, inputs // group, dtype=torch.float16)
-    _round("round_symmetric", weight, (group,), (codes, scale))
-    return codes, scale
-
-
-def round_asymmetric(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`[out, in]` -> codes, scale, offset, steps and zeros of `GroupedCodes`; see `model/linear/rounding.py`."""
-    outputs, inputs = weight.shape
-    codes = empty(outputs, inputs // 2 if bits == 4 else inputs, dtype=torch.uint8)
-    scale, offset = (torch.empty(outputs, 1, dtype=torch.float16) for _ in range(2))
-    steps, zeros = (torch.empty(outputs, inputs // group, dtype=kind) for kind in (torch.int8, torch.uint8))
-    made = codes, scale, offset, steps, zeros
-    _round("round_asymmetric", weight, (group, bits), made)
-    return made
-
-
-def _round(name: str, weight: Tensor, form: tuple[int, ...], made: Seq[Tensor]) -> None:
-    """Let a function of round.c write the rows of what is `made` of the rows of a matrix."""
+    half, groups = torch.float16, inputs // group
+    if bits == 8:
+        codes, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, groups, dtype=half)
+        made, form, name = GroupedCodes(codes, bits, scale, None, bias=bias), (group,), "round_symmetric"
+        written = [codes, scale]
+    else:
+        codes = empty(outputs, inputs // 2 if bits == 4 else inputs, dtype=torch.uint8)
+        scale, offset = (torch.empty(outputs, 1, dtype=half) for _ in range(2))
+        steps, zeros = (torch.empty(outputs, groups, dtype=kind) for kind in (torch.int8, torch.uint8))
+        made = GroupedCodes(codes, bits, scale, offset, bias=bias, steps=steps, zeros=zeros)
+        written, form, name = [codes, scale, offset, steps, zeros], (group, bits), "round_asymmetric"
 
     def work(first: int, last: int) -> None:
-        part, to = weight[first:last], (x[first:].data_ptr() for x in made)
+        part, to = weight[first:last], (x[first:].data_ptr() for x in written)
         function(name)(part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, *form, *to)
 
-    spread(len(weight), weight.shape[1] * weight.element_size(), work)
+    spread(outputs, inputs * weight.element_size(), work)
+    return made
 
 
 def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
@@ -190,8 +184,7 @@ class GroupedCodes:
         """The codes as float32 `[out, in]`, less the code that means 0."""
         if self.bits == 8:
             return self.codes[:].float()
-        codes = self.codes[:]
-        plain = torch.stack([codes & 15, codes >> 4], -1).flatten(1) if self.bits == 4 else codes
+        plain = unpack4(self.codes[:]) if self.bits == 4 else self.codes[:]
         return plain.float() - (1 << self.bits - 1 if self.offset is None and self.zeros is None else 0)
 
     def rows(self, which: slice | Tensor) -> GroupedCodes:
@@ -248,6 +241,17 @@ class GroupedCodes:
             raise ValueError(f"scale: groups of {self.group} inputs, bits {self.bits}; expected a multiple of {whole}")
         if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_features)):
             raise ValueError(f"order: not a permutation of {self.in_features} inputs")
+
+
+def unpack4(packed: Tensor) -> Tensor:
+    """uint8 `[..., n / 2]` -> uint8 `[..., n]`, numbers of 0 to 15; of each byte the low half comes first."""
+    pairs: Tensor = torch.stack([packed & 15, packed >> 4], -1)
+    return pairs.flatten(-2)
+
+
+def pack4(codes: Tensor) -> Tensor:
+    """The inverse of `unpack4`."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def are_finite(x: Tensor) -> bool:
@@ -331,7 +335,7 @@ class StoredCodes:
     order: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.blocks if self.order is None else self.order)
 
     @property
     def dtype(self) -> torch.dtype:

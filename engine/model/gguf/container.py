@@ -239,11 +239,6 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return self.num_weights // self.kind.weights * self.kind.size
 
-    @property
-    def shape_of_bytes(self) -> tuple[int, ...]:
-        """The shape, with the bytes of a row instead of its numbers."""
-        return (*self.shape[:-1], self.shape[-1] // self.kind.weights * self.kind.size)
-
     def part(self, index: int) -> StoredTensor:
         """One of the tensors that are fused in this one."""
         shape, size = self.shape[1:], self.num_bytes // self.shape[0]

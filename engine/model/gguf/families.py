@@ -6,6 +6,7 @@ it does not write are those that its own graphs have.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -473,9 +474,7 @@ def _check_heads(keys: Keys, rope: dict[str, Any]) -> None:
 
 def _float_type(container: Container) -> torch.dtype:
     """The type of most numbers that are stored as floats; bfloat16 where most are codes, which lose least in it."""
-    counts: dict[torch.dtype | None, int] = {}
+    counts = Counter[torch.dtype | None]()
     for tensor in container.tensors.values():
-        kind = float_type(tensor.kind)
-        counts[kind] = counts.get(kind, 0) + tensor.num_weights
-    most = max(counts, key=lambda kind: counts[kind])
-    return torch.bfloat16 if most is None else most
+        counts[float_type(tensor.kind)] += tensor.num_weights
+    return counts.most_common(1)[0][0] or torch.bfloat16

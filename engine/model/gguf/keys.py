@@ -6,7 +6,7 @@ Rotary embeddings are given as the parameters of transformers' configs.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,9 +38,7 @@ class Keys:
     def need(self, key: str, least: int = 1, most: int = _LARGEST) -> int:
         """A required whole number. Raises ModelError if it is missing, or not from `least` to `most`."""
         self.container.need(self.full(key), int)
-        found = self.integer(key, least=least, most=most)
-        assert found is not None, "`need` returned None"
-        return found
+        return cast("int", self.integer(key, least=least, most=most))
 
     def size(self, key: str) -> int:
         """As `need`, of inputs or outputs: no tensor of the model can be larger than those of the file."""
@@ -49,9 +47,7 @@ class Keys:
     def needs_real(self, key: str) -> float:
         """As `need`, of a number that is no integer."""
         self.container.need(self.full(key), float)
-        found = self.real(key)
-        assert found is not None, "`need` returned None"
-        return found
+        return cast("float", self.real(key))
 
     def real(self, key: str, default: float | None = None) -> float | None:
         """A positive number, or `default`. Raises ModelError if it is not positive, or not finite."""
@@ -150,8 +146,7 @@ class Keys:
     def rotated(self) -> int:
         """Numbers of a head that the rotary embedding rotates."""
         key = "rope.dimension_count"
-        found = self.integer(key, self.head_dim, most=self.head_dim)
-        assert found is not None, "`integer` with a default returned None"
+        found = cast("int", self.integer(key, self.head_dim, most=self.head_dim))
         if found % 2:
             raise self.fault(key, found, "an even number")
         return found
