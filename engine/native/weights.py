@@ -365,7 +365,7 @@ class StoredCodes:
         spread(len(self), self.shape[1] * self.dtype.itemsize, work)
         return replace(self.one, codes=self, **made)
 
-    def _room(self, names: Seq[str], rows: int) -> dict[str, Tensor]:
+    def _room(self, names: Seq[str], rows: int) -> dict[str, Any]:
         """Memory for those of these fields that blocks have."""
         found = ((name, getattr(self.one, name)) for name in names)
         blocks = self.blocks.shape[1]
