@@ -3,9 +3,9 @@
 from engine.native.compiled import instructions, library, threads_in_use
 from engine.native.matmul import Matrix, PackedMatrices, PackedMatrix, multiplies
 from engine.native.rows import Rows, rows_for
-from engine.native.weights import ALIGNED, GroupedCodes, rounds
+from engine.native.weights import ALIGNED, GroupedCodes
 
 __all__ = [
     "ALIGNED", "GroupedCodes", "Matrix", "PackedMatrices", "PackedMatrix", "Rows", "instructions", "library",
-    "multiplies", "rounds", "rows_for", "threads_in_use",
+    "multiplies", "rows_for", "threads_in_use",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rounds weights (`round.c`), splits GGUF blocks (`blocks.c`) and packs panels (`panels.c`), on all threads.
+"""Matrices of codes in groups: rounds weights (`round.c`), splits GGUF blocks (`blocks.c`), packs panels (`panels.c`).
 
 A matrix is cut into slices of rows, and each free thread takes the next slice, so a thread that has lost its core
 delays one slice only.
@@ -7,12 +7,12 @@ delays one slice only.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from engine.machine.mapped import in_pages
 from engine.machine.threads import most_threads
 from engine.native.compiled import BITS, fields, function, library
 
-AnySliced = TypeVar("AnySliced", bound=Sized)
 _SLICE = 2**20  # bytes of the input that a slice reads
 _FLOAT_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _TYPES = {4: torch.uint8, 5: torch.uint8, 6: torch.uint8, 8: torch.int8}  # of codes, by their bits
@@ -67,7 +66,7 @@ def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
     panels = empty(-(-outputs // width), inputs // group, width, group, dtype=parts[0].dtype)
     panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
     call = function("panels")
-    for start, part in placed(parts):
+    for start, part in zip(accumulate(map(len, parts), initial=0), parts, strict=False):
         dense = part.contiguous()
 
         def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
@@ -75,11 +74,6 @@ def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
 
         spread(len(dense), inputs * dense.element_size(), work, width)
     return panels
-
-
-def placed(parts: Seq[AnySliced]) -> Iterator[tuple[int, AnySliced]]:
-    """Pairs of (first output, part)."""
-    return zip(accumulate(map(len, parts), initial=0), parts, strict=False)
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -281,7 +275,7 @@ def panels_of_groups(
     _put(heads, panels, width, 0, 1, block, 0)
     _put(in_groups, panels, width, block_head, groups // blocks, block, each)
     call = function("codes")
-    for start, part in placed(parts):
+    for start, part in zip(accumulate(map(len, parts), initial=0), parts, strict=False):
 
         def work(first: int, last: int, start: int = start, part: Tensor | StoredCodes = part) -> None:
             dense = part[first:last].contiguous()
