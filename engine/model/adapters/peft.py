@@ -126,9 +126,8 @@ class _Rules:
     def scale_of(self, path: str) -> float:
         """The factor of B (A x): alpha / rank, or by its root where it is stabilised (Kalajdzievski 2023)."""
         rank = self.rank_of(path)
-        return self._of("lora_alpha", "alpha_pattern", path) / (
-            math.sqrt(rank) if self.config.get("use_rslora") else rank
-        )
+        divisor = math.sqrt(rank) if self.config.get("use_rslora") else rank
+        return self._of("lora_alpha", "alpha_pattern", path) / divisor
 
     def _of(self, default: str, pattern: str, path: str) -> float:
         """The value of the first key of a pattern that the end of the path matches; else the default."""
