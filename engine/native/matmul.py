@@ -93,6 +93,10 @@ class PackedMatrix:
     def __deepcopy__(self, _memo: dict[int, Any]) -> PackedMatrix:
         return self
 
+    @property
+    def nbytes(self) -> int:
+        return self._panels.nbytes
+
     def multiply(self, rows: Tensor, step: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Multiply rows `[M, in]` -> `[M, out]` in `dtype`.
 

@@ -84,7 +84,7 @@ def test_bfloat16_comes_out_rounded_once() -> None:
 def test_a_copy_shares_the_panels() -> None:
     packed = PackedMatrix.of(numbers(64, 16))
     assert copy.deepcopy(packed) is packed
-    assert packed._panels.nbytes == 64 * 16 * 4
+    assert packed.nbytes == 64 * 16 * 4
 
 
 def test_types_that_are_not_known_are_left_to_torch() -> None:

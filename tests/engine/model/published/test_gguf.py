@@ -161,8 +161,7 @@ def test_a_model_of_codes_alone_knows_the_type_of_its_rows(dtype: torch.dtype, f
 
 def held_bytes(model: nn.Module) -> int:
     """Bytes of weights in memory, without those that stay in the file."""
-    coded = [module for module in model.modules() if isinstance(module, GroupedLinear)]
-    codes = [module.packed._panels if module.packed else module.codes for module in coded]
+    codes = [module.packed or module.codes for module in model.modules() if isinstance(module, GroupedLinear)]
     return sum(part.nbytes for part in (*model.parameters(), *model.buffers(), *codes))
 
 
