@@ -202,9 +202,7 @@ def key_of(capability: str, dtype: torch.dtype, group: int, dim: int, prompt: bo
 
 def default_for(dtype: torch.dtype, group: int, dim: int, prompt: bool) -> Tuning:
     """The widest of which nothing is spilled and, for decoding, two programs fit on a multiprocessor."""
-    if dtype.itemsize > 2:
-        return Tuning(16, 8)
-    if dim > 256:
+    if dtype.itemsize > 2 or dim > 256:
         return Tuning(16, 8)
     is_large = group > 4 and not prompt  # decoding in tiles of 64 rows, on four warps
     return Tuning(32 if dim > 128 or is_large else 64, 8 if dim > 128 or prompt else 4)

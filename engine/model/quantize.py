@@ -20,10 +20,10 @@ from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.load import check, prepared, renamed
 from engine.model.decoder.weights import HEAD, TABLE, WeightReader
-from engine.model.linear.grouped import GroupedCodes
 from engine.model.published.files import folder_of, read_tensors
 from engine.model.published.methods import CODES, SCALES, quantisation_of
 from engine.model.text_part import names_in_whole
+from engine.native.weights import GroupedCodes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,11 +1,11 @@
 """C code for operations that are slow in torch on a CPU: compiled when Pilotfish is built; torch runs without it."""
 
 from engine.native.compiled import instructions, library, threads_in_use
-from engine.native.matmul import ALIGNED, Matrix, PackedMatrices, PackedMatrix, multiplies
-from engine.native.rows import Rows, rows, rows_for
-from engine.native.weights import GroupScales, round_asymmetric, round_symmetric, rounds
+from engine.native.matmul import Matrix, PackedMatrices, PackedMatrix, multiplies
+from engine.native.rows import Rows, rows_for
+from engine.native.weights import ALIGNED, GroupedCodes
 
 __all__ = [
-    "ALIGNED", "GroupScales", "Matrix", "PackedMatrices", "PackedMatrix", "Rows", "instructions", "library",
-    "multiplies", "round_asymmetric", "round_symmetric", "rounds", "rows", "rows_for", "threads_in_use",
+    "ALIGNED", "GroupedCodes", "Matrix", "PackedMatrices", "PackedMatrix", "Rows", "instructions", "library",
+    "multiplies", "rows_for", "threads_in_use",
 ]  # fmt: skip

@@ -39,7 +39,7 @@ class Loaded(NamedTuple):
 
     library: ctypes.CDLL | None
     file: str = ""
-    problems: tuple[str, ...] = ()
+    problem: str = ""  # the first
 
 
 def library() -> ctypes.CDLL | None:
@@ -52,12 +52,12 @@ def loaded() -> Loaded:
     """Load the best library that this processor runs and that is as it was built. What is wrong is logged."""
     if os.environ.get("PILOTFISH_NATIVE") == "0":
         log.info("C kernels disabled: %s; using torch (several times slower)", OFF)
-        return Loaded(None, problems=(OFF,))
+        return Loaded(None, problem=OFF)
     found = _best()
     if found.library is None:
-        log.warning("no C kernels: %s; using torch (several times slower); fix: %s", first_problem(found), REMEDY)
-    elif found.problems:
-        log.warning("C kernels: %s; using the slower %s; fix: %s", first_problem(found), found.file, REMEDY)
+        log.warning("no C kernels: %s; using torch (several times slower); fix: %s", found.problem, REMEDY)
+    elif found.problem:
+        log.warning("C kernels: %s; using the slower %s; fix: %s", found.problem, found.file, REMEDY)
     elif is_stale():
         log.warning(
             "C kernels: the sources have changed since %s was built; run `make install` to rebuild",
@@ -67,26 +67,21 @@ def loaded() -> Loaded:
 
 
 def _best() -> Loaded:
-    problems: list[str] = []
+    problem = ""
     try:
         libraries = build.read_manifest(FOLDER).libraries
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
-        return Loaded(None, problems=(f"no libraries in {FOLDER}" if is_missing else str(error),))
+        return Loaded(None, problem=f"no libraries in {FOLDER}" if is_missing else str(error))
     for level in runnable():
         try:
             built = libraries[level.name]
-            return Loaded(load(built), built.file, tuple(problems))
+            return Loaded(load(built), built.file, problem)
         except KeyError:
-            problems.append(f"no library for {level.name}")
+            problem = problem or f"no library for {level.name}"
         except OSError as error:
-            problems.append(str(error))
-    return Loaded(None, problems=tuple(problems))
-
-
-def first_problem(found: Loaded) -> str:
-    """The first problem, and the number of others."""
-    return found.problems[0] + (f" (and {len(found.problems) - 1} more)" if found.problems[1:] else "")
+            problem = problem or str(error)
+    return Loaded(None, problem=problem)
 
 
 def load(built: build.BuiltLibrary) -> ctypes.CDLL:
@@ -157,15 +152,15 @@ def instructions() -> str:
     """Describe the library and the instructions that it multiplies with, and faster ones; or why there is none."""
     found = loaded()
     if found.library is None:
-        remedy = "" if OFF in found.problems else f"; fix: {REMEDY}"
-        return f"torch (several times slower): C kernels not loaded ({first_problem(found)}){remedy}"
+        remedy = "" if found.problem == OFF else f"; fix: {REMEDY}"
+        return f"torch (several times slower): C kernels not loaded ({found.problem}){remedy}"
     paths = (found.library.pilotfish_integer_path, found.library.pilotfish_bfloat16_path)
     for function in paths:
         function.restype = ctypes.c_char_p
     integers, bfloat16 = (path().decode() for path in paths)
     parts = [f"C ({found.file}, verified): int8 and int4 by {integers}, bfloat16 by {bfloat16}"]
-    if found.problems:
-        parts.append(f"a faster library is not loaded ({first_problem(found)}); fix: {REMEDY}")
+    if found.problem:
+        parts.append(f"a faster library is not loaded ({found.problem}); fix: {REMEDY}")
     elif integers in _FASTER:
         parts.append(f"a processor with {_FASTER[integers]} would be faster")
     if is_stale():

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
 from engine.native.compiled import BITS, fields, function
-from engine.native.matmul import ALIGNED, Matrix, PackedMatrix
+from engine.native.matmul import Matrix, PackedMatrix
+from engine.native.weights import ALIGNED
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
 from engine.native.compiled import fields, function, library
-from engine.native.weights import Groups, GroupScales, StoredCodes, panels_of, panels_of_groups
+from engine.native.weights import ALIGNED, GroupedCodes, Groups, StoredCodes, panels_of, panels_of_groups
 
 _OUT_BITS = {torch.bfloat16: 16, torch.float32: 32}
 _TYPES = frozenset((torch.uint8, torch.int8, *_OUT_BITS))  # of codes, and of float weights
-ALIGNED = 16  # inputs: a whole number of vectors
 
 
 class Matrix(ctypes.Structure):
@@ -80,22 +79,14 @@ class PackedMatrix:
         return cls(dtype, (outputs, inputs), 8 * dtype.itemsize, panels_of(parts, panel()), bias)
 
     @classmethod
-    def of_groups(
-        cls, codes: Tensor | Seq[Tensor | StoredCodes], bits: int, scales: GroupScales, bias: Tensor | None,
-        order: Tensor | None = None,
-    ) -> PackedMatrix:  # fmt: skip
-        """Pack codes in groups as they are; `bits` are 4, 5, 6 or 8.
-
-        Codes are uint8 `[out, in / 2]`, two in a byte, the first low, in 4 bits; uint8 `[out, in]` in 5 and 6 bits;
-        int8 `[out, in]` in 8 bits. Input j of the codes is `order[j]` of a row, int64 `[in]`, if there is an order.
-        """
-        parts = [codes] if isinstance(codes, Tensor) else codes
-        inputs = parts[0].shape[1] * (2 if bits == 4 else 1)
-        panels = panels_of_groups(parts, bits, scales, panel(), codes_from())
-        made = cls(parts[0].dtype, (len(scales.scale), inputs), bits, panels, bias)
-        made.matrix.groups = scales.form(inputs)
-        if order is not None:
-            order = order.contiguous()
+    def of_groups(cls, codes: GroupedCodes, parts: Seq[Tensor | StoredCodes] | None = None) -> PackedMatrix:
+        """Pack codes in groups as they are; `parts`: the codes of several matrices, which take the place of its own."""
+        panels, groups = panels_of_groups(codes, parts or [codes.codes], panel(), codes_from())
+        bias = None if codes.bias is None else codes.bias.detach().float()
+        made = cls(codes.codes.dtype, (len(codes.scale), codes.in_features), codes.bits, panels, bias)
+        made.matrix.groups = groups
+        if codes.order is not None:
+            order = codes.order.contiguous()
             made.matrix.order, made._held = order.data_ptr(), (*made._held, order)
         return made
 

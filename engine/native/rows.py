@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -46,15 +45,10 @@ class _Heads(ctypes.Structure):
     )
 
 
-@cache
-def rows() -> Rows | None:
-    """The operations, or None where there is no library."""
-    return None if library() is None else Rows()
-
-
 def rows_for(dtype: torch.dtype, *widths: int) -> Rows | None:
     """The operations, for rows of this type and these widths; None where they cannot run."""
-    return rows() if dtype in BITS and not any(width % _LANES for width in widths) else None
+    fits = library() is not None and dtype in BITS and not any(width % _LANES for width in widths)
+    return Rows() if fits else None
 
 
 class Rows:

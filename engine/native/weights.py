@@ -1,4 +1,4 @@
-"""Rounds weights (`round.c`), splits GGUF blocks (`blocks.c`) and packs panels (`panels.c`), on all threads.
+"""Matrices of codes in groups: rounds weights (`round.c`), splits GGUF blocks (`blocks.c`), packs panels (`panels.c`).
 
 A matrix is cut into slices of rows, and each free thread takes the next slice, so a thread that has lost its core
 delays one slice only.
@@ -7,12 +7,12 @@ delays one slice only.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,13 @@ from engine.machine.mapped import in_pages
 from engine.machine.threads import most_threads
 from engine.native.compiled import BITS, fields, function, library
 
-AnySliced = TypeVar("AnySliced", bound=Sized)
 _SLICE = 2**20  # bytes of the input that a slice reads
 _FLOAT_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_TYPES = {4: torch.uint8, 5: torch.uint8, 6: torch.uint8, 8: torch.int8}  # of codes, by their bits
+ALIGNED = 16  # inputs: a whole number of vectors
+_ALIGNED = {4: ALIGNED, 5: 2 * ALIGNED, 6: ALIGNED, 8: ALIGNED}  # what groups must be multiples of, in inputs
+_BY_OUTPUT = ("scale", "offset", "bias", "steps", "zeros")  # fields of `GroupedCodes`, each a row for each output
+_OF_BLOCKS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, in the order of blocks.c
 _BLOCK_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # as `KINDS` of blocks.c
 
 
@@ -33,33 +37,27 @@ def rounds(weight: Tensor, group: int) -> bool:
     return fits and library() is not None
 
 
-def round_symmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """`[out, in]` -> codes int8 of the same shape, scale float16 `[out, groups]`; see `model/linear/rounding.py`."""
+def rounded(weight: Tensor, group: int, bits: int, bias: Tensor | None) -> GroupedCodes:
+    """`[out, in]` -> its codes, by C; see `model/linear/rounding.py`."""
     outputs, inputs = weight.shape
-    codes, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, inputs // group, dtype=torch.float16)
-    _round("round_symmetric", weight, (group,), (codes, scale))
-    return codes, scale
-
-
-def round_asymmetric(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`[out, in]` -> codes, scale, offset, steps and zeros of `GroupedCodes`; see `model/linear/rounding.py`."""
-    outputs, inputs = weight.shape
-    codes = empty(outputs, inputs // 2 if bits == 4 else inputs, dtype=torch.uint8)
-    scale, offset = (torch.empty(outputs, 1, dtype=torch.float16) for _ in range(2))
-    steps, zeros = (torch.empty(outputs, inputs // group, dtype=kind) for kind in (torch.int8, torch.uint8))
-    made = codes, scale, offset, steps, zeros
-    _round("round_asymmetric", weight, (group, bits), made)
-    return made
-
-
-def _round(name: str, weight: Tensor, form: tuple[int, ...], made: Seq[Tensor]) -> None:
-    """Let a function of round.c write the rows of what is `made` of the rows of a matrix."""
+    half, groups = torch.float16, inputs // group
+    if bits == 8:
+        codes, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, groups, dtype=half)
+        made, form, name = GroupedCodes(codes, bits, scale, None, bias=bias), (group,), "round_symmetric"
+        written = [codes, scale]
+    else:
+        codes = empty(outputs, inputs // 2 if bits == 4 else inputs, dtype=torch.uint8)
+        scale, offset = (torch.empty(outputs, 1, dtype=half) for _ in range(2))
+        steps, zeros = (torch.empty(outputs, groups, dtype=kind) for kind in (torch.int8, torch.uint8))
+        made = GroupedCodes(codes, bits, scale, offset, bias=bias, steps=steps, zeros=zeros)
+        written, form, name = [codes, scale, offset, steps, zeros], (group, bits), "round_asymmetric"
 
     def work(first: int, last: int) -> None:
-        part, to = weight[first:last], (x[first:].data_ptr() for x in made)
+        part, to = weight[first:last], (x[first:].data_ptr() for x in written)
         function(name)(part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, *form, *to)
 
-    spread(len(weight), weight.shape[1] * weight.element_size(), work)
+    spread(outputs, inputs * weight.element_size(), work)
+    return made
 
 
 def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
@@ -68,7 +66,7 @@ def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
     panels = empty(-(-outputs // width), inputs // group, width, group, dtype=parts[0].dtype)
     panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
     call = function("panels")
-    for start, part in placed(parts):
+    for start, part in zip(accumulate(map(len, parts), initial=0), parts, strict=False):
         dense = part.contiguous()
 
         def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
@@ -76,11 +74,6 @@ def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
 
         spread(len(dense), inputs * dense.element_size(), work, width)
     return panels
-
-
-def placed(parts: Seq[AnySliced]) -> Iterator[tuple[int, AnySliced]]:
-    """Pairs of (first output, part)."""
-    return zip(accumulate(map(len, parts), initial=0), parts, strict=False)
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -109,46 +102,171 @@ class Groups(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupScales:
-    """What the codes of a matrix `[out, in]` are worth: weight = code * step + offset, for each output and group.
+class GroupedCodes:
+    """A matrix `[out, in]` as a checkpoint holds it: weight = code * step + offset, by output and group of inputs.
+
+    A copy is the same object, so that models that share weights do not hold them twice.
+
+    Mostly a step is `scale`, and an offset is `offset`. In two levels several groups, a block, share these floats: a
+    step is the block's `scale` times the group's `steps`, and an offset is the block's `offset` times the group's
+    `zeros`. With `zeros` only, an offset is minus the step times `zeros`: integer zero points.
 
     Attributes:
-        scale: float16, bfloat16 or float32 `[out, blocks]`; a block is one or several groups.
-        steps: int8 `[out, groups]`: a group's step is this times the scale of its block; None where it is the scale.
-        offset: `[out, blocks]`, of the type of `scale`, or None.
-        zeros: uint8, or int8 for codes of 8 bits, `[out, groups]`: a group's offset is this times `offset`, or times
-            minus its step where `offset` is None.
+        codes: 4 bits: uint8 `[out, in / 2]`, two codes of 0 to 15 in a byte, the first input low; 5 and 6 bits: uint8
+            `[out, in]`, codes of 0 to 31 or 63, which take no more than their bits once they are packed; 8 bits: int8
+            `[out, in]`. In the blocks of a file where our C splits them.
+        bits: 4, 5, 6 or 8.
+        scale: float16, bfloat16 or float32 `[out, blocks]`.
+        offset: float16, bfloat16 or float32 `[out, blocks]`; without it and `zeros` the middle code means 0: 8, 16 or
+            32, and of 8 bits 0.
+        order: int64 `[in]`: column j of the codes multiplies input `order[j]`; None where they are in the same order.
+        bias: float `[out]` or None.
+        steps: int8 `[out, groups]` or None.
+        zeros: of the type of the codes, `[out, groups]`, or None.
     """
 
+    codes: Tensor | StoredCodes
+    bits: int
     scale: Tensor
+    offset: Tensor | None
+    order: Tensor | None = None
+    bias: Tensor | None = None
     steps: Tensor | None = None
-    offset: Tensor | None = None
     zeros: Tensor | None = None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> GroupedCodes:
+        return self
+
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1] * (2 if self.bits == 4 else 1)
 
     @property
     def groups(self) -> int:
-        finest = next((x for x in (self.steps, self.zeros) if x is not None), self.scale)
-        return finest.shape[1]
+        """Groups of a row."""
+        return next(x for x in (self.steps, self.zeros, self.scale) if x is not None).shape[1]
 
-    def form(self, inputs: int) -> Groups:
-        """Describe a matrix with these scales for C."""
-        has = (x is not None for x in (self.steps, self.offset, self.zeros))
-        block = self.groups // self.scale.shape[1]
-        return Groups(inputs // self.groups, block, _FLOAT_KINDS[self.scale.dtype], *has)
+    @property
+    def group(self) -> int:
+        """Inputs that share a step and an offset."""
+        return self.in_features // self.groups
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What must be equal in matrices that are joined, but for the order of the inputs."""
+        types = (None if x is None else x.dtype for x in (self.offset, self.steps, self.zeros))
+        return self.bits, self.group, self.scale.shape[1], self.scale.dtype, *types
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, steps and offsets, as they are packed."""
+        parts = (self.scale, self.offset, self.steps, self.zeros)
+        codes = len(self.codes) * self.in_features * self.bits // 8
+        return codes + sum(part.nbytes for part in parts if part is not None)
+
+    def worth(self) -> tuple[Tensor, Tensor | None]:
+        """The steps and the offsets as float32 `[out, groups]`; offsets are None where the middle code means 0."""
+        each = self.groups // self.scale.shape[1]
+        step = self.scale.float().repeat_interleave(each, 1)
+        step = step if self.steps is None else step * self.steps.float()
+        if self.offset is None:
+            return step, None if self.zeros is None else -step * self.zeros.float()
+        offset = self.offset.float().repeat_interleave(each, 1)
+        return step, offset if self.zeros is None else offset * self.zeros.float()
+
+    def levels(self) -> Tensor:
+        """The codes as float32 `[out, in]`, less the code that means 0."""
+        if self.bits == 8:
+            return self.codes[:].float()
+        plain = unpack4(self.codes[:]) if self.bits == 4 else self.codes[:]
+        return plain.float() - (1 << self.bits - 1 if self.offset is None and self.zeros is None else 0)
+
+    def rows(self, which: slice | Tensor) -> GroupedCodes:
+        """Some of the outputs, in any order."""
+
+        def some(x: Any) -> Any:  # `index_select` copies a row at a time, `x[which]` a number
+            return x[which] if isinstance(which, slice) else x.index_select(0, which)
+
+        parts = {name: some(x) for name in _BY_OUTPUT if (x := getattr(self, name)) is not None}
+        return replace(self, codes=some(self.codes), **parts)
+
+    @classmethod
+    def concatenated(cls, parts: Seq[GroupedCodes], codes: Tensor | None = None) -> GroupedCodes:
+        """The outputs of several matrices of one form, one after the other; `codes`: what to take for all of theirs."""
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts])
+            for name in _BY_OUTPUT
+            if getattr(parts[0], name) is not None
+        }
+        whole = torch.cat([part.codes[:] for part in parts]) if codes is None else codes
+        return replace(parts[0], codes=whole, **joined)
+
+    def dequantised(self) -> Tensor:
+        """The weights as float32 `[out, in]`, inputs in the order of the rows."""
+        step, offset = self.worth()
+        levels = self.levels().unflatten(1, (step.shape[1], -1))
+        if self.zeros is not None and self.offset is None:  # one rounding where the scale is a float32
+            levels, offset = levels - self.zeros[..., None], None
+        groups = levels * step[..., None]
+        flat = (groups if offset is None else groups + offset[..., None]).flatten(1)
+        return flat if self.order is None else torch.empty_like(flat).index_copy_(1, self.order, flat)
+
+    def check(self) -> None:
+        """Raise ValueError, which names the field, unless the tensors fit together."""
+        if _TYPES.get(self.bits) != self.codes.dtype:
+            raise ValueError(
+                f"codes: {self.codes.dtype} with bits {self.bits}; expected uint8 with 4, 5 or 6, or int8 with 8"
+            )
+        blocks = [len(self.codes), self.scale.shape[-1]]
+        floats = (("scale", self.scale, _FLOAT_KINDS), ("offset", self.offset, _FLOAT_KINDS))
+        of_groups = (("steps", self.steps, (torch.int8,)), ("zeros", self.zeros, (self.codes.dtype,)))
+        for name, x, dtypes in (*floats, *of_groups):
+            if x is None:
+                continue
+            if x.dtype not in dtypes:
+                raise ValueError(f"{name}: {x.dtype}; expected {' or '.join(map(str, dtypes))}")
+            shape = blocks if dtypes is _FLOAT_KINDS else [len(self.codes), self.groups]
+            if list(x.shape) != shape or self.in_features % x.shape[1] or x.shape[1] % blocks[1]:
+                raise ValueError(f"{name}: {list(x.shape)} does not fit codes {list(self.codes.shape)}, scale {blocks}")
+            if x.is_floating_point() and not are_finite(x):
+                raise ValueError(f"{name}: has NaN or infinite values")
+        whole = _ALIGNED[self.bits]
+        if self.group % whole and self.groups > 1:  # one group of any size is multiplied by torch
+            raise ValueError(f"scale: groups of {self.group} inputs, bits {self.bits}; expected a multiple of {whole}")
+        if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_features)):
+            raise ValueError(f"order: not a permutation of {self.in_features} inputs")
+
+
+def unpack4(packed: Tensor) -> Tensor:
+    """uint8 `[..., n / 2]` -> uint8 `[..., n]`, numbers of 0 to 15; of each byte the low half comes first."""
+    pairs: Tensor = torch.stack([packed & 15, packed >> 4], -1)
+    return pairs.flatten(-2)
+
+
+def pack4(codes: Tensor) -> Tensor:
+    """The inverse of `unpack4`."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def are_finite(x: Tensor) -> bool:
+    """Whether all numbers are finite, in a seventh of the time of `isfinite`: NaN is the lowest and highest of any."""
+    return not x.numel() or all(bool(most.isfinite()) for most in x.aminmax())
 
 
 def panels_of_groups(
-    parts: Seq[Tensor | StoredCodes], bits: int, scales: GroupScales, width: int, codes_from: int
-) -> Tensor:
-    """Pack codes, joined along the outputs, and their scales -> uint8 `[out / width rounded up, bytes of a panel]`.
+    matrix: GroupedCodes, parts: Seq[Tensor | StoredCodes], width: int, codes_from: int
+) -> tuple[Tensor, Groups]:
+    """Pack `parts`, the codes of a matrix, and what they are worth: panels, and how C finds each number in them.
 
-    Codes of 4 bits are uint8 `[out, in / 2]`, two in a byte, the first input low; of 5 and 6 bits uint8 `[out, in]`; of
-    8 bits int8 `[out, in]`, to which `codes_from` is added, because some processors multiply unsigned ones.
+    Panels are uint8 `[out / width rounded up, bytes of a panel]`. To codes of 8 bits `codes_from` is added, because
+    some processors multiply unsigned ones.
     """
-    outputs, blocks, groups = sum(map(len, parts)), scales.scale.shape[1], scales.groups
+    bits, outputs, blocks, groups = matrix.bits, len(matrix.scale), matrix.scale.shape[1], matrix.groups
     words = parts[0].shape[1] // 4 // groups  # of a group's codes, as they come
-    heads = [x for x in (scales.scale, scales.offset) if x is not None]
-    in_groups = [x for x in (scales.steps, scales.zeros) if x is not None]
+    heads = [x for x in (matrix.scale, matrix.offset) if x is not None]
+    if len({x.dtype for x in heads}) > 1:
+        heads = [x.float() for x in heads]
+    in_groups = [x for x in (matrix.steps, matrix.zeros) if x is not None]
     block_head, group_head = width * sum(x.element_size() for x in heads), width * len(in_groups)
     each = group_head + (words * bits // 2 if bits in (5, 6) else words * 4) * width
     panels = empty(-(-outputs // width), blocks * block_head + groups * each, dtype=torch.uint8)
@@ -157,7 +275,7 @@ def panels_of_groups(
     _put(heads, panels, width, 0, 1, block, 0)
     _put(in_groups, panels, width, block_head, groups // blocks, block, each)
     call = function("codes")
-    for start, part in placed(parts):
+    for start, part in zip(accumulate(map(len, parts), initial=0), parts, strict=False):
 
         def work(first: int, last: int, start: int = start, part: Tensor | StoredCodes = part) -> None:
             dense = part[first:last].contiguous()
@@ -165,7 +283,8 @@ def panels_of_groups(
             call(dense.data_ptr(), last - first, groups, words, bits, *where)
 
         spread(len(part), part.shape[1] * part.dtype.itemsize, work, width)
-    return panels
+    has = (x is not None for x in (matrix.steps, matrix.offset, matrix.zeros))
+    return panels, Groups(matrix.group, groups // blocks, _FLOAT_KINDS[heads[0].dtype], *has)
 
 
 def _put(numbers: Seq[Tensor], panels: Tensor, width: int, at: int, per: int, block: int, each: int) -> None:
@@ -200,60 +319,54 @@ class StoredCodes:
     Attributes:
         kind: the type of the blocks, of those that are split (`splits`).
         blocks: uint8 `[out, blocks, bytes]`, mapped from a file.
-        one: codes, scale, offset, steps and zeros of one block, each `[1, n]` or None: those of a row have as many
-            times the numbers.
+        one: those of one block, `[1, n]`: those of a row have as many times the numbers.
         order: int64 `[out]`, the row of `blocks` that each output is, or None.
     """
 
     kind: str
     blocks: Tensor
-    one: Seq[Tensor | None]
+    one: GroupedCodes
     order: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.blocks if self.order is None else self.order)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._codes.dtype
+        return self.one.codes.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self), self.blocks.shape[1] * self._codes.shape[1]
+        return len(self), self.blocks.shape[1] * self.one.codes.shape[1]
 
     def __getitem__(self, rows: slice) -> Tensor:
         """The codes of some outputs."""
         first, last, _ = rows.indices(len(self))
-        codes, *others = (self._room(x, last - first) for x in self.one)
-        assert codes is not None
-        self._split(rows, [codes, *others])
-        return codes
+        return self._split(rows, self._room(_OF_BLOCKS, last - first))["codes"]
 
-    def rows(self, which: Tensor) -> StoredCodes:
+    def index_select(self, _dim: int, which: Tensor) -> StoredCodes:
         """Some of the outputs, in any order."""
         return replace(self, order=which if self.order is None else self.order[which])
 
-    def scales(self) -> list[Tensor | None]:
-        """Scale, offset, steps and zeros of all outputs."""
-        made = [self._room(x, len(self)) for x in self.one[1:]]
+    def whole(self) -> GroupedCodes:
+        """The matrix: these codes, and what all of them are worth."""
+        made = self._room(_OF_BLOCKS[1:], len(self))
 
         def work(first: int, last: int) -> None:
-            to = [None if x is None else x[first:last] for x in made]
-            self._split(slice(first, last), [self._room(self._codes, last - first), *to])
+            parts = {name: x[first:last] for name, x in made.items()}
+            self._split(slice(first, last), self._room(_OF_BLOCKS[:1], last - first) | parts)
 
         spread(len(self), self.shape[1] * self.dtype.itemsize, work)
-        return made
+        return replace(self.one, codes=self, **made)
 
-    @property
-    def _codes(self) -> Tensor:
-        codes = self.one[0]
-        assert codes is not None
-        return codes
+    def _room(self, names: Seq[str], rows: int) -> dict[str, Any]:
+        """Memory for those of these fields that blocks have."""
+        found = ((name, getattr(self.one, name)) for name in names)
+        blocks = self.blocks.shape[1]
+        return {name: torch.empty(rows, blocks * x.shape[1], dtype=x.dtype) for name, x in found if x is not None}
 
-    def _room(self, one: Tensor | None, rows: int) -> Tensor | None:
-        return None if one is None else torch.empty(rows, self.blocks.shape[1] * one.shape[1], dtype=one.dtype)
-
-    def _split(self, rows: slice, to: Seq[Tensor | None]) -> None:
+    def _split(self, rows: slice, to: dict[str, Tensor]) -> dict[str, Tensor]:
         blocks = self.blocks[rows] if self.order is None else self.blocks.index_select(0, self.order[rows])
-        dense, places = blocks.contiguous(), (None if x is None else x.data_ptr() for x in to)
+        dense, places = blocks.contiguous(), (to[name].data_ptr() if name in to else None for name in _OF_BLOCKS)
         function("blocks")(dense.data_ptr(), len(dense) * dense.shape[1], _BLOCK_KINDS.index(self.kind), *places)
+        return to

@@ -319,7 +319,7 @@ FAULTS = tuple(
 -first == "blk" and layer in layers and found
 +first == "blk" and found
 =tests/engine/model/gguf/test_strangers.py
-75 | GGUF | engine/model/gguf/header.py | an array of texts may be as long as it says
+75 | GGUF | engine/model/gguf/container.py | an array of texts may be as long as it says
 -if self._strings_left < 0:
 +if False:
 76 | C libraries | engine/native/build.py | a library whose bytes have changed is loaded

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,9 @@ def read_adapter(folder: Path) -> AdapterFile:
         raise ModelError(f"{str(folder)!r} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{CONFIG} of {str(folder)!r} is {shown(config)}; expected an object")
-    rules = _Rules.of(config)
+    for problem in _problems(config):
+        raise ModelError(problem)
+    rules = _Rules(config)
     parts = dict(_parts(rules, tensors))
     if not parts:
         raise ModelError(f"{WEIGHTS} has no LoRA matrices ({len(tensors)} tensors)")
@@ -105,24 +107,13 @@ def _bytes_of(folder: Path, name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """The settings of a config for each module."""
+    """The settings of a valid config for each module."""
 
-    rank: int
-    alpha: float
-    is_rank_stabilised: bool
-    targets: str | list[str]
-    ranks: dict[str, int] = field(default_factory=dict)
-    alphas: dict[str, float] = field(default_factory=dict)
+    config: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> _Rules:
-        """Check a config and take what has a meaning here."""
-        for problem in _problems(config):
-            raise ModelError(problem)
-        return cls(
-            config["r"], config["lora_alpha"], bool(config.get("use_rslora")), config["target_modules"],
-            config.get("rank_pattern") or {}, config.get("alpha_pattern") or {},
-        )  # fmt: skip
+    @property
+    def targets(self) -> str | list[str]:
+        return self.config["target_modules"]  # type: ignore[no-any-return]
 
     def has(self, path: str) -> bool:
         if isinstance(self.targets, str):
@@ -130,17 +121,18 @@ class _Rules:
         return any(path == target or path.endswith(f".{target}") for target in self.targets)
 
     def rank_of(self, path: str) -> int:
-        return int(_matching(self.ranks, path, self.rank))
+        return int(self._of("r", "rank_pattern", path))
 
     def scale_of(self, path: str) -> float:
         """The factor of B (A x): alpha / rank, or by its root where it is stabilised (Kalajdzievski 2023)."""
         rank = self.rank_of(path)
-        return _matching(self.alphas, path, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+        divisor = math.sqrt(rank) if self.config.get("use_rslora") else rank
+        return self._of("lora_alpha", "alpha_pattern", path) / divisor
 
-
-def _matching(pattern: Mapping[str, float], path: str, default: float) -> float:
-    """The value of the first key that the end of the path matches."""
-    return next((value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", path)), default)
+    def _of(self, default: str, pattern: str, path: str) -> float:
+        """The value of the first key of a pattern that the end of the path matches; else the default."""
+        found = (self.config.get(pattern) or {}).items()
+        return next((value for key, value in found if re.fullmatch(rf"(.*\.)?({key})", path)), self.config[default])
 
 
 def _problems(config: Mapping[str, Any]) -> Iterator[str]:

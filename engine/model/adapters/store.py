@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import UserDict, defaultdict
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,10 +48,6 @@ class Place:
     total: int  # outputs of the whole `matmul`
     order: Tensor | None = None  # which output in the checkpoint each output is; None where they are the same
 
-    def ordered(self, b: Tensor) -> Tensor:
-        """The rows of a matrix `[outputs, rank]` of the checkpoint, in the order of the outputs here."""
-        return b if self.order is None else b[self.order]
-
 
 def find_place(model: DecoderModel, path: str) -> Place:
     """The place of the matmul that the checkpoint has at `path`, as in `model.layers.0.self_attn.q_proj`.
@@ -90,7 +86,7 @@ class LoadedAdapter(Adapter):
     products: Products
 
 
-class Adapters(Mapping[str, LoadedAdapter]):
+class Adapters(UserDict[str, LoadedAdapter]):
     """The loaded adapters by name. Loading and unloading happen between two passes."""
 
     def __init__(self, model: DecoderModel | None, *, row_wise: bool = True) -> None:
@@ -98,20 +94,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
         `row_wise`: also where torch multiplies, a row's bits do not depend on the number of rows.
         """
+        super().__init__()
         self._model, self._row_wise = model, row_wise
-        self._by_name: dict[str, LoadedAdapter] = {}
         self._by_number: WeakValueDictionary[int, LoadedAdapter] = WeakValueDictionary()
         self._numbers, self._hooks = count(1), dict[nn.Module, AdapterHook]()
         self._running: PassRows | None = None  # the rows of the current pass; None: none has an adapter
-
-    def __getitem__(self, name: str) -> LoadedAdapter:
-        return self._by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_name)
-
-    def __len__(self) -> int:
-        return len(self._by_name)
 
     def load(self, name: str, folder: Path, expected: str = "") -> LoadedAdapter:
         """Load the adapter in `folder` under `name`.
@@ -121,9 +108,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             ModelError: it cannot be served with this model; the message has the reason.
         """
-        if name in self._by_name:
+        if name in self:
             raise ModelError(f"adapter {name!r} is loaded already; unload it first")
-        loaded = self._by_name[name] = self.load_unlisted(name, folder, expected)
+        loaded = self[name] = self.load_unlisted(name, folder, expected)
         return loaded
 
     def load_unlisted(self, name: str, folder: Path, expected: str = "") -> LoadedAdapter:
@@ -144,9 +131,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     def unload(self, name: str) -> None:
         """Forget a name; the sequences that have the adapter keep it. Raises ModelError if there is no such adapter."""
-        if name not in self._by_name:
+        if name not in self:
             raise ModelError(f"adapter {name!r} is not loaded")
-        del self._by_name[name]
+        del self[name]
 
     @contextmanager
     def during(self, feeds: Seq[Feed]) -> Iterator[None]:
@@ -195,8 +182,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if matmul not in self._hooks:
             is_head = matmul is model.get_output_embeddings()
             self._hooks[matmul] = AdapterHook(lambda: self._running, matmul, is_head=is_head)
-        a, b = block_diagonal(
-            [(place.start, part.a, place.ordered(part.b)) for place, part in parts], parts[0][0].total
-        )
+        ordered = [(at.start, part.a, part.b if at.order is None else part.b[at.order]) for at, part in parts]
+        a, b = block_diagonal(ordered, parts[0][0].total)
         dtype = torch.float32 if model.device.type == "cpu" else model.dtype
         return LowRankProduct(a.to(model.device, dtype), b.to(model.device, dtype), row_wise=self._row_wise)

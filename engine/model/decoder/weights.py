@@ -20,10 +20,11 @@ from engine.choices import Rounded, Weights
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
 from engine.model.linear.cuda import Fp8Linear, W4Linear
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, PackedLinear, SideBySide, are_finite
+from engine.model.linear.grouped import GroupedLinear, PackedLinear, SideBySide
 from engine.model.linear.rounding import bits_of, round_weight
 from engine.model.published.base import CodedEmbedding, Codes, of_groups
 from engine.native import PackedMatrix, multiplies, rows_for
+from engine.native.weights import GroupedCodes, are_finite
 
 if TYPE_CHECKING:
     from engine.model.decoder.architecture import Architecture

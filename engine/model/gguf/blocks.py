@@ -7,21 +7,16 @@ equal to its reference to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.gguf.container import StoredTensor
-from engine.model.gguf.header import BlockKind
-from engine.model.linear.grouped import GroupedCodes
-from engine.native.weights import StoredCodes, splits
+from engine.model.gguf.container import BlockKind, StoredTensor
+from engine.native.weights import GroupedCodes, StoredCodes, pack4, splits
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_FIELDS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, each a row for each output
 _CHUNK = 2048  # rows that are converted at once
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of the codes of IQ4
 _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the floats of 4 bits
@@ -32,7 +27,7 @@ def raw_of(tensor: StoredTensor) -> Tensor:
     end = tensor.start + tensor.num_bytes
     # A private mapping: nothing that writes to the tensor would reach the file.
     upto = torch.from_file(str(tensor.path), shared=False, size=end, dtype=torch.uint8)
-    return upto[tensor.start :].view(tensor.shape_of_bytes)
+    return upto[tensor.start :].view(*tensor.shape[:-1], -1)
 
 
 def float_type(kind: BlockKind) -> torch.dtype | None:
@@ -67,10 +62,7 @@ def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
     blocks = (raws[0] if len(raws) == 1 else torch.cat(raws)).unflatten(-1, (-1, kind.size))
     if not splits(kind.name):
         return GroupedCodes.concatenated([_SPLITS[kind.name](chunk) for chunk in blocks.split(_CHUNK)])
-    one = _of_zeros(kind)
-    codes = StoredCodes(kind.name, blocks, [getattr(one, name) for name in _FIELDS])
-    split: dict[str, Any] = dict(zip(_FIELDS, (codes, *codes.scales()), strict=True))
-    return replace(one, **split)
+    return StoredCodes(kind.name, blocks, _of_zeros(kind)).whole()
 
 
 def size_of_codes(kind: BlockKind) -> int | None:
@@ -99,18 +91,6 @@ def _bits(bytes_: Tensor) -> Tensor:
     return (bytes_[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
 
 
-def _paired(bytes_: Tensor) -> Tensor:
-    """As `_pairs(_nibbles(bytes_))`, with a fourth of the memory traffic."""
-    even, odd = bytes_[..., 0::2], bytes_[..., 1::2]
-    return torch.cat([even & 15 | odd << 4, even >> 4 | odd & 240], -1).flatten(1)
-
-
-def _pairs(codes: Tensor) -> Tensor:
-    """Codes 0 to 15, `[out, ..., n]` -> `[out, in / 2]`, two of neighbouring inputs in a byte, the first one low."""
-    flat = codes.flatten(1)
-    return flat[:, 0::2] | flat[:, 1::2] << 4
-
-
 def _q8_0(blocks: Tensor) -> GroupedCodes:
     (scale,) = _halves(blocks, 0)
     return GroupedCodes(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), 8, scale, None)
@@ -121,7 +101,7 @@ def _by_group(blocks: Tensor, bits: int, num_floats: int) -> GroupedCodes:
     scale, *others = _halves(blocks, *range(0, 2 * num_floats, 2))
     offset = others[0] if others else None
     if bits == 4:
-        return GroupedCodes(_paired(blocks[..., 2 * num_floats :]), 4, scale, offset)
+        return GroupedCodes(pack4(_nibbles(blocks[..., 2 * num_floats :]).flatten(1)), 4, scale, offset)
     high, low = blocks[..., 2 * num_floats :].split((4, 16), -1)
     return GroupedCodes((_nibbles(low) | _bits(high) << 4).flatten(1), 5, scale, offset)
 
@@ -138,7 +118,7 @@ def _in_two_levels(blocks: Tensor, bits: int) -> GroupedCodes:
     zeros = torch.cat([second & 63, low >> 4 | second >> 2 & 48], -1)
     halves = blocks[..., -128:].unflatten(-1, (4, 32))
     if bits == 4:
-        codes = _paired(halves)
+        codes = pack4(_nibbles(halves).flatten(1))
     else:
         high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [out, blocks, 8, 32]
         codes = (_nibbles(halves).unflatten(-1, (2, 32)).flatten(-3, -2) | high << 4).flatten(1)
@@ -159,7 +139,7 @@ def _q2_k(blocks: Tensor) -> GroupedCodes:
     """Two bits, and four bits each for the step and the offset of a group of 16: bytes 0 to 15."""
     scale, offset = _halves(blocks, 80, 82)
     steps, zeros = (blocks[..., :16] & 15).to(torch.int8), blocks[..., :16] >> 4
-    codes = _pairs(_crumbs(blocks[..., 16:80]))
+    codes = pack4(_crumbs(blocks[..., 16:80]).flatten(1))
     return GroupedCodes(codes, 4, scale, offset.neg(), steps=steps.flatten(1), zeros=zeros.flatten(1))
 
 
@@ -171,7 +151,7 @@ def _q3_k(blocks: Tensor) -> GroupedCodes:
         _crumbs(blocks[..., 32:96]) + 4 + (high << 2)
     )  # less 8 it is low bits - 4, or low bits where the mask is set
     steps = _nibbles(blocks[..., 96:104]) | _fours(blocks[..., 104:108]).mT.flatten(-2) << 4
-    return GroupedCodes(_pairs(codes), 4, scale, None, steps=(steps.to(torch.int8) - 32).flatten(1))
+    return GroupedCodes(pack4(codes.flatten(1)), 4, scale, None, steps=(steps.to(torch.int8) - 32).flatten(1))
 
 
 def _iq4_nl(blocks: Tensor) -> GroupedCodes:

@@ -6,6 +6,7 @@ it does not write are those that its own graphs have.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -212,10 +213,6 @@ def _phi3(keys: Keys) -> dict[str, Any]:
     return fields | {"rope_parameters": partly(keys, rope or rope_of(keys))}
 
 
-def _granite(keys: Keys) -> dict[str, Any]:
-    return _llama(keys) | _scales_of(keys)
-
-
 def _glm4(keys: Keys) -> dict[str, Any]:
     keys.refuse("rope.dimension_sections", "rotary embeddings in sections are not supported")
     return {"attention_bias": keys.has("blk.0.attn_q.bias"), "rope_parameters": partly(keys, rope_of(keys))}
@@ -310,18 +307,9 @@ def _glm4_moe(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _granite_moe(keys: Keys) -> dict[str, Any]:
-    return _mixture(keys) | _scales_of(keys)
-
-
 def _olmoe(keys: Keys) -> dict[str, Any]:
     keys.refuse("attention.clamp_kqv", "clipped queries, keys and values are not supported")
     return _mixture(keys) | {"norm_topk_prob": False}
-
-
-def _row(stored: Tensor) -> Tensor:
-    """A matrix of one row, which a file holds as a vector."""
-    return stored.reshape(1, -1)
 
 
 def _lfm2(keys: Keys) -> dict[str, Any]:
@@ -365,11 +353,8 @@ def _decay(stored: Tensor) -> Tensor:
     return stored.float().neg().log()
 
 
-def _as_it_is(stored: Tensor) -> Tensor:
-    return stored
-
-
-_OF_SHARED_GATE = {"ffn_gate_inp_shexp": _row}
+# A matrix of one row, which a file holds as a vector.
+_OF_SHARED_GATE: dict[str, Callable[[Tensor], Tensor]] = {"ffn_gate_inp_shexp": lambda stored: stored.reshape(1, -1)}
 # By llama.cpp's names, which has Mistral's and Mixtral's models as llama.
 FAMILIES = {
     "cohere2": GGUFFamily("cohere2", _cohere2),
@@ -379,7 +364,7 @@ FAMILIES = {
     "gemma2": GGUFFamily("gemma2", _gemma2, names=_GEMMA, norms_plus_one=True),
     "gemma3": GGUFFamily("gemma3_text", _gemma3, names=_GEMMA | _NORMS_OF_HEADS, norms_plus_one=True),
     "glm4": GGUFFamily("glm4", _glm4, names=_GLM4),
-    "granite": GGUFFamily("granite", _granite, permuted=True),
+    "granite": GGUFFamily("granite", lambda keys: _llama(keys) | _scales_of(keys), permuted=True),
     "hunyuan-dense": GGUFFamily("hunyuan_v1_dense", names=_HUNYUAN),
     "llama": GGUFFamily("llama", _llama, permuted=True),
     "mistral3": GGUFFamily("ministral3", _mistral3, permuted=True),
@@ -393,7 +378,9 @@ FAMILIES = {
     "starcoder2": GGUFFamily("starcoder2", _starcoder2, names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
     "glm4moe": GGUFFamily("glm4_moe", _glm4_moe, names=_EXPERTS | _NORMS_OF_HEADS | _GLM4_MOE),
     "gpt-oss": GGUFFamily("gpt_oss", _gpt_oss, names=_EXPERTS | _GPT_OSS, pairs_experts=True),
-    "granitemoe": GGUFFamily("granitemoe", _granite_moe, names=_GRANITE_MOE, permuted=True),
+    "granitemoe": GGUFFamily(
+        "granitemoe", lambda keys: _mixture(keys) | _scales_of(keys), names=_GRANITE_MOE, permuted=True
+    ),
     "mixtral": GGUFFamily("mixtral", _mixture, names=_EXPERTS, permuted=True),
     "olmoe": GGUFFamily("olmoe", _olmoe, names=_EXPERTS | _NORMS_OF_HEADS),
     "qwen2moe": GGUFFamily("qwen2_moe", _qwen2_moe, names=_EXPERTS | _SHARED_EXPERT, undo=_OF_SHARED_GATE),
@@ -409,7 +396,7 @@ FAMILIES = {
         "qwen3_next",
         _qwen3_next,
         names=_EXPERTS | _SHARED_EXPERT | _NORMS_OF_HEADS | _QWEN3_NEXT,
-        undo=_OF_SHARED_GATE | {"ssm_conv1d": _channels, "ssm_a": _decay, "ssm_norm": _as_it_is},
+        undo=_OF_SHARED_GATE | {"ssm_conv1d": _channels, "ssm_a": _decay, "ssm_norm": lambda stored: stored},
         order={"attn_gate": _by_key_heads},
         norms_plus_one=True,
     ),
@@ -487,9 +474,7 @@ def _check_heads(keys: Keys, rope: dict[str, Any]) -> None:
 
 def _float_type(container: Container) -> torch.dtype:
     """The type of most numbers that are stored as floats; bfloat16 where most are codes, which lose least in it."""
-    counts: dict[torch.dtype | None, int] = {}
+    counts = Counter[torch.dtype | None]()
     for tensor in container.tensors.values():
-        kind = float_type(tensor.kind)
-        counts[kind] = counts.get(kind, 0) + tensor.num_weights
-    most = max(counts, key=lambda kind: counts[kind])
-    return torch.bfloat16 if most is None else most
+        counts[float_type(tensor.kind)] += tensor.num_weights
+    return counts.most_common(1)[0][0] or torch.bfloat16

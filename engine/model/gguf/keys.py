@@ -6,15 +6,15 @@ Rotary embeddings are given as the parameters of transformers' configs.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import ModelError, shown
 from engine.model.gguf.blocks import dequantised, raw_of
-from engine.model.gguf.container import Container
-from engine.model.gguf.header import Numbers, meant
+from engine.model.gguf.container import Container, meant
 
 MOST_LAYERS = 512  # four times those of the deepest published models; each is built before weights are read
 EPSILON = "attention.layer_norm_epsilon"  # of norms that also subtract the mean, which have no other
@@ -38,9 +38,7 @@ class Keys:
     def need(self, key: str, least: int = 1, most: int = _LARGEST) -> int:
         """A required whole number. Raises ModelError if it is missing, or not from `least` to `most`."""
         self.container.need(self.full(key), int)
-        found = self.integer(key, least=least, most=most)
-        assert found is not None, "`need` returned None"
-        return found
+        return cast("int", self.integer(key, least=least, most=most))
 
     def size(self, key: str) -> int:
         """As `need`, of inputs or outputs: no tensor of the model can be larger than those of the file."""
@@ -49,9 +47,7 @@ class Keys:
     def needs_real(self, key: str) -> float:
         """As `need`, of a number that is no integer."""
         self.container.need(self.full(key), float)
-        found = self.real(key)
-        assert found is not None, "`need` returned None"
-        return found
+        return cast("float", self.real(key))
 
     def real(self, key: str, default: float | None = None) -> float | None:
         """A positive number, or `default`. Raises ModelError if it is not positive, or not finite."""
@@ -84,11 +80,9 @@ class Keys:
         Raises:
             ModelError: there are more or fewer numbers than layers, or others than 0 and one positive number.
         """
-        blocks = self.blocks
-        if not isinstance(self.container.metadata.get(self.full(key)), Numbers):
+        blocks, several = self.blocks, self.container.metadata.get(self.full(key))
+        if not isinstance(several, np.ndarray):
             return [self.size(key)] * blocks
-        several = self.container.numbers(self.full(key))
-        assert several is not None, "the array is missing"
         found = several.tolist() if len(several) == blocks else []
         if not all(type(number) is int for number in found) or len({number for number in found if number}) != 1:
             raise self.fault(key, several[:16].tolist(), f"{blocks} values, each 0 or one common number")
@@ -96,7 +90,8 @@ class Keys:
 
     def refuse(self, key: str, why: str) -> None:
         """Raise ModelError where a number of the metadata is there and not 0."""
-        if self.container.metadata.get(self.full(key)):
+        found = self.container.metadata.get(self.full(key))
+        if len(found) if isinstance(found, np.ndarray) else found:
             raise ModelError(f"{self.container.path}: {self.full(key)} is set; {why}")
 
     def fault(self, key: str, found: object, expected: str) -> ModelError:
@@ -151,8 +146,7 @@ class Keys:
     def rotated(self) -> int:
         """Numbers of a head that the rotary embedding rotates."""
         key = "rope.dimension_count"
-        found = self.integer(key, self.head_dim, most=self.head_dim)
-        assert found is not None, "`integer` with a default returned None"
+        found = cast("int", self.integer(key, self.head_dim, most=self.head_dim))
         if found % 2:
             raise self.fault(key, found, "an even number")
         return found

@@ -18,8 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from engine.errors import ModelError, shown
-from engine.model.gguf.container import Container
-from engine.model.gguf.header import Strings
+from engine.model.gguf.container import Container, Strings
 
 _Array = np.ndarray[Any, Any]
 _NONE = (None, "none", "no_vocab")
@@ -204,7 +203,7 @@ class _Vocabulary:
 
 def _types(container: Container, tokens: Sized) -> _Array:
     """The types of tokens; all are normal where the file has none."""
-    found = container.numbers("tokenizer.ggml.token_type")
+    found = container.get("tokenizer.ggml.token_type", np.ndarray)
     found = np.ones(len(tokens), np.int32) if found is None else found
     if len(found) != len(tokens) or found.dtype.kind not in "iu":
         raise ModelError(f"{container.path} has {len(tokens)} tokens; token types are {len(found)} {found.dtype}")
@@ -233,7 +232,7 @@ def _of_pieces(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     """A tokenizer of SentencePiece, whose spaces are a character of their own and whose other bytes are tokens."""
     family = container.get("general.architecture", str) or ""
     unknown = next(iter(vocabulary.of_kind(_UNKNOWN)), None)
-    scores = container.numbers("tokenizer.ggml.scores")
+    scores = container.get("tokenizer.ggml.scores", np.ndarray)
     if family.startswith("gemma"):  # blank tokens are written with real spaces, and ids are in the order of merges
         vocabulary.respell({" " * size: _SPACE * size for size in range(1, _LONGEST_TOKEN + 1)})
         scores = -np.arange(len(vocabulary.tokens))

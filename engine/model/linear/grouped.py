@@ -13,20 +13,17 @@ that need more than 8 bits get 16: published models have single numbers of 30 to
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from engine.machine.mapped import release_mapped
-from engine.native import ALIGNED, GroupScales, PackedMatrix, multiplies, rows_for
+from engine.native import GroupedCodes, PackedMatrix, multiplies, rows_for
 from engine.native.weights import StoredCodes
 
 _CHUNK = 512  # rows of a matrix that are converted to float at once
-_TYPES = {4: torch.uint8, 5: torch.uint8, 6: torch.uint8, 8: torch.int8}  # of codes, by their bits
-_ALIGNED = {4: ALIGNED, 5: 2 * ALIGNED, 6: ALIGNED, 8: ALIGNED}  # what groups must be multiples of, in inputs
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # As in native/rows.h.
 _LARGEST_CODE = 32512.0  # of a row: 127 * 256
 _MEANS = 2.5  # 127 steps are this times the mean magnitude
@@ -58,160 +55,6 @@ def matmul_shape(module: object) -> tuple[int, int] | None:
     return None if sizes[0] is None or sizes[1] is None else (sizes[0], sizes[1])
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedCodes:
-    """A matrix `[out, in]` as a checkpoint holds it: weight = code * step + offset, by output and group of inputs.
-
-    A copy is the same object, so that models that share weights do not hold them twice.
-
-    Mostly a step is `scale`, and an offset is `offset`. In two levels several groups, a block, share these floats: a
-    step is the block's `scale` times the group's `steps`, and an offset is the block's `offset` times the group's
-    `zeros`. With `zeros` only, an offset is minus the step times `zeros`: integer zero points.
-
-    Attributes:
-        codes: 4 bits: uint8 `[out, in / 2]`, two codes of 0 to 15 in a byte, the first input low; 5 and 6 bits: uint8
-            `[out, in]`, codes of 0 to 31 or 63, which take no more than their bits once they are packed; 8 bits: int8
-            `[out, in]`. In the blocks of a file where our C splits them.
-        bits: 4, 5, 6 or 8.
-        scale: float16, bfloat16 or float32 `[out, blocks]`.
-        offset: float16, bfloat16 or float32 `[out, blocks]`; without it and `zeros` the middle code means 0: 8, 16 or
-            32, and of 8 bits 0.
-        order: int64 `[in]`: column j of the codes multiplies input `order[j]`; None where they are in the same order.
-        bias: float `[out]` or None.
-        steps: int8 `[out, groups]` or None.
-        zeros: of the type of the codes, `[out, groups]`, or None.
-    """
-
-    codes: Tensor | StoredCodes
-    bits: int
-    scale: Tensor
-    offset: Tensor | None
-    order: Tensor | None = None
-    bias: Tensor | None = None
-    steps: Tensor | None = None
-    zeros: Tensor | None = None
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> GroupedCodes:
-        return self
-
-    @property
-    def in_features(self) -> int:
-        return self.codes.shape[1] * (2 if self.bits == 4 else 1)
-
-    @property
-    def scales(self) -> GroupScales:
-        """What a step is worth; all floats in one type."""
-        scale, offset = self.scale, self.offset
-        if offset is not None and offset.dtype != scale.dtype:
-            scale, offset = scale.float(), offset.float()
-        return GroupScales(scale.contiguous(), self.steps, offset, self.zeros)
-
-    @property
-    def group(self) -> int:
-        """Inputs that share a step and an offset."""
-        return self.in_features // self.scales.groups
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """What must be equal in matrices that are joined, but for the order of the inputs."""
-        types = (None if x is None else x.dtype for x in (self.offset, self.steps, self.zeros))
-        return self.bits, self.group, self.scale.shape[1], self.scale.dtype, *types
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, steps and offsets, as they are packed."""
-        parts = (self.scale, self.offset, self.steps, self.zeros)
-        codes = len(self.codes) * self.in_features * self.bits // 8
-        return codes + sum(part.nbytes for part in parts if part is not None)
-
-    def worth(self) -> tuple[Tensor, Tensor | None]:
-        """The steps and the offsets as float32 `[out, groups]`; offsets are None where the middle code means 0."""
-        each = self.scales.groups // self.scale.shape[1]
-        step = self.scale.float().repeat_interleave(each, 1)
-        step = step if self.steps is None else step * self.steps.float()
-        if self.offset is None:
-            return step, None if self.zeros is None else -step * self.zeros.float()
-        offset = self.offset.float().repeat_interleave(each, 1)
-        return step, offset if self.zeros is None else offset * self.zeros.float()
-
-    def levels(self) -> Tensor:
-        """The codes as float32 `[out, in]`, less the code that means 0."""
-        if self.bits == 8:
-            return self.codes[:].float()
-        codes = self.codes[:]
-        plain = torch.stack([codes & 15, codes >> 4], -1).flatten(1) if self.bits == 4 else codes
-        return plain.float() - (1 << self.bits - 1 if self.offset is None and self.zeros is None else 0)
-
-    def rows(self, which: slice | Tensor) -> GroupedCodes:
-        """Some of the outputs, in any order."""
-        parts = (self.scale, self.offset, self.bias, self.steps, self.zeros)
-        # `index_select` copies a row at a time, `x[which]` a number.
-        scale, offset, bias, steps, zeros = (
-            x if x is None else x[which] if isinstance(which, slice) else x.index_select(0, which) for x in parts
-        )
-        assert scale is not None
-        codes = self.codes
-        if isinstance(which, slice):
-            codes = codes[which]
-        else:
-            codes = codes.index_select(0, which) if isinstance(codes, Tensor) else codes.rows(which)
-        return GroupedCodes(codes, self.bits, scale, offset, self.order, bias, steps, zeros)
-
-    @classmethod
-    def concatenated(cls, parts: Seq[GroupedCodes], codes: Tensor | None = None) -> GroupedCodes:
-        """The outputs of several matrices of one form, one after the other; `codes`: what to take for all of theirs."""
-        joined: dict[str, Any] = {
-            name: torch.cat([getattr(part, name) for part in parts])
-            for name in ("scale", "offset", "bias", "steps", "zeros")
-            if getattr(parts[0], name) is not None
-        }
-        whole = torch.cat([part.codes[:] for part in parts]) if codes is None else codes
-        return replace(parts[0], codes=whole, **joined)
-
-    def dequantised(self) -> Tensor:
-        """The weights as float32 `[out, in]`, inputs in the order of the rows."""
-        step, offset = self.worth()
-        levels = self.levels().unflatten(1, (step.shape[1], -1))
-        if self.zeros is not None and self.offset is None:  # one rounding where the scale is a float32
-            levels, offset = levels - self.zeros[..., None], None
-        groups = levels * step[..., None]
-        flat = (groups if offset is None else groups + offset[..., None]).flatten(1)
-        return flat if self.order is None else torch.empty_like(flat).index_copy_(1, self.order, flat)
-
-    def check(self) -> None:
-        """Raise ValueError, which names the field, unless the tensors fit together."""
-        if _TYPES.get(self.bits) != self.codes.dtype:
-            raise ValueError(
-                f"codes: {self.codes.dtype} with bits {self.bits}; expected uint8 with 4, 5 or 6, or int8 with 8"
-            )
-        blocks = [len(self.codes), self.scale.shape[-1]]
-        floats = (("scale", self.scale, _FLOATS), ("offset", self.offset, _FLOATS))
-        of_groups = (("steps", self.steps, (torch.int8,)), ("zeros", self.zeros, (self.codes.dtype,)))
-        for name, x, dtypes in (*floats, *of_groups):
-            if x is None:
-                continue
-            if x.dtype not in dtypes:
-                raise ValueError(f"{name}: {x.dtype}; expected {' or '.join(map(str, dtypes))}")
-            shape = blocks if dtypes is _FLOATS else [len(self.codes), self.scales.groups]
-            if list(x.shape) != shape or self.in_features % x.shape[1] or x.shape[1] % blocks[1]:
-                raise ValueError(f"{name}: {list(x.shape)} does not fit codes {list(self.codes.shape)}, scale {blocks}")
-            if x.is_floating_point() and not are_finite(x):
-                raise ValueError(f"{name}: has NaN or infinite values")
-        whole = _ALIGNED[self.bits]
-        if self.group % whole and self.scales.groups > 1:  # one group of any size is multiplied by torch
-            raise ValueError(f"scale: groups of {self.group} inputs, bits {self.bits}; expected a multiple of {whole}")
-        if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_features)):
-            raise ValueError(f"order: not a permutation of {self.in_features} inputs")
-
-
-class Packed(Protocol):
-    """A matrix in the form that is multiplied: `PackedMatrix`, or plain torch's."""
-
-    def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `PackedMatrix.multiply`."""
-        ...
-
-
 class GroupedLinear(nn.Module):
     """`nn.Linear` over codes in groups, with rows as integers; input and output are float."""
 
@@ -225,7 +68,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = codes.in_features, len(codes.codes)
         self.dtype = dtype
-        self.packed: Packed | None = None
+        self.packed: PackedMatrix | PortableGrouped | None = None
         self._codes: GroupedCodes | None = codes
         bias = codes.bias
         self.bias: Tensor | None
@@ -255,18 +98,18 @@ class GroupedLinear(nn.Module):
     def joins(cls, parts: Seq[GroupedLinear]) -> bool:
         """Whether matrices can be joined: one form, and one order of the inputs."""
         several = [part.codes for part in parts]
-        orders = [codes.order for codes in several]
-        is_one_order = all(order is orders[0] or _equal(order, orders[0]) for order in orders)
+        orders = [codes.order for codes in several if codes.order is not None]
+        is_one_order = len(orders) in (0, len(parts)) and all(torch.equal(order, orders[0]) for order in orders)
         return len({codes.form for codes in several}) == 1 and is_one_order
 
-    def pack(self) -> Packed:
+    def pack(self) -> PackedMatrix | PortableGrouped:
         """Convert the codes once to the form that is multiplied, and release the plain codes."""
         return self._keep_packed([self.codes.codes]) if self.packed is None else self.packed
 
-    def _keep_packed(self, parts: Seq[Tensor | StoredCodes]) -> Packed:
+    def _keep_packed(self, parts: Seq[Tensor | StoredCodes]) -> PackedMatrix | PortableGrouped:
         codes, self._codes = self.codes, None
         if multiplies(codes.codes.dtype) and rows_for(torch.float32, self.in_features) is not None:
-            self.packed = PackedMatrix.of_groups(parts, codes.bits, codes.scales, self.bias, codes.order)
+            self.packed = PackedMatrix.of_groups(codes, parts)
         else:
             self.packed = PortableGrouped(replace(codes, codes=torch.cat([part[:] for part in parts])))
         for part in parts:
@@ -275,10 +118,8 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
-        rows = x.reshape(-1, self.in_features)
-        if not len(rows):  # in the middle of a prompt no logits are needed
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        return self.of_rounded(*round_rows(rows), x.dtype).view(*x.shape[:-1], self.out_features)
+        rounded = round_rows(x.reshape(-1, self.in_features))
+        return self.of_rounded(*rounded, x.dtype).view(*x.shape[:-1], self.out_features)
 
     def of_rounded(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `[M, in]`, rounded as by `round_rows` -> `[M, out]` in `dtype`, unless this module has its own dtype."""
@@ -307,10 +148,7 @@ class SideBySide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
-        rows = x.reshape(-1, self.in_features)
-        if not len(rows):
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        rounded = round_rows(rows)
+        rounded = round_rows(x.reshape(-1, self.in_features))
         products = [cast("GroupedLinear", part).of_rounded(*rounded, x.dtype) for part in self.parts]
         return torch.cat(products, -1).view(*x.shape[:-1], self.out_features)
 
@@ -318,15 +156,6 @@ class SideBySide(nn.Module):
 def kernel_name() -> str:
     """What multiplies codes on this machine."""
     return "native" if multiplies(torch.int8) else "portable"
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and torch.equal(a, b)
-
-
-def are_finite(x: Tensor) -> bool:
-    """Whether all numbers are finite, in a seventh of the time of `isfinite`: NaN is the lowest and highest of any."""
-    return not x.numel() or all(bool(most.isfinite()) for most in x.aminmax())
 
 
 class PortableGrouped:
@@ -375,10 +204,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         dtype = self.dtype or x.dtype
-        rows = x.reshape(-1, self.in_features)
-        if not len(rows):  # in the middle of a prompt no logits are needed
-            return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
-        out = self.packed.multiply(rows.to(self.packed.dtype).contiguous(), None, dtype)
+        rows = x.reshape(-1, self.in_features).to(self.packed.dtype).contiguous()
+        out = self.packed.multiply(rows, None, dtype)
         return out.view(*x.shape[:-1], self.out_features)
 
 

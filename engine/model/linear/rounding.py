@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.choices import Rounded
-from engine.model.linear.grouped import GroupedCodes
-from engine.native import round_asymmetric, round_symmetric, rounds
+from engine.native.weights import GroupedCodes, pack4, rounded, rounds
 
 GROUP = 32  # inputs that share a scale
 _SMALL_GROUP = 16  # where the inputs are no whole number of groups
@@ -55,21 +54,14 @@ def round_weight(weight: Tensor, bits: int, bias: Tensor | None = None) -> Group
     weight, group = weight.detach(), group_of(weight.shape[1])
     if not rounds(weight, group):
         return _in_torch(weight, bits, bias)
-    if bits == 8:
-        codes, scale = round_symmetric(weight, group)
-        return GroupedCodes(codes, bits, scale, None, bias=bias)
-    codes, scale, offset, steps, zeros = round_asymmetric(weight, group, bits)
-    return GroupedCodes(codes, bits, scale, offset, bias=bias, steps=steps, zeros=zeros)
+    return rounded(weight, group, bits, bias)
 
 
 def _in_torch(weight: Tensor, bits: int, bias: Tensor | None) -> GroupedCodes:
-    parts = weight.split(max(1, _CHUNK // weight.shape[1]))
-    return replace(GroupedCodes.concatenated([_round(part.float(), bits) for part in parts]), bias=bias)
-
-
-def _round(part: Tensor, bits: int) -> GroupedCodes:
-    groups = part.unflatten(1, (-1, group_of(part.shape[1])))
-    return _symmetric(groups) if bits == 8 else _asymmetric(groups, bits)
+    group, chunks = group_of(weight.shape[1]), weight.split(max(1, _CHUNK // weight.shape[1]))
+    parts = (chunk.float().unflatten(1, (-1, group)) for chunk in chunks)
+    found = [_symmetric(groups) if bits == 8 else _asymmetric(groups, bits) for groups in parts]
+    return replace(GroupedCodes.concatenated(found), bias=bias)
 
 
 def _symmetric(groups: Tensor) -> GroupedCodes:
@@ -89,7 +81,7 @@ def _asymmetric(groups: Tensor, bits: int) -> GroupedCodes:
     codes = ((groups - offset.float() * zeros) / (scale.float() * steps)).round_().clamp_(0, most)
     codes = codes.to(torch.uint8).flatten(1)
     return GroupedCodes(
-        codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes,
+        pack4(codes) if bits == 4 else codes,
         bits,
         scale[..., 0],
         offset[..., 0],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.model.linear.grouped import GroupedCodes, are_finite
+from engine.native.weights import GroupedCodes, are_finite, pack4, unpack4
 
 _SMALLEST_GROUP = 16  # inputs; groups of our kernels are multiples of it
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -134,17 +134,6 @@ def with_codes(
     weights: Weights = {f"{path}.weight": codes for path, codes in matrices.items()}
     floats = {key: x for key, x in tensors.items() if parts[key][0] not in matrices or parts[key][1] not in kinds}
     return weights | floats
-
-
-def unpack4(packed: Tensor) -> Tensor:
-    """uint8 `[..., n / 2]` -> uint8 `[..., n]`, numbers of 0 to 15; of each byte the low half comes first."""
-    pairs: Tensor = torch.stack([packed & 15, packed >> 4], -1)
-    return pairs.flatten(-2)
-
-
-def pack4(codes: Tensor) -> Tensor:
-    """The inverse of `unpack4`."""
-    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.linear.grouped import GroupedCodes
 from engine.model.published.base import (
     Codes,
     Weights,
@@ -32,6 +31,7 @@ from engine.model.published.base import (
     words_of,
 )
 from engine.model.published.floats import FP8, scaled
+from engine.native.weights import GroupedCodes
 
 _FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _PACKED, _SCALE, _ZERO, _INDEX, _SHAPE = (

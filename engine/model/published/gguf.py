@@ -20,8 +20,8 @@ from engine.model.gguf.blocks import codes_of, dequantised, raw_of, size_of_code
 from engine.model.gguf.container import Container, StoredTensor
 from engine.model.gguf.families import GATE_UP, GGUFFamily, family_of, part_of
 from engine.model.gguf.keys import TABLES, Keys
-from engine.model.linear.grouped import GroupedCodes
 from engine.model.published.base import Codes, Weights, fused
+from engine.native.weights import GroupedCodes
 
 _STACKED = 3  # dimensions of the matrices of all experts of a layer
 

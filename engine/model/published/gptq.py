@@ -22,7 +22,6 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.linear.grouped import GroupedCodes
 from engine.model.published.base import (
     Codes,
     Weights,
@@ -34,6 +33,7 @@ from engine.model.published.base import (
     with_codes,
     words_of,
 )
+from engine.native.weights import GroupedCodes
 
 _KINDS = ("qweight", "qzeros", "scales", "g_idx")
 _ACTIVATION = ".act.scales"

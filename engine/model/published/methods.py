@@ -16,11 +16,11 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.model.gguf.container import open_gguf
 from engine.model.gguf.families import HAS_CODES, METHOD
-from engine.model.linear.grouped import GroupedCodes
 from engine.model.published import compressed, floats, gptq
 from engine.model.published.base import Codes, Weights, of_groups, with_codes
 from engine.model.published.files import read_tensors
 from engine.model.published.gguf import weights_in
+from engine.native.weights import GroupedCodes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.model.linear import grouped
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, SideBySide, round_rows
+from engine.model.linear.grouped import GroupedLinear, SideBySide, round_rows
+from engine.native.weights import GroupedCodes
 from tests.drawn import numbers
 from tests.drawn_codes import FORMS, codes
 

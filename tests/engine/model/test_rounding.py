@@ -14,8 +14,9 @@ from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.weights import WeightReader
 from engine.model.linear import grouped
 from engine.model.linear.activations import RowWise
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, round_rows
+from engine.model.linear.grouped import GroupedLinear, round_rows
 from engine.model.linear.rounding import _in_torch, round_weight
+from engine.native.weights import GroupedCodes
 from tests import zoo
 from tests.drawn import numbers
 

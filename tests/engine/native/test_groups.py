@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.linear.grouped import GroupedCodes, PortableGrouped
+from engine.model.linear.grouped import PortableGrouped
 from engine.native import PackedMatrix, library
+from engine.native.weights import GroupedCodes
 from tests.drawn import int16s, numbers
 from tests.drawn_codes import FORMS, codes
 from tests.engine.native.test_weights import parts_are_the_whole
@@ -20,7 +21,7 @@ BITS = pytest.mark.parametrize("bits", [4, 5, 6, 8])
 
 
 def packed(drawn: GroupedCodes) -> PackedMatrix:
-    return PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, drawn.bias, drawn.order)
+    return PackedMatrix.of_groups(drawn)
 
 
 def check(drawn: GroupedCodes, x: torch.Tensor, step: torch.Tensor | None = None) -> None:

@@ -130,7 +130,7 @@ def rows_of(count: int, inputs: int, high: str) -> Tensor:
 )
 def test_codes_in_groups(path: None, form: str, bits: int, group: int, dtype: torch.dtype) -> None:
     drawn = codes(100, 192, form, bits, group, dtype)
-    packed, portable = PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, None), PortableGrouped(drawn)
+    packed, portable = PackedMatrix.of_groups(drawn), PortableGrouped(drawn)
     for rows, high in ((1, "all"), (2, "some"), (5, "no"), (5, "all"), (19, "no"), (19, "some"), (19, "all")):
         x, step = rows_of(rows, 192, high), numbers(rows, 1).abs()
         assert torch.equal(packed.multiply(x, step, torch.float32), portable.multiply(x, step, torch.float32))
@@ -191,7 +191,7 @@ def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         ("two levels and offset", 4, "all"), ("scale", 8, "all"), ("zeros", 6, "no"),
     ):  # fmt: skip
         drawn, x, step = codes(outputs, inputs, form, bits), rows_of(rows, inputs, high), numbers(rows, 1).abs()
-        packed = PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, None)
+        packed = PackedMatrix.of_groups(drawn)
         together = multiplied_by(arm, packed, x, step)
         assert torch.equal(together, PortableGrouped(drawn).multiply(x, step, torch.float32))
         assert torch.equal(multiplied_by(arm, packed, x[4:5], step[4:5]), together[4:5])

@@ -18,7 +18,7 @@ from engine.kernels.reference import round_heads
 from engine.kv.arena import floats_of
 from engine.kv.batch import Feed, RaggedBatch
 from engine.machine.threads import exactly
-from engine.native import library, rows
+from engine.native import Rows, library
 from engine.native.rows import GELU_TANH, SILU
 
 needs_kernel = pytest.mark.skipif(library() is None, reason="no C kernels here")
@@ -169,12 +169,12 @@ def test_gates_and_norms_are_the_formula(size, dtype, activation) -> None:
     ours, torchs = activation
     want = (torchs(x[:, :n].double()) * x[:, n:].double()).float()  # in float32 1 + tanh(x) is coarse below 0
     near = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-6}
-    assert torch.allclose(rows().gate(x, ours).float(), want, **near)
-    steps, scale = rows().gate_round(x, ours)
+    assert torch.allclose(Rows().gate(x, ours).float(), want, **near)
+    steps, scale = Rows().gate_round(x, ours)
     assert (steps.float() * scale - want).abs().le(0.51 * scale + 1e-6).all()
     x, weight = x[:, :n].contiguous(), numbers((n,), torch.float32, 1)
     want = x.float() * (x.float().pow(2).sum(-1, keepdim=True) + 1e-5).rsqrt() * weight
-    assert torch.allclose(rows().norm(x, weight, 1e-5).float(), want, **near)
+    assert torch.allclose(Rows().norm(x, weight, 1e-5).float(), want, **near)
 
 
 @needs_kernel
@@ -202,8 +202,8 @@ def test_rotation_on_the_way_into_the_arena(shape, tokens, dtype, is_normed, is_
     if is_sick:
         qkv[0, heads * dim], qkv[0, -1] = float("nan"), float("inf")
     again, rounded_k, rounded_v = qkv.clone(), round_heads(k), round_heads(v)
-    got = rows().rotate(qkv, cos, sin, places, k, v, norms)
-    assert torch.equal(rows().rotate(again, cos, sin, places, rounded_k, rounded_v, norms), got)
+    got = Rows().rotate(qkv, cos, sin, places, k, v, norms)
+    assert torch.equal(Rows().rotate(again, cos, sin, places, rounded_k, rounded_v, norms), got)
     for in_int8, in_floats in ((rounded_k, k), (rounded_v, v)):
         assert torch.equal(in_int8, round_heads(in_floats)), "the same bits as torch gives"
     if is_sick:
@@ -224,7 +224,7 @@ def test_no_row_sees_another_and_what_is_no_number_stays_none(dtype) -> None:
     others, sick = [i for i in range(200) if i not in (7, 9)], x.clone()
     sick[7, 5] = float("nan")
     sick[9, 6] = float("inf")
-    for run in (rows().round, rows().gate_round, rows().gate, lambda x: rows().norm(x, weight, 1e-6)):
+    for run in (Rows().round, Rows().gate_round, Rows().gate, lambda x: Rows().norm(x, weight, 1e-6)):
         whole, alone, beside = run(x), run(x[3:4]), run(sick)
         whole, alone, beside = (out if isinstance(out, tuple) else (out,) for out in (whole, alone, beside))
         for w, a, b in zip(whole, alone, beside, strict=True):

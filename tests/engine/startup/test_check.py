@@ -198,6 +198,6 @@ def test_it_says_what_runs_each_model_and_imports_transformers_for_its_modules_a
 def test_it_says_by_which_instructions_our_c_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     told = line(doctor(embedded_target()), "environment", "kernels")
     assert told == instructions()
-    monkeypatch.setattr("engine.native.compiled.loaded", lambda: Loaded(None, problems=("no libraries",)))
+    monkeypatch.setattr("engine.native.compiled.loaded", lambda: Loaded(None, problem="no libraries"))
     told = line(doctor(embedded_target()), "environment", "kernels")
     assert told.startswith("torch (several times slower): C kernels not loaded (no libraries); fix: reinstall")

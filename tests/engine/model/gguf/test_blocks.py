@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 
 from engine.errors import ModelError
 from engine.model.gguf.blocks import codes_of, dequantised, float_type, size_of_codes
-from engine.model.gguf.header import KINDS
+from engine.model.gguf.container import KINDS
 from engine.native.weights import splits
 
 ROWS, BLOCKS = 5, 3
