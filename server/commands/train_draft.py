@@ -128,15 +128,11 @@ def _rendered(codec: Codec, chat: ChatTemplate, turns: list[dict[str, Any]]) -> 
 
 def _opening(target: str, revision: str | None, codec: Codec | None, chat: ChatTemplate | None) -> Tokens:
     """Return the first tokens of the target's own prompts: the opening of a user's turn, or of any text."""
-    if codec is not None and chat is not None:
-        tokens = codec.encode(
-            chat.render([{"role": "user", "content": ""}], opens_turn=False, continues=True), bare=True
-        )
-        if tokens:
+    if codec is not None:
+        turn = [{"role": "user", "content": ""}]
+        opening = "" if chat is None else chat.render(turn, opens_turn=False, continues=True)
+        if tokens := codec.encode(opening, bare=True) or codec.encode(""):
             return tokens
-    tokens = () if codec is None else codec.encode("")
-    if tokens:
-        return tokens
     text = read_config(target, revision).get_text_config()
     begins = [token for name in ("bos_token_id", "eos_token_id") if isinstance(token := getattr(text, name, None), int)]
     if not begins:
