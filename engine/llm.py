@@ -167,10 +167,9 @@ class _Output:
         kept, self.finished = len(event.token_ids), event.finished
         if self.text is not None:
             hidden = event.finished is not None and event.finished.stop_token_id is not None
-            piece = self.text.push(event.token_ids[: kept - hidden])
-            self.pieces.append(piece.text)
-            if piece.stop is not None:
-                self.stop, kept = piece.stop, piece.num_tokens
+            texts, self.stop = self.text.push(event.token_ids[: kept - hidden]), self.text.stop
+            self.pieces += texts
+            kept = kept if self.stop is None else len(texts)
         self.token_ids += event.token_ids[:kept]
         self.from_draft += event.from_draft[:kept]
         self.logprobs += event.logprobs[:kept]

@@ -153,7 +153,7 @@ class ChatTemplate:
         values = self._special_tokens | {"documents": None} | dict(arguments or {})
         values |= {
             "messages": turns,
-            "tools": [_declared(tool) for tool in tools] or None,
+            "tools": [{"type": "function", "function": _declared(tool)} for tool in tools] or None,
             "add_generation_prompt": opens_turn,
         }
         self._environment.start()
@@ -183,7 +183,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=_finalized
         )
         self.filters["tojson"] = _to_json
-        self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+        self.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": lambda pattern: datetime.now().astimezone().strftime(str(pattern)),
+        }
         self._turns = threading.local()
 
     def start(self) -> None:
@@ -239,8 +242,7 @@ def _finalized(_context: Context, value: object) -> object:
 
 
 def _declared(tool: Tool) -> dict[str, Any]:
-    described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
-    return {"type": "function", "function": described}
+    return {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
 
 
 def json_object(field_name: str, text: str) -> dict[str, Any]:
@@ -277,11 +279,6 @@ def _to_json(
 ) -> str:
     """Encode as JSON without the HTML escapes that jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(pattern: str) -> str:
-    """Return the server's current time, for templates that write the date into the prompt."""
-    return datetime.now().astimezone().strftime(pattern)
 
 
 def _json(source: str, name: str, revision: str | None) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
-from engine.errors import InvalidRequest
 from engine.machine.mapped import release_freed
 from engine.model.bounded import find_file
 from engine.model.gguf.container import Container, open_gguf
 from engine.model.gguf.tokenizer import tokenizer_faults, tokenizer_in
 from engine.text.spelling import Spelling, steps_of
-from engine.text.stops import NO_ASIDES, NO_STOPS, Asides, Stop, StopSearch, StopStrings
+from engine.text.stops import NO_ASIDES, NO_STOPS, Asides, StopSearch, StopStrings
 
 TOKENIZER_FILE = "tokenizer.json"
 # Code and prose of our own, like what callers send: for calibration before the first request.
@@ -71,19 +69,12 @@ class Codec:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=not bare)
         return tuple(encoding.ids)
 
-    def require_room(self, field: str, text: str, most: int) -> None:
-        """Refuse a text that is certainly longer than `most` tokens, without encoding it.
-
-        Raises:
-            InvalidRequest: `field` is too long.
-        """
-        longest = self.longest_token
-        if longest is None or 4 * len(text) <= most * longest:  # a character has at most 4 bytes
-            return
-        size, limit = _size(text), most * longest
-        if size > limit:
-            problem = f"has {size} bytes, which are more than {most} tokens; the limit is {limit} bytes"
-            raise InvalidRequest.of(field, problem)
+    def excess(self, text: str, most: int) -> str | None:
+        """Return why a text certainly has more than `most` tokens, without encoding it; None if it may have fewer."""
+        if self.least_tokens(text) <= most:
+            return None
+        limit = most * (self.longest_token or 0)
+        return f"has {_size(text)} bytes, which are more than {most} tokens; the limit is {limit} bytes"
 
     def least_tokens(self, text: str) -> int:
         """How many tokens a text certainly has, without encoding it; 0 where that is not known."""
@@ -148,10 +139,7 @@ def _longest_token(tokenizer: Tokenizer, added: Collection[AddedToken]) -> int |
     # A token that takes the white space around it has no longest text.
     if not is_complete or not all(map(_keeps_length, steps)) or any(token.lstrip or token.rstrip for token in added):
         return None
-    size = tokenizer.get_vocab_size(with_added_tokens=False)
-    texts = [text for text in map(model.id_to_token, range(size)) if text is not None]
-    if len(texts) < size:  # some ids have no token, so others are beyond these
-        texts = [*tokenizer.get_vocab(with_added_tokens=False)]
+    texts = tokenizer.get_vocab(with_added_tokens=False)
     spelt = max(map(len, texts)) if is_of_bytes else max(len(text.encode()) for text in texts)
     normal = (lambda text: text) if normalizer is None else normalizer.normalize_str
     return max([spelt, *(len(normal(token.content).encode()) for token in added)])
@@ -212,23 +200,6 @@ class Decoder:
         return self._codec.decode(tokens, skip_special_tokens=self._skips)
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """The result of pushing tokens: the text that can be returned after each kept token, and the stop string if any."""
-
-    texts: tuple[str, ...]
-    stop: str | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of kept tokens; it is smaller than the number of pushed tokens only after a stop string."""
-        return len(self.texts)
-
-
 class OutputText:
     """The text of one output, cut where a stop string completes, as if tokens came one by one.
 
@@ -248,27 +219,28 @@ class OutputText:
         self._held = ""
         self.stop: str | None = None  # the stop string that has cut the text
 
-    def push(self, token_ids: Iterable[int]) -> TextPiece:
-        """Take tokens, up to the one that completes a stop string, if any."""
+    def push(self, token_ids: Iterable[int]) -> tuple[str, ...]:
+        """Take tokens up to the one that completes a stop string, if any; return the text that is ready after each."""
         assert self.stop is None, "text after a stop string"
-        texts = []
+        texts = list[str]()
         for token in token_ids:
             text = self._decoder.push(token)
             self._tokens_too_early -= 1
             is_cut = self._read(text)
-            texts.append(self._release())
+            shown = len(self._held) - (0 if is_cut or self._search is None else self._search.num_held)
+            texts.append(self._held[:shown])
+            self._held = self._held[shown:]
             if is_cut:
                 break
-        return TextPiece(tuple(texts), self.stop)
+        return tuple(texts)
 
     def flush(self) -> str:
         """Return the text that was held back, after the last token. A truncated character completes no stop string.
 
         Where it had to be known first whether the reasoning begins, `stop` may be set now.
         """
-        found = None if self._search is None or self.stop is not None else self._search.end()
-        if found is not None:
-            self._cut(found)
+        if self._search is not None and self.stop is None:
+            self._cut(self._search, self._search.end())
         text = self._held if self.stop is not None else self._held + self._decoder.flush()
         self._held = ""
         return text
@@ -280,17 +252,11 @@ class OutputText:
             return False
         for char in text:
             self._held += char
-            found = self._search.read(char, counts=self._tokens_too_early < 0)
-            if found is not None:
-                self._cut(found)
+            if self._cut(self._search, self._search.read(char, counts=self._tokens_too_early < 0)):
                 return True
         return False
 
-    def _cut(self, found: Stop) -> None:
-        self._held, self.stop = self._held[: len(self._held) - found.num_since], found.text
-
-    def _release(self) -> str:
-        num_held = 0 if self._search is None or self.stop is not None else self._search.num_held
-        shown = len(self._held) - num_held
-        text, self._held = self._held[:shown], self._held[shown:]
-        return text
+    def _cut(self, search: StopSearch, stop: str) -> bool:
+        if stop:
+            self._held, self.stop = self._held[: len(self._held) - search.num_held], stop
+        return bool(stop)

@@ -18,7 +18,7 @@ import numpy as np
 from llguidance import LLMatcher, regex_to_lark
 
 from engine.config import Bounds
-from engine.errors import GrammarFault, InvalidRequest, Violation
+from engine.errors import GrammarFault, InvalidRequest, Violation, shown
 from engine.params import Guided
 from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.codec import Codec
@@ -49,7 +49,6 @@ class _CachedStructure:
 
     result: Future[_Result]
     started: float  # when it was first asked for: from then on every caller's time counts
-    num_bytes: int
 
 
 class GrammarCompiler:
@@ -64,15 +63,13 @@ class GrammarCompiler:
             another limit.
         compile_threads: how many structures compile at the same time.
         cache_entries: how many structures, compiled or refused, are kept.
-        cache_bytes: how many bytes the sources of all kept structures may have together.
     """
 
     def __init__(
         self, codec: Codec, vocab_size: int, eos_token_ids: Iterable[int], bounds: Bounds = _BOUNDS, *,
         compile_seconds: float = COMPILE_SECONDS, compile_threads: int = 2, cache_entries: int = 64,
-        cache_bytes: int = 2 << 20,
     ) -> None:  # fmt: skip
-        self._bounds, self._seconds, self._most = bounds, compile_seconds, (cache_entries, cache_bytes)
+        self._bounds, self._seconds, self._most = bounds, compile_seconds, cache_entries
         self._codec, ends = codec, tuple(dict.fromkeys(eos_token_ids))
         self._vocabulary = GrammarVocabulary(codec, vocab_size, ends)
         # The library releases the GIL while it compiles, so a thread after its deadline does not slow other threads.
@@ -101,16 +98,14 @@ class GrammarCompiler:
         if wrong := list(structure_violations(guided, self._bounds.max_structure_bytes, self._bounds.max_choices)):
             raise InvalidRequest(wrong)
         limit = self._seconds if seconds is None else seconds
-        num_bytes = sum(len(text.encode()) for _, text in structure_texts(guided))
         if not guided.is_free:
             self._vocabulary.prepare()
-        entry = self._entry(replace(guided, thinking=None), num_bytes)
+        entry = self._entry(replace(guided, thinking=None))
         try:
             result = entry.result.result(max(0.0, entry.started + limit - time.monotonic()))
         except TimeoutError:
             self._abandon(replace(guided, thinking=None), entry)
-            problem = f"is {_shown(guided)}: it did not compile within {limit:g} s"
-            raise InvalidRequest.of(structure_field(guided), problem) from None
+            raise InvalidRequest([_violation(guided, f"it did not compile within {limit:g} s")]) from None
         if isinstance(result, Violation):
             raise InvalidRequest([result])
         return self._budgeted(result, guided)
@@ -118,14 +113,15 @@ class GrammarCompiler:
     def _budgeted(self, grammar: Grammar, guided: Guided) -> Grammar:
         return grammar if guided.thinking is None else Budgeted(grammar, guided.thinking, self._codec)
 
-    def _entry(self, guided: Guided, num_bytes: int) -> _CachedStructure:
+    def _entry(self, guided: Guided) -> _CachedStructure:
         with self._lock:
             entry = self._entries.get(guided)
             if entry is None or _is_useless(entry.result):
                 result = self._threads.submit(_compile, self._vocabulary, guided)
-                entry = self._entries[guided] = _CachedStructure(result, time.monotonic(), num_bytes)
+                entry = self._entries[guided] = _CachedStructure(result, time.monotonic())
             self._entries.move_to_end(guided)
-            self._shrink()
+            if len(self._entries) > self._most:
+                self._entries.popitem(last=False)
             return entry
 
     def _abandon(self, guided: Guided, entry: _CachedStructure) -> None:
@@ -133,11 +129,6 @@ class GrammarCompiler:
         with self._lock:
             if entry.result.cancel() and self._entries.get(guided) is entry:
                 del self._entries[guided]
-
-    def _shrink(self) -> None:
-        (entries, most), total = self._most, sum(entry.num_bytes for entry in self._entries.values())
-        while len(self._entries) > 1 and (len(self._entries) > entries or total > most):
-            total -= self._entries.popitem(last=False)[1].num_bytes
 
 
 def _is_useless(result: Future[_Result]) -> bool:
@@ -150,10 +141,9 @@ def _is_useless(result: Future[_Result]) -> bool:
     return isinstance(grammar, CompiledGrammar) and grammar.worn
 
 
-def _shown(guided: Guided) -> str:
-    texts = [text for _, text in structure_texts(guided)]
-    text = " | ".join(texts[:_SHOWN])
-    return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")
+def _violation(guided: Guided, problem: str) -> Violation:
+    source = " | ".join(text for _, text in structure_texts(guided))
+    return Violation(structure_field(guided), f"is {shown(source, _SHOWN)}: {problem}")
 
 
 # Compilation, on a separate thread
@@ -164,11 +154,10 @@ def _compile(vocabulary: GrammarVocabulary, guided: Guided) -> _Result:
         return Unrestricted()
     try:
         grammar = CompiledGrammar(vocabulary, _source(guided))
-        if grammar.error:
-            return Violation(structure_field(guided), f"is {_shown(guided)}: {_reason(grammar.error)}")
         _take_first_steps(grammar)
     except (ValueError, RecursionError, GrammarFault) as error:
-        return Violation(structure_field(guided), f"is {_shown(guided)}: {_reason(str(error))}")
+        reason = first_line(str(error))
+        return _violation(guided, reason if len(reason) <= 200 else reason[:199] + "…")
     return grammar
 
 
@@ -238,8 +227,3 @@ def _with_own_schemas(grammar: str) -> str:
             parts += [grammar[at : found.start()], name]
             at = end
     return "\n".join(["".join([*parts, grammar[at:]]), *rules])
-
-
-def _reason(error: str) -> str:
-    reason = first_line(error)
-    return reason if len(reason) <= 200 else reason[:199] + "…"

@@ -128,20 +128,20 @@ class _Tokens:
 
 
 class CompiledGrammar:
-    """A compiled structure; `source` is in the library's own notation. See `engine.types.Grammar`."""
+    """A compiled structure; `source` is in the library's own notation. See `engine.types.Grammar`.
+
+    Raises ValueError with the library's reason if the structure cannot be used.
+    """
 
     def __init__(self, vocabulary: GrammarVocabulary, source: str) -> None:
         self.vocabulary = vocabulary
         started = time.perf_counter()
         self._source = source
         self._first = vocabulary.matcher(source)
+        if self._first.is_error():
+            raise ValueError(self._first.get_error())
         self.compile_seconds = time.perf_counter() - started
         self.worn = False  # its shared lexer has met a limit: a cache should compile the structure again
-
-    @property
-    def error(self) -> str:
-        """The library's reason why the structure cannot be used; empty if it can."""
-        return self._first.get_error()
 
     def start(self) -> MatcherState:
         return MatcherState(self, self._first.deep_copy())
@@ -209,7 +209,9 @@ class MatcherState:
             return 0
         ends = (i for i, token in enumerate(tokens) if token in self._vocabulary.end_tokens)
         num_text = next(ends, len(tokens))
-        taken = self._consume(list(tokens[:num_text]))
+        text = list(tokens[:num_text])
+        taken = self._tried(lambda matcher: matcher.try_consume_tokens(text)) if text else 0
+        self._tokens += text[:taken]
         self._ended = taken == num_text < len(tokens) and self._matcher.is_accepting()
         return taken + self._ended
 
@@ -221,13 +223,6 @@ class MatcherState:
         if num_text:
             self._matcher.rollback(num_text)  # if it fails, the next fill fails too, and repairs or reports it
             del self._tokens[-num_text:]
-
-    def _consume(self, tokens: list[int]) -> int:
-        if not tokens:
-            return 0
-        taken = self._tried(lambda matcher: matcher.try_consume_tokens(tokens))
-        self._tokens += tokens[:taken]
-        return taken
 
     def _tried(self, ask: Callable[[LLMatcher], _T]) -> _T:
         """Ask the matcher, and if it has failed a new one."""

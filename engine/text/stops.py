@@ -2,77 +2,36 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 class StopStrings:
-    """Finds strings in text that comes in parts, with one step per character, however many strings there are.
+    """Finds strings in text that comes in parts, however many strings there are.
 
-    Source: Aho and Corasick 1975, "Efficient string matching: an aid to bibliographic search".
-
-    A state is a number, 0 at first. It is the longest beginning of a stop string that the text ends with. For
-    the stop strings "abab" and "ba", and the text "xaba", this is "aba", and "ba" is complete. All outputs of a request
-    share one object, because each keeps its own state.
+    The only state of a text is its longest end that begins a string; the caller keeps it. For the stop strings "abab"
+    and "ba", and the text "xaba", this is "aba"; "ba" was completed.
     """
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
         self._stops = tuple(stops)
-        self._next: list[dict[str, int]] = [{}]  # of each state: the state after one more character of a stop string
-        self._fallback = [0]  # of each state: the one of its longest proper suffix that begins a stop string, too
-        self._length = [0]  # of each state, in characters
-        # Of each state: the number of the first stop string that is its suffix; else how many there are.
-        self._complete = [len(self._stops)]
-        for number, stop in enumerate(self._stops):
-            self._insert(stop, number)
-        self._link()
+        assert all(self._stops), "an empty stop string matches everywhere"
+        self._beginnings = {stop[:length] for stop in self._stops for length in range(1, len(stop))}
 
     def __bool__(self) -> bool:
         return bool(self._stops)
 
-    def _insert(self, stop: str, number: int) -> None:
-        assert stop, "an empty stop string matches everywhere"
-        state = 0
-        for char in stop:
-            if char not in self._next[state]:
-                self._next[state][char] = len(self._next)
-                self._next.append({})
-                self._fallback.append(0)
-                self._length.append(self._length[state] + 1)
-                self._complete.append(len(self._stops))
-            state = self._next[state][char]
-        self._complete[state] = min(self._complete[state], number)
+    def step(self, end: str, char: str) -> tuple[str, str]:
+        """Return the stop string that `char` completes, and the new end.
 
-    def _link(self) -> None:
-        """Find the fallbacks, of shorter beginnings first."""
-        states = deque(self._next[0].values())
-        while states:
-            state = states.popleft()
-            for char, longer in self._next[state].items():
-                fallback = self._fallback[longer] = self.step(self._fallback[state], char)
-                self._complete[longer] = min(self._complete[longer], self._complete[fallback])
-                states.append(longer)
-
-    def step(self, state: int, char: str) -> int:
-        """Return the state after `char`."""
-        while state and char not in self._next[state]:
-            state = self._fallback[state]
-        return self._next[state].get(char, 0)
-
-    def completed(self, state: int) -> str | None:
-        """Return the stop string that the text ends with now, the first one listed if there are several."""
-        number = self._complete[state]
-        return self._stops[number] if number < len(self._stops) else None
-
-    def num_held(self, state: int) -> int:
-        """Return how many characters at the end of the text may begin a longer stop string.
-
-        A whole stop string counts as ordinary text; its end may begin another one.
+        "": it completes none. Of several the first listed one counts. A complete stop string is ordinary text for the
+        new end.
         """
-        while state and not self._next[state]:
-            state = self._fallback[state]
-        return self._length[state]
+        end += char
+        completed = next(filter(end.endswith, self._stops)) if end.endswith(self._stops) else ""
+        while end and end not in self._beginnings:
+            end = end[1:]
+        return completed, end
 
 
 NO_STOPS = StopStrings()
@@ -102,27 +61,20 @@ class Asides:
 NO_ASIDES = Asides()
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A stop string that is complete, and how many characters before the end of what was read it begins."""
-
-    text: str
-    num_since: int
-
-
 class StopSearch:
     """Looks for stop strings in one text, character by character.
 
     What may begin a mark can be part of a stop string, too. Then it is known only later which of the two it is, and the
-    stop string is reported then.
+    stop string is reported then. `num_held`: how many characters at the end of the text may belong to a stop string; a
+    reported one begins that many characters before the end.
     """
 
     def __init__(self, stops: StopStrings, asides: Asides = NO_ASIDES) -> None:
         self._stops, self._asides = stops, asides
-        self._state = self._open = 0  # of the stop strings, and of the marks that begin a part
+        # The ends of the text that may begin a stop string, the mark of a part, and the mark that ends the part.
+        self._stop = self._open = self._close = ""
         self._lead: list[tuple[str, bool]] | None = [] if asides.leading else None  # what may be a leading mark
         self._closes: StopStrings | None = None  # of the part that the text is in
-        self._close = 0
         self._is_gap = False  # after a part, nothing but white space has come
         self._found, self._age = "", 0  # a stop string, and how many characters came after it
         if asides.is_open:
@@ -130,61 +82,58 @@ class StopSearch:
 
     @property
     def num_held(self) -> int:
-        """How many characters at the end of the text may belong to a stop string."""
         if self._found:
             return len(self._found) + self._age
-        return self._stops.num_held(self._state) if self._lead is None else len(self._lead)
+        return len(self._stop if self._lead is None else self._lead)
 
-    def read(self, char: str, *, counts: bool) -> Stop | None:
-        """Read a character; return a stop string that is certain now. `counts`: one may end here."""
+    def read(self, char: str, *, counts: bool) -> str:
+        """Read a character; return the stop string that is certain now, "" if none is. `counts`: one may end here."""
         if self._closes is not None:
-            self._close = self._closes.step(self._close, char)
-            if self._closes.completed(self._close) is not None:
+            ended, self._close = self._closes.step(self._close, char)
+            if ended:
                 self._closes, self._is_gap = None, True
-            return None
+            return ""
         if self._is_gap and char.isspace():
-            return None
+            return ""
         self._is_gap = False
         return self._answer(char, counts=counts) if self._lead is None else self._leads(char, counts=counts)
 
-    def end(self) -> Stop | None:
-        """The text has ended: return a stop string that is certain now."""
-        found = self._replay()
-        return found or (Stop(self._found, self.num_held) if self._found else None)
+    def end(self) -> str:
+        """The text has ended: return the stop string that is certain now, "" if none is."""
+        return self._replay() or self._found
 
-    def _leads(self, char: str, *, counts: bool) -> Stop | None:
+    def _leads(self, char: str, *, counts: bool) -> str:
         assert self._lead is not None, "the beginning is over"
         self._lead.append((char, counts))
         text = "".join(char for char, _ in self._lead).lstrip()
         if text in self._asides.leading:
             self._lead = None
             self._begin(self._asides.closes)
-            return None
-        return None if any(mark.startswith(text) for mark in self._asides.leading) else self._replay()
+            return ""
+        return "" if any(mark.startswith(text) for mark in self._asides.leading) else self._replay()
 
-    def _replay(self) -> Stop | None:
+    def _replay(self) -> str:
         """What has come is the beginning of the answer."""
         lead, self._lead = self._lead or [], None
         for i, (char, counts) in enumerate(lead, 1):
-            found = self.read(char, counts=counts)
-            if found is not None:
-                return Stop(found.text, found.num_since + len(lead) - i)
-        return None
+            if found := self.read(char, counts=counts):
+                self._age += len(lead) - i
+                return found
+        return ""
 
-    def _answer(self, char: str, *, counts: bool) -> Stop | None:
-        self._state, self._open = self._stops.step(self._state, char), self._asides.opens.step(self._open, char)
+    def _answer(self, char: str, *, counts: bool) -> str:
+        ended, self._stop = self._stops.step(self._stop, char)
+        opened, self._open = self._asides.opens.step(self._open, char)
         self._age += 1
-        completed = self._stops.completed(self._state) if counts and not self._found else None
-        if completed is not None:
-            self._found, self._age = completed, 0
-        if self._asides.opens.completed(self._open) is not None:
+        if ended and counts and not self._found:
+            self._found, self._age = ended, 0
+        if opened:
             self._begin(self._asides.resumes)
-        elif self._found and self._asides.opens.num_held(self._open) <= self._age:
-            return Stop(self._found, self.num_held)
-        return None
+        elif self._found and len(self._open) <= self._age:
+            return self._found
+        return ""
 
     def _begin(self, closes: StopStrings) -> None:
         """A part begins that is no answer."""
-        self._closes, self._close = closes, 0
-        self._state = self._open = 0
-        self._found = ""
+        self._closes = closes
+        self._stop = self._open = self._close = self._found = ""

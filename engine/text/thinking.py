@@ -21,15 +21,11 @@ class Budgeted:
     """A structure whose outputs have a maximum number of tokens of reasoning. See `engine.types.Grammar`."""
 
     def __init__(self, inner: Grammar, budget: ThinkingBudget, codec: Codec) -> None:
-        self.budget, self._inner, self._codec = budget, inner, codec
+        self.budget, self._inner, self.codec = budget, inner, codec
         self.end_ids = codec.encode(budget.end, bare=True)
 
     def start(self) -> BudgetedState:
         return BudgetedState(self, self._inner.start())
-
-    def text_of(self, token: int) -> str:
-        """Text of a token, special ones included; bytes that are no character by themselves become U+FFFD."""
-        return self._codec.tokenizer.decode([token], skip_special_tokens=False)
 
 
 class BudgetedState:
@@ -65,7 +61,7 @@ class BudgetedState:
                 return i + taken
             if self._required not in (None, token) or not self._inner.advance([token]):
                 return i
-            self._read(self._grammar.text_of(token))
+            self._read(self._grammar.codec.decode([token], skip_special_tokens=False))
             self._begin_end()
         return len(tokens)
 

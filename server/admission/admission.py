@@ -197,17 +197,16 @@ class Admission:
 
     async def _with_sound_parts(self, answer: Answer, require: Callable[[Guided], Awaitable[None]]) -> Answer:
         """Find the part that is wrong: a tool that is not strict is relaxed to any object; another part is an error."""
-        for name, part in answer.parts:
+        for i, part in answer.parts:
             try:
                 await require(part)
             except InvalidRequest as invalid:
-                i = answer.tool_of(name)
-                if i is not None and not answer.tools[i].strict:
-                    answer = answer.relaxed(i, invalid.violations[0].problem)
-                elif i is not None:
-                    raise InvalidRequest([replace(v, field=name) for v in invalid.violations]) from None
-                else:
+                if i is None:
                     raise
+                if answer.tools[i].strict:
+                    field = answer.field_of(i)
+                    raise InvalidRequest([replace(v, field=field) for v in invalid.violations]) from None
+                answer = answer.relaxed(i, invalid.violations[0].problem)
         return answer
 
     async def checked(self, read: Reader, model: ServedModel) -> tuple[Request, Answer | None]:

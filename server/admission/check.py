@@ -50,11 +50,9 @@ def text_of(prompt: Prompt, request: Request, model: ServedModel, found: list[Vi
         found += invalid.violations
         return None
     most = most_prompt_tokens(model.engine.config, model.engine.max_model_len)
-    try:
-        model.codec.require_room("messages" if is_chat else "prompt", text, most)
-    except InvalidRequest as invalid:
+    if problem := model.codec.excess(text, most):
         excess = ContextExcess(model.engine.max_model_len, model.codec.least_tokens(text), most, is_bound=True)
-        found += (replace(violation, excess=excess) for violation in invalid.violations)
+        found.append(Violation("messages" if is_chat else "prompt", problem, excess))
         return None
     return text
 
@@ -66,10 +64,8 @@ def prediction_of(text: str | None, model: ServedModel, found: list[Violation]) 
     if model.codec is None:
         found.append(Violation("prediction.text", "is text, and the model has no tokenizer; send token_ids"))
         return None
-    try:
-        model.codec.require_room("prediction", text, model.engine.max_model_len)
-    except InvalidRequest as invalid:
-        found += invalid.violations
+    if problem := model.codec.excess(text, model.engine.max_model_len):
+        found.append(Violation("prediction", problem))
         return None
     return text
 

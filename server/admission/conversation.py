@@ -88,10 +88,9 @@ def _sound(answer: Answer, model: ServedModel) -> Answer:
     if answer.thinking_budget is not None and model.format.reasoning is None:
         problem = f"is {answer.thinking_budget}; the model marks no reasoning"
         found.append(Violation("messages.thinking_budget", problem))
-    for field, part in answer.parts if answer.has_structure else ():
-        wrong = list(_part_violations(field, part, model.engine.config))
-        i = answer.tool_of(field) if wrong else None
-        if i is not None and not answer.tools[i].strict:
+    for i, part in answer.parts if answer.has_structure else ():
+        wrong = list(_part_violations(answer.field_of(i), part, model.engine.config))
+        if wrong and i is not None and not answer.tools[i].strict:
             sound = sound.relaxed(i, wrong[0].problem)
         else:
             found += wrong

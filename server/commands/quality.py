@@ -48,7 +48,10 @@ def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str,
     pieces = _cut([codec.encode(text) for text in texts], asked.length, asked.tokens)
     found = measure(config, pieces, asked.reference, progress)
     if asked.json:
-        return json.dumps({"model": str(config.target), "weights": config.weights, **as_dict(found)}, indent=2), True
+        reference, served = found.perplexities
+        perplexities = {"reference_perplexity": reference, "served_perplexity": served}
+        model = {"model": str(config.target), "weights": config.weights}
+        return json.dumps(model | asdict(found) | perplexities, indent=2), True
     return as_text(found), True
 
 
@@ -73,12 +76,6 @@ def default_texts() -> list[str]:
     from pydoc_data.topics import topics
 
     return [*map(inspect.getsource, (heapq, textwrap)), *(str(topics[name]) for name in sorted(topics)[:_TOPICS])]
-
-
-def as_dict(found: Quality) -> dict[str, float]:
-    """Return the results, with perplexities."""
-    reference, served = found.perplexities
-    return asdict(found) | {"reference_perplexity": reference, "served_perplexity": served}
 
 
 def as_text(found: Quality) -> str:

@@ -89,7 +89,7 @@ def job_of(arguments: Sequence[str]) -> TrainingJob:
         prompts=given[0],
         held_out=given[1],
         opening=_opening(engine.target, engine.revision, codec, chat) if own_prompts else (),
-        as_prompt=_answered(codec, chat) if own_prompts and codec and chat else None,
+        as_prompt=partial(_answered, codec, chat) if own_prompts and codec and chat else None,
         text=TextPlan(texts=asked.texts, tokens=asked.tokens, seed=asked.seed),
         vocab=asked.vocab,
         schedule=Schedule(steps=asked.steps, batch_tokens=asked.batch_tokens, seed=asked.seed),
@@ -128,13 +128,11 @@ def _rendered(codec: Codec, chat: ChatTemplate, turns: list[dict[str, Any]]) -> 
 
 def _opening(target: str, revision: str | None, codec: Codec | None, chat: ChatTemplate | None) -> Tokens:
     """Return the first tokens of the target's own prompts: the opening of a user's turn, or of any text."""
-    if codec is not None and chat is not None:
-        tokens = codec.encode(chat.render([_user_turn("")], opens_turn=False, continues=True), bare=True)
-        if tokens:
+    if codec is not None:
+        turn = [{"role": "user", "content": ""}]
+        opening = "" if chat is None else chat.render(turn, opens_turn=False, continues=True)
+        if tokens := codec.encode(opening, bare=True) or codec.encode(""):
             return tokens
-    tokens = () if codec is None else codec.encode("")
-    if tokens:
-        return tokens
     text = read_config(target, revision).get_text_config()
     begins = [token for name in ("bos_token_id", "eos_token_id") if isinstance(token := getattr(text, name, None), int)]
     if not begins:
@@ -142,15 +140,7 @@ def _opening(target: str, revision: str | None, codec: Codec | None, chat: ChatT
     return (begins[0],)
 
 
-def _user_turn(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def _answered(codec: Codec, chat: ChatTemplate) -> Callable[[Tokens], Tokens | None]:
-    """Return a function that makes a prompt of the tokens of a user's turn, or None if the turn is empty."""
-
-    def as_prompt(turn: Tokens) -> Tokens | None:
-        text = codec.decode(turn).strip()
-        return codec.encode(chat.render([_user_turn(text)]), bare=True) if text else None
-
-    return as_prompt
+def _answered(codec: Codec, chat: ChatTemplate, turn: Tokens) -> Tokens | None:
+    """Return a prompt of the tokens of a user's turn; None if the turn is empty."""
+    text = codec.decode(turn).strip()
+    return _rendered(codec, chat, [{"role": "user", "content": text}]) if text else None

@@ -252,9 +252,6 @@ def largest_gap(expected: tuple[Output, ...], found: tuple[Output, ...]) -> floa
 
 def _difference(want: Output, got: Output, tolerance: float, *, is_greedy: bool) -> FirstDifference | None:
     index, at = want.index, _num_equal(want, got)
-    if len(got.logprobs) != len(got.token_ids):
-        numbers = str(len(got.token_ids)), str(len(got.logprobs))
-        return FirstDifference("number of log-probabilities", index, None, *numbers)
     pairs = [(one.logprob, other.logprob) for one, other in zip(want.logprobs[:at], got.logprobs, strict=False)]
     odd = next((i for i, (one, other) in enumerate(pairs) if not abs(one - other) <= tolerance), None)
     if want.token_ids != got.token_ids:
@@ -264,6 +261,7 @@ def _difference(want: Output, got: Output, tolerance: float, *, is_greedy: bool)
         one, other = pairs[odd]
         return FirstDifference("log-probability", index, odd, repr(one), repr(other))
     for what, mine, theirs in (
+        ("number of log-probabilities", len(got.token_ids), len(got.logprobs)),
         ("text", want.text, got.text),
         ("end", _end(want.finished), _end(got.finished)),
         ("seed", want.finished.seed, got.finished.seed),
@@ -543,13 +541,8 @@ def as_text(report: VerifyReport) -> str:
         lines.append(f"different: {job.setting.proposer} {job.setting.drafts}, {job.way}: {job.case.name}, {first}")
     if more := len(report.differences[_LISTED:]):
         lines.append(f"different: {more} more; --json lists all")
-    return "\n".join([*lines, _verdict(report)])
-
-
-def _verdict(report: VerifyReport) -> str:
     total = sum(sum(row.compared.values()) for row in report.rows.values())
     gap = f"log-probabilities differ by at most {report.largest_gap:.2g}"
-    if not report.differences:
-        return f"All {total} answers are equal; {gap}."
-    ties = sum(first.is_near_tie for _, first in report.differences)
-    return f"{len(report.differences)} of {total} answers differ, {ties} of them by near-ties; {gap}."
+    ties, wrong = sum(first.is_near_tie for _, first in report.differences), len(report.differences)
+    differ = f"{wrong} of {total} answers differ, {ties} of them by near-ties"
+    return "\n".join([*lines, f"{differ if wrong else f'All {total} answers are equal'}; {gap}."])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from engine.text.guided import json_rule
+from engine.text.schemas.patterns import escaped
 from engine.text.stops import Asides, StopStrings
 from server.formats.json_text import JsonText
 
@@ -231,7 +232,6 @@ class ChatFormat(ABC):
 
     name: ClassVar[str]
     reads: ClassVar[type[Any]]  # a subclass of `Parser`, whose module imports this one
-    markers: tuple[str, ...] = ()  # of calls
     trigger: str = ""  # the marker that begins every call
     turns: ClassVar[tuple[str, ...]] = ()  # markers of turns; parsers drop those that are tokens
 
@@ -241,11 +241,6 @@ class ChatFormat(ABC):
         self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None, variant: str = ""
     ) -> None:
         self.special, self.reasoning, self._variant = dict(special or {}), reasoning, variant or self.newest
-
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        """The texts of tokens that parsers drop."""
-        return tuple(turn for turn in self.turns if turn in self.special)
 
     def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False) -> Any:
         """Return a `Parser` for one output.
@@ -286,7 +281,7 @@ class ChatFormat(ABC):
         """
         # Text and trigger are one lexeme, because the lexer does not backtrack into a trigger that it read as text.
         is_token, trigger = self.trigger in self.special, self.literal(self.trigger)
-        others = "" if unlike is None else rf" & ~/\s*{pattern(unlike)}(?s:.*)/"
+        others = "" if unlike is None else rf" & ~/\s*{escaped(unlike)}(?s:.*)/"
         # Other tokens must not spell a trigger that is a token: the parser would read an unconstrained call.
         others += without(self.trigger) if is_token else ""
         return "\n".join([
@@ -333,14 +328,9 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def pattern(text: str) -> str:
-    r"""Return a Lark regex that matches exactly this text: "a.b" -> "a\x{2e}b"."""
-    return "".join(char if char.isalnum() or not char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
-
-
 def without(*marks: str) -> str:
     """Return a suffix of a Lark terminal that excludes texts with one of these marks."""
-    return f" & ~/(?s:.*)({'|'.join(map(pattern, marks))})(?s:.*)/"
+    return f" & ~/(?s:.*)({'|'.join(map(escaped, marks))})(?s:.*)/"
 
 
 def arguments_rule(tool: Tool, quote: str = "") -> str:

@@ -62,7 +62,6 @@ class DeepSeekFormat(ChatFormat):
 
     name = "deepseek"
     reads = _DeepSeekParser
-    markers = (_BEGIN, _CALL, _SEPARATOR, _CALL_END, _END)
     trigger = _BEGIN
     newest = "v3.1"
     turns = tuple(map(_mark, ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")))

@@ -9,19 +9,14 @@ from server.formats.base import ChatFormat, ReasoningMarks
 from server.formats.deepseek import DeepSeekFormat
 from server.formats.gemma import GemmaFormat
 from server.formats.harmony import HarmonyFormat
-from server.formats.hermes import HermesFormat
-from server.formats.llama import LlamaFormat
-from server.formats.mistral import MistralFormat
+from server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
 from server.formats.reasoning import PlainFormat
 from server.formats.tagged import GlmFormat, QwenCoderFormat
-
-_DEEPSEEK_CALLS = "<\uff5ctool▁calls▁begin\uff5c>"
-
 
 # Some contain the markers of others, so the order matters.
 _MARKS = (
     ("harmony", ("<|channel|>", "<|message|>")),
-    ("deepseek", (_DEEPSEEK_CALLS,)),
+    ("deepseek", (DeepSeekFormat.trigger,)),
     ("gemma", ("<|tool_call>", "<tool_call|>")),
     ("gemma", ("<start_function_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
@@ -64,8 +59,6 @@ def detect(template: str | None, special_tokens: Mapping[str, int], override: st
     name = override or next((name for name, marks in _MARKS if all(mark in text for mark in marks)), "plain")
     if name not in FORMATS:
         raise ModelError(f"the chat format is {name!r}; expected one of {', '.join(FORMATS)}")
-    if FORMATS[name] is HarmonyFormat:
-        return HarmonyFormat(special_tokens)  # has its own markers of reasoning
     reasoning = next((marks for mark, marks in _REASONING.items() if mark in text), None)
     variant = next((variant for mark, variant in _VARIANTS.get(name, {}).items() if mark in text), "")
     return FORMATS[name](special_tokens, reasoning, variant)

@@ -27,16 +27,15 @@ _MARKS: dict[str, _Marks] = {
 }
 _WORD = "call:"
 _AS_JSON = {"None": "null", "True": "true", "False": "false"}  # as the chat templates write them
-_QUOTES = {marks.begin: marks.quote for marks in _MARKS.values()}
+_BY_BEGIN = {marks.begin: marks for marks in _MARKS.values()}
 _KEY_ENDS = (*":,{}[]", *(mark for marks in _MARKS.values() for mark in marks))  # of keys without quotes
-_ENDS = {marks.begin: marks.end for marks in _MARKS.values()}
 
 
 class _GemmaParser(Parser):
     """Writes arguments as JSON. It also reads JSON."""
 
-    begins = tuple(_QUOTES)
-    _end_of_broken = re.compile("|".join(map(re.escape, _ENDS.values())))
+    begins = tuple(_BY_BEGIN)
+    _end_of_broken = re.compile("|".join(re.escape(marks.end) for marks in _MARKS.values()))
     _reads_on_at_openings = False
 
     def _call(self, marker: str) -> Steps[bool]:
@@ -46,7 +45,8 @@ class _GemmaParser(Parser):
         if not (word and name and (yield from self._expect("{"))):
             return False
         self._start_call(name)
-        return (yield from self._members(_QUOTES[marker])) and (yield from self._ended(_ENDS[marker]))
+        marks = _BY_BEGIN[marker]
+        return (yield from self._members(marks.quote)) and (yield from self._ended(marks.end))
 
     def _members(self, quote: str) -> Steps[bool]:
         """Write the arguments after the opening brace; return whether they were complete."""
@@ -122,7 +122,6 @@ class GemmaFormat(ChatFormat):
 
     name = "gemma"
     reads = _GemmaParser
-    markers = (*_MARKS["functiongemma"], *_MARKS["gemma4"])
     turns = (
         *("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_function_response>", "<end_function_response>"),
         *("<|turn>", "<turn|>", "<|tool_response>", "<tool_response|>"),

@@ -29,10 +29,8 @@ class _HarmonyParser(Parser):
 
     _end_of_broken = re.compile("|".join(map(re.escape, (_END, _RETURN, _CALL))))
 
-    def __init__(
-        self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
-    ) -> None:
-        super().__init__(chat_format, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
+    def __init__(self, chat_format: ChatFormat, tools: Sequence[Tool], **how: bool) -> None:
+        super().__init__(chat_format, tools, **how)
         self._thoughts, self._answer = _Messages(leading=True), _Messages(leading=False)
         self._text = self._answer
 
@@ -122,10 +120,9 @@ class HarmonyFormat(ChatFormat):
 
     name = "harmony"
     reads = _HarmonyParser
-    markers = _MARKERS
 
-    def __init__(self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None) -> None:
-        super().__init__(special, reasoning or ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END))
+    def __init__(self, special: Mapping[str, int] | None = None, *_: object) -> None:
+        super().__init__(special, ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END))
 
     def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
         """Return all but the bodies of messages to the user: headers, reasoning, calls, and with tools commentary."""

@@ -73,7 +73,8 @@ class Parser:
         self._scanner, self._is_cut = Scanner(), False
         self.is_reasoning = starts_in_reasoning and chat_format.reasoning is not None
         self._marks, self._starts_in_reasoning = chat_format.reasoning, starts_in_reasoning
-        self._dropped, self._openings = chat_format.dropped, self.begins if tools else ()
+        self._dropped = tuple(turn for turn in chat_format.turns if turn in chat_format.special)
+        self._openings = self.begins if tools else ()
         # A marker that is a token is never incomplete.
         self._spelled = [mark for mark in self._openings if mark not in chat_format.special]
         self._reasoning, self._text = Trimmed(leading=True), Trimmed(leading=False)

@@ -35,18 +35,15 @@ class Answer:
         return self.must_call or self.content is not None or any(tool.strict for tool in self.tools)
 
     @property
-    def parts(self) -> Iterator[tuple[str, Guided]]:
-        """The caller's structures with the names of their fields, to find an invalid one."""
+    def parts(self) -> Iterator[tuple[int | None, Guided]]:
+        """The caller's structures, to find an invalid one: the content (None), and those of the tools by index."""
         if self.content is not None:
-            yield "", self.content
-        for i, tool in enumerate(self.tools, self.first_tool):
-            yield f"messages.tools[{i}].parameters", _arguments(tool)
+            yield None, self.content
+        yield from ((i, _arguments(tool)) for i, tool in enumerate(self.tools))
 
-    def tool_of(self, field: str) -> int | None:
-        """Return the index of the tool that a field of `parts` belongs to; None for the content."""
-        return next(
-            (i for i in range(len(self.tools)) if field == f"messages.tools[{self.first_tool + i}].parameters"), None
-        )
+    def field_of(self, index: int | None) -> str:
+        """Return the request's field with one of `parts`; "" for the content, which names its own."""
+        return "" if index is None else f"messages.tools[{self.first_tool + index}].parameters"
 
     def relaxed(self, index: int, problem: str) -> Answer:
         """Return the same with any object as the arguments of one tool; `problem` is logged."""
@@ -66,22 +63,16 @@ def _arguments(tool: Tool) -> Guided:
 
 def structure_of(answer: Answer, chat_format: ChatFormat) -> Guided | None:
     """Return the structure of the whole text; None for any text. Raises ValueError if a part is invalid."""
-    thinking = _thinking(answer, chat_format)
+    marks, thinking = chat_format.reasoning, None
+    if answer.thinking_budget is not None and marks is not None:
+        begin = None if answer.starts_in_reasoning else marks.begin
+        thinking = ThinkingBudget(max_tokens=answer.thinking_budget, end=marks.end, begin=begin)
     if not answer.has_structure:
         return None if thinking is None else Guided(thinking=thinking)
-    if chat_format.reasoning is None and answer.content is not None and not answer.tools and not chat_format.prefix(
-        has_reasoned=False
-    ):  # fmt: skip
+    is_plain = marks is None and not chat_format.prefix(has_reasoned=False)
+    if is_plain and answer.content is not None and not answer.tools:
         return answer.content  # unchanged, so that errors refer to the caller's source
     return Guided(grammar="\n".join([*_start(answer, chat_format), *_rules(answer, chat_format)]), thinking=thinking)
-
-
-def _thinking(answer: Answer, chat_format: ChatFormat) -> ThinkingBudget | None:
-    marks = chat_format.reasoning
-    if answer.thinking_budget is None or marks is None:
-        return None
-    begin = None if answer.starts_in_reasoning else marks.begin
-    return ThinkingBudget(max_tokens=answer.thinking_budget, end=marks.end, begin=begin)
 
 
 def _start(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from engine.text.schemas.keywords import WITH_INTEGERS, Branch, parsed
+from engine.text.schemas.patterns import escaped
 from engine.text.schemas.rules import SchemaRules
-from server.formats.base import ChatFormat, Tool, pattern, quoted
+from server.formats.base import ChatFormat, Tool, quoted
 from server.formats.json_text import value_in
 from server.formats.reasoning import Parser, Steps
 
@@ -42,12 +42,10 @@ class _TaggedParser(Parser):
 
     _reads_on_at_openings = False
 
-    def __init__(
-        self, chat_format: TaggedFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool, has_structure: bool
-    ) -> None:
+    def __init__(self, chat_format: TaggedFormat, tools: Sequence[Tool], **how: bool) -> None:
         self._tags = tags = chat_format
         self.begins = (tags.trigger,)
-        super().__init__(chat_format, tools, starts_in_reasoning=starts_in_reasoning, has_structure=has_structure)
+        super().__init__(chat_format, tools, **how)
         self._tools = {f"{tool.name}{tags.around_name[1]}": tool for tool in tools}
         self._heads = (tags.around_name[0],) if tags.around_name[0] else tuple(self._tools)
         self._next_call: int | None = None  # position of another call in the taken text
@@ -77,7 +75,7 @@ class _TaggedParser(Parser):
             before_value = self._tags.around_value[0]
             if key_end != self._tags.around_key[1] or (before_value and not (yield from self._next(before_value))):
                 return False
-            tag = yield from self._value_of(_Value(parameters, name, separator, is_indented=self._tags.is_indented))
+            tag = yield from self._value_of(_Value(parameters, name, separator, self._tags.line_break))
             separator = ", "
         if not tag:
             return False
@@ -132,7 +130,7 @@ class TaggedFormat(ChatFormat):
         around_key: the tags before and after the name of a parameter.
         around_value: the tags before and after a value.
         ends: the tags after the parameters ("" for none) and after the call.
-        is_indented: whether values are on separate lines, so that the line breaks around them are not part of them.
+        line_break: around a value, but no part of it; may be empty.
         line: the line break between tags, in Lark.
     """
 
@@ -140,7 +138,7 @@ class TaggedFormat(ChatFormat):
     around_key: ClassVar[tuple[str, str]]
     around_value: ClassVar[tuple[str, str]]
     ends: ClassVar[tuple[str, str]]
-    is_indented: ClassVar[bool]
+    line_break: ClassVar[str]
     line: ClassVar[str]
     reads = _TaggedParser
 
@@ -173,27 +171,20 @@ class TaggedFormat(ChatFormat):
             parameters.refuse(f"has a parameter named {name!r}")
         key = quoted(name) if name is not None else r"/[^<>\s]+/"
         before = f"{self.line} {self.literal(self.around_value[0])}" if self.around_value[0] else ""
-        mark, line_break = self.around_value[1], "\n" if self.is_indented else ""
-        end = ValueEnd(
-            line_break=line_break,
-            mark=mark,
-            token=self.literal(mark) if mark in self.special else None,
-            followers=self.after_value,
-        )
-        value = shared.setdefault(parameters.rule(name, end), f"value_{len(shared)}")
+        value = shared.setdefault(parameters.rule(name, self), f"value_{len(shared)}")
         begin = f"{self.literal(self.around_key[0])} {key} {self.literal(self.around_key[1])}"
-        return f"{begin} {before} {self.literal(line_break)} {value} {self.line}"
+        return f"{begin} {before} {self.literal(self.line_break)} {value} {self.line}"
 
 
 class _Value:
     """Writes the value of a parameter as JSON: a string incrementally, another value when it is complete."""
 
-    def __init__(self, parameters: Parameters, name: str, separator: str, *, is_indented: bool) -> None:
-        self._parameters, self._name, self._is_indented = parameters, name, is_indented
+    def __init__(self, parameters: Parameters, name: str, separator: str, line_break: str) -> None:
+        self._parameters, self._name, self._line_break = parameters, name, line_break
         self._key = f"{separator}{json.dumps(name, ensure_ascii=False)}: "
         self._is_string = parameters.types(name) == STRING
         self._parts: list[str] = []
-        self._has_begun, self._line_break = False, ""  # a held-back line break, which may be the last one
+        self._has_begun, self._held = False, ""  # a held-back line break, which may be the last one
 
     def begin(self) -> str:
         """Return the JSON before the value, if that is a string."""
@@ -201,13 +192,10 @@ class _Value:
 
     def add(self, text: str) -> str:
         """Add text; return the JSON that is certain."""
-        if text and self._is_indented:
-            if not self._has_begun:
-                text = text.removeprefix("\n")
-            text = self._line_break + text
-            self._line_break = "\n" if text.endswith("\n") else ""
-            text = text.removesuffix("\n")
-            self._has_begun = True
+        if text and self._line_break:
+            text = self._held + (text if self._has_begun else text.removeprefix(self._line_break))
+            self._has_begun, self._held = True, self._line_break if text.endswith(self._line_break) else ""
+            text = text.removesuffix(self._line_break)
         if self._is_string:
             return json.dumps(text, ensure_ascii=False)[1:-1]
         self._parts.append(text)
@@ -216,20 +204,6 @@ class _Value:
     def end(self) -> str:
         """Return the rest of the complete value."""
         return '"' if self._is_string else self._key + self._parameters.json_of(self._name, "".join(self._parts))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueEnd:
-    """The end of a value."""
-
-    line_break: str  # before the mark; may be empty
-    mark: str  # the text of the mark
-    token: str | None  # the mark in Lark if it is a token, which no text contains
-    followers: Sequence[str]  # the mark ends the value only before one of these
-
-    @property
-    def lark(self) -> str:
-        return quoted(self.line_break + self.mark) if self.token is None else f"{quoted(self.line_break)} {self.token}"
 
 
 class Parameters:
@@ -282,9 +256,11 @@ class Parameters:
         is_whole = any("properties" in part or part.get("additionalProperties") is False for part in branch)
         return found if is_whole else found | {None: False}
 
-    def rule(self, name: str | None, end: ValueEnd) -> str:
+    def rule(self, name: str | None, tags: TaggedFormat) -> str:
         """Return the right-hand side of a Lark rule for a value and its end. Raises ValueError if there is none."""
-        types = self.types(name or "")
+        types, line_break, mark = self.types(name or ""), tags.line_break, tags.around_value[1]
+        is_token = mark in tags.special  # which no text contains
+        end = f"{quoted(line_break)} {tags.literal(mark)}" if is_token else quoted(line_break + mark)
         value = self._rules.plain(*self._rules.of_property(self._branch, name or ""))
         lines = ["start: text | json" if value.json else "start: text"]
         if not (value.strings or value.others):
@@ -292,15 +268,20 @@ class Parameters:
         else:
             banned = [_SPACE + _WRITTEN[kind] for kind in sorted(types & _WRITTEN.keys())]
             banned += [r"[\-0-9](?s:.*)"] if "number" in value.kinds else []  # the lexer cannot distinguish them
-            exclusions = "".join(f" & ~/{regex}/" for regex in [*banned, *_early_ends(end)])
+            # Texts that contain their end, or that the parser would end earlier.
+            banned.append(rf"(?s:.*){escaped(line_break + mark)}(?s:.*)")
+            if line_break:
+                followers = "|".join(map(escaped, tags.after_value))
+                banned.append(rf"(?s:.*){escaped(mark)}{_SPACE}({followers})(?s:.*)")
+            exclusions = "".join(f" & ~/{regex}/" for regex in banned)
             texts = " | ".join([*(string + exclusions for string in value.strings), *value.others])
-            if end.token is not None:
-                lines += [f"TEXT: ({texts}) {quoted(end.line_break)}" if end.line_break else f"TEXT: {texts}"]
-                lines += [f"text: TEXT {end.token}"]
+            if is_token:
+                lines += [f"TEXT: ({texts}) {quoted(line_break)}" if line_break else f"TEXT: {texts}"]
+                lines += [f"text: TEXT {tags.literal(mark)}"]
             else:
-                lines += [f"TEXT: {texts}", f"text[suffix={quoted(end.line_break + end.mark)}]: TEXT"]
+                lines += [f"TEXT: {texts}", f"text[suffix={end}]: TEXT"]
         if value.json:
-            lines.append(f"json: {value.json} {end.lark}")
+            lines.append(f"json: {value.json} {end}")
         return "\n".join(["%lark {", *lines, "}"])
 
     @property
@@ -322,13 +303,6 @@ def _type_of(value: Any) -> str:
     return {str: "string", int: "integer", list: "array", dict: "object"}.get(type(value), "null")
 
 
-def _early_ends(end: ValueEnd) -> Iterator[str]:
-    """Yield regexes of texts that contain their end, or that the parser would end earlier."""
-    yield rf"(?s:.*){pattern(end.line_break + end.mark)}(?s:.*)"
-    if end.line_break:
-        yield rf"(?s:.*){pattern(end.mark)}{_SPACE}({'|'.join(map(pattern, end.followers))})(?s:.*)"
-
-
 class GlmFormat(TaggedFormat):
     r"""Calls of GLM 4.5 and later: pairs of a key and a value, one call after another.
 
@@ -336,14 +310,13 @@ class GlmFormat(TaggedFormat):
     """
 
     name = "glm"
-    markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     trigger = "<tool_call>"
     turns = ("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "<|endoftext|>")
     around_name = ("", "")
     around_key = ("<arg_key>", "</arg_key>")
     around_value = ("<arg_value>", "</arg_value>")
     ends = ("", "</tool_call>")
-    is_indented = False
+    line_break = ""
     line = r'"\n"?'
 
 
@@ -354,12 +327,11 @@ class QwenCoderFormat(TaggedFormat):
     """
 
     name = "qwen_coder"
-    markers = ("<tool_call>", "</tool_call>")
     trigger = "<tool_call>"
     turns = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     around_name = ("<function=", ">")
     around_key = ("<parameter=", ">")
     around_value = ("", "</parameter>")
     ends = ("</function>", "</tool_call>")
-    is_indented = True
+    line_break = "\n"
     line = r'"\n"'

@@ -119,7 +119,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         with self._admission.conversion(self._caller(context)):
             model = self._model(request)
             codec, most = _require_codec(model), model.engine.max_model_len
-            codec.require_room("text", request.text, most)
+            if problem := codec.excess(request.text, most):
+                raise InvalidRequest.of("text", problem)
             release_turn()
             return await self._admission.slow.encode(
                 request.text, lambda text: pb.TokenizeResponse(token_ids=codec.encode(text))

@@ -150,7 +150,6 @@ def gateway(
     async def metrics(request: Request) -> Response:
         """Return all metrics in Prometheus text format, or in OpenMetrics if the Accept header requests it."""
         page, content_type = exposition.page(request.headers.get("accept", ""))
-        asyncio.get_running_loop().call_soon(exposition.renew)  # requests in the same turn get the same page
         return Response(page, media_type=content_type)
 
     @app.get("/v1/models")

@@ -96,9 +96,9 @@ class OutputBuffer:
         for start in range(0, with_text, _REPLAYED):
             part = tokens[start : min(start + _REPLAYED, with_text)]
             if self._text is not None:
-                piece = self._text.push(part)
-                self._stop_string, self._text_length = piece.stop, self._text_length + len(piece.text)
-                part = part[: len(piece.texts)]
+                texts, self._stop_string = self._text.push(part), self._text.stop
+                self._text_length += sum(map(len, texts))
+                part = part[: len(texts)]
             self._count(part)
             if self.is_stopped:
                 return
@@ -178,13 +178,11 @@ class OutputBuffer:
         is_whole = len(tokens) == len(event.token_ids)
         ended_by_id = is_whole and event.finished is not None and event.finished.stop_token_id is not None
         shown = tokens[: len(tokens) - ended_by_id]  # a token that ends it by id has no text
-        texts, stop = ("",) * len(shown), None
+        texts = ("",) * len(shown)
         if self._text is not None:
-            piece = self._text.push(shown)
-            texts, stop = piece.texts, piece.stop
-        if ended_by_id and stop is None:
+            texts, self._stop_string = self._text.push(shown), self._text.stop
+        if ended_by_id and self._stop_string is None:
             texts += ("",)
-        self._stop_string = stop
         if texts:
             self._store(event, texts)
         return self.is_stopped

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -201,29 +200,27 @@ async def watch_lag(observe: Callable[[float], None], clock: Clock, every_second
 
 # vLLM's names of our metrics. Units and meanings agree, so that dashboards and autoscalers for vLLM work. Histograms
 # keep our buckets.
-VLLM_NAMES = MappingProxyType(
-    {
-        "pilotfish_requests_running": "vllm:num_requests_running",
-        "pilotfish_requests_waiting": "vllm:num_requests_waiting",
-        "pilotfish_kv_usage_ratio": "vllm:kv_cache_usage_perc",  # in vLLM it is also a share from 0 to 1
-        "pilotfish_cache_config_info": "vllm:cache_config_info",
-        "pilotfish_prefix_cache_queries": "vllm:prefix_cache_queries",
-        "pilotfish_prefix_cache_hits": "vllm:prefix_cache_hits",
-        "pilotfish_preemptions": "vllm:num_preemptions",
-        "pilotfish_prompt_tokens": "vllm:prompt_tokens",
-        "pilotfish_generated_tokens": "vllm:generation_tokens",
-        "pilotfish_requests": "vllm:request_success",
-        "pilotfish_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-        "pilotfish_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
-        "pilotfish_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
-        "pilotfish_request_duration_seconds": "vllm:e2e_request_latency_seconds",
-        "pilotfish_queue_time_seconds": "vllm:request_queue_time_seconds",
-        "pilotfish_spec_drafts": "vllm:spec_decode_num_drafts",
-        "pilotfish_spec_draft_tokens": "vllm:spec_decode_num_draft_tokens",
-        "pilotfish_spec_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
-        "pilotfish_spec_accepted_tokens_per_position": "vllm:spec_decode_num_accepted_tokens_per_pos",
-    }
-)
+VLLM_NAMES = {
+    "pilotfish_requests_running": "vllm:num_requests_running",
+    "pilotfish_requests_waiting": "vllm:num_requests_waiting",
+    "pilotfish_kv_usage_ratio": "vllm:kv_cache_usage_perc",  # in vLLM it is also a share from 0 to 1
+    "pilotfish_cache_config_info": "vllm:cache_config_info",
+    "pilotfish_prefix_cache_queries": "vllm:prefix_cache_queries",
+    "pilotfish_prefix_cache_hits": "vllm:prefix_cache_hits",
+    "pilotfish_preemptions": "vllm:num_preemptions",
+    "pilotfish_prompt_tokens": "vllm:prompt_tokens",
+    "pilotfish_generated_tokens": "vllm:generation_tokens",
+    "pilotfish_requests": "vllm:request_success",
+    "pilotfish_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "pilotfish_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "pilotfish_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "pilotfish_request_duration_seconds": "vllm:e2e_request_latency_seconds",
+    "pilotfish_queue_time_seconds": "vllm:request_queue_time_seconds",
+    "pilotfish_spec_drafts": "vllm:spec_decode_num_drafts",
+    "pilotfish_spec_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "pilotfish_spec_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+    "pilotfish_spec_accepted_tokens_per_position": "vllm:spec_decode_num_accepted_tokens_per_pos",
+}
 _VLLM_LABELS = {"finish_reason": "finished_reason"}
 
 
@@ -232,7 +229,6 @@ class Exposition(Collector):
 
     def __init__(self, registry: CollectorRegistry, vllm_model: str | None = None) -> None:
         self._registry = registry
-        self._pages: dict[str, bytes] = {}  # by content type
         self._vllm_labels = None if vllm_model is None else {"model_name": vllm_model, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
@@ -245,21 +241,11 @@ class Exposition(Collector):
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """Return the page and its content type, in the format requested by the Accept header."""
-        encode, content_type = _encoder(accept)
-        if content_type not in self._pages:
-            self._pages[content_type] = encode(self)
-        return self._pages[content_type], content_type
-
-    def renew(self) -> None:
-        """Invalidate the cached page."""
-        self._pages.clear()
-
-
-def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    try:
-        return choose_encoder(accept)
-    except (TypeError, ValueError):  # invalid parameters, such as version=x
-        return choose_encoder("")
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # invalid parameters, such as version=x
+            encode, content_type = choose_encoder("")
+        return encode(self), content_type
 
 
 def _renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:

@@ -24,7 +24,7 @@ from engine.llm import LLM, CompletionOutput
 from engine.params import Guided, SamplingParams, SpeculationMode, ThinkingBudget
 from engine.types import Sequence
 from server.formats.base import ReasoningMarks, Tool
-from server.formats.hermes import HermesFormat
+from server.formats.json_calls import HermesFormat
 from server.formats.structure import Answer, structure_of
 from tests.covering import covering, some
 from tests.sameness import (

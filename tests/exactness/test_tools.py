@@ -30,9 +30,7 @@ from server.formats.deepseek import DeepSeekFormat
 from server.formats.detect import FORMATS
 from server.formats.gemma import GemmaFormat
 from server.formats.harmony import HarmonyFormat
-from server.formats.hermes import HermesFormat
-from server.formats.llama import LlamaFormat
-from server.formats.mistral import MistralFormat
+from server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
 from server.formats.reasoning import PlainFormat
 from server.formats.structure import Answer, structure_of
 from server.formats.tagged import GlmFormat, QwenCoderFormat
@@ -40,7 +38,7 @@ from tests import heads, zoo
 from tests.covering import some
 from tests.sameness import asking, assert_same, run
 from tests.server.formats.laws import SCHEMAS
-from tests.server.formats.walks import joined
+from tests.server.formats.walks import joined, markers_of
 
 THINK = ReasoningMarks("<think>", "</think>")
 BRACKETS = ReasoningMarks("[THINK]", "[/THINK]")
@@ -62,7 +60,7 @@ MADE = {
 }
 OF_TOKENS = [name for name in MADE if name not in ("hermes", "qwen_coder", "glm")]
 MARKS = ("[THINK]", "[/THINK]", "<|channel>", "<channel|>")
-SPECIAL = tuple(dict.fromkeys([*MARKS, *(marker for name in OF_TOKENS for marker in MADE[name]({}).markers)]))
+SPECIAL = tuple(dict.fromkeys([*MARKS, *(marker for name in OF_TOKENS for marker in markers_of(MADE[name]({})))]))
 PROMPT = "import json\n\nprint(json.dumps(value)) # -> "
 BUDGET, MOST = 6, 160
 NUMBERS = range(12)  # of `SCHEMAS`: one for each format

@@ -124,8 +124,8 @@ FAULTS = tuple(
 -self._patience.renew()
 +pass
 21 | stop strings | engine/text/stops.py | a stop string inside the beginning of a longer one is missed
--self._complete[longer] = min(self._complete[longer], self._complete[fallback])
-+pass
+-next(filter(end.endswith, self._stops)) if end.endswith(self._stops) else ""
++end if end in self._stops else ""
 =tests/engine/text/test_codec.py
 22 | UTF-8 | engine/text/codec.py | a character that is cut at the end of the output is lost
 -self._held + self._decoder.flush()
@@ -302,8 +302,8 @@ FAULTS = tuple(
 -{_counted(behind)}[0-9]*" if behind
 +{_counted(behind)}" if behind
 70 | structures | server/formats/base.py | one keyword that is refused is the end of a function that is not strict
--lenient=not tool.strict)
-+lenient=False)
+-lenient=not tool.strict, quote
++lenient=False, quote
 =tests/server/formats/test_laws.py
 71 | formats | server/formats/reasoning.py | a broken call takes all that follows
 -self._scanner.rewind(length)

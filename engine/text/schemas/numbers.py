@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -96,11 +96,6 @@ class NumberSet:
         if any(abs(value) > _MAX_BOUND for value in given.values()):
             raise ValueError(f"{step} is not supported beside a bound beyond {_MAX_BOUND}")
         return {"type": "integer", "multipleOf": int(step), **given, "x-guidance": _OPTIONS}
-
-    def without_step(self) -> NumberSet:
-        """The same without the step, but for integers."""
-        is_integer = self.step is not None and self.step.denominator == 1
-        return replace(self, step=Fraction(1) if is_integer else None)
 
     @property
     def is_empty(self) -> bool:

@@ -17,7 +17,8 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cache
 from itertools import combinations
 from typing import TypeVar
@@ -79,7 +80,7 @@ class SchemaRules:
         self.branches = Branches(self.keywords)
         self._alphabet, self._quote = self.keywords.alphabet, quote
         self._nowhere = ""  # the first place where no value is valid
-        self._names_in: dict[str, Texts] = {}
+        self._names_in: dict[str, LLMatcher] = {}
         self._empty: set[tuple[int, ...]] = set()  # sets of schemas that no value satisfies
         self._apart: set[int] = set()  # schemas with `oneOf` that were checked
 
@@ -236,7 +237,8 @@ class SchemaRules:
                 return self._rule(f"%json {json.dumps(found.library_schema())}")
             except ValueError as problem:
                 self.keywords.refuse("multipleOf", f"{endings}; {problem}", *branch[:1])
-                return found.without_step().terminal()
+                is_integer = found.step is not None and found.step.denominator == 1
+                return replace(found, step=Fraction(1) if is_integer else None).terminal()
 
     # --------------------------------------------------------------------------------------------------- strings
 
@@ -265,8 +267,14 @@ class SchemaRules:
         return None if len(found) > 1 and self._is_empty(terminal) else terminal
 
     def _is_empty(self, terminal: str) -> bool:
+        """Whether a terminal matches nothing. ValueError: it is wrong, or too costly."""
         self.branches.count(_QUESTION)
-        return is_empty(terminal)
+        matcher = _matcher(terminal)
+        matcher.compute_bitmask()
+        if matcher.is_error() and matcher.get_error().startswith(_NO_WAY_ON):
+            return True
+        _check(matcher)
+        return False
 
     # ---------------------------------------------------------------------------------------------------- arrays
 
@@ -338,11 +346,17 @@ class SchemaRules:
             yield from found or [part.get("additionalProperties", True)]
 
     def _fits(self, name: str, pattern: str, part: Schema) -> bool:
+        """Whether a name matches a pattern. ValueError: the pattern is too costly."""
         terminal = self.keywords.name_terminal(pattern, part)
-        if terminal not in self._names_in and terminal is not None:
-            self._names_in[terminal] = Texts(terminal)
         self.branches.count(_NAME)
-        return terminal is not None and self._alphabet.string(name) in self._names_in[terminal]
+        if terminal is None:
+            return False
+        if terminal not in self._names_in:
+            self._names_in[terminal] = _matcher(terminal)
+        matcher, tokens = self._names_in[terminal].deep_copy(), list(self._alphabet.string(name).encode())
+        found = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        _check(matcher)
+        return found
 
     def _others(self, branch: Branch, taken: Sequence[str]) -> str | None:
         """A rule of one member whose name is not declared; None if there must be none."""
@@ -444,26 +458,3 @@ def _matcher(terminal: str) -> LLMatcher:
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
         raise ValueError(first_line(matcher.get_error()))
-
-
-def is_empty(terminal: str) -> bool:
-    """Whether a terminal matches nothing. ValueError: it is wrong, or too costly."""
-    matcher = _matcher(terminal)
-    matcher.compute_bitmask()
-    if matcher.is_error() and matcher.get_error().startswith(_NO_WAY_ON):
-        return True
-    _check(matcher)
-    return False
-
-
-class Texts:
-    """The texts that a terminal matches. ValueError: it is wrong, or too costly."""
-
-    def __init__(self, terminal: str) -> None:
-        self._matcher = _matcher(terminal)
-
-    def __contains__(self, text: str) -> bool:
-        matcher, tokens = self._matcher.deep_copy(), list(text.encode())
-        found = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-        _check(matcher)
-        return found

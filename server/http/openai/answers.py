@@ -389,7 +389,7 @@ class TextAnswers(AnswerFormat):
         if self._codec is not None and (logprobs or not isinstance(sent, str)):
             decoder = OutputText(self._codec)
             for start in range(0, len(token_ids), TOKENS_PER_TURN):
-                texts += decoder.push(token_ids[start : start + TOKENS_PER_TURN]).texts
+                texts += decoder.push(token_ids[start : start + TOKENS_PER_TURN])
                 await asyncio.sleep(0)
             texts.append(decoder.flush())
         text = sent if isinstance(sent, str) else "".join(texts)

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from engine.errors import InvalidRequest, ModelError
+from engine.errors import ModelError
 from engine.text.codec import Codec, OutputText
 from engine.text.stops import StopStrings
 from models import embedded_target
@@ -68,10 +68,10 @@ def run(chunks: list[list[int]], stop: list[str], codec: Codec = CODEC) -> tuple
     """Text, kept tokens, what stopped it, and the text per token."""
     output, texts, hit = OutputText(codec, StopStrings(stop)), (), None
     for chunk in chunks:
-        piece = output.push(chunk)
-        assert piece.num_tokens == len(piece.texts) <= len(chunk)
-        texts += piece.texts
-        hit = piece.stop
+        found = output.push(chunk)
+        assert len(found) <= len(chunk)
+        texts += found
+        hit = output.stop
         if hit is not None:
             break
     return "".join(texts) + output.flush(), len(texts), hit, texts
@@ -119,10 +119,9 @@ def test_what_is_shown_is_never_taken_back_and_only_the_needed_is_held(tokens: l
     final = run([tokens], stop)[0]
     output, shown = OutputText(CODEC, StopStrings(stop)), ""
     for count, token in enumerate(tokens, 1):
-        piece = output.push([token])
-        shown += piece.text
+        shown += "".join(output.push([token]))
         assert final.startswith(shown)
-        if piece.stop is not None:
+        if output.stop is not None:
             return
         settled = CODEC.decode(tokens[:count]).rstrip("�")
         held = settled[len(shown) :]
@@ -132,7 +131,7 @@ def test_what_is_shown_is_never_taken_back_and_only_the_needed_is_held(tokens: l
 def test_a_truncated_character_is_flushed_as_batch_decoding_shows_it() -> None:
     truncated = list(CODEC.encode("a€"))[:-1]
     output = OutputText(CODEC)
-    assert output.push(truncated).text == "a"
+    assert "".join(output.push(truncated)) == "a"
     assert output.flush() == "�"
     assert output.flush() == ""
 
@@ -218,17 +217,13 @@ def with_token(**sides: bool) -> Codec:
 
 def bytes_of(codec: Codec, size: int, most: int) -> str | None:
     """What is wrong with a text of so many bytes where `most` tokens are allowed."""
-    try:
-        codec.require_room("prompt", "x" * size, most)
-    except InvalidRequest as invalid:
-        return str(invalid)
-    return None
+    return codec.excess("x" * size, most)
 
 
 def test_a_text_of_more_bytes_than_the_tokens_can_stand_for_is_refused() -> None:
     longest = len(END)
     assert bytes_of(CODEC, 3 * longest, 3) is None
-    said = f"prompt has {3 * longest + 1} bytes, which are more than 3 tokens; the limit is {3 * longest} bytes"
+    said = f"has {3 * longest + 1} bytes, which are more than 3 tokens; the limit is {3 * longest} bytes"
     assert bytes_of(CODEC, 3 * longest + 1, 3) == said
 
 
@@ -238,7 +233,7 @@ def test_a_text_of_more_bytes_than_the_tokens_can_stand_for_is_refused() -> None
 @settings(max_examples=40)
 @given(text=st.text(st.one_of(st.sampled_from("ab €▁"), st.characters(exclude_categories=["Cs"])), max_size=40))
 def test_no_text_is_refused_by_its_bytes_that_fits(codec: Codec, text: str) -> None:
-    codec.require_room("prompt", text, len(codec.encode(text, bare=True)))
+    assert codec.excess(text, len(codec.encode(text, bare=True))) is None
 
 
 ENDLESS = {  # tokenizers of which one token can stand for a text of any length

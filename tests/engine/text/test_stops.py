@@ -75,7 +75,7 @@ def test_an_answer_is_cut_where_the_whole_text_would_be(
     for parts in ([[token] for token in tokens], [tokens], None if data is None else in_chunks(data, tokens)):
         output, shown = OutputText(CODEC, StopStrings(stop), asides=asides(*kind)), ""
         for part in parts or ():
-            shown += output.push(part).text
+            shown += "".join(output.push(part))
             if output.stop is not None:
                 break
         shown += output.flush()

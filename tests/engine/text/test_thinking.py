@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,11 +118,11 @@ def test_white_space_before_the_reasoning_is_not_kept():
 def test_begin_and_end_in_one_token():
     """A reasoning that has ended where it began requires no end."""
     grammar = compiled(0, "<think>")
-    grammar.text_of = {1: "<thi", 2: "nk></think>", 3: "x"}.__getitem__
+    grammar.codec = SimpleNamespace(decode=lambda ids, **_: {1: "<thi", 2: "nk></think>", 3: "x"}[ids[0]])
     assert state_after(grammar, [1, 2]).advance([3, 3]) == 2
 
 
 def test_tokens_without_text_hide_no_end():
     grammar = compiled(20)
-    grammar.text_of = {1: "</thi", 2: "", 3: "nk>", 4: "x"}.__getitem__
+    grammar.codec = SimpleNamespace(decode=lambda ids, **_: {1: "</thi", 2: "", 3: "nk>", 4: "x"}[ids[0]])
     assert state_after(grammar, [1, *[2] * 10, 3]).advance([4] * 30) == 30

@@ -13,8 +13,7 @@ from engine.text.codec import Codec
 from models import embedded_target
 from server.chat import ChatTemplate
 from server.formats.base import ReasoningMarks
-from server.formats.hermes import HermesFormat
-from server.formats.llama import LlamaFormat
+from server.formats.json_calls import HermesFormat, LlamaFormat
 from server.formats.tagged import QwenCoderFormat
 from tests.server.fake_engine import FakeEngine
 from tests.serving import grpc_client, serving, serving_embedded

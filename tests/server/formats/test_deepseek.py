@@ -7,11 +7,11 @@ import pytest
 from server.formats.base import ReasoningMarks, Tool
 from server.formats.deepseek import DeepSeekFormat
 from tests.server.formats.laws import FREE, Calls, Family, Spelling, called, dumped, some_calls
-from tests.server.formats.walks import Call, Masks, Reading, plain_masks, read
+from tests.server.formats.walks import Call, Masks, Reading, markers_of, plain_masks, read
 
-BEGIN, CALL, SEPARATOR, CALL_END, END = DeepSeekFormat.markers
+BEGIN, CALL, SEPARATOR, CALL_END, END = markers_of(DeepSeekFormat)
 EOS = DeepSeekFormat.turns[1]
-TOKENS = Masks(dict.fromkeys([*DeepSeekFormat.markers, EOS], True))
+TOKENS = Masks(dict.fromkeys([*markers_of(DeepSeekFormat), EOS], True))
 A = '{"a": 1}'
 
 

@@ -9,9 +9,7 @@ from server.formats.deepseek import DeepSeekFormat
 from server.formats.detect import FORMATS, detect
 from server.formats.gemma import GemmaFormat
 from server.formats.harmony import HarmonyFormat
-from server.formats.hermes import HermesFormat
-from server.formats.llama import LlamaFormat
-from server.formats.mistral import MistralFormat
+from server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
 from server.formats.reasoning import PlainFormat
 from server.formats.tagged import GlmFormat, QwenCoderFormat
 
@@ -66,7 +64,7 @@ def test_tokens_are_those_of_the_tokenizer():
     assert found.literal("<tool_call>") == "<[7]>"
     assert found.literal("</tool_call>") == '"</tool_call>"'
     assert found.literal("a<|im_end|>\n<tool_call>") == '("a" <[8]> "\\n" <[7]>)'
-    assert found.dropped == ("<|im_end|>",)
+    assert found.parser(())._dropped == ("<|im_end|>",)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from server.formats.base import ReasoningMarks, Tool
 from server.formats.gemma import GemmaFormat
 from tests.server.formats.laws import FREE, Family, Render, Spelling, called, hostile_texts, some_calls
-from tests.server.formats.walks import Masks, read
+from tests.server.formats.walks import Masks, markers_of, read
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 MARKS = {"functiongemma": ("<start_function_call>", "<end_function_call>", "<escape>"), "gemma4": (BEGIN, END, QUOTE)}
-TOKENS = Masks(dict.fromkeys([*GemmaFormat.markers, "<|channel>", "<channel|>", "<|tool_response>"], True))
+TOKENS = Masks(dict.fromkeys([*markers_of(GemmaFormat), "<|channel>", "<channel|>", "<|tool_response>"], True))
 THOUGHT = ReasoningMarks("<|channel>thought", "<channel|>")
 
 

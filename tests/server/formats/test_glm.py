@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from server.formats.base import ReasoningMarks
 from server.formats.tagged import GlmFormat
 from tests.server.formats.laws import TYPED, Calls, Family, Spelling, called, typed_calls
-from tests.server.formats.walks import TEXT, VALUES, Call, Masks, Reading, plain_masks, tool
+from tests.server.formats.walks import TEXT, VALUES, Call, Masks, Reading, markers_of, plain_masks, tool
 
-TOKENS = Masks({**dict.fromkeys([*GlmFormat.markers, "<think>", "</think>"], False), "<|observation|>": True})
+TOKENS = Masks({**dict.fromkeys([*markers_of(GlmFormat), "<think>", "</think>"], False), "<|observation|>": True})
 
 
 def write(calls: Calls, line: str = "\n") -> str:

@@ -6,9 +6,9 @@ import pytest
 
 from server.formats.harmony import HarmonyFormat
 from tests.server.formats.laws import FREE, Calls, Family, Spelling, called, dumped, some_calls
-from tests.server.formats.walks import Masks, Reading, read
+from tests.server.formats.walks import Masks, Reading, markers_of, read
 
-TOKENS = Masks(dict.fromkeys(HarmonyFormat.markers, True))
+TOKENS = Masks(dict.fromkeys(markers_of(HarmonyFormat), True))
 FORMAT = HarmonyFormat(TOKENS.ids)
 ROLE, ANALYSIS, FINAL = "<|start|>assistant", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 COMMENTARY, JSON = "<|channel|>commentary", "<|constrain|>json<|message|>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from server.formats.base import ReasoningMarks, Tool
-from server.formats.hermes import HermesFormat
+from server.formats.json_calls import HermesFormat
 from tests.server.formats.laws import Calls, Family, Spelling, called, some_calls
 from tests.server.formats.walks import Masks, plain_masks, read
 

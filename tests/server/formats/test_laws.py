@@ -21,7 +21,7 @@ from tests.server.formats.test_hermes import HERMES
 from tests.server.formats.test_llama import LLAMA
 from tests.server.formats.test_mistral import MISTRAL
 from tests.server.formats.test_qwen_coder import QWEN_CODER
-from tests.server.formats.walks import Call, Reading, cuts, joined, pieces_of, read
+from tests.server.formats.walks import Call, Reading, cuts, joined, markers_of, pieces_of, read
 
 FAMILIES = (HERMES, QWEN_CODER, GLM, LLAMA, MISTRAL, GEMMA, DEEPSEEK, HARMONY)
 SPELLINGS = [(family, spelling) for family in FAMILIES for spelling in family.spellings]
@@ -168,7 +168,9 @@ def test_hostile_texts_are_read_the_same_in_all_cuts(family: Family, examples: i
 
     @settings(max_examples=examples)
     @given(
-        hostile_texts(*chat_format.markers, *chat_format.turns[:1], marks.begin, marks.end, *written, *family.hostile)
+        hostile_texts(
+            *markers_of(chat_format), *chat_format.turns[:1], marks.begin, marks.end, *written, *family.hostile
+        )
     )
     def holds(text: str) -> None:
         for starts_in_reasoning in (False, True):
@@ -179,7 +181,7 @@ def test_hostile_texts_are_read_the_same_in_all_cuts(family: Family, examples: i
 
 @of_every_spelling
 def test_what_is_read_early_is_not_taken_back(family: Family, spelling: Spelling) -> None:
-    marks = spelling.format.markers if family.tools is FREE and not spelling.format.special else ()
+    marks = markers_of(spelling.format) if family.tools is FREE and not spelling.format.special else ()
     values = {"a": [True, "}", {"b": None}, 'x"\\', *marks], "c": -1.5}
     text = spelling.write([("get", values), family.one, ("get_x", {})])
     whole = joined(pieces_of(spelling.format, family.tools, [text]))
@@ -241,11 +243,11 @@ def mutant(family: Family, spelling: Spelling, rng: random.Random) -> str:
     if kind == 0:
         return text[:in_text] + rng.choice(["\n", "\t", "\x01", "\x0c", "\\d", "\\", '"', "\\u12"]) + text[in_text:]
     if kind == 1:
-        marks = [] if spelling.format.special else [*spelling.format.markers]
+        marks = [] if spelling.format.special else [*markers_of(spelling.format)]
         return text[:in_text] + rng.choice([*marks, "{", "}", "<", "[", ", "]) + text[in_text:]
     if kind == 2:
         marks = [
-            (text.index(mark, place.start), mark) for mark in spelling.format.markers if mark in text[place.start :]
+            (text.index(mark, place.start), mark) for mark in markers_of(spelling.format) if mark in text[place.start :]
         ]
         start, mark = rng.choice([(at, mark) for at, mark in marks if at + len(mark) <= place.stop] or [(in_text, "")])
         return text[:start] + mark * rng.choice([0, 2]) + text[start + len(mark) :]
@@ -286,7 +288,9 @@ def reading_in_parts(family: Family, spelling: Spelling, text: str, rng: random.
 
 @of_every_spelling
 def test_a_text_that_is_cut_has_the_calls_and_the_text_before(family: Family, spelling: Spelling) -> None:
-    text, _ = conversation(family, spelling, "" if spelling.format.special else "<".join(spelling.format.markers[:1]))
+    text, _ = conversation(
+        family, spelling, "" if spelling.format.special else "<".join(markers_of(spelling.format)[:1])
+    )
     whole = joined(pieces_of(spelling.format, family.tools, [text]))
     for length in token_ends(spelling, text):
         found = joined(pieces_of(spelling.format, family.tools, [text[:length]], is_cut=True))
@@ -356,7 +360,7 @@ def test_tokens_of_turns_are_dropped(family: Family, spelling: Spelling) -> None
 
 @of_every_plain_spelling
 def test_a_free_answer_has_calls_in_their_structure(family: Family, spelling: Spelling) -> None:
-    begin, trigger = spelling.format.reasoning.begin, spelling.format.trigger or spelling.format.markers[0]
+    begin, trigger = spelling.format.reasoning.begin, spelling.format.trigger or markers_of(spelling.format)[0]
     call, two = spelling.write([family.one]), spelling.write([family.one] * 2)
 
     def allowed(text: str, **how) -> bool:
@@ -392,7 +396,8 @@ def test_a_call_without_its_structure_cannot_be_said(family: Family, text: str) 
 def test_the_work_is_proportional_to_the_text(family: Family) -> None:
     chat_format = family.first.format
     written = [spelling.write([family.one]) for spelling in family.spellings if spelling.format.special]
-    parts = ["a", " ", "<", "{", *chat_format.markers, *written, *(f"{text}x" for text in written), *family.repeated]
+    markers = markers_of(chat_format)
+    parts = ["a", " ", "<", "{", *markers, *written, *(f"{text}x" for text in written), *family.repeated]
     parts += [f"{text.replace(mark, '', 1)} " for text in written for mark in ("}", '"', "</")]  # broken calls
     for part in dict.fromkeys(parts):
         begin, part = ("", part) if isinstance(part, str) else part

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from server.formats.base import ReasoningMarks
-from server.formats.mistral import MistralFormat
+from server.formats.json_calls import MistralFormat
 from tests.server.formats.laws import Calls, Family, Spelling, called, dumped, some_calls
-from tests.server.formats.walks import Masks, plain_masks
+from tests.server.formats.walks import Masks, markers_of, plain_masks
 
-TOKENS = Masks(dict.fromkeys(MistralFormat.markers, True))
+TOKENS = Masks(dict.fromkeys(markers_of(MistralFormat), True))
 THINK = ReasoningMarks("[THINK]", "[/THINK]")
 A = '{"a": 1}'
 

@@ -11,10 +11,10 @@ from server.formats.base import Content, Reasoning, ReasoningMarks, Tool
 from server.formats.deepseek import DeepSeekFormat
 from server.formats.gemma import GemmaFormat
 from server.formats.harmony import HarmonyFormat
-from server.formats.mistral import MistralFormat
+from server.formats.json_calls import MistralFormat
 from server.formats.reasoning import PlainFormat
 from server.formats.structure import Answer, structure_of
-from tests.server.formats.walks import Masks
+from tests.server.formats.walks import Masks, markers_of
 
 MASKS = Masks({"<think>": False, "</think>": False})
 INTEGER = Guided(json_schema=json.dumps({"type": "integer"}))
@@ -57,7 +57,7 @@ OF_TOKENS = {
 def test_other_tokens_do_not_spell_what_begins_a_call(name):
     """A reader would find a call there, whose arguments have no structure."""
     kind, variant = OF_TOKENS[name]
-    masks = Masks(dict.fromkeys(kind({}, **variant).markers, True))
+    masks = Masks(dict.fromkeys(markers_of(kind), True))
     chat_format = kind(masks.ids, **variant)
     guided = structure_of(Answer(tools=(Tool("f", strict=True),)), chat_format)
     begin = masks.tokenizer.encode("<|channel|>final<|message|>", add_special_tokens=False).ids

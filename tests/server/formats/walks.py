@@ -19,6 +19,29 @@ from server.formats.base import CallArguments, CallStart, ChatFormat, Content, P
 TOKENIZER = Path(__file__).resolve().parents[3] / "models" / "target" / "tokenizer.json"
 END = 0
 
+_MARKERS = {  # of calls, by format
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen_coder": ("<tool_call>", "</tool_call>"),
+    "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "llama": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    "gemma": (
+        "<start_function_call>", "<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>',
+    ),
+    "deepseek": tuple(
+        f"<\uff5c{name}\uff5c>"
+        for name in ("tool▁calls▁begin", "tool▁call▁begin", "tool▁sep", "tool▁call▁end", "tool▁calls▁end")
+    ),
+    "harmony": (
+        "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>",
+    ),
+}  # fmt: skip
+
+
+def markers_of(chat_format: ChatFormat | type[ChatFormat]) -> tuple[str, ...]:
+    """The markers of calls that a format reads."""
+    return _MARKERS.get(chat_format.name, ())
+
 
 class Call(NamedTuple):
     """A call as the pieces give it: its arguments are JSON text."""

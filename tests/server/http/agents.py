@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from server.chat import ChatTemplate
 from server.formats.base import ReasoningMarks
-from server.formats.hermes import HermesFormat
+from server.formats.json_calls import HermesFormat
 from tests.engine.text.test_codec import CODEC, END
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.http import interfaces

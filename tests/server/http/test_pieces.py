@@ -10,7 +10,7 @@ import pytest
 from engine.types import TokenEvent
 from server.chat import Conversation
 from server.formats.base import CallArguments, CallStart, Content, Reasoning, ReasoningMarks, Tool
-from server.formats.hermes import HermesFormat
+from server.formats.json_calls import HermesFormat
 from server.formats.reasoning import PlainFormat
 from server.http.pieces import CallReader, _merged, call_id
 from tests.server.http.interfaces import ended

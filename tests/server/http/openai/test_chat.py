@@ -6,7 +6,7 @@ import pytest
 
 from engine.types import Logprob, TokenEvent
 from server.formats.base import ReasoningMarks
-from server.formats.hermes import HermesFormat
+from server.formats.json_calls import HermesFormat
 from server.http.openai.answers import ChatAnswers
 from server.http.openai.bodies import ChatBody
 from tests.server.http import agents
