@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.attention import fixed as fixed_order
 from engine.attention import sdpa
 from engine.attention.reference import AttentionSpec
 from engine.kernels import reference
@@ -29,8 +28,7 @@ def attend(
     With `fixed` they do not depend on how its batch was put together.
     """
     if not reads(k, v):
-        plain = fixed_order.attend if fixed else sdpa.attend
-        return plain(query, k, v, batch, spec)
+        return (sdpa.attend_fixed if fixed else sdpa.attend)(query, k, v, batch, spec)
     from engine.kernels import attention, plan  # both import Triton, which is optional
 
     value_dim = width_of(v)

@@ -82,14 +82,9 @@ def arena_rows(batch: RaggedBatch, i: int, device: torch.device) -> Tensor:
 def causal_mask(positions: Tensor, keys: range, spec: AttentionSpec) -> Tensor:
     """True where the token at `positions[t]` may see key position `keys[j]`: bool `[t, len(keys)]`."""
     key, position = torch.arange(keys.start, keys.stop, device=positions.device), positions[:, None]
-    return ~hidden_from(position, key, spec)
-
-
-def hidden_from(position: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
-    """True where the token at `position` must not see `key`; the two broadcast."""
-    hidden = key > position
+    seen = key <= position
     if spec.window is not None:
-        hidden = hidden | (key <= position - spec.window)
+        seen = seen & (key > position - spec.window)
     if spec.chunk is not None:
-        hidden = hidden | (key < position // spec.chunk * spec.chunk)
-    return hidden
+        seen = seen & (key >= position // spec.chunk * spec.chunk)
+    return seen

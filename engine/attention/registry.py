@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine.attention import fixed, native, paged, reference, sdpa
+from engine.attention import native, paged, reference, sdpa
 from engine.attention.reference import AttentionSpec
 from engine.choices import AttentionKind
 from engine.errors import ModelError
@@ -77,14 +77,14 @@ _BY_NAME: Mapping[str, Attend] = {
     "rows": sdpa.attend_rows,
     "sdpa": sdpa.attend,
     "reference": reference.attend,
-    "fixed": fixed.attend,
+    "fixed": sdpa.attend_fixed,
 }
 
 
 def choose(name: AttentionKind, device: torch.device, *, row_wise: bool = False) -> Attend:
     """Pick an implementation; `auto` is the fastest, or with `row_wise` the fastest in which rows are independent.
 
-    `fixed` sums in an order that depends on absolute positions only: our kernel with one tile size where available.
+    `fixed` is the fastest in which a row's bits depend neither on other rows nor on the number of threads.
 
     Raises:
         ModelError: `native` or `triton` is asked for and not available.
@@ -97,10 +97,10 @@ def choose(name: AttentionKind, device: torch.device, *, row_wise: bool = False)
         )
     if name == "triton" and not has_kernel and not is_interpreted():
         raise ModelError(f"attention is triton, which requires a CUDA device and Triton; device is {device.type}")
-    others: AttentionKind = "rows" if row_wise else "sdpa"
+    others: AttentionKind = "fixed" if name == "fixed" else "rows" if row_wise else "sdpa"
     fastest: AttentionKind = "native" if has_native else "triton" if has_kernel else others
-    chosen = fastest if name == "auto" else name
-    if chosen == "fixed" and has_kernel:
+    chosen = fastest if name in ("auto", "fixed") else name
+    if name == "fixed" and has_kernel:
         log.info("attention on %s: triton, one tile size for all rows", device.type)
         return paged.attend_fixed
     log.info("attention on %s: %s%s", device.type, chosen, "" if name == "auto" else " (configured)")

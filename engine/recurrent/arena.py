@@ -95,11 +95,6 @@ class ScanPlan:
     @classmethod
     def of(cls, batch: RaggedBatch, log_rows: int) -> ScanPlan:
         """The plan of a batch, whose sequences all have states, with logs of `log_rows` rows."""
-        plan: ScanPlan = batch.once(("scan plan", log_rows), lambda: cls._of(batch, log_rows))
-        return plan
-
-    @classmethod
-    def _of(cls, batch: RaggedBatch, log_rows: int) -> ScanPlan:
         spans = [span for span in batch.states if span is not None]
         assert len(spans) == len(batch.kv_lens), "a sequence has no state"
         scans = []

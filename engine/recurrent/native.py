@@ -1,4 +1,4 @@
-"""The rules of `rules.py` in C: CPU, float32 and bfloat16 rows. Other sizes, types and devices run there (`fits`)."""
+"""The rules of `rules.py` in C: CPU, float32 and bfloat16 rows. Other sizes, types and devices run there (`scans`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from engine.recurrent import rules
 from engine.recurrent.arena import PartSlots
 
 
-def fits(rows: Tensor, depth: int) -> bool:
-    """Whether C runs a rule over these rows, with states of this depth."""
-    return recurrent.scans(rows, depth)
-
-
 def conv(slots: PartSlots, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """See `rules.conv`. The states have the type of `x`."""
-    if not fits(x, weight.shape[1]):
+    if not recurrent.scans(x, weight.shape[1]):
         return rules.conv(slots, x, weight, bias, activation)
     assert activation in (None, "silu"), activation
     return recurrent.scan(
@@ -28,7 +23,7 @@ def conv(slots: PartSlots, x: Tensor, weight: Tensor, bias: Tensor | None, activ
 
 def delta(slots: PartSlots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """See `rules.delta`."""
-    if not fits(v, k.shape[2]):
+    if not recurrent.scans(v, k.shape[2]):
         return rules.delta(slots, q, k, v, g, beta)
     rows = [v, q.to(v.dtype), k.to(v.dtype), g.float(), beta.float()]
     return recurrent.scan(
@@ -39,7 +34,7 @@ def delta(slots: PartSlots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Te
 
 def mamba2(slots: PartSlots, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     """See `rules.mamba2`."""
-    if not fits(x, b.shape[2]):
+    if not recurrent.scans(x, b.shape[2]):
         return rules.mamba2(slots, x, dt, a, b, c, d)
     rows = [x, c.to(x.dtype), b.to(x.dtype), dt.float() * a.float(), dt.float()]
     return recurrent.scan(
@@ -50,7 +45,7 @@ def mamba2(slots: PartSlots, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Ten
 
 def mamba1(slots: PartSlots, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     """See `rules.mamba1`."""
-    if not fits(x, b.shape[1]):
+    if not recurrent.scans(x, b.shape[1]):
         return rules.mamba1(slots, x, dt, a, b, c, d)
     rows = [x, dt.float(), b.to(x.dtype), c.to(x.dtype)]
     return recurrent.scan(

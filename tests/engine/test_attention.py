@@ -7,12 +7,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention import choose, fixed, native, paged, reference, registry, sdpa
+from engine.attention import choose, native, paged, reference, registry, sdpa
 from engine.attention.reference import AttentionSpec
 from engine.errors import ModelError
 from engine.kernels.reference import round_heads
 from engine.kv.arena import floats_of
 from engine.kv.batch import Feed, RaggedBatch
+from engine.machine.threads import exactly
 
 
 def _problem(seed: int, lens: list[tuple[int, int]], page: int, kv_heads: int, group: int, dim: int, longest: int = 64):
@@ -68,20 +69,21 @@ def _moved(k: torch.Tensor, batch: RaggedBatch, i: int, page: int) -> tuple[torc
 
 @settings(max_examples=8)
 @given(st.integers(0, 1000), LENS, st.sampled_from([4, 16, 200]), WINDOW, SOFTCAP)
-@pytest.mark.parametrize("dim", [7, 8, 20])
+@pytest.mark.parametrize("dim", [7, 8, 20, 48])
 def test_fixed_gives_a_query_the_same_bits_everywhere(
     dim: int, seed: int, lens: list[tuple[int, int]], page: int, window: int | None, softcap: float | None
 ) -> None:
     """One row alone, of one sequence, in other pages, beside rows that are not a number: nothing may show."""
     lens = [(now, before + 60 * (i % 2)) for i, (now, before) in enumerate(lens)]
     batch, query, k, v = _problem(seed, lens, 16, 2, 3, dim, longest=192)
-    together = fixed.attend(query, k, v, batch, AttentionSpec(0.4, window, softcap=softcap))
+    attend = choose("fixed", torch.device("cpu"))
+    together = attend(query, k, v, batch, AttentionSpec(0.4, window, softcap=softcap))
     for i, (now, before) in enumerate(lens):
         (my_k, table), (my_v, _) = _moved(k, batch, i, page), _moved(v, batch, i, page)
         for t in {0, now - 1, now // 2}:
             alone = RaggedBatch.of([Feed([0], before + t, table)], page, torch.device("cpu"))
             row = batch.cu_seqlens[i] + t
-            got = fixed.attend(query[row : row + 1], my_k, my_v, alone, AttentionSpec(0.4, window, softcap=softcap))
+            got = attend(query[row : row + 1], my_k, my_v, alone, AttentionSpec(0.4, window, softcap=softcap))
             assert torch.equal(got[0], together[row])
 
 
@@ -92,7 +94,7 @@ KINDS = st.sampled_from(["floats", "int8", "latent"])
 @settings(max_examples=15)
 @given(st.integers(0, 1000), LENS, st.sampled_from([1, 3, 16, 64]), SHAPES, WINDOW, SOFTCAP, KINDS)
 @example(0, [(1, 64), (1, 4)], 16, (2, 2, 7), None, None, "floats")  # the newest key of each begins a block
-@pytest.mark.parametrize("attend", [reference.attend, sdpa.attend_rows, sdpa.attend, fixed.attend])
+@pytest.mark.parametrize("attend", [reference.attend, sdpa.attend_rows, sdpa.attend])
 def test_each_equals_the_reference_in_floats(
     attend: registry.Attend, seed: int, lens: list[tuple[int, int]], page: int, shape: tuple[int, int, int],
     window: int | None, softcap: float | None, kind: str,
@@ -114,15 +116,16 @@ def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, meta = torch.device("cpu"), torch.device("meta")
     assert choose("sdpa", cpu) is sdpa.attend
     assert choose("reference", cpu) is reference.attend
-    assert choose("fixed", cpu) is fixed.attend
     assert choose("auto", meta) is sdpa.attend
     assert choose("auto", meta, row_wise=True) is sdpa.attend_rows
     monkeypatch.setattr(registry, "library", lambda: object())
     for row_wise, otherwise in ((False, sdpa.attend), (True, sdpa.attend_rows)):
         chosen = choose("auto", cpu, row_wise=row_wise)
         assert (chosen.func, chosen.keywords) == (native.attend, {"otherwise": otherwise})
+    assert choose("fixed", cpu).keywords == {"otherwise": sdpa.attend_fixed}
     monkeypatch.setattr(registry, "library", lambda: None)
     assert choose("auto", cpu) is sdpa.attend
+    assert choose("fixed", cpu) is sdpa.attend_fixed
     monkeypatch.setattr(registry, "has_triton", lambda: True)
     monkeypatch.setattr(registry, "is_interpreted", lambda: False)
     assert choose("auto", torch.device("cuda")) is paged.attend
@@ -133,3 +136,15 @@ def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("auto", torch.device("cuda")) is sdpa.attend
     with pytest.raises(ModelError, match="attention is native, which requires a CPU and the C kernels"):
         choose("native", cpu)
+
+
+@pytest.mark.parametrize("dim", [7, 80, 128])
+@pytest.mark.parametrize("attend", [sdpa.attend_fixed, choose("fixed", torch.device("cpu"))])
+def test_fixed_has_the_same_bits_on_any_number_of_threads(attend: registry.Attend, dim: int) -> None:
+    """Also over many keys, which torch's own attention divides among its threads."""
+    batch, query, k, v = _problem(1, [(2, 700), (1, 63)], 16, 2, 3, dim, longest=704)
+    found = []
+    for threads in (1, 2, 3, 8):
+        with exactly(threads):
+            found.append(attend(query, k, v, batch, AttentionSpec(0.1)))
+    assert all(torch.equal(each, found[0]) for each in found)

@@ -19,7 +19,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton.runtime.interpreter import GridExecutor
 
 from engine.attention import choose, paged, sdpa
-from engine.attention import fixed as fixed_order
 from engine.attention import reference as by_formula
 from engine.attention.reference import AttentionSpec
 from engine.kernels import attention, paging, plan, reference
@@ -138,8 +137,8 @@ def test_codes_mean_what_they_mean_on_a_cpu(case, fixed, monkeypatch):
     batch, spec = RaggedBatch.of(feeds, 16, DEVICE), replace(spec, sinks=query[0, :, 0])  # not dense
     want = by_formula.attend(query, k, v, batch, spec)
     plain = Counter[str]()
-    for module in (sdpa, fixed_order):
-        monkeypatch.setattr(module, "attend", partial(seen, plain, module.attend))
+    for name in ("attend", "attend_fixed"):
+        monkeypatch.setattr(sdpa, name, partial(seen, plain, getattr(sdpa, name)))
     got = paged.attend(query, k, v, batch, spec, fixed=fixed)
     assert torch.allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert plain.total() == (dim % 4 > 0)

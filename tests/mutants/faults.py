@@ -351,8 +351,8 @@ FAULTS = tuple(
 +growth(own) if
 =tests/engine/model/test_rotary.py
 83 | decoder | engine/model/decoder/families/builders.py | layers of both kinds have the same rotary positions
--{"rotary": tables[kind]} for kind in kinds
-+{"rotary": tables[FULL]} for kind in kinds
+-{"rotary": tables[kind]} for kind in config.layer_types
++{"rotary": tables[FULL]} for kind in config.layer_types
 =tests/engine/model/test_decoder.py
 84 | decoder | engine/model/decoder/families/described.py | a Qwen's first layers have a window too
 -window is None or i < first

@@ -6,9 +6,8 @@ a family has is in `families/`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,34 +18,29 @@ from engine.model.decoder.rotary import QueryGrowth, RotaryTable
 from engine.recurrent.arena import StatePart
 
 
-class Mixer(Protocol):
+class Mixer:
     """What looks at other positions: the description of a module that reads the weights of a layer's mixer."""
 
     @property
     def kv(self) -> LayerKV | None:
         """What the layer keeps of a position."""
-        ...
-
-    @property
-    def rotary(self) -> RotaryTable:
-        """Its rotary positions."""
-        ...
-
-
-class StateMixer(ABC):
-    """A mixer that keeps a state of each sequence, beside keys and values or in their place."""
-
-    @property
-    def kv(self) -> LayerKV | None:
         return None
 
     @property
     def rotary(self) -> RotaryTable:
+        """Its rotary positions."""
         return RotaryTable.none(0)
 
-    @abstractmethod
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """The parts of the state, in the order in which a pass comes to them; `dtype` is that of rows."""
+        """The parts of a sequence's state, in the order in which a pass comes to them; `dtype` is that of rows."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class FeedLayer(Mixer):
+    """A feed-forward in a mixer's place, which keeps nothing."""
+
+    feed: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +98,7 @@ class HeadGate:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionLayer:
+class AttentionLayer(Mixer):
     """Grouped attention with rotary positions.
 
     Attributes:
@@ -136,7 +130,7 @@ class AttentionLayer:
     kv_heads: int
     head_dim: int
     spec: AttentionSpec
-    rotary: RotaryTable
+    rotary: RotaryTable = field()  # without a default, which the property of `Mixer` would be
     interleaved: bool = False
     norm: HeadNorm | None = None
     qkv_bias: bool = False
@@ -309,19 +303,13 @@ class Architecture:
     per_layer: Any = None
 
     @property
-    def transposes_experts(self) -> bool:
-        """Whether the checkpoint has fused matrices of experts as `[inputs, outputs]`."""
-        return any(getattr(layer.feed, "transposed", False) for layer in self.layers)
-
-    @property
     def attention(self) -> AttentionLayer:
         """That of the first layer that is one."""
         return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionLayer))
 
     def state(self, dtype: torch.dtype, depth: int) -> tuple[StatePart, ...]:
         """The parts of the state of the first `depth` layers, in the order in which a pass comes to them."""
-        mixers = (layer.mixer for layer in self.layers[:depth])
-        return tuple(part for mixer in mixers if isinstance(mixer, StateMixer) for part in mixer.state(dtype))
+        return tuple(part for layer in self.layers[:depth] for part in layer.mixer.state(dtype))
 
     @property
     def kv(self) -> tuple[LayerKV | None, ...]:

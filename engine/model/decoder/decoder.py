@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
 from engine.machine.threads import most_threads
-from engine.model.decoder.architecture import Architecture, AttentionLayer
+from engine.model.decoder.architecture import Architecture, AttentionLayer, FeedLayer
 from engine.model.decoder.attention import GroupedAttention
 from engine.model.decoder.experts import Experts, MixtureMLP
 from engine.model.decoder.feed_forward import GatedFeed, GatedMLP, PlainFeed, PlainMLP
@@ -33,16 +33,20 @@ from engine.model.decoder.gemma import (
 from engine.model.decoder.latent import LatentAttention, LatentLayer
 from engine.model.decoder.norms import RMSNorm, norm_of
 from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.recurrent.layers import (
+from engine.model.decoder.recurrent import (
+    Beside,
     BesideLayer,
     ConvLayer,
     DeltaLayer,
-    FeedLayer,
+    GatedDelta,
+    Mamba1,
     Mamba1Layer,
+    Mamba2,
     Mamba2Layer,
+    Shared,
     SharedLayer,
+    ShortConv,
 )
-from engine.model.decoder.recurrent.modules import Beside, GatedDelta, Mamba1, Mamba2, Shared, ShortConv
 from engine.model.decoder.rotary import Rotations
 from engine.model.decoder.stack import FINAL, Stack
 from engine.model.decoder.weights import Embedding, WeightReader

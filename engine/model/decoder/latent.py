@@ -7,7 +7,7 @@ The arena stores one key per token, (latent, rotary part), whose beginning is it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from engine.attention.reference import AttentionSpec
 from engine.attention.registry import Ragged
 from engine.kv.arena import LayerKV
-from engine.model.decoder.architecture import Architecture, NormForm
+from engine.model.decoder.architecture import Architecture, Mixer, NormForm
 from engine.model.decoder.attention import join, rotated, signed_halves
 from engine.model.decoder.norms import norm_of
 from engine.model.decoder.rotary import RotaryTable
@@ -30,7 +30,7 @@ _QUERY, _LATENT = "q_proj", "kv_a_proj_with_mqa"
 
 
 @dataclass(frozen=True, slots=True)
-class LatentLayer:
+class LatentLayer(Mixer):
     """Attention whose keys and values are products of one latent vector of a position, and a rotary part of all heads.
 
     Attributes:
@@ -55,7 +55,7 @@ class LatentLayer:
     rope: int
     value: int
     spec: AttentionSpec
-    rotary: RotaryTable
+    rotary: RotaryTable = field()  # without a default, which the property of `Mixer` would be
     query_rank: int | None = None
     interleaved: bool = False
     bias: bool = False
@@ -108,11 +108,6 @@ class LatentHeads(nn.Module):
         """Queries `[T, heads, nope + rope]` -> `[T, heads, rank + rope]`, for keys of a latent and a rotary part."""
         nope, rope = query.split([self.nope, query.shape[2] - self.nope], 2)
         return torch.cat([self.keys(nope), rope], 2)
-
-    def expand(self, attended: Tensor) -> Tensor:
-        """Weighted sums of latents `[T, heads, rank]` -> of values `[T, heads, value_dim]`."""
-        made: Tensor = self.values(attended)
-        return made
 
 
 def latent_of(module: nn.Module) -> LatentHeads | None:
@@ -196,7 +191,7 @@ class LatentAttention(nn.Module):
             found = ragged.attend_layer(
                 self.layer_idx, self.latent.absorb(asked), key, key[..., : layer.rank], layer.spec
             )
-            attended = self.latent.expand(found)
+            attended = self.latent.values(found)  # weighted sums of latents -> of values
         if layer.gated:
             attended = attended * ELEMENTWISE[torch.sigmoid](gate)[..., None]
         return cast("Tensor", self.o_proj(attended.flatten(1)[None]))

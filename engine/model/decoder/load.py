@@ -160,8 +160,9 @@ def check(
         if TABLE not in weights:
             del wanted[TABLE]
     held = {key: tuple(weight.shape) for key, weight in weights.items()}
+    is_transposed = any(getattr(layer.feed, "transposed", False) for layer in architecture.layers)
     for key, (count, *sizes) in _fused_shapes(held).items():
-        held[key] = count, *(reversed(sizes) if architecture.transposes_experts else sizes)
+        held[key] = count, *(reversed(sizes) if is_transposed else sizes)
     missing = sorted(wanted.keys() - held.keys())
     if missing:
         raise ModelError(f"model {name!r} is missing {len(missing)} weights, including {missing[0]}")

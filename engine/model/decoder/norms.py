@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 from engine.kernels.args import Fp8Rows
 from engine.model.decoder.ops import LayerOps
+from engine.model.linear.activations import ELEMENTWISE
 from engine.native import rows_for
 from engine.native.rows import WeightAndEps
 
@@ -94,6 +96,28 @@ class HeadsRMSNorm(nn.Module):
         """`[..., heads, size]`, in the type of `x`."""
         wide = x.float()
         return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(x.dtype)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of parts of a row, and a gate before or after it, in float32."""
+
+    weight: Tensor
+
+    def __init__(
+        self, weight: Tensor, eps: float, *, norm_first: bool, gate: Callable[[Tensor], Tensor] = F.silu
+    ) -> None:
+        """`weight`: `[size]` for all parts, or `[parts, size]`; `gate`: the function of a gate's numbers."""
+        super().__init__()
+        self.norm, self.norm_first = RMSNorm(torch.ones(weight.shape[-1]), eps), norm_first
+        self._gate = ELEMENTWISE[gate]
+        self.register_buffer("weight", weight.float(), persistent=False)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """float32 `[T, parts, size]`, and a gate of this shape -> `[T, parts, size]`."""
+        opened = self._gate(gate.reshape(len(gate), -1).float()).view(x.shape)
+        if self.norm_first:
+            return cast("Tensor", self.norm(x) * self.weight * opened)
+        return cast("Tensor", self.norm(x * opened) * self.weight)
 
 
 def norm_of(form: NormForm, weights: WeightReader, name: str, size: int) -> nn.Module:

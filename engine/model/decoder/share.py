@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.decoder.architecture import Architecture, AttentionLayer, Layer, StateMixer
+from engine.model.decoder.architecture import Architecture, AttentionLayer, Layer
 from engine.model.decoder.experts import Experts
 from engine.model.decoder.feed_forward import GatedFeed, PlainFeed
 from engine.model.decoder.latent import LatentLayer
@@ -64,7 +64,7 @@ def share_of(architecture: Architecture, size: int) -> Architecture:
 
 
 def _layer(layer: Layer, size: int) -> Layer:
-    if isinstance(layer.mixer, StateMixer):
+    if type(layer.mixer) not in _CUT:
         raise ModelError(f"tensor_parallel_size is {size}; recurrent layers cannot be sharded")
     if layer.around is not None:
         raise ModelError(f"tensor_parallel_size is {size}; nested layers (Gemma 3n and 4) cannot be sharded")

@@ -85,10 +85,6 @@ class WeightReader:
     def below(self, path: str) -> WeightReader:
         return replace(self, path=self.path + path)
 
-    def at(self, path: str) -> WeightReader:
-        """The weights of a part of the model, wherever this reader's part is."""
-        return replace(self, path=path)
-
     def vector(self, name: str, *size: int) -> Tensor:
         """Floats that are no matrix, such as those of a norm."""
         found = self.weights[self.path + name]

@@ -18,7 +18,7 @@ from engine.errors import ModelError
 from engine.kernels import reference
 from engine.kv.arena import LayerKV
 from engine.kv.batch import Feed
-from engine.model.decoder.architecture import Architecture, StateMixer
+from engine.model.decoder.architecture import Architecture
 from engine.model.decoder.decoder import DecoderModel
 from engine.model.decoder.families.table import architecture_for
 from engine.model.decoder.load import prepared
@@ -81,7 +81,7 @@ def _is_cut(kind: str, more: dict[str, Any]) -> bool:
     if any(layer.around is not None for layer in made.layers):
         return False
     mixers = [layer.mixer for layer in made.layers]
-    return not any(isinstance(mixer, StateMixer) or getattr(mixer, "kv_heads", 2) == 1 for mixer in mixers)
+    return not any(mixer.state(torch.float32) or getattr(mixer, "kv_heads", 2) == 1 for mixer in mixers)
 
 
 # One for each way to store weights or to compute with them; the others hang on the same code.

@@ -17,6 +17,7 @@ from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.states import StatePool
 from engine.machine.threads import exactly
 from engine.native import library
+from engine.native.recurrent import scans
 from engine.recurrent import native, rules
 from engine.recurrent.arena import PartSlots, ScanPlan, StatePart
 from engine.types import EMPTY_STATE, KVCursor, StateSpan
@@ -195,6 +196,6 @@ def test_c_computes_what_torch_does(name: str, sizes: str, dtype: torch.dtype) -
 
 
 def test_c_says_what_it_cannot_run() -> None:
-    assert native.fits(torch.zeros(1, 8), 16) == (library() is not None)
-    assert not native.fits(torch.zeros(1, 8), 1 << 20)
-    assert not native.fits(torch.zeros(1, 8, dtype=torch.float16), 16)
+    assert scans(torch.zeros(1, 8), 16) == (library() is not None)
+    assert not scans(torch.zeros(1, 8), 1 << 20)
+    assert not scans(torch.zeros(1, 8, dtype=torch.float16), 16)

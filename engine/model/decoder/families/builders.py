@@ -33,6 +33,11 @@ def grouped(config: Any, *, bias: bool | None = None, kv_heads: int | None = Non
     return AttentionLayer(heads, kv_heads, head_dim, **fields | more)
 
 
+def normed_heads(config: Any) -> HeadNorm:
+    """A norm of each head, with one weight for all."""
+    return HeadNorm(NormForm(config.rms_norm_eps))
+
+
 def after_rotation(config: Any) -> AttentionLayer:
     """Hunyuan's: norms of heads come after the rotation. An `alpha` changes the base, once for all lengths."""
     norm = HeadNorm(NormForm(config.rms_norm_eps), turned=True, names=("query_layernorm", "key_layernorm"))
@@ -48,6 +53,11 @@ def rotary_of(config: Any, head_dim: int) -> RotaryTable:
     rope = config.rope_parameters
     if "rope_type" not in rope:
         return RotaryTable.none(head_dim)
+    return turning(config, rope, head_dim)
+
+
+def turning(config: Any, rope: Any, head_dim: int) -> RotaryTable:
+    """The rotary positions that these parameters of the config describe."""
     return RotaryTable.of({"max_position_embeddings": config.max_position_embeddings} | dict(rope), head_dim)
 
 
@@ -103,12 +113,10 @@ def with_windows(config: Any, made: Architecture) -> Architecture:
 
 def of_kinds(config: Any, made: Architecture) -> Architecture:
     """With the rotary positions of each kind of layers, if it has any."""
-    dim, more = made.attention.head_dim, {"max_position_embeddings": config.max_position_embeddings}
-    kinds = config.layer_types
-    found = {kind: config.rope_parameters[kind] for kind in set(kinds)}
+    dim, found = made.attention.head_dim, {kind: config.rope_parameters[kind] for kind in set(config.layer_types)}
     still = RotaryTable.none(dim)
-    tables = {kind: still if rope is None else RotaryTable.of(more | dict(rope), dim) for kind, rope in found.items()}
-    return with_attention(made, [{"rotary": tables[kind]} for kind in kinds])
+    tables = {kind: still if rope is None else turning(config, rope, dim) for kind, rope in found.items()}
+    return with_attention(made, [{"rotary": tables[kind]} for kind in config.layer_types])
 
 
 def rotary_in_windows(config: Any, made: Architecture) -> Architecture:
@@ -120,10 +128,8 @@ def rotary_in_windows(config: Any, made: Architecture) -> Architecture:
 
 def with_bases(config: Any, made: Architecture) -> Architecture:
     """With windows, sinks, and a base of rotary positions for each layer; with 0 it has none."""
-    made = with_windows(config, made)
-    dim, rope = made.attention.head_dim, {"max_position_embeddings": config.max_position_embeddings}
-    rope |= dict(config.rope_parameters)
-    tables = {base: RotaryTable.of(rope | {"rope_theta": base}, dim) for base in set(config.layer_rope_theta) - {0}}
+    made, dim, rope = with_windows(config, made), made.attention.head_dim, dict(config.rope_parameters)
+    tables = {base: turning(config, rope | {"rope_theta": base}, dim) for base in set(config.layer_rope_theta) - {0}}
     tables[0] = RotaryTable.none(dim)
     return with_attention(made, [{"rotary": tables[base], "has_sinks": True} for base in config.layer_rope_theta])
 

@@ -19,12 +19,12 @@ from engine.model.decoder.families.builders import (
     grouped,
     of_kinds,
     refuse,
+    turning,
     with_attention,
     with_windows,
 )
 from engine.model.decoder.feed_forward import GatedFeed
 from engine.model.decoder.gemma import LayerVectors, NormedExperts, ScaledSums, Streams
-from engine.model.decoder.rotary import RotaryTable
 from engine.native.experts import ExpertGate
 from engine.native.rows import GELU_TANH
 
@@ -121,8 +121,8 @@ def _gemma4(config: Any) -> Architecture:
 
 def _attention_of_gemma4(config: Any, number: int, source: int | None, norm: NormForm) -> AttentionLayer:
     kind, own = config.layer_types[number], config.per_layer_config[number]
-    rope = {"max_position_embeddings": config.max_position_embeddings} | dict(config.rope_parameters[kind])
-    fields = _attention(norm) | {"source": source, "rotary": RotaryTable.of(rope, own.head_dim)}
+    rotary = turning(config, config.rope_parameters[kind], own.head_dim)
+    fields = _attention(norm) | {"source": source, "rotary": rotary}
     refuse(kind not in (FULL, SLIDING), f"a layer of the type {kind}")
     fields["spec"] = AttentionSpec(1.0, window=config.sliding_window if kind == SLIDING else None)
     return grouped(own, same_values=bool(config.attention_k_eq_v) and kind == FULL, **fields)

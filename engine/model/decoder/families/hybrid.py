@@ -12,13 +12,13 @@ from engine.model.decoder.architecture import (
     FOUR_NORMS,
     NORMS_AFTER,
     Architecture,
-    AttentionLayer,
+    FeedLayer,
     HeadGate,
     HeadNorm,
     Layer,
+    Mixer,
     NormForm,
     Norms,
-    StateMixer,
 )
 from engine.model.decoder.experts import Experts, Router
 from engine.model.decoder.families.builders import (
@@ -27,9 +27,11 @@ from engine.model.decoder.families.builders import (
     gated,
     granite_factors,
     grouped,
+    normed_heads,
     plain,
     refuse,
     rotary_of,
+    turning,
 )
 from engine.model.decoder.families.mixtures import (
     BLOCK,
@@ -41,19 +43,20 @@ from engine.model.decoder.families.mixtures import (
     granite_experts,
     latent,
     of_deepseek,
+    of_qwen,
     qwen_experts,
     router_of_deepseek,
     sparse_steps,
     with_experts,
+    with_shared,
 )
 from engine.model.decoder.feed_forward import GatedFeed
 from engine.model.decoder.latent import LatentLayer
-from engine.model.decoder.recurrent.layers import (
+from engine.model.decoder.recurrent import (
     BesideLayer,
     ConvLayer,
     Convolution,
     DeltaLayer,
-    FeedLayer,
     Mamba1Layer,
     Mamba2Layer,
     SharedBlock,
@@ -174,7 +177,7 @@ def _falcon_mamba(config: Any) -> Architecture:
     return _mamba(config, NormForm(config.mixer_rms_eps, has_weight=False))
 
 
-def _mixers_only(config: Any, *mixers: AttentionLayer | StateMixer, wide: bool | None = None) -> Architecture:
+def _mixers_only(config: Any, *mixers: Mixer, wide: bool | None = None) -> Architecture:
     """A model whose layers have a mixer only: these, or all the given one."""
     each = mixers if len(mixers) > 1 else mixers * config.num_hidden_layers
     return Architecture(
@@ -192,7 +195,7 @@ def _nemotron_h(config: Any) -> Architecture:
     feed = plain(config.intermediate_size, config.mlp_hidden_act, bias=bool(config.mlp_bias))
     sizes = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
     mamba = _mamba2_of_old(config, sizes, limits=(config.time_step_min, float("inf")))
-    of: dict[str, AttentionLayer | StateMixer] = {FULL: attention, LINEAR: mamba, "mlp": FeedLayer(feed)}
+    of: dict[str, Mixer] = {FULL: attention, LINEAR: mamba, "mlp": FeedLayer(feed)}
     if "moe" in config.layers_block_type:
         of["moe"] = _nemotron_experts(config)
     return _mixers_only(config, *(of[kind] for kind in config.layers_block_type), wide=False)
@@ -238,14 +241,18 @@ def _bamba(config: Any) -> Architecture:
     return mixed(config, config.layers_block_type, made, norm=norm, names=FINAL)
 
 
+def _mamba1_of(config: Any, **more: Any) -> Mamba1Layer:
+    """By the names that models have in which Mamba 1 is a part."""
+    inner, conv_bias, bias = config.mamba_expand * config.hidden_size, config.mamba_conv_bias, config.mamba_proj_bias
+    sizes = inner, config.mamba_d_state, config.mamba_dt_rank, config.mamba_d_conv
+    return Mamba1Layer(*sizes, bool(conv_bias), bool(bias), **more)
+
+
 def _jamba(config: Any) -> Architecture:
     """Attention has no rotary positions."""
     require_silu(config.hidden_act)
     norm, feed = NormForm(config.rms_norm_eps), gated(config)
-    mamba = Mamba1Layer(
-        config.mamba_expand * config.hidden_size, config.mamba_d_state, config.mamba_dt_rank, config.mamba_d_conv,
-        bool(config.mamba_conv_bias), bool(config.mamba_proj_bias), norm,
-    )  # fmt: skip
+    mamba = _mamba1_of(config, norm=norm)
     head_dim = config.hidden_size // config.num_attention_heads
     attention = grouped(config, bias=False, rotary=RotaryTable.none(head_dim))
     made = {
@@ -329,11 +336,24 @@ def _lfm3(config: Any) -> Architecture:
     refuse(gate is not None and config.attention_bias, "attention_bias with gates")  # the gates' product has none
     for kind, window in ((FULL, None), (SLIDING, config.sliding_window)):
         if kind in config.layer_types:
-            rope = {"max_position_embeddings": config.max_position_embeddings} | config.rope_parameters[kind]
-            spec, rotary = AttentionSpec(config.head_dim**-0.5, window), RotaryTable.of(rope, config.head_dim)
+            rotary = turning(config, config.rope_parameters[kind], config.head_dim)
+            spec = AttentionSpec(config.head_dim**-0.5, window)
             attention = grouped(config, norm=HeadNorm(norm), spec=spec, rotary=rotary, gate=gate)
             made[kind] = Layer(attention, feed, norms, names=("self_attn", "feed_forward"))
     return mixed(config, config.layer_types, made, norm=norm, names=_LFM3)
+
+
+def _lara_mini(config: Any) -> Architecture:
+    """Three kinds of layers; of those that attend, the ones without a window have no rotary positions."""
+    norm, attention = NormForm(config.rms_norm_eps), grouped(config, norm=normed_heads(config))
+    feed = with_shared(config, of_qwen(config), config.shared_expert_intermediate_size, shared_name="shared_expert")
+    spec, still = replace(attention.spec, window=config.sliding_window), RotaryTable.none(attention.head_dim)
+    made = {
+        LINEAR: Layer(delta(config), feed, names=("linear_attn", "mlp")),
+        SLIDING: Layer(replace(attention, spec=spec), feed),
+        FULL: Layer(replace(attention, rotary=still), feed),
+    }
+    return mixed(config, config.layer_types, made, norm=norm, names=_LARA)
 
 
 def _zamba_of(
@@ -363,11 +383,7 @@ def _zamba_of(
 
 def _zamba(config: Any) -> Architecture:
     require_silu(config.hidden_mamba_act)
-    mamba = Mamba1Layer(
-        config.mamba_expand * config.hidden_size, config.mamba_d_state, config.mamba_dt_rank, config.mamba_d_conv,
-        bool(config.mamba_conv_bias), bool(config.mamba_proj_bias), heads=config.n_mamba_heads,
-    )  # fmt: skip
-    return _zamba_of(config, mamba, 1, (0, 0), turning=False, bias=False)
+    return _zamba_of(config, _mamba1_of(config, heads=config.n_mamba_heads), 1, (0, 0), turning=False, bias=False)
 
 
 def _zamba2(config: Any) -> Architecture:
@@ -416,6 +432,10 @@ _OLMO = (
     (r"\.attention_layer_norm\.", ".input_layernorm."),
     (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
 )
+_LARA = (
+    (r"\.linear_attn\.out_norm\.", ".linear_attn.norm."),
+    (r"\.linear_attn\.in_proj\.", ".linear_attn.in_proj_qkv|in_proj_z|in_proj_b|in_proj_a."),
+)
 _LFM3 = (
     *LFM2_NAMES,
     (r"\.self_attn\.gate_proj\.", ".self_attn.g_proj."),
@@ -433,6 +453,7 @@ HYBRIDS: dict[str, Callable[[Any], Architecture]] = {
     "granitemoehybrid": _granite_hybrid,
     "jamba": _jamba,
     "kimi_linear": _kimi_linear,
+    "lara_mini": _lara_mini,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,
