@@ -327,7 +327,7 @@ class Engine(WithFacts):
     def rest(self, is_wanted: Callable[[], bool] | None = None) -> bool:
         """While idle: record a missing round, else calibrate until `is_wanted`, if given; whether more is left."""
         assert not self._live, "rest is for an idle engine"
-        has_more = self.rounds.rest() or (is_wanted is not None and self.calibrate(is_wanted))
+        has_more = self.rounds.record_missing() or (is_wanted is not None and self.calibrate(is_wanted))
         if self._has_learned and self._keeps_at is not None and self._clock() >= self._keeps_at:
             self.keep_learned()
         return has_more

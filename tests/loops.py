@@ -183,7 +183,7 @@ def steps_without_waiting(engine, ks):
     while engine.has_work:  # one after the other, until nobody is left
         ended += steady(engine, 1)
     assert "11" in ended
-    assert not engine.rounds.graphs.num_unrecorded
+    assert not engine.rounds.graphs.unrecorded
 
 
 def settle(engine):

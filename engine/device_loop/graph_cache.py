@@ -11,17 +11,15 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
-
-from engine.device_loop.round import Round
+from engine.device_loop.round import Round, Run
 from engine.kernels import faults
-from engine.kernels.args import Committed
 from engine.stats import Clock
 
 if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
     from engine.config import EngineConfig
+    from engine.device_loop.graphs import Graphs
 
 MOST_RECORDED = 256  # shapes; each is some tens of MiB, and some tenths of a second at load
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # places of a batch
@@ -80,20 +78,7 @@ def _in_order(most_drafts: int) -> list[int]:
 log = logging.getLogger(__name__)
 
 SECONDS = 60.0  # for recording at load: about as long as the weights of a large model take
-_OFTEN = 64  # rounds of a shape that was not recorded, after which an idle engine records it
-
-Run = Callable[[Tensor, Callable[[], None]], Committed]  # slots, and what to call between drafting and verification
-
-
-class Recorder(Protocol):
-    """Makes rounds that run at once; `graphs.Graphs` on CUDA."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether what was recorded has left anything of the memory set aside for it."""
-
-    def __call__(self, round_: Round) -> Run:
-        """Record it."""
+_OFTEN = 64  # rounds of a shape that was not recorded, after which it replaces one that is, where memory is full
 
 
 class GraphCache:
@@ -106,24 +91,19 @@ class GraphCache:
     """
 
     def __init__(
-        self, make: Callable[[RoundShape, bool], Round], recorder: Recorder | None = None,
+        self, make: Callable[[RoundShape, bool], Round], recorder: Graphs | None = None,
         covering: Iterable[RoundShape] = (), most: int = MOST_RECORDED, clock: Clock = time.perf_counter,
     ) -> None:  # fmt: skip
         self._make, self._recorder, self._covering, self._most = make, recorder, frozenset(covering), most
         self._clock = clock
         self._recorded: OrderedDict[RoundShape, Run] = OrderedDict()  # the one used last comes last
-        self._plain: dict[tuple[RoundShape, bool], Run] = {}  # run operation by operation
+        self.unrecorded: dict[tuple[RoundShape, bool], Run] = {}  # run operation by operation
         self._missed: Counter[RoundShape] = Counter()
         self._refused: set[RoundShape] = set()  # that cannot be recorded
-        self._later: list[RoundShape] = []  # left for an idle engine, in order of worth
+        self._missing: list[RoundShape] = []  # for an idle engine to record, in order of worth
 
     def __len__(self) -> int:
         return len(self._recorded)
-
-    @property
-    def num_unrecorded(self) -> int:
-        """How many rounds are kept that run operation by operation."""
-        return len(self._plain)
 
     def of(self, count: int, k: int, *, truncated: bool, rejects: bool) -> tuple[int, Run]:
         """How to run a round of `count` sequences, and how many places it has. Records nothing.
@@ -147,52 +127,42 @@ class GraphCache:
         return self._recorded[shape]
 
     def record(
-        self, shapes: Iterable[RoundShape], progress: Callable[[str], None] = lambda _: None,
-        later: Iterable[RoundShape] = (),
-    ) -> None:  # fmt: skip
-        """Record what is not yet, in this order, while there is memory and time; the log says how far it came.
+        self, shapes: Iterable[RoundShape], progress: Callable[[str], None] = lambda _: None, first: int | None = None
+    ) -> None:
+        """Record the `first` of these shapes, or all, in this order, while there is memory and time.
 
-        Of those for `later` the ones that are not recorded then are left to an idle engine.
+        What is not recorded then is left to `record_missing`. The log says how far recording came.
         """
         if self._recorder is None:
             return
-        start, seconds = self._clock(), 0.0
-        missing = [shape for shape in shapes if shape not in self._recorded and shape not in self._refused]
-        for i, shape in enumerate(missing, 1):
-            if self._is_full or seconds >= SECONDS:
+        start, seconds, shapes = self._clock(), 0.0, list(shapes)
+        self._missing = [shape for shape in shapes if shape not in self._recorded and shape not in self._refused]
+        todo = [shape for shape in shapes[:first] if shape in self._missing]
+        for i, shape in enumerate(todo, 1):
+            if self._is_full or seconds >= SECONDS or not self._missing:
                 break
-            progress(f"recording rounds: {i} of {len(missing)}")
-            if not self._add(shape):
-                break
-            seconds = self._clock() - start
-        done = sum(shape in self._recorded for shape in missing)
-        self._later = [shape for shape in later if shape not in self._recorded]
-        log.info("recorded %d of %d rounds in %.1f s, %d in all", done, len(missing), seconds, len(self))
-
-    def rest(self) -> bool:
-        """While the engine is idle: record one shape, and return whether another one was left for later.
-
-        First come those that were left, the most missed before others, while there is room; then the shape that was
-        missing most often, if that was often, where there is no room in that of the one whose last use is longest ago.
-        """
-        often = [shape for shape, times in self._missed.most_common(1) if times >= _OFTEN]
-        if not (self._later or often):
-            return False
-        shape = max(self._later or often, key=self._missed.__getitem__)  # of several the first
-        del self._missed[shape]
-        if self._later:
-            self._later.remove(shape)
-            if self._is_full or not self._add(shape):
-                self._later.clear()
-            if not self._later:
-                log.info("%d rounds are recorded, in all", len(self))
-        elif not self._is_full or self._give_up_oldest():
+            progress(f"recording rounds: {i} of {len(todo)}")
             self._add(shape)
-        return bool(self._later)
+            seconds = self._clock() - start
+        done = sum(shape in self._recorded for shape in todo)
+        log.info("recorded %d of %d rounds in %.1f s, %d in all", done, len(todo), seconds, len(self))
 
-    def _give_up_oldest(self) -> bool:
-        oldest = next((known for known in self._recorded if known not in self._covering), None)
-        return oldest is not None and self._recorded.pop(oldest, None) is not None
+    def record_missing(self) -> bool:
+        """While the engine is idle: record one shape, the one missed most often; whether another one is left.
+
+        Where memory is full, it replaces the shape whose last use is longest ago, if it was missed often.
+        """
+        if not self._missing:
+            return False
+        shape = max(self._missing, key=self._missed.__getitem__)  # of several the first
+        if self._is_full:
+            oldest = next((known for known in self._recorded if known not in self._covering), None)
+            if oldest is None or self._missed[shape] < _OFTEN:
+                return False
+            del self._recorded[oldest]
+            self._missing.append(oldest)
+        self._add(shape)
+        return bool(self._missing)
 
     @property
     def _is_full(self) -> bool:
@@ -204,22 +174,22 @@ class GraphCache:
             return wanted
         return min((shape for shape in self._recorded if shape.can_replace(wanted)), default=None)
 
-    def _add(self, shape: RoundShape) -> bool:
-        """Whether recording may go on: a capture that broke off leaves the device in doubt, a compiler does not."""
+    def _add(self, shape: RoundShape) -> None:
+        """Record a missing shape. A capture that broke off leaves the device in doubt, a compiler does not."""
         assert self._recorder is not None
-        if shape in self._refused:
-            return True
+        self._missing.remove(shape)
+        del self._missed[shape]
         refusals: tuple[type[Exception], ...] = (RuntimeError, *faults())
         try:
             self._recorded[shape] = self._recorder(self._make(shape, False))
         except refusals as error:
             self._refused.add(shape)
             log.warning("rounds of %d places and %d drafts are not recorded: %s", shape.size, shape.k, error)
-            return not isinstance(error, RuntimeError)
-        return True
+            if isinstance(error, RuntimeError):
+                self._missing.clear()
 
     def _as_it_is(self, shape: RoundShape, rejects: bool) -> Run:
         key = shape, rejects
-        if key not in self._plain:
-            self._plain[key] = self._make(shape, rejects)
-        return self._plain[key]
+        if key not in self.unrecorded:
+            self.unrecorded[key] = self._make(shape, rejects)
+        return self.unrecorded[key]

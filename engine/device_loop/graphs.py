@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.device_loop.graph_cache import Run
-from engine.device_loop.round import Drafts, Round
+from engine.device_loop.round import Drafts, Round, Run
 from engine.device_loop.slots import IDLE
 from engine.kernels.args import Committed
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.control.step_time import StepFeedback
-from engine.device_loop.graph_cache import GraphCache, Recorder, RoundShape, covering, in_order_of_worth
+from engine.device_loop.graph_cache import GraphCache, RoundShape, covering, in_order_of_worth
+from engine.device_loop.graphs import Graphs
 from engine.device_loop.layout import DeviceModel
 from engine.device_loop.results import (
     DeviceSequence,
@@ -60,7 +61,7 @@ class RoundLoop(Rounds):
     def __init__(
         self, target: DeviceModel, draft: DeviceModel | None, ops: RoundOps, *, num_slots: int, longest: int,
         most_drafts: int, vocab: int, drafts_for: frozenset[str] = frozenset(), chunk: int = 512,
-        recorder: Recorder | None = None, clock: Clock = time.perf_counter,
+        recorder: Graphs | None = None, clock: Clock = time.perf_counter,
     ) -> None:  # fmt: skip
         assert longest <= min(fed.positions for fed in (target, draft or target)), "a position that no model knows"
         self._target, self._draft, self._ops = target, draft, ops
@@ -97,18 +98,17 @@ class RoundLoop(Rounds):
     def record(self, progress: Progress = no_progress, *, later: bool = False) -> None:
         """Record rounds of every shape that can occur, within the memory budget.
 
-        With `later` only those that can replace all others; the others are left for `rest`.
+        With `later` only those that can replace all others; the others are left for `record_missing`.
         """
-        first = covering(self._num_slots, self._most_drafts) if later else self.shapes
-        self.graphs.record(first, progress, self.shapes if later else ())
+        self.graphs.record(self.shapes, progress, self._most_drafts + 1 if later else None)
 
     @property
     def shapes(self) -> list[RoundShape]:
         """Of all rounds that can occur, those that are worth most first."""
         return in_order_of_worth(self._num_slots, self._most_drafts)
 
-    def rest(self) -> bool:
-        return self.graphs.rest()
+    def record_missing(self) -> bool:
+        return self.graphs.record_missing()
 
     # ------------------------------------------------------------------------------------------------- launching
 

@@ -90,8 +90,8 @@ class Rounds:
     def record(self, progress: Progress = no_progress, *, later: bool = False) -> None:
         """Record rounds of every size and K; with `later` only what the others can run in meanwhile."""
 
-    def rest(self) -> bool:
-        """While the engine is idle: record a round that is missing; whether to rest again at once."""
+    def record_missing(self) -> bool:
+        """While the engine is idle: record a round that is missing; whether another one is left."""
         return False
 
 

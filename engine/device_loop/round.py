@@ -23,6 +23,8 @@ from engine.sampling.distribution import draw, probabilities
 from engine.sampling.noise import Stream
 from engine.verify import NO_DRAFT, rejection
 
+Run = Callable[[Tensor, Callable[[], None]], Committed]  # slots, and what to call between drafting and verification
+
 
 @dataclass(frozen=True, slots=True)
 class RoundOps:

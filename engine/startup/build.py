@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,23 +32,22 @@ from engine.model.decoder.load import load_decoder
 from engine.model.decoder.ops import LayerOps
 from engine.model.decoder.share import Share
 from engine.model.decoder.stack import Tap
-from engine.model.runner import ModelRunner, Runner, end_tokens
+from engine.model.runner import Runner, end_tokens
 from engine.parallel import Ranks, ShardedRunner, worker_loop
 from engine.proposers import Proposer, Proposers
 from engine.proposers.heads import load_heads
-from engine.proposers.heads.base import HeadContext
+from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.sources import DraftSource, draft_sources
 from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
 from engine.startup.batch_invariance import ensure_batch_invariance
 from engine.startup.device_loop import rounds_for, wants_rounds
-from engine.startup.drafters import Drafters, match_vocabularies
+from engine.startup.drafters import draft_models, match_vocabularies, model_proposers
 from engine.startup.implementation import Implementation
 from engine.startup.memory import GIB, TARGET, StatePlan, kv_gib
 from engine.startup.precision import held_as
-from engine.startup.runners import Way, check_allowed
-from engine.types import AUTO
+from engine.startup.runners import LoadedModel, check_allowed
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from transformers import PreTrainedConfig
@@ -97,14 +97,14 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     target, ranks = _load_target(config, device, progress)
     assert ranks is not None, "a shard without a process group"
     # In the order of `assemble`: the passes of a test are of all ranks together.
-    way = Way.of(config, target, fixed=config.reproducible)
+    loaded = LoadedModel.of(config, target, fixed=config.reproducible)
     if config.reproducible:
-        ensure_batch_invariance(target, way.layout)
+        ensure_batch_invariance(target, loaded.layout)
     ranks.minimum(kv_gib(config, device, target.config))
     num_pages, page_size = ranks.receive(list[int])
-    arena = KVArena(way.layout, num_pages, page_size, target.device)
+    arena = KVArena(loaded.layout, num_pages, page_size, target.device)
     progress(f"rank {ranks.place.rank} is ready")
-    return partial(worker_loop, ranks, way.runner(arena))
+    return partial(worker_loop, ranks, loaded.runner(arena))
 
 
 def _load_target(
@@ -199,56 +199,42 @@ def assemble(
     heads = load_heads(sources, config, cast("DecoderModel", target))  # `check_allowed` guarantees it
     # Before the self-test, which shows that it works.
     tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else tap
-    way = Way.of(config, target, fixed=config.reproducible)
-    drafters = Drafters.load(config, sources, target, draft, vocab, heads)
+    loaded = LoadedModel.of(config, target, fixed=config.reproducible)
+    models = draft_models(config, sources, target, draft, vocab)
     # After a draft of the target's own layers was copied: under the coupled rule its bits change no output, so it need
     # not compute in slower tiles. It has no adapters either.
     if config.reproducible:
-        ensure_batch_invariance(target, way.layout)
+        ensure_batch_invariance(target, loaded.layout)
     adapters = _adapters(config, target, ranks)
     own = {name: adapters.load_unlisted(name, head.adapter) for name, head in heads.items() if head.adapter is not None}
-    sizes = _sizes(config, way, drafters, ranks)
-    num_pages, states = sizes.num_pages, sizes.states
-    spare = sizes.page_size if wants_rounds(config, target.device) else 0  # for what rounds write without a sequence
-    make_arena = partial(
-        KVArena, num_pages=num_pages, page_size=sizes.page_size, device=target.device, spare_rows=spare
-    )
-    if ranks is not None:
-        ranks.broadcast([num_pages, sizes.page_size])
-    runner: Runner = way.runner(make_arena(way.layout), adapters, states.arena(TARGET, target.device))
+    memory = _allocate(config, {TARGET: loaded, **models}, heads, ranks)
+    runner: Runner = loaded.runner(memory.arenas[TARGET], adapters, memory.states.arena(TARGET, target.device))
     runner = runner if ranks is None else ShardedRunner(runner, ranks)
-    arenas = {name: make_arena(layout) for name, layout in drafters.layouts.items()}
     runners = {
-        name: drafter.runner(arenas[name], states=states.arena(name, target.device))
-        for name, drafter in drafters.models.items()
+        name: model.runner(memory.arenas[name], states=memory.states.arena(name, target.device))
+        for name, model in models.items()
     }
     prefill = PrefillBudget(config.max_step_ms / 1000, config.max_batch_tokens)
-
-    def context_of(name: str) -> HeadContext:
-        assert tap is not None, "a head without a tap"
-        assert way.attend is not None, "a target with heads must be a decoder"
-        return HeadContext(name, runner, tap, arenas.get(name), way.attend, prefill, own.get(name))
-
-    by_name = drafters.proposers(runners, prefill, context_of) | dict(extra_proposers)
+    by_name = model_proposers(runners, prefill, vocab)
+    for name, head in heads.items():
+        assert tap is not None and loaded.attend is not None, "`check_allowed` refuses heads of other models"  # noqa: PT018
+        context = HeadContext(name, runner, tap, memory.arenas.get(name), loaded.attend, prefill, own.get(name))
+        by_name[name] = head.proposer(context)
+    by_name |= extra_proposers
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
-    proposers = Proposers(by_name, runner.vocab_size, drafters.any_of)
+    trained = (*models, *heads)
+    proposers = Proposers(by_name, runner.vocab_size, (*trained, "suffix") if trained else ())
     if config.proposer is not None and config.proposer not in proposers.names:
         raise ModelError(f"proposer is {config.proposer!r}; available: {', '.join(proposers.names)}")
-    scheduler = _scheduler(config, proposers, prefill, sizes)
-    borders = [longrope_border(model.config) for model in (target, draft or target)]
-    longest = min(sizes.limit, num_pages * sizes.page_size)
+    longest, borders = memory.longest, [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, longest, end_tokens(target), *borders)
-    mine, dtype = runners.get("model") if vocab is None else None, str(target.dtype).removeprefix("torch.")
-    # Rounds draft with the draft model only: `auto` is theirs where it has no other model or head to choose.
-    by_draft = ("model", AUTO) if drafters.any_of == ("model", "suffix") else ("model",)
-    on_device = frozenset(by_draft if isinstance(mine, ModelRunner) else ()) - {*extra_proposers, *wrappers}
-    mine = mine if on_device and isinstance(mine, ModelRunner) else None
-    loop = rounds_for(config, runner, mine, longest, on_device, ops)
-    if all(map(runs_in_c, (target, *(drafter.model for drafter in drafters.models.values())))):
+    mine = runners.get("model") if vocab is None and "model" not in {*extra_proposers, *wrappers} else None
+    rounds = rounds_for(config, runner, mine, longest, proposers.any_of, ops)
+    if all(runs_in_c(model) for model in (target, *(one.model for one in models.values()))):
         leave_to_pool()
-    return Engine(
-        config, limits, runner, proposers, scheduler, rounds=loop, dtype=dtype, device=target.device, adapters=adapters
-    )
+    scheduler = _scheduler(config, proposers, prefill, memory)
+    dtype, device = str(target.dtype).removeprefix("torch."), target.device
+    return Engine(config, limits, runner, proposers, scheduler, time.perf_counter, rounds, dtype, device, adapters)
 
 
 def _adapters(config: EngineConfig, target: Model, ranks: Ranks | None) -> Adapters:
@@ -261,38 +247,51 @@ def _adapters(config: EngineConfig, target: Model, ranks: Ranks | None) -> Adapt
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The sizes of an engine's arenas."""
+class _Memory:
+    """The arenas of an engine, and their sizes."""
 
-    limit: int  # tokens of the longest sequence
+    limit: int  # tokens of the longest sequence that the models and the config allow
     page_size: int
     num_pages: int  # of each arena
     states: StatePlan
+    arenas: Mapping[str, KVArena]  # of the target (`TARGET`), and by name of the proposers with K/V
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits into an arena."""
+        return min(self.limit, self.num_pages * self.page_size)
 
 
-def _sizes(config: EngineConfig, target: Way, drafters: Drafters, ranks: Ranks | None) -> _Sizes:
-    """Divide the memory for keys, values and states among the arenas of the target and of what drafts for it."""
-    ways = {TARGET: target, **drafters.models}
-    limit = max_model_len(config, [way.model.config for way in ways.values()])
+def _allocate(
+    config: EngineConfig, models: Mapping[str, LoadedModel], heads: Mapping[str, Head], ranks: Ranks | None
+) -> _Memory:
+    """Divide the memory for keys, values and states among the target (`TARGET`) and what drafts for it."""
+    target = models[TARGET].model
+    layouts = {name: model.layout for name, model in models.items()}
+    layouts |= {n: head.layout.stored_as(config.kv_cache_dtype) for n, head in heads.items() if head.layout is not None}
+    limit = max_model_len(config, [model.model.config for model in models.values()])
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
-    memory = kv_gib(config, target.model.device, target.model.config)
+    memory = kv_gib(config, target.device, target.config)
     memory = memory if ranks is None else ranks.minimum(memory)
-    states = StatePlan.of(config, {name: way.model for name, way in ways.items()}, memory)
-    layouts = [target.layout, *drafters.layouts.values()]
-    num_pages = pages_within(memory - states.gib, config.max_batch_size, layouts, page_size, limit)
-    return _Sizes(limit, page_size, num_pages, states)
+    states = StatePlan.of(config, {name: model.model for name, model in models.items()}, memory)
+    num_pages = pages_within(memory - states.gib, config.max_batch_size, [*layouts.values()], page_size, limit)
+    if ranks is not None:
+        ranks.broadcast([num_pages, page_size])
+    spare = page_size if wants_rounds(config, target.device) else 0  # for what rounds write without a sequence
+    arenas = {name: KVArena(layout, num_pages, page_size, target.device, spare) for name, layout in layouts.items()}
+    return _Memory(limit, page_size, num_pages, states, arenas)
 
 
-def _scheduler(config: EngineConfig, proposers: Proposers, prefill: PrefillBudget, sizes: _Sizes) -> Scheduler:
+def _scheduler(config: EngineConfig, proposers: Proposers, prefill: PrefillBudget, memory: _Memory) -> Scheduler:
     """Build a scheduler, with a pool of pages for each arena: the target's, and those of the proposers with K/V."""
-    run, traits = -(-sizes.limit // sizes.page_size), proposers.traits
-    make_pool = partial(PagePool, sizes.num_pages, sizes.page_size, run=run, prefix_cache=config.prefix_cache)
+    run, traits = -(-memory.limit // memory.page_size), proposers.traits
+    make_pool = partial(PagePool, memory.num_pages, memory.page_size, run=run, prefix_cache=config.prefix_cache)
     makers = {name: trait._replace(find=None) for name, trait in traits.items()}  # rounds look nothing up
     return Scheduler(
-        make_pool(states=sizes.states.pool(TARGET)),
+        make_pool(states=memory.states.pool(TARGET)),
         config.max_batch_size,
         config.max_batch_tokens,
-        {name: make_pool(states=sizes.states.pool(name)) for name in proposers.draft_kv_users},
+        {name: make_pool(states=memory.states.pool(name)) for name in proposers.draft_kv_users},
         proposers.draft_kv_sharers,
         AdaptiveK(traits),
         AdaptiveK(makers),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from engine.model.checkpoint import longrope_border, positions
 from engine.model.decoder.decoder import is_batch_invariant
 from engine.model.runner import ModelRunner, Runner
 from engine.startup.memory import graph_budget
+from engine.types import AUTO
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -32,51 +34,49 @@ def wants_rounds(config: EngineConfig, device: torch.device) -> bool:
 
 
 def rounds_for(
-    config: EngineConfig, target: Runner, draft: ModelRunner | None, longest: int, drafts_for: frozenset[str],
+    config: EngineConfig, target: Runner, draft: Runner | None, longest: int, any_of: Seq[str],
     ops: RoundOps | None = None,
 ) -> RoundLoop | None:  # fmt: skip
     """Build rounds of `target` and `draft` and try them once; None where they are not wanted or cannot run.
 
+    Rounds draft with the draft model only; `any_of`: the proposers that `auto` stands for.
+
     Raises:
         ModelError: rounds were asked for and cannot run.
     """
+    draft = draft if isinstance(draft, ModelRunner) else None
     if config.tensor_parallel_size > 1:
-        log.info("loop: plain (rounds do not support tensor parallelism)")
-        return None
-    if config.loop == "plain" or (isinstance(target, ModelRunner) and not wants_rounds(config, target.device)):
-        log.info("loop: plain (%s)", "configured" if config.loop == "plain" else "the default on a CPU")
-        return None
-    try:
-        return _rounds(config, target, draft, longest, drafts_for, ops)
-    except ModelError as error:
-        if config.loop == "rounds":
-            raise
-        log.info("loop: plain (%s)", error)
-        return None
-
-
-def _rounds(
-    config: EngineConfig, target: Runner, draft: ModelRunner | None, longest: int, drafts_for: frozenset[str],
-    ops: RoundOps | None,
-) -> RoundLoop:  # fmt: skip
-    """Build rounds; a ModelError gives the reason why they cannot run."""
-    if not isinstance(target, ModelRunner):
-        raise ModelError("loop=rounds requires ragged batches; this model runs one sequence at a time")
-    why_not, device = _why_not(config, target, draft), target.device
-    if why_not is not None:
+        why_not: str | None = "rounds do not support tensor parallelism"
+    elif config.loop == "plain":
+        why_not = "configured"
+    elif not isinstance(target, ModelRunner):
+        why_not = "this model runs one sequence at a time"
+    elif not wants_rounds(config, target.device):
+        why_not = "the default on a CPU"
+    elif (why_not := _why_not(config, target, draft)) is None:
+        device = target.device
+        # `auto` is theirs where it has no other model or head to choose.
+        own = {"model", AUTO} if any_of == ("model", "suffix") else {"model"}
+        rounds = RoundLoop(
+            _fed(target), None if draft is None else _fed(draft), ops or ops_on(device),
+            num_slots=config.max_batch_size, longest=longest, vocab=target.vocab_size, chunk=config.max_batch_tokens,
+            most_drafts=0 if draft is None else config.num_draft_tokens,
+            drafts_for=frozenset() if draft is None else frozenset(own),
+            recorder=Graphs(graph_budget(config, target.model.config, device)) if device.type == "cuda" else None,
+        )  # fmt: skip
+        kinds = (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError)
+        refusals: tuple[type[Exception], ...] = (*kinds, *faults())  # of transformers, torch and Triton
+        try:
+            rounds.try_out()
+        except refusals as error:
+            why_not = f"the first round failed: {error}"
+        else:
+            log.info("loop: rounds on %s; drafts of a model: %s", device.type, draft is not None)
+            return rounds
+    if config.loop == "rounds":
         raise ModelError(f"loop=rounds is not supported: {why_not}")
-    rounds = RoundLoop(
-        _fed(target), None if draft is None else _fed(draft), ops or ops_on(device), num_slots=config.max_batch_size,
-        longest=longest, most_drafts=config.num_draft_tokens if draft is not None else 0, vocab=target.vocab_size,
-        drafts_for=drafts_for, chunk=config.max_batch_tokens,
-        recorder=Graphs(graph_budget(config, target.model.config, device)) if device.type == "cuda" else None,
-    )  # fmt: skip
-    try:
-        rounds.try_out()
-    except _refusals() as error:
-        raise ModelError(f"loop=rounds failed its first round: {error}") from error
-    log.info("loop: rounds on %s; proposers: %s", device.type, ", ".join(sorted(drafts_for)) or "none")
-    return rounds
+    log.info("loop: plain (%s)", why_not)
+    return None
 
 
 def ops_on(device: torch.device) -> RoundOps:
@@ -86,11 +86,6 @@ def ops_on(device: torch.device) -> RoundOps:
     from engine.kernels import sampling  # imports Triton
 
     return RoundOps(paged.attend, sampling.commit)
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    """The errors of transformers, torch and Triton that mean that a model cannot run in a round."""
-    return (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, *faults())
 
 
 def _why_not(config: EngineConfig, target: ModelRunner, draft: ModelRunner | None) -> str | None:

@@ -1,22 +1,19 @@
-"""Gathers everything that can draft under a config, and makes its proposers. Runs at start-up only."""
+"""The models that draft under a config, the proposers that need no head, and the vocabulary of a draft."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
-from engine.kv.arena import KVLayout
 from engine.model.bounded import find_file
 from engine.model.checkpoint import shape_of
 from engine.model.runner import ModelRunner, Runner, end_tokens, vocab_size
 from engine.proposers import ModelProposer, NGramProposer, Proposer, SuffixProposer
-from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.model import first_layers
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
-from engine.startup.runners import Way
+from engine.startup.runners import LoadedModel
 from engine.text.codec import TOKENIZER_FILE, Codec
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
@@ -28,64 +25,39 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
     from engine.proposers.sources import DraftSource
 
 
-@dataclass(frozen=True)
-class Drafters:
-    """The draft models and heads of a target. Proposers without weights are not among them."""
+def draft_models(
+    config: EngineConfig, sources: Mapping[str, DraftSource], target: Model, draft: Model | None, vocab: VocabMap | None
+) -> dict[str, LoadedModel]:
+    """The models that draft, by proposer name: a draft model, and the target's own first layers.
 
-    models: Mapping[str, Way]  # by proposer name: a draft model, or the target's own first layers
-    heads: Mapping[str, Head]  # by proposer name
-    layouts: Mapping[str, KVLayout]  # by proposer name, for those that need an arena
-    vocab: VocabMap | None = None  # for a draft model of another vocabulary
+    Raises:
+        ModelError: the draft does not fit this target.
+    """
+    models = dict[str, LoadedModel]()
+    if draft is not None:
+        if vocab is None and vocab_size(draft) != vocab_size(target):
+            raise ModelError(
+                f"the draft model has {vocab_size(draft)} tokens and target {config.target!r} "
+                f"{vocab_size(target)}: a draft of another vocabulary needs a map"
+            )
+        models["model"] = LoadedModel.of(config, draft)
+    if "self" in sources:
+        layers = sources["self"].layers
+        layers = max(1, shape_of(target.config, "num_hidden_layers") // 3) if layers is None else layers
+        first = first_layers(cast("DecoderModel", target), layers)  # `check_allowed` said so
+        models["self"] = LoadedModel.of(config, first)
+    return models
 
-    @classmethod
-    def load(
-        cls, config: EngineConfig, sources: Mapping[str, DraftSource], target: Model, draft: Model | None,
-        vocab: VocabMap | None, heads: Mapping[str, Head],
-    ) -> Drafters:  # fmt: skip
-        """Gather what drafts.
 
-        Raises:
-            ModelError: the draft does not fit this target.
-        """
-        models = dict[str, Way]()
-        if draft is not None:
-            if vocab is None and vocab_size(draft) != vocab_size(target):
-                raise ModelError(
-                    f"the draft model has {vocab_size(draft)} tokens and target {config.target!r} "
-                    f"{vocab_size(target)}: a draft of another vocabulary needs a map"
-                )
-            models["model"] = Way.of(config, draft)
-        if "self" in sources:
-            layers = sources["self"].layers
-            layers = max(1, shape_of(target.config, "num_hidden_layers") // 3) if layers is None else layers
-            first = first_layers(cast("DecoderModel", target), layers)  # `check_allowed` said so
-            models["self"] = Way.of(config, first)
-        layouts = {name: way.layout for name, way in models.items()}
-        own = {name: head.layout for name, head in heads.items()}
-        layouts |= {name: layout.stored_as(config.kv_cache_dtype) for name, layout in own.items() if layout is not None}
-        return cls(models, heads, layouts, vocab)
-
-    def proposers(
-        self, runners: Mapping[str, ModelRunner | UnbatchedRunner], prefill: PrefillBudget,
-        context_of: Callable[[str], HeadContext],
-    ) -> dict[str, Proposer]:  # fmt: skip
-        """Make one proposer per name that a request may ask for, of `runners` of the models and contexts of the heads.
-
-        Raises:
-            ModelError: the hidden states of the target cannot be read.
-        """
-        by_name: dict[str, Proposer] = {"none": Proposer(), "ngram": NGramProposer(), "suffix": SuffixProposer()}
-        for name, own in runners.items():
-            vocab = self.vocab if name == "model" else None
-            runner: Runner = own if vocab is None else MappedRunner(own, vocab, own.device)
-            by_name[name] = ModelProposer(runner, prefill, name)
-        return by_name | {name: head.proposer(context_of(name)) for name, head in self.heads.items()}
-
-    @property
-    def any_of(self) -> tuple[str, ...]:
-        """The proposers that `auto` stands for: all that have weights, and the better of the lookups."""
-        names = (*self.models, *self.heads)
-        return (*names, "suffix") if names else ()
+def model_proposers(
+    runners: Mapping[str, ModelRunner | UnbatchedRunner], prefill: PrefillBudget, vocab: VocabMap | None
+) -> dict[str, Proposer]:
+    """The proposers that need no head, by name: lookups, and the models with these `runners`; `vocab`: the draft's."""
+    by_name: dict[str, Proposer] = {"none": Proposer(), "ngram": NGramProposer(), "suffix": SuffixProposer()}
+    for name, own in runners.items():
+        runner: Runner = MappedRunner(own, vocab, own.device) if name == "model" and vocab is not None else own
+        by_name[name] = ModelProposer(runner, prefill, name)
+    return by_name
 
 
 def match_vocabularies(config: EngineConfig, source: DraftSource, target: Model, draft: Model) -> VocabMap | None:

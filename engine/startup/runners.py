@@ -50,8 +50,8 @@ _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexE
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How one model runs.
+class LoadedModel:
+    """A model and how it runs.
 
     Attributes:
         model: the model, or this process's shard of it.
@@ -64,11 +64,11 @@ class Way:
     attend: Attend | None
 
     @classmethod
-    def of(cls, config: EngineConfig, model: Model, *, fixed: bool = False) -> Way:
-        """Find the way of a model; with `fixed` its attention sums in the same order in any batch.
+    def of(cls, config: EngineConfig, model: Model, *, fixed: bool = False) -> LoadedModel:
+        """Choose how a model runs; with `fixed` its attention sums in the same order in any batch.
 
         Raises:
-            ModelError: it runs in no way; the message gives the reason for each.
+            ModelError: it cannot run; the message gives all reasons.
         """
         if isinstance(model, DecoderModel):
             layout, row_wise = layout_of_model(model).stored_as(config.kv_cache_dtype), is_batch_invariant(model)

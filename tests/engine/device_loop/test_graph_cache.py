@@ -12,9 +12,9 @@ import torch
 
 from engine.attention import registry
 from engine.config import EngineConfig
-from engine.device_loop.graph_cache import GraphCache, RoundShape, Run, covering, in_order_of_worth, sizes_for
+from engine.device_loop.graph_cache import GraphCache, RoundShape, covering, in_order_of_worth, sizes_for
 from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
-from engine.device_loop.round import Round, RoundOps
+from engine.device_loop.round import Round, RoundOps, Run
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.kernels import faults
@@ -223,13 +223,13 @@ def test_attention_that_does_not_fit_means_plain_steps(
     """Triton's error is none of Python's own kinds: it would end the load."""
     ops = RoundOps(partial(refusing, fault=fault), PLAIN.commit)
     monkeypatch.setattr("engine.startup.device_loop.ops_on", lambda _: ops)
-    with pytest.raises(ModelError, match="loop=rounds failed its first round: out of resource"):
+    with pytest.raises(ModelError, match="loop=rounds is not supported: the first round failed: out of resource"):
         engine_of()
     for module in ("build", "device_loop"):
         monkeypatch.setattr(f"engine.startup.{module}.wants_rounds", lambda *_: True)
     with caplog.at_level(logging.INFO):
         assert engine_of(loop="auto").loop == "plain"
-    assert "loop: plain (loop=rounds" in caplog.text
+    assert "loop: plain (the first round failed" in caplog.text
 
 
 def test_attention_that_does_not_fit_gives_way_to_torchs(monkeypatch: pytest.MonkeyPatch, caplog) -> None:

@@ -95,7 +95,7 @@ def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int, car
     check(said, asked, cut=cut)
     assert engine.loop == "rounds"
     assert not engine.rounds.on_device
-    assert not engine.rounds.graphs.num_unrecorded
+    assert not engine.rounds.graphs.unrecorded
 
 
 def test_some_ride_and_some_do_not() -> None:
