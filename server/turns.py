@@ -24,7 +24,7 @@ from server.streams.stream import OutputStream, Timeline
 
 def max_len_of(request: Request, engine: EngineView) -> int:
     """Return the most tokens of a request's prompt and of an output."""
-    return request.max_len(engine.max_model_len, engine.config.max_output_tokens)
+    return request.max_len(engine.facts.limits.max_model_len, engine.config.max_output_tokens)
 
 
 @dataclass(slots=True)
@@ -51,19 +51,9 @@ class CallerTurns:
         self._outlooks: dict[str, Outlook] = {}  # by caller: hundreds may be refused between two steps
 
     def renew(self) -> None:
-        """Outputs have got tokens, or have ended."""
+        """Requests have come, started or ended, or outputs have got tokens."""
         self._running = None
-        self.requests_changed()
-
-    def requests_changed(self) -> None:
-        """Requests have come or gone."""
         self._outlooks.clear()
-
-    def start(self, stream: OutputStream) -> None:
-        """The engine gets a request."""
-        self.requests_changed()
-        for index in stream.request.unfinished:
-            self._now.add(stream.request, stream.outputs[index].num_tokens)
 
     def next(self) -> str | None:
         """Return whose request the engine gets next, if any: the caller's of whom it has the fewest outputs.

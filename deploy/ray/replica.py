@@ -30,7 +30,7 @@ from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Tracing
 from server.worker.remote import RemoteEngine
-from server.worker.supervisor import Crashes, Supervisor
+from server.worker.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,7 @@ class Replica:
     def _started(self, model: ServedModel, metrics: Metrics) -> Driver:
         config, callers = self._config, Callers()
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
-        crashes = Crashes(config.max_engine_crashes)
-        supervisor = Supervisor(self._host, self._lifecycle, metrics, crashes)
+        supervisor = Supervisor(self._host, self._lifecycle, metrics, config.max_engine_crashes)
         driver = Driver(
             model, self._host, queue, metrics, self._lifecycle, supervisor, ageing_seconds=config.ageing_seconds
         )

@@ -49,11 +49,13 @@ def text_of(prompt: Prompt, request: Request, model: ServedModel, found: list[Vi
     except InvalidRequest as invalid:
         found += invalid.violations
         return None
-    most = most_prompt_tokens(model.engine.config, model.engine.max_model_len)
+    most = most_prompt_tokens(model.engine.config, model.engine.facts.limits.max_model_len)
     try:
         model.codec.require_room("messages" if is_chat else "prompt", text, most)
     except InvalidRequest as invalid:
-        excess = ContextExcess(model.engine.max_model_len, model.codec.least_tokens(text), most, is_bound=True)
+        excess = ContextExcess(
+            model.engine.facts.limits.max_model_len, model.codec.least_tokens(text), most, is_bound=True
+        )
         found += (replace(violation, excess=excess) for violation in invalid.violations)
         return None
     return text
@@ -67,7 +69,7 @@ def prediction_of(text: str | None, model: ServedModel, found: list[Violation]) 
         found.append(Violation("prediction.text", "is text, and the model has no tokenizer; send token_ids"))
         return None
     try:
-        model.codec.require_room("prediction", text, model.engine.max_model_len)
+        model.codec.require_room("prediction", text, model.engine.facts.limits.max_model_len)
     except InvalidRequest as invalid:
         found += invalid.violations
         return None
@@ -141,7 +143,7 @@ def _complete(
         if request.resume.fingerprint != fingerprint:
             theirs = f"resume.fingerprint is {shown(request.resume.fingerprint)}"
             raise ResumeRefused(f"{theirs}; the one of {model.name} here is {fingerprint!r}")
-        is_unknown = speculation.proposer not in model.engine.proposer_names
+        is_unknown = speculation.proposer not in model.engine.facts.proposer_names
         if is_unknown and speculation.verification is Verification.COUPLED:
             speculation = replace(speculation, proposer=None)
     elif sampling.seed is None:

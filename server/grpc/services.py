@@ -98,7 +98,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             running_requests=engine.load.num_running,
             waiting_requests=engine.load.num_waiting + len(driver.queue),
             queued_tokens=driver.queue.num_tokens,
-            total_pages=engine.total_pages,
+            total_pages=engine.facts.total_pages,
             free_pages=engine.load.free_pages,
             spec_gain_ratio=engine.load.spec_gain,
         )
@@ -125,7 +125,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         """Convert a text to token ids. The text may be as long as a prompt."""
         with self._admission.conversion(self._caller(context)):
             model = self._model(request)
-            codec, most = _require_codec(model), model.engine.max_model_len
+            codec, most = _require_codec(model), model.engine.facts.limits.max_model_len
             codec.require_room("text", request.text, most)
             release_turn()
             return await self._slow.encode(request.text, lambda text: pb.TokenizeResponse(token_ids=codec.encode(text)))
@@ -136,10 +136,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         """Convert token ids to text: as many as the context has."""
         with self._admission.conversion(self._caller(context)):
             model = self._model(request)
-            codec, most = _require_codec(model), model.engine.max_model_len
+            codec, most = _require_codec(model), model.engine.facts.limits.max_model_len
             if len(request.token_ids) > most:
                 raise InvalidRequest.of("token_ids", f"has {len(request.token_ids)} ids; the limit is {most}")
-            return await self._slow.run(_detokenized, codec, request.token_ids, model.engine.vocab_size)
+            return await self._slow.run(_detokenized, codec, request.token_ids, model.engine.facts.limits.vocab_size)
 
     async def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: Context

@@ -139,7 +139,7 @@ class AnswerFormat(Answers, Generic[ReadT]):
         self._prompt_tokens = sum(len(stream.request.token_ids) for stream in streams)
         skips_special = request.output.skip_special_tokens
         special = model.codec.special_tokens if skips_special and model.codec is not None else frozenset()
-        silent = special if body.ignore_eos else special | model.engine.eos_token_ids
+        silent = special if body.ignore_eos else special | model.engine.facts.limits.eos_token_ids
         self._names = TokenNames(model.codec, silent)
         self._include_usage, self._has_running_usage = body.stream_options.include_usage, body.has_running_usage
         self._has_stats = body.return_speculation_stats
