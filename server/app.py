@@ -122,16 +122,8 @@ class App:
         config = self.config
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
         self.metrics.requests.queue_usage.set_function(lambda: queue.usage)
-        return Driver(
-            model,
-            self.host,
-            queue,
-            self.metrics,
-            self.lifecycle,
-            self._supervisor,
-            ageing_seconds=config.ageing_seconds,
-            kv_events=self.kv_events,
-        )
+        seconds = config.ageing_seconds
+        return Driver(model, queue, self._supervisor, ageing_seconds=seconds, kv_events=self.kv_events)
 
     def _http_server(self) -> HttpServer:
         config = self.config

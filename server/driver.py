@@ -28,15 +28,12 @@ from server.errors import (
     ResumeRefused,
     Unavailable,
 )
-from server.lifecycle import Lifecycle
 from server.model import ServedModel
 from server.queue import AdmissionQueue
 from server.recovery import Recovery
 from server.streams.stream import OutputStream
 from server.telemetry.kv_events import ZmqKvEvents
-from server.telemetry.metrics import Metrics
 from server.turns import CallerTurns, Estimates, max_len_of
-from server.worker.remote import RemoteEngine
 from server.worker.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -67,18 +64,15 @@ class Driver:
     def __init__(
         self,
         model: ServedModel,
-        host: RemoteEngine,
         queue: AdmissionQueue,
-        metrics: Metrics,
-        lifecycle: Lifecycle,
         supervisor: Supervisor,
         clock: Clock = time.monotonic,
         ageing_seconds: float = 1.0,
         kv_events: ZmqKvEvents | None = None,  # default: none are published
     ) -> None:
-        self.model, self.queue, self.host = model, queue, host
+        self.model, self.queue, self.host = model, queue, supervisor.host
         self.estimates, self._ageing_seconds = Estimates(clock), ageing_seconds
-        self._engine, self._metrics, self._lifecycle = model.engine, metrics, lifecycle
+        self._engine, self._metrics, self._lifecycle = model.engine, supervisor.metrics, supervisor.lifecycle
         self._supervisor, self._clock = supervisor, clock
         self._live: dict[str, OutputStream] = {}
         self._turns = CallerTurns(queue, model.engine, self._live)

@@ -201,7 +201,7 @@ def fill(engine: Engine, size: int, context: int, k: int | None) -> None:
         engine.add(Request(request_id=str(i), token_ids=prompt, sampling=sampling, speculation=asked))
     waiting = True
     while waiting:
-        waiting = bool(engine.step().stats.prompt_tokens) or bool(engine.load.num_waiting)
+        waiting = bool(_step(engine).prompt_tokens) or bool(engine.load.num_waiting)
 
 
 def warm_up_rounds(engine: Engine, size: int, most_drafts: int) -> None:
@@ -226,12 +226,18 @@ def measure(engine: Engine, card: Card, size: int, steps: int, warm_up: int = _W
     return Measured(sum(each) / steps, made / steps / size, device / steps, _host_seconds(engine, card), longest)
 
 
+def _step(engine: Engine) -> StepStats:
+    stats = engine.step().stats
+    assert stats is not None, "it is the output of a step"
+    return stats
+
+
 def timed(engine: Engine, card: Card, steps: int) -> tuple[list[StepStats], list[float]]:
     """Return the statistics and seconds of each step. Between the steps, nothing else waits for the device."""
     wait(card.device)
     stats, timer = list[StepStats](), [perf_counter()]
     for _ in range(steps):
-        stats.append(engine.step().stats)
+        stats.append(_step(engine))
         timer.append(perf_counter())
     wait(card.device)
     timer[-1] = perf_counter()

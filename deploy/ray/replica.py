@@ -65,9 +65,7 @@ class Replica:
         config, callers = self._config, Callers()
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
         supervisor = Supervisor(self._host, self._lifecycle, metrics, config.max_engine_crashes)
-        driver = Driver(
-            model, self._host, queue, metrics, self._lifecycle, supervisor, ageing_seconds=config.ageing_seconds
-        )
+        driver = Driver(model, queue, supervisor, ageing_seconds=config.ageing_seconds)
         quotas = Quotas(None, None, time.monotonic)
         self._admission = Admission(lambda: driver, metrics, self._slow, quotas, Tracing())
         self._control = ControlService(lambda: driver, self._lifecycle, config, callers, self._admission, self._slow)

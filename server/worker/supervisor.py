@@ -26,7 +26,7 @@ class Supervisor:
         self, host: RemoteEngine, lifecycle: Lifecycle, metrics: Metrics, max_crashes: int,
         window_seconds: float = 300.0, clock: Clock = time.monotonic,
     ) -> None:  # fmt: skip
-        self._host, self._lifecycle, self._metrics = host, lifecycle, metrics
+        self.host, self.lifecycle, self.metrics = host, lifecycle, metrics
         self._max_crashes, self._window_seconds, self._clock = max_crashes, window_seconds, clock
         self._times: deque[float] = deque()
         self._in_a_row = 0  # without a step between them
@@ -57,33 +57,33 @@ class Supervisor:
     async def lost(self) -> None:
         """Count a failure of the engine, and accept no requests."""
         self.record()
-        self._metrics.engine_up.set(0)
-        await self._lifecycle.move(State.RECOVERING)
+        self.metrics.engine_up.set(0)
+        await self.lifecycle.move(State.RECOVERING)
 
     async def revive(self, stopping: asyncio.Event) -> bool:
         """Restart until the engine runs; False if the server has failed or is `stopping`.
 
         A server that drains needs an engine, too: its live streams go on.
         """
-        while self._lifecycle.state is not State.FAILED and not stopping.is_set():
+        while self.lifecycle.state is not State.FAILED and not stopping.is_set():
             pause = self.pause()
             if pause is None:
                 logger.error("the engine has failed too often; giving up")
                 break
             await first_of(asyncio.sleep(pause), stopping.wait())
             if await self._restarted(stopping):
-                self._metrics.engine_up.set(1)
-                self._metrics.restarts.inc()
-                await self._lifecycle.move(State.READY)
+                self.metrics.engine_up.set(1)
+                self.metrics.restarts.inc()
+                await self.lifecycle.move(State.READY)
                 return True
             self.record()
         if not stopping.is_set():
-            await self._lifecycle.move(State.FAILED)
+            await self.lifecycle.move(State.FAILED)
         return False
 
     async def _restarted(self, stopping: asyncio.Event) -> bool:
         """Try once; raises nothing."""
-        restart = asyncio.ensure_future(self._host.restart())
+        restart = asyncio.ensure_future(self.host.restart())
         await first_of(restart, stopping.wait())
         if restart.cancelled() or not restart.done():
             return False

@@ -72,7 +72,7 @@ async def test_an_end_that_was_asked_for_during_a_trial_outlives_the_trial(reaso
     """Outputs that were made before the engine heard of the end clear the request; then it is not fed again."""
     host, lifecycle, metrics = HostAhead(), Lifecycle(), Metrics(CollectorRegistry())
     supervisor = Supervisor(host, lifecycle, metrics, 50, 300.0)
-    driver = Driver(served(host.engine), host, AdmissionQueue(100, 10**6), metrics, lifecycle, supervisor)
+    driver = Driver(served(host.engine), AdmissionQueue(100, 10**6), supervisor)
     await lifecycle.move(State.READY)
     sampling = SamplingParams(max_tokens=2000, seed=1)
     first, second = (driver.open(Request(request_id=name, token_ids=(5,), sampling=sampling)) for name in "ab")
