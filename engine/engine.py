@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.control import learned
@@ -19,16 +18,14 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.control.step_time import StepFeedback
 from engine.device_loop.results import RoundResult, Rounds
 from engine.errors import DuplicateRequest
-from engine.facts import EngineFacts, WithFacts
 from engine.model.adapters.store import Adapters
 from engine.model.runner import Runner
-from engine.params import SpeculationSettings
 from engine.proposers import Proposers
-from engine.request.intake import Intake, Limits, self_test_request
+from engine.request.intake import EngineFacts, Intake, Limits, self_test_request
 from engine.request.prediction import num_predicted
 from engine.sampling.processors import advance_grammar, catch_up_grammars
 from engine.scheduler import Scheduler
-from engine.stats import Clock, EngineLoad, StepStats, Stopwatch
+from engine.stats import Clock, EngineLoad, StepOutput, Stopwatch
 from engine.step import Outcome, StepPlan
 from engine.step_stats import feedback_of, measure
 from engine.target_pass import TargetPass, Verified
@@ -43,15 +40,7 @@ log = logging.getLogger(__name__)
 _KEEP_EVERY = 60.0  # seconds of learning that a crash may lose
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """Events of one step, at most one per output and pass, and the step's measurements."""
-
-    events: tuple[TokenEvent, ...]
-    stats: StepStats
-
-
-class Engine(WithFacts):
+class Engine:
     """A target model, its proposers, and the sequences that they decode."""
 
     def __init__(
@@ -70,6 +59,7 @@ class Engine(WithFacts):
         self.config, self._clock = config, clock
         self.adapters = Adapters(None) if adapters is None else adapters
         self._intake = Intake(config, limits, proposers.names, self.adapters, proposers.any_of)
+        self.check, self.speculation_of = self._intake.check, self._intake.speculation_of
         self.proposers, self.scheduler = proposers, scheduler
         self.pages = scheduler.target_pool  # with the prefix cache, whose changes can be watched
         self.rounds = rounds or Rounds()
@@ -92,9 +82,12 @@ class Engine(WithFacts):
     def step(self) -> StepOutput:
         """admit -> plan -> propose -> verify -> commit -> emit: one target pass serves every sequence at once."""
         watch = Stopwatch(self._clock)
-        plan = self._propose(self._plan(watch), watch)
-        verified = self._verify(plan, watch)
-        events = self._commit(verified, watch)
+        plan = self._plan(watch)
+        with watch.phase("propose"):  # by models, for the sequences of which planning found no drafts
+            plan = self.proposers.propose(plan)
+        verified = self.target_pass.run(plan.works, watch) if plan.works else Verified([])
+        with watch.phase("commit"):
+            events = tuple(map(self._commit_one, verified.outcomes))
         return self._emit(plan, verified, events, watch)
 
     def _plan(self, watch: Stopwatch) -> StepPlan:
@@ -106,20 +99,6 @@ class Engine(WithFacts):
         self._launch_round(plan, watch)
         return plan
 
-    def _propose(self, plan: StepPlan, watch: Stopwatch) -> StepPlan:
-        """Let models draft for the sequences of which planning found no drafts."""
-        with watch.phase("propose"):
-            return self.proposers.propose(plan)
-
-    def _verify(self, plan: StepPlan, watch: Stopwatch) -> Verified:
-        """Feed the target what is planned and the drafts, in one pass, and decide which drafts stay."""
-        return self.target_pass.run(plan.works, watch) if plan.works else Verified([])
-
-    def _commit(self, verified: Verified, watch: Stopwatch) -> tuple[TokenEvent, ...]:
-        """Append what each sequence keeps; one event for each of `verified.outcomes`."""
-        with watch.phase("commit"):
-            return tuple(map(self._commit_one, verified.outcomes))
-
     def _emit(self, plan: StepPlan, verified: Verified, events: tuple[TokenEvent, ...], watch: Stopwatch) -> StepOutput:
         """Everything that the step has to report: events of this pass, of faults, and of the round before this one."""
         ended = tuple(map(self._end_for_fault, verified.faulty))
@@ -130,7 +109,7 @@ class Engine(WithFacts):
         rounds, landed = self._land(watch)
         judged, failures = (*events, *landed), self.proposers.take_failures()
         stats = measure(plan, verified.outcomes, judged, watch.seconds, failures, self.scheduler, rounds)
-        return StepOutput((*events, *ended, *landed), stats)
+        return StepOutput((*events, *ended, *landed), stats, self.load)
 
     # -------------------------------------------------------------------------------------------- commit, and faults
 
@@ -168,7 +147,7 @@ class Engine(WithFacts):
         If it succeeds, the requests were at fault. So faulty requests cannot stop an engine that works, in whatever
         number, and an engine that does not work never blames its requests.
         """
-        (one,) = self._intake.open(self_test_request(self.max_model_len))
+        (one,) = self._intake.open(self_test_request(self.facts.limits.max_model_len))
         pool = self.scheduler.target_pool
         if not pool.reserve(one.target, len(one.tokens)):
             return  # other sequences hold all pages, so a pass of theirs will show it
@@ -222,13 +201,6 @@ class Engine(WithFacts):
 
     # ------------------------------------------------------------------------------- a request's way in and out
 
-    def check(self, request: Request) -> None:
-        """Raise InvalidRequest or Unsupported for a request that cannot be served. Any thread may call this."""
-        self._intake.check(request)
-
-    def speculation_of(self, request: Request) -> SpeculationSettings:
-        return self._intake.speculation_of(request)
-
     def add(self, request: Request) -> tuple[TokenEvent, ...]:
         """Accept a request that has passed `check`; it runs as soon as there is room.
 
@@ -254,9 +226,8 @@ class Engine(WithFacts):
         )
 
     def finish(
-        self, request_id: str, reason: FinishReason, *, index: int | None = None, keep: int | None = None,
-        error: str | None = None,
-    ) -> tuple[TokenEvent, ...]:  # fmt: skip
+        self, request_id: str, reason: FinishReason, *, index: int | None = None, keep: int | None = None
+    ) -> tuple[TokenEvent, ...]:
         """End a live request, or one output of it, and free its pages now; return the terminal events.
 
         `keep`: how many of an output's generated tokens count, where a stop string ended the text earlier. The
@@ -264,10 +235,10 @@ class Engine(WithFacts):
         """
         outputs = self._live.get(request_id, {})
         ended = [s for s in list(outputs.values()) if index is None or s.index == index]
-        return tuple(self._end(sequence, reason, keep=keep, error=error) for sequence in ended)
+        return tuple(self._end(sequence, reason, keep=keep) for sequence in ended)
 
-    def finish_all(self, reason: FinishReason, error: str | None = None) -> tuple[TokenEvent, ...]:
-        return tuple(event for name in list(self._live) for event in self.finish(name, reason, error=error))
+    def finish_all(self, reason: FinishReason) -> tuple[TokenEvent, ...]:
+        return tuple(event for name in list(self._live) for event in self.finish(name, reason))
 
     def _end_if_over(self, sequence: Sequence, problem: str | None) -> FinishedOutput | None:
         newest = sequence.tokens[-1]
@@ -309,18 +280,13 @@ class Engine(WithFacts):
     # ----------------------------------------------------------------------------------------- idle
 
     @property
-    def loop(self) -> str:
-        """How sequences decode where they can: `rounds` on the device, or `plain` steps."""
-        return self.rounds.name
-
-    @property
     def has_work(self) -> bool:
         return bool(self._live)
 
     def warm_up(self) -> None:
         """Run one short request through the whole path, so that the first caller does not wait for first-time work."""
         assert not self._live, "warm_up is for an idle engine"
-        self.add(self_test_request(self.max_model_len))
+        self.add(self_test_request(self.facts.limits.max_model_len))
         while self.has_work:
             self.step()
 
@@ -369,7 +335,7 @@ class Engine(WithFacts):
         scheduled = {(s.request_id, s.index) for s in self.scheduler.sequences}
         live = {(name, index) for name, outputs in self._live.items() for index in outputs}
         assert scheduled == live, "a live sequence is not scheduled, or a dead one is"
-        assert self.has_work or self.load.free_pages == self.total_pages, "idle, and pages are held"
+        assert self.has_work or self.load.free_pages == self.facts.total_pages, "idle, and pages are held"
 
     # ------------------------------------------------------------------------------------------------------ load
 

@@ -98,7 +98,7 @@ class LLM:
         requests = [self._request(p, s, asked, cache_salt, predicted, adapter) for p, s in pairs]
         for request in requests:
             self.engine.check(request)
-        outputs = {(r.request_id, i): self._output(r, i) for r in requests for i in range(r.sampling.n)}
+        outputs = {(r.request_id, i): _Output(r, i, self._text(r)) for r in requests for i in range(r.sampling.n)}
         try:
             for request in requests:
                 self.engine.add(request)
@@ -131,10 +131,9 @@ class LLM:
             raise InvalidRequest.of("guided", "needs a tokenizer and an end token; this checkpoint lacks one")
         return self._compiler.compile(guided)
 
-    def _output(self, request: Request, index: int) -> _Output:
-        sampling = request.sampling
-        text = None if self.codec is None else OutputText(self.codec, StopStrings(sampling.stop), sampling.min_tokens)
-        return _Output(request, index, text)
+    def _text(self, request: Request) -> OutputText | None:
+        asked = request.sampling
+        return None if self.codec is None else OutputText(self.codec, StopStrings(asked.stop), asked.min_tokens)
 
     def _encode(self, prompt: Prompt, *, bare: bool = False) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -206,7 +205,7 @@ class _Output:
 
 
 def _compiler(engine: Engine, codec: Codec | None) -> GrammarCompiler | None:
-    sizes = engine.vocab_size, tuple(engine.eos_token_ids)
+    sizes = engine.facts.limits.vocab_size, tuple(engine.facts.limits.eos_token_ids)
     return None if codec is None or structure_problem(codec, *sizes) else GrammarCompiler(codec, *sizes, engine.config)
 
 

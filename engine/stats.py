@@ -1,11 +1,13 @@
-"""The measurements of one step, for any exporter. Knows none."""
+"""What one step reports: events, measurements and changes of the prefix cache. Knows no exporter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from engine.types import TokenEvent
 
 ForwardKind = Literal["verify", "prefill", "draft"]
 Clock = Callable[[], float]  # seconds, monotonic
@@ -66,6 +68,28 @@ class StepStats:
     def accepted(self) -> int:
         """Drafts kept in this step."""
         return sum(self.accepted_per_position)
+
+
+class CacheChange(NamedTuple):
+    """A page was entered into the prefix cache, or it was removed: then there are no `tokens`."""
+
+    number: int  # of the page in the prefix cache
+    before: int | None = None  # number of its predecessor; None: it holds the beginning of a text
+    salt: Any = None  # of a page without a predecessor
+    tokens: tuple[int, ...] = ()
+
+
+class StepOutput(NamedTuple):
+    """Events, at most one per output and pass, and the measurements of a step.
+
+    The engine's process also sends events that need no step, such as those of ordered ends: then `stats` is None.
+    """
+
+    events: tuple[TokenEvent, ...]
+    stats: StepStats | None
+    load: EngineLoad  # after the step
+    num_orders: int = 0  # that the engine's process had executed by then
+    cache_changes: tuple[CacheChange, ...] = ()  # where they are watched
 
 
 class Stopwatch:

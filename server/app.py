@@ -38,7 +38,8 @@ from server.telemetry.logs import PROGRESS
 from server.telemetry.metrics import Exposition, Metrics, watch_lag
 from server.telemetry.tracing import Tracing
 from server.worker.remote import RemoteEngine
-from server.worker.supervisor import Crashes, Supervisor, first_of
+from server.worker.supervisor import Supervisor
+from server.worker.worker import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +77,13 @@ class App:
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
         # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.
         most = config.max_engine_crashes if config.tensor_parallel_size == 1 else 0
-        self._crashes = Crashes(most)
+        self._supervisor = Supervisor(self.host, self.lifecycle, self.metrics, most)
 
     async def run(self) -> int:
         """Serve until `stop` is called; return the exit code."""
         async with asyncio.TaskGroup() as tasks:
             await self.startup(tasks)
-            await self.main_loop()
+            await self._stop.wait()
             await self.shutdown()
         return 1 if self.lifecycle.state is State.FAILED else 0
 
@@ -107,7 +108,7 @@ class App:
         model = await self._load_model()
         if model is not None:
             self.driver = self._make_driver(model)
-            pages = str(model.engine.page_size), str(model.engine.total_pages)
+            pages = str(model.engine.facts.page_size), str(model.engine.facts.total_pages)
             self.metrics.requests.cache_config.labels(*pages).set(1)
             tasks.create_task(self.driver.run())
             self.metrics.engine_up.set(1)
@@ -118,19 +119,10 @@ class App:
 
     def _make_driver(self, model: ServedModel) -> Driver:
         config = self.config
-        supervisor = Supervisor(self.host, self.lifecycle, self.metrics, self._crashes)
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
         self.metrics.requests.queue_usage.set_function(lambda: queue.usage)
-        return Driver(
-            model,
-            self.host,
-            queue,
-            self.metrics,
-            self.lifecycle,
-            supervisor,
-            ageing_seconds=config.ageing_seconds,
-            kv_events=self.kv_events,
-        )
+        seconds = config.ageing_seconds
+        return Driver(model, queue, self._supervisor, ageing_seconds=seconds, kv_events=self.kv_events)
 
     def _http_server(self) -> HttpServer:
         config = self.config
@@ -173,9 +165,9 @@ class App:
                     logger.info("calls of functions have the format %s", model.format.name)
                 return model
             except EngineCrashed as error:
-                self._crashes.record()
+                self._supervisor.record()
                 has_failed = error.status is not None and error.status > 0  # as it would again; the log says why
-                pause = None if has_failed else self._crashes.pause()
+                pause = None if has_failed else self._supervisor.pause()
                 what = "giving up" if pause is None else "it is loaded again"
                 logger.error("the engine ended while %s was loaded: %s; %s", config.target, error, what)  # noqa: TRY400  # no code here is at fault
             except ModelError as error:
@@ -212,11 +204,7 @@ class App:
             raise Unavailable("STARTING", f"the model is still loading: {self.lifecycle.progress}")
         return self.driver
 
-    # ------------------------------------------------------------------------------------- main loop and shutdown
-
-    async def main_loop(self) -> None:
-        """Wait for a reason to stop, while the driver and the front ends work."""
-        await self._stop.wait()
+    # ------------------------------------------------------------------------------------------------- shutdown
 
     async def shutdown(self) -> None:
         """Accept no new requests, let live streams finish, end those that do not, and close the front ends."""

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _told(error: Exception) -> str:
+def _problem(error: Exception) -> str:
     """Return the message; the name of a file, which can have any length, is shortened."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{shown(str(error.filename))}: {error.strerror}"
@@ -84,7 +84,7 @@ def serve(arguments: list[str]) -> int:
             place = RankInfo.here()
             place.check(config.tensor_parallel_size)
         except (ValidationError, OSError, ModelError) as error:
-            print(f"pilotfish serve: {_told(error)}", file=sys.stderr)
+            print(f"pilotfish serve: {_problem(error)}", file=sys.stderr)
             return 2
         if place.leads:
             return _run(config, forks)
@@ -105,7 +105,7 @@ def _printed(name: str, arguments: list[str]) -> int:
     try:
         text, is_good = module.run(arguments, _progress)
     except module.ERRORS as error:
-        print(f"pilotfish {name}: {_told(error)}", file=sys.stderr)
+        print(f"pilotfish {name}: {_problem(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if name != "train-draft":
@@ -135,7 +135,7 @@ def quantize(arguments: list[str]) -> int:
     try:
         save_quantised(options.model, options.revision, options.out, options.weights)
     except (ModelError, OSError) as error:
-        print(f"pilotfish quantize: {_told(error)}", file=sys.stderr)
+        print(f"pilotfish quantize: {_problem(error)}", file=sys.stderr)
         return 1
     print(f"{options.out} holds {options.model} in {options.weights}: `pilotfish serve {options.out}`")
     return 0
@@ -160,7 +160,7 @@ def _run(config: ServerConfig, forks: ForkServer) -> int:
     try:
         app = App(config, RemoteEngine(config, forks=forks), on_ready=be_ready)
     except (ValueError, OSError) as error:  # for example an invalid token file
-        print(f"pilotfish serve: {_told(error)}", file=sys.stderr)
+        print(f"pilotfish serve: {_problem(error)}", file=sys.stderr)
         return 1
     try:
         return uvloop.run(app.run())
@@ -219,11 +219,15 @@ def banner(app: App) -> list[tuple[str, str]]:
         ("gRPC", f"{config.host}:{app.grpc_port}"),
         ("HTTP", f"http://{config.host}:{app.http_port}"),
         ("model", model.name),
-        ("drafts", f"{model.draft_name or model.engine.default_proposer} ({drafts})"),
-        ("K/V", f"{engine.total_pages} pages" + (f", {config.kv_memory:g} GiB at most" if config.kv_memory else "")),
+        ("drafts", f"{model.draft_name or model.engine.facts.default_proposer} ({drafts})"),
+        (
+            "K/V",
+            f"{engine.facts.total_pages} pages" + (f", {config.kv_memory:g} GiB at most" if config.kv_memory else ""),
+        ),
         ("loop", engine.facts.loop),
         (
             "device",
-            f"{model.device}, {engine.dtype}" + ("" if config.weights == "native" else f", {config.weights} weights"),
+            f"{model.device}, {engine.facts.dtype}"
+            + ("" if config.weights == "native" else f", {config.weights} weights"),
         ),
     ]

@@ -234,8 +234,8 @@ class ServerConfig(BaseSettings, EngineConfig):
     ) -> tuple[Namespace, Self]:
         """Read the options of a command, each with arguments of argparse, and those of the server."""
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
-        for name, told in own.items():
-            parser.add_argument(f"--{name}", **told)
+        for name, settings in own.items():
+            parser.add_argument(f"--{name}", **settings)
         mine, others = parser.parse_known_args(arguments)
 
         class CommandConfig(cls):  # type: ignore[valid-type, misc]

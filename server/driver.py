@@ -9,35 +9,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import signal
 import time
 from dataclasses import dataclass
 
 from engine.errors import DuplicateRequest, PilotfishError, shown
-from engine.stats import Clock
+from engine.stats import Clock, StepOutput
 from engine.text.stops import NO_ASIDES, Asides
 from engine.types import FinishReason, Request, TokenEvent
 from server.errors import (
     Aborted,
     AdapterExists,
     DeadlinePassed,
+    EngineCrashed,
     EngineHung,
-    EngineKilled,
     NotFound,
     RequestFailed,
     ResumeRefused,
     Unavailable,
 )
-from server.lifecycle import Lifecycle
 from server.model import ServedModel
 from server.queue import AdmissionQueue
 from server.recovery import Recovery
 from server.streams.stream import OutputStream
 from server.telemetry.kv_events import ZmqKvEvents
-from server.telemetry.metrics import Metrics
 from server.turns import CallerTurns, Estimates, max_len_of
-from server.worker.remote import RemoteEngine
 from server.worker.supervisor import Supervisor
-from server.worker.wire import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class _Ending:
 
     reason: FinishReason
     error: PilotfishError | None
-    is_told: bool = False  # to the engine that has the request
+    is_sent: bool = False  # to the engine that has the request
 
     @property
     def is_read(self) -> bool:
@@ -67,18 +64,15 @@ class Driver:
     def __init__(
         self,
         model: ServedModel,
-        host: RemoteEngine,
         queue: AdmissionQueue,
-        metrics: Metrics,
-        lifecycle: Lifecycle,
         supervisor: Supervisor,
         clock: Clock = time.monotonic,
         ageing_seconds: float = 1.0,
         kv_events: ZmqKvEvents | None = None,  # default: none are published
     ) -> None:
-        self.model, self.queue, self.host = model, queue, host
+        self.model, self.queue, self.host = model, queue, supervisor.host
         self.estimates, self._ageing_seconds = Estimates(clock), ageing_seconds
-        self._engine, self._metrics, self._lifecycle = model.engine, metrics, lifecycle
+        self._engine, self._metrics, self._lifecycle = model.engine, supervisor.metrics, supervisor.lifecycle
         self._supervisor, self._clock = supervisor, clock
         self._live: dict[str, OutputStream] = {}
         self._turns = CallerTurns(queue, model.engine, self._live)
@@ -103,19 +97,19 @@ class Driver:
                     self._report_load()
                 if (output := await self.host.turn(self._wake)) is not None:
                     self._emit(output)
-            except Exception as error:  # noqa: BLE001  # whatever it is, every stream must hear of it; logged
+            except Exception as error:  # noqa: BLE001  # whatever it is, every stream must end or go on; logged
                 if not await self._recover(error):
                     return
 
     def _apply_endings(self) -> None:
         for request_id, ending in list(self._endings.items()):
             stream = self._live[request_id]
-            if ending.is_told:
+            if ending.is_sent:
                 continue  # its terminal events are on their way, or lost with the engine
             if ending.error is None:
                 if self._recovery.take(stream):
                     self._feed(stream)  # for its terminal events: it is finished before a step
-                ending.is_told = True
+                ending.is_sent = True
                 self.host.finish(request_id, ending.reason)
             else:
                 self.host.drop(request_id, ending.reason)
@@ -135,7 +129,7 @@ class Driver:
                 self._fail(stream, error, FinishReason.DEADLINE)
                 continue
             stream.start()
-            self._turns.start(stream)
+            self._turns.renew()
             self._metrics.requests.start(stream.timeline)
             self._feed(stream)
 
@@ -147,10 +141,10 @@ class Driver:
             self._fault(stream, "the engine refused the request", error)
             return
         for output in stream.outputs:
-            if output.is_stopped and not output.has_ended:  # an earlier engine was told to end it; this one was not
+            if output.is_stopped and not output.has_ended:  # an earlier engine got this order, this one did not
                 self.host.finish(stream.request_id, FinishReason.STOP, output.index, output.num_tokens)
 
-    def _emit(self, output: StepReport) -> None:
+    def _emit(self, output: StepOutput) -> None:
         if self._kv_events is not None:
             self._kv_events.publish(output.cache_changes)
         for event in output.events:
@@ -160,7 +154,7 @@ class Driver:
         if output.stats is not None:
             self._metrics.steps.observe(output.stats)
             self.estimates.observe(output.stats)
-            self._supervisor.crashes.record_step()
+            self._supervisor.record_step()
         self._turns.renew()
         self._report_load()
 
@@ -171,7 +165,8 @@ class Driver:
         if self._kv_events is not None:
             self._kv_events.clear()
         await self._supervisor.lost()
-        guilty = self._recovery.crashed(running, was_killed=isinstance(error, EngineKilled))
+        was_killed = isinstance(error, EngineCrashed) and error.status == -signal.SIGKILL  # which we did not send
+        guilty = self._recovery.crashed(running, was_killed=was_killed)
         for request_id in list(self._endings):
             self._end_unfed(self._live[request_id])
         for stream in running:
@@ -189,18 +184,18 @@ class Driver:
         ending = self._endings.get(stream.request_id)
         if ending is None:
             return
-        ending.is_told = False
+        ending.is_sent = False
         if not ending.is_read and self._recovery.take(stream):
             self._fail(stream, ending.error or _UNFED, ending.reason)
 
     def _convict(self, stream: OutputStream) -> None:
-        """End a request that brought the engine down alone again and again, and describe it in the log."""
+        """End a request that crashed the engine again and again without others, and describe it in the log."""
         request, crashes = stream.request, self._recovery.num_crashes(stream)
         emitted = [output.num_tokens for output in stream.outputs]
         about = f"{len(request.token_ids)} prompt tokens, {emitted} emitted, {shown(request.sampling, 1000)}"
-        problem = "request %s brought the engine down %d times, at last alone, and ends: %s, %s"
+        problem = "request %s crashed the engine %d times, at last without other requests, and is ended: %s, %s"
         logger.error(problem, stream.request_id, crashes, about, request.speculation)
-        self._supervisor.crashes.discount(crashes)
+        self._supervisor.discount(crashes)
         self._fail(stream, RequestFailed("the engine failed each time that it served this request"))
 
     # ------------------------------------------------------------------------------------ what callers ask meanwhile
@@ -215,7 +210,7 @@ class Driver:
         starts_in_reasoning: bool = False,
     ) -> OutputStream:  # fmt: skip
         """Return the stream of a checked request, to be submitted; its caller waits for `remaining` seconds."""
-        sampling, model_ends = request.sampling, self._engine.eos_token_ids
+        sampling, model_ends = request.sampling, self._engine.facts.limits.eos_token_ids
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model_ends)}
         return OutputStream(
             request, self.model.codec, self._clock, asides=asides, deadline=self._clock() + remaining,
@@ -245,7 +240,7 @@ class Driver:
         outlook = self._turns.outlook(request.caller, self.estimates)
         self.queue.push(request, request.sampling.n * max_len, due, outlook)
         self._live[request.request_id] = stream
-        self._turns.requests_changed()
+        self._turns.renew()
         self._idle.clear()
         self._wake.set()
         self._report_load()
@@ -313,11 +308,15 @@ class Driver:
     # -------------------------------------------------------------------------------------------- one request's end
 
     def _deliver(self, stream: OutputStream, event: TokenEvent) -> None:
-        """Give one event to its output. An exception here ends this request alone."""
-        timeline = stream.outputs[event.index].timeline
-        previous = timeline.last_token
+        """Give one event to its output. An error of it, or an exception here, ends only this request."""
+        output, end = stream.outputs[event.index], event.finished
+        if end is not None and end.reason is FinishReason.ERROR and not output.is_stopped:
+            self.host.drop(stream.request_id, FinishReason.CANCELLED)  # its other outputs end with it
+            self._fail(stream, RequestFailed(end.error or "the request failed"))
+            return
+        previous = output.timeline.last_token
         try:
-            self._push(stream, event)
+            is_stopped = stream.push(event)
         except ResumeRefused as error:
             self.host.drop(stream.request_id, FinishReason.CANCELLED)
             self._fail(stream, error)
@@ -325,21 +324,13 @@ class Driver:
         except Exception as error:  # noqa: BLE001  # `_fault` logs it
             self._fault(stream, "the output could not be turned into text", error)
             return
-        if timeline.last_token != previous:
-            self._metrics.requests.deliver(timeline, previous)
-
-    def _push(self, stream: OutputStream, event: TokenEvent) -> None:
-        output = stream.outputs[event.index]
-        end = event.finished
-        if end is not None and end.reason is FinishReason.ERROR and not output.is_stopped:
-            self.host.drop(stream.request_id, FinishReason.CANCELLED)  # its other outputs end with it
-            self._fail(stream, RequestFailed(end.error or "the request failed"))
-            return
-        if stream.push(event):
+        if is_stopped:
             self.host.finish(stream.request_id, FinishReason.STOP, event.index, output.num_tokens)
         if stream.ended:
             assert output.finished is not None, "the last output to end"
             self._forget(stream, output.finished.reason)
+        if output.timeline.last_token != previous:
+            self._metrics.requests.deliver(output.timeline, previous)
 
     def _fault(self, stream: OutputStream, problem: str, error: Exception) -> None:
         """End one request for its own fault: its caller gets `problem`, the log gets the exception."""
@@ -353,7 +344,7 @@ class Driver:
 
     def _forget(self, stream: OutputStream, reason: FinishReason) -> None:
         del self._live[stream.request_id]
-        self._turns.requests_changed()
+        self._turns.renew()
         self._endings.pop(stream.request_id, None)
         self._recovery.forget(stream)
         self._metrics.requests.end(reason, stream.timeline)
@@ -389,5 +380,5 @@ class Driver:
         engine = self._engine
         waiting = len(self.queue) + engine.load.num_waiting
         self._metrics.requests.set_load(
-            engine.load.num_running, waiting, 1 - engine.load.free_pages / engine.total_pages
+            engine.load.num_running, waiting, 1 - engine.load.free_pages / engine.facts.total_pages
         )

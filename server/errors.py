@@ -66,9 +66,5 @@ class EngineCrashed(PilotfishError):
     status: int | None = None
 
 
-class EngineKilled(EngineCrashed):
-    """Unexpected: the engine process was ended by a SIGKILL that this server did not send."""
-
-
 class RequestFailed(PilotfishError):
     """Unexpected: an internal error ended this request; other requests continue."""

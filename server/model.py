@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.facts import WithFacts
 from engine.model.bounded import find_file
 from engine.model.gguf.container import open_gguf
 from engine.params import Guided, SpeculationSettings
+from engine.request.intake import EngineFacts
 from engine.stats import EngineLoad
 from engine.text.codec import Codec, structure_problem
 from engine.types import Adapter, Request
@@ -24,10 +24,11 @@ from server.formats.detect import detect
 from server.formats.reasoning import PlainFormat
 
 
-class EngineView(WithFacts, Protocol):
+class EngineView(Protocol):
     """What an engine reports; the same attributes as `Engine`."""
 
     config: EngineConfig
+    facts: EngineFacts
 
     @property
     def adapters(self) -> Mapping[str, Adapter]: ...
@@ -48,21 +49,13 @@ Progress = Callable[[str], None]
 CompileGrammar = Callable[[Guided, Sequence[tuple[int, ...]]], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelText:
-    """What turns a model's text into tokens and back. It needs no engine, so it is read while one is loaded."""
-
-    codec: Codec | None  # None: the checkpoint has no tokenizer, so requests and answers contain only token ids
-    chat: ChatTemplate | None  # None: the model accepts prompts, but no conversations
-
-    @classmethod
-    def read(cls, config: EngineConfig) -> ModelText:
-        """Read tokenizer and chat template. Raises ModelError if they cannot be used."""
-        codec = Codec.load(config.target, config.revision)
-        if codec is None:
-            return cls(None, None)
-        _ = codec.longest_token  # else the first request would wait for it
-        return cls(codec, ChatTemplate.load(config.target, config.revision))
+def read_text(config: EngineConfig) -> tuple[Codec | None, ChatTemplate | None]:
+    """Read tokenizer and chat template. They need no engine. Raises ModelError if they cannot be used."""
+    codec = Codec.load(config.target, config.revision)
+    if codec is None:
+        return None, None
+    _ = codec.longest_token  # else the first request would wait for it
+    return codec, ChatTemplate.load(config.target, config.revision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +66,21 @@ class ServedModel:
     draft_name: str | None
     device: str
     engine: EngineView
-    codec: Codec | None
+    codec: Codec | None  # None: the checkpoint has no tokenizer, so requests and answers contain only token ids
     compile_grammar: CompileGrammar | None = None  # None: guided decoding is not available
-    chat: ChatTemplate | None = None
+    chat: ChatTemplate | None = None  # None: the model accepts prompts, but no conversations
     format: ChatFormat = PLAIN  # how the model writes reasoning and calls
     fingerprint: str = ""  # names all that the tokens depend on besides the request (`fingerprint.py`)
 
     @classmethod
     def around(
-        cls, engine: EngineView, compile_grammar: CompileGrammar, config: EngineConfig, text: ModelText
-    ) -> ServedModel:
+        cls, engine: EngineView, compile_grammar: CompileGrammar, config: EngineConfig, codec: Codec | None,
+        chat: ChatTemplate | None,
+    ) -> ServedModel:  # fmt: skip
         """Put all together for a loaded engine, whose structures `compile_grammar` compiles if the model has any."""
-        codec, chat = text.codec, text.chat
-        if problem := structure_problem(codec, engine.vocab_size, tuple(engine.eos_token_ids)):
+        if problem := structure_problem(
+            codec, engine.facts.limits.vocab_size, tuple(engine.facts.limits.eos_token_ids)
+        ):
             log.info("no structured output: %s", problem)
         draft_name = ", ".join(map(model_name, config.draft)) or None
         return cls(
@@ -97,7 +92,7 @@ class ServedModel:
             None if problem else compile_grammar,
             chat,
             PLAIN if chat is None or codec is None else detect(chat.source, codec.added_tokens),
-            fingerprint(config, engine.dtype),
+            fingerprint(config, engine.facts.dtype),
         )
 
     def fingerprint_with(self, adapter: str | None) -> str:

@@ -13,7 +13,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from engine.stats import Clock, StepStats
 from engine.types import Request
@@ -24,22 +23,7 @@ from server.streams.stream import OutputStream, Timeline
 
 def max_len_of(request: Request, engine: EngineView) -> int:
     """Return the most tokens of a request's prompt and of an output."""
-    return request.max_len(engine.max_model_len, engine.config.max_output_tokens)
-
-
-@dataclass(slots=True)
-class _Running:
-    """The outputs that the engine has: request and number of tokens of each."""
-
-    outputs: list[tuple[Request, int]]
-    held: Counter[str] = field(default_factory=Counter)  # how many, by caller
-    unserved: set[str] = field(default_factory=set)  # callers of whom one has no token yet
-
-    def add(self, request: Request, tokens: int) -> None:
-        self.outputs.append((request, tokens))
-        self.held[request.caller] += 1
-        if not tokens:
-            self.unserved.add(request.caller)
+    return request.max_len(engine.facts.limits.max_model_len, engine.config.max_output_tokens)
 
 
 class CallerTurns:
@@ -47,23 +31,13 @@ class CallerTurns:
 
     def __init__(self, queue: AdmissionQueue, engine: EngineView, live: Mapping[str, OutputStream]) -> None:
         self._queue, self._engine, self._live = queue, engine, live
-        self._running: _Running | None = None  # None: to be computed
+        self._running: list[tuple[Request, int]] | None = None  # outputs in the engine; None: to be computed
         self._outlooks: dict[str, Outlook] = {}  # by caller: hundreds may be refused between two steps
 
     def renew(self) -> None:
-        """Outputs have got tokens, or have ended."""
+        """Requests have come, started or ended, or outputs have got tokens."""
         self._running = None
-        self.requests_changed()
-
-    def requests_changed(self) -> None:
-        """Requests have come or gone."""
         self._outlooks.clear()
-
-    def start(self, stream: OutputStream) -> None:
-        """The engine gets a request."""
-        self.requests_changed()
-        for index in stream.request.unfinished:
-            self._now.add(stream.request, stream.outputs[index].num_tokens)
 
     def next(self) -> str | None:
         """Return whose request the engine gets next, if any: the caller's of whom it has the fewest outputs.
@@ -73,11 +47,13 @@ class CallerTurns:
         """
         if not self._queue:
             return None
-        now, waiting = self._now, sorted(self._queue.callers, key=self._now.held.__getitem__)
+        held = self._held
+        waiting = sorted(self._queue.callers, key=held.__getitem__)
         if self._engine.has_room:
             return waiting[0]
         part = self._equal_part(waiting[0])
-        return next((c for c in waiting if now.held[c] < part or (part and c not in now.unserved)), None)
+        unserved = {request.caller for request, tokens in self._outputs if not tokens}
+        return next((c for c in waiting if held[c] < part or (part and c not in unserved)), None)
 
     def outlook(self, caller: str, estimates: Estimates) -> Outlook:
         """Return the likely outlook of a new request of a caller, behind all its others."""
@@ -97,16 +73,14 @@ class CallerTurns:
         It can while its caller has less than an equal part of the places: others' requests do not come before it then.
         Else it is likely to get the place of an output of its caller's, and may get any.
         """
-        ahead, running = self._queue.ahead(due, caller), self._now
+        ahead, outputs, held = self._queue.ahead(due, caller), self._outputs, self._held[caller]
         waiting = [(request, 0) for request in ahead for _ in range(request.sampling.n)]
         engine = self._engine
         free = engine.config.max_batch_size - engine.load.num_running if engine.has_room else 0
-        if len(waiting) < max(free, self._equal_part(caller) - running.held[caller]):
+        if len(waiting) < max(free, self._equal_part(caller) - held):
             return [], []
-        if likely and running.held[caller]:
-            outputs = [output for output in running.outputs if output[0].caller == caller]
-        else:
-            outputs = running.outputs
+        if likely and held:
+            outputs = [output for output in outputs if output[0].caller == caller]
         left, behind = (estimates.left(map(self._lengths, some), likely=likely) for some in (outputs, waiting))
         return left, behind
 
@@ -122,15 +96,18 @@ class CallerTurns:
         return max(1, self._engine.config.max_batch_size // len(callers)) if len(callers) > 1 else 0
 
     @property
-    def _now(self) -> _Running:
+    def _outputs(self) -> list[tuple[Request, int]]:
+        """The outputs that the engine has: request and number of tokens of each."""
         if self._running is None:
-            self._running = _Running([])
-            for stream in self._live.values():
-                if stream.timeline.started is not None:
-                    for output in stream.outputs:
-                        if not output.has_ended:
-                            self._running.add(stream.request, output.num_tokens)
+            started = [stream for stream in self._live.values() if stream.timeline.started is not None]
+            outputs = ((stream.request, output) for stream in started for output in stream.outputs)
+            self._running = [(request, output.num_tokens) for request, output in outputs if not output.has_ended]
         return self._running
+
+    @property
+    def _held(self) -> Counter[str]:
+        """How many of them each caller has."""
+        return Counter(request.caller for request, _ in self._outputs)
 
 
 _MOST_WEIGHT = 10.0  # a mean is that of about so many values

@@ -198,7 +198,7 @@ def run(engine: Engine, requests: Sequence[Request], *, most_steps: int = 10_000
         engine.check_invariants()
     assert total == [*_sums(outputs), failures], "what the steps counted is not what the requests say"
     assert not engine.has_work, "the engine makes no progress"
-    assert engine.load.free_pages == engine.total_pages
+    assert engine.load.free_pages == engine.facts.total_pages
     return outputs
 
 

@@ -195,13 +195,13 @@ def fill(engine: Engine, size: int, context: int, k: int | None) -> None:
         asked = SpeculationParams(mode=SpeculationMode.FIXED if k else SpeculationMode.OFF, num_draft_tokens=k)
     record(engine, size, k)
     for i in range(size):
-        prompt = tuple(torch.randint(engine.vocab_size, (context,)).tolist())
-        most = engine.max_model_len - context
+        prompt = tuple(torch.randint(engine.facts.limits.vocab_size, (context,)).tolist())
+        most = engine.facts.limits.max_model_len - context
         sampling = SamplingParams(temperature=1.0, seed=i, max_tokens=most, ignore_eos=True)
         engine.add(Request(request_id=str(i), token_ids=prompt, sampling=sampling, speculation=asked))
     waiting = True
     while waiting:
-        waiting = bool(engine.step().stats.prompt_tokens) or bool(engine.load.num_waiting)
+        waiting = bool(_step(engine).prompt_tokens) or bool(engine.load.num_waiting)
 
 
 def warm_up_rounds(engine: Engine, size: int, most_drafts: int) -> None:
@@ -215,15 +215,21 @@ def warm_up_rounds(engine: Engine, size: int, most_drafts: int) -> None:
 
 def measure(engine: Engine, card: Card, size: int, steps: int, warm_up: int = _WARM) -> Measured:
     """Time decoding steps; every sequence in the engine must have enough tokens left for them."""
-    loop = engine.loop
+    loop = engine.rounds.name
     for _ in range(warm_up):
         engine.step()
     stats, each = timed(engine, card, steps)
     made, device = sum(s.generated_tokens for s in stats), sum(s.device_seconds for s in stats)
     assert engine.load.num_running == size, "some ended on the way"
-    assert engine.loop == loop, "a round failed, and the rest were plain steps: the log says why"
+    assert engine.rounds.name == loop, "a round failed, and the rest were plain steps: the log says why"
     longest = max(each) / statistics.median(each)
     return Measured(sum(each) / steps, made / steps / size, device / steps, _host_seconds(engine, card), longest)
+
+
+def _step(engine: Engine) -> StepStats:
+    stats = engine.step().stats
+    assert stats is not None, "it is the output of a step"
+    return stats
 
 
 def timed(engine: Engine, card: Card, steps: int) -> tuple[list[StepStats], list[float]]:
@@ -231,7 +237,7 @@ def timed(engine: Engine, card: Card, steps: int) -> tuple[list[StepStats], list
     wait(card.device)
     stats, timer = list[StepStats](), [perf_counter()]
     for _ in range(steps):
-        stats.append(engine.step().stats)
+        stats.append(_step(engine))
         timer.append(perf_counter())
     wait(card.device)
     timer[-1] = perf_counter()

@@ -70,6 +70,7 @@ class Batch:
             for event in output.events:
                 self._clock.tokens[int(event.request_id)] += event.token_ids
         self._clock.tick()
+        assert output.stats is not None, "it is the output of a step"
         self._done.append(output.stats)
 
     def turn(self) -> Turn:

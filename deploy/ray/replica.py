@@ -30,7 +30,7 @@ from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Tracing
 from server.worker.remote import RemoteEngine
-from server.worker.supervisor import Crashes, Supervisor
+from server.worker.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,8 @@ class Replica:
     def _started(self, model: ServedModel, metrics: Metrics) -> Driver:
         config, callers = self._config, Callers()
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
-        crashes = Crashes(config.max_engine_crashes)
-        supervisor = Supervisor(self._host, self._lifecycle, metrics, crashes)
-        driver = Driver(
-            model, self._host, queue, metrics, self._lifecycle, supervisor, ageing_seconds=config.ageing_seconds
-        )
+        supervisor = Supervisor(self._host, self._lifecycle, metrics, config.max_engine_crashes)
+        driver = Driver(model, queue, supervisor, ageing_seconds=config.ageing_seconds)
         quotas = Quotas(None, None, time.monotonic)
         self._admission = Admission(lambda: driver, metrics, self._slow, quotas, Tracing())
         self._control = ControlService(self._lifecycle, config, callers, self._admission)

@@ -2,7 +2,7 @@
 
 A token is the argmax of scaled logits plus Gumbel noise; a logit of -inf masks its token. A batch may mix greedy rows,
 rows without and rows with truncation, which differ in their parameters. `kernels.truncation` finds where a row ends.
-Ten launches with it, three without. `commit` is `engine.verify.coupled` and `engine.engine.Engine._commit` in one small
+Ten launches with it, three without. `commit` is `engine.verify.coupled` and `engine.engine.Engine._keep` in one small
 kernel, for a loop that the host does not watch.
 """
 

@@ -15,21 +15,13 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.kv.states import StatePool
+from engine.stats import CacheChange
 from engine.types import KVCursor
 
 Key = tuple[int | None, Any, tuple[int, ...]]  # what a `CacheChange` has besides its number
-
-
-class CacheChange(NamedTuple):
-    """A page was entered into the prefix cache, or it was removed: then there are no `tokens`."""
-
-    number: int  # of the page in the prefix cache
-    before: int | None = None  # number of its predecessor; None: it holds the beginning of a text
-    salt: Any = None  # of a page without a predecessor
-    tokens: tuple[int, ...] = ()
 
 
 class PagePool:

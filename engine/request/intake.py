@@ -36,6 +36,20 @@ class Limits:
     draft_border: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """Facts of a loaded engine. Its process sends them to the front ends as they are."""
+
+    limits: Limits
+    proposer_names: tuple[str, ...]  # what a request may ask for
+    default_proposer: str  # of a request that names none
+    page_size: int  # tokens per page of the target's arena
+    total_pages: int
+    loop: str  # how sequences decode where they can: `rounds` on the device, or `plain` steps
+    dtype: str  # of the target's activations, keys and values
+    device: str  # of the target
+
+
 @dataclass(frozen=True, slots=True)
 class Intake:
     """Turns requests into sequences. It changes no state, so any thread may call it."""

@@ -80,7 +80,7 @@ class Calibration:
         engine, scheduler = self._engine, self._engine.scheduler
         batch = min(shape.batch, engine.config.max_batch_size)
         output = _longest_output(engine, [shape.prompt] * batch, shape.num_draft, shape.steps)
-        tokens = min(shape.prompt + output, engine.max_model_len)
+        tokens = min(shape.prompt + output, engine.facts.limits.max_model_len)
         return all(pool.has_empty(batch, tokens) for pool in (scheduler.target_pool, *scheduler.draft_pools.values()))
 
 
@@ -93,9 +93,9 @@ def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter, 
 
 def drafters_of(engine: Engine) -> tuple[str | None, ...]:
     """The proposers that requests meet unless they name one: each that `auto` may choose; or None, the default."""
-    if engine.default_proposer != AUTO:
+    if engine.facts.default_proposer != AUTO:
         return (None,)
-    return tuple(name for name in engine.proposer_names if name not in _NOT_CHOSEN)
+    return tuple(name for name in engine.facts.proposer_names if name not in _NOT_CHOSEN)
 
 
 def run(
@@ -107,14 +107,14 @@ def run(
     The number of steps is fixed, so that the time does not depend on how many drafts are accepted. Returns False if
     `is_wanted` ended it after an earlier step.
     """
-    prompts = [min(prompt, engine.max_model_len - 2) for prompt in prompts[: engine.config.max_batch_size]]
+    prompts = [min(prompt, engine.facts.limits.max_model_len - 2) for prompt in prompts[: engine.config.max_batch_size]]
     mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
     speculation = SpeculationParams(mode=mode, num_draft_tokens=num_draft, proposer=proposer)
     # Each request has its own cache salt, so that it finds no prefix cached by another request or an earlier run.
     names, salt = [f"calibrate-{i}" for i in range(len(prompts))], token_hex(8)
     output = _longest_output(engine, prompts, num_draft, steps)
     for i, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-        sampled = replace(sampling, max_tokens=min(output, engine.max_model_len - prompt), ignore_eos=True)
+        sampled = replace(sampling, max_tokens=min(output, engine.facts.limits.max_model_len - prompt), ignore_eos=True)
         request = Request(
             request_id=name, token_ids=_prompt(engine, i, prompt, text),
             sampling=sampled, speculation=speculation, cache_salt=name + salt,
@@ -139,5 +139,5 @@ def _longest_output(engine: Engine, prompts: Seq[int], num_draft: int, steps: in
 def _prompt(engine: Engine, number: int, length: int, text: Seq[int]) -> tuple[int, ...]:
     """Take `length` tokens of the text from an offset that differs per prompt; after its end, go on at its start."""
     if not text:
-        return tuple((7 * j + number) % engine.vocab_size for j in range(length))
+        return tuple((7 * j + number) % engine.facts.limits.vocab_size for j in range(length))
     return tuple(text[(97 * number + j) % len(text)] for j in range(length))

@@ -113,7 +113,7 @@ def reference_model(config: EngineConfig, name: str, progress: Callable[[str], N
 
 def _served_logits(engine: Engine, text: Seq[int]) -> Tensor:
     """The logits of all positions `[len(text), vocab]` of the only sequence in the engine."""
-    pages = list(range(-(-len(text) // engine.page_size)))
+    pages = list(range(-(-len(text) // engine.facts.page_size)))
     state = StateSpan(EMPTY_STATE, 0, 1, len(text))
     return engine.runner.forward([Feed(list(text), 0, pages, len(text), state=state)]).float()
 

@@ -47,7 +47,7 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
 
     The engine runs plain passes for prompts beside rounds, and for sequences that cannot decode on the device.
     """
-    config, longest = engine.config, engine.max_model_len - _STEPS * (1 + engine.config.num_draft_tokens)
+    config, longest = engine.config, engine.facts.limits.max_model_len - _STEPS * (1 + engine.config.num_draft_tokens)
     chunk, drafts = config.max_batch_tokens, config.num_draft_tokens
     for sampling in (_GREEDY, _WHOLE, _CUT):
         yield Rehearsal([_SHORT], drafts, sampling)
@@ -153,7 +153,7 @@ def _text(engine: Engine) -> Seq[int]:
     if engine.calibration_text is not None:
         return engine.calibration_text
     found = Codec.load(engine.config.target, engine.config.revision, kept=False)
-    tokens = () if found is None else [t for t in found.encode(CALIBRATION_TEXT) if t < engine.vocab_size]
+    tokens = () if found is None else [t for t in found.encode(CALIBRATION_TEXT) if t < engine.facts.limits.vocab_size]
     del found
     release_freed()  # the tokenizer itself may take more memory than a model
     return tokens

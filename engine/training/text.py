@@ -92,7 +92,7 @@ class Writer:
         Raises:
             ModelError: the engine failed at one of them, or its passes did not show all positions.
         """
-        limit, texts = self.engine.max_model_len, dict[str, list[int]]()
+        limit, texts = self.engine.facts.limits.max_model_len, dict[str, list[int]]()
         for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             name, most = f"text-{number}", min(params.max_tokens or limit, limit // 2)
             texts[name] = [*prompt[-(limit - most) :]]
@@ -130,7 +130,7 @@ class Writer:
             raise ModelError(
                 f"{kind} has embeddings of width {made.embedding_width}; expected the hidden size {made.width}"
             )
-        table = self.model.get_input_embeddings()(torch.arange(self.engine.vocab_size, device=device))
+        table = self.model.get_input_embeddings()(torch.arange(self.engine.facts.limits.vocab_size, device=device))
         unit = torch.eye(made.width, dtype=self.model.dtype, device=device)
         output = self.model.get_output_embeddings()(unit).float().T
         embedding, output = (x.to("cpu", torch.bfloat16).clone() for x in (table, output.contiguous()))
@@ -149,7 +149,7 @@ def own_prompts(
     params = [_drawn(plan, (number, i, 1), length, temperature=1.0) for i in range(plan.together)]
     texts = writer.write([opening] * plan.together, params, records=False)
     written = [tuple(text.tokens[text.prompt :].tolist()) for text in texts]
-    ends = writer.engine.eos_token_ids
+    ends = writer.engine.facts.limits.eos_token_ids
     bare = [tokens[:-1] if tokens and tokens[-1] in ends else tokens for tokens in written]
     made = [(*opening, *tokens) if as_prompt is None else as_prompt(tokens) for tokens in bare if tokens]
     return [prompt[-plan.prompt_tokens :] for prompt in made if prompt]

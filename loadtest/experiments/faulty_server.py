@@ -145,7 +145,7 @@ def census(app: App) -> dict[str, Any]:
         "live": len(app.driver.live()),
         "queued": len(app.driver.queue),
         "free_pages": engine.load.free_pages,
-        "total_pages": engine.total_pages,
+        "total_pages": engine.facts.total_pages,
         "objects": len(gc.get_objects()),
     }
 

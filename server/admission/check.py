@@ -49,9 +49,11 @@ def text_of(prompt: Prompt, request: Request, model: ServedModel, found: list[Vi
     except InvalidRequest as invalid:
         found += invalid.violations
         return None
-    most = most_prompt_tokens(model.engine.config, model.engine.max_model_len)
+    most = most_prompt_tokens(model.engine.config, model.engine.facts.limits.max_model_len)
     if problem := model.codec.excess(text, most):
-        excess = ContextExcess(model.engine.max_model_len, model.codec.least_tokens(text), most, is_bound=True)
+        excess = ContextExcess(
+            model.engine.facts.limits.max_model_len, model.codec.least_tokens(text), most, is_bound=True
+        )
         found.append(Violation("messages" if is_chat else "prompt", problem, excess))
         return None
     return text
@@ -64,7 +66,7 @@ def prediction_of(text: str | None, model: ServedModel, found: list[Violation]) 
     if model.codec is None:
         found.append(Violation("prediction.text", "is text, and the model has no tokenizer; send token_ids"))
         return None
-    if problem := model.codec.excess(text, model.engine.max_model_len):
+    if problem := model.codec.excess(text, model.engine.facts.limits.max_model_len):
         found.append(Violation("prediction", problem))
         return None
     return text
@@ -137,7 +139,7 @@ def _complete(
         if request.resume.fingerprint != fingerprint:
             theirs = f"resume.fingerprint is {shown(request.resume.fingerprint)}"
             raise ResumeRefused(f"{theirs}; the one of {model.name} here is {fingerprint!r}")
-        is_unknown = speculation.proposer not in model.engine.proposer_names
+        is_unknown = speculation.proposer not in model.engine.facts.proposer_names
         if is_unknown and speculation.verification is Verification.COUPLED:
             speculation = replace(speculation, proposer=None)
     elif sampling.seed is None:

@@ -85,8 +85,8 @@ def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str,
     rows = [row for some in prompts for row in _rows(llm, some, asked, progress)]
     if asked.json:
         return json.dumps([asdict(row) for row in rows], indent=1), True
-    who, drafts = engine.default_proposer, config.num_draft_tokens
-    return as_text(rows, f"{model_name(config.target)} in {engine.dtype}, proposer {who}, K up to {drafts}"), True
+    who, drafts = engine.facts.default_proposer, config.num_draft_tokens
+    return as_text(rows, f"{model_name(config.target)} in {engine.facts.dtype}, proposer {who}, K up to {drafts}"), True
 
 
 def _rows(llm: LLM, prompts: list[Tokens], asked: Namespace, progress: Callable[[str], None]) -> list[BenchRow]:
@@ -103,7 +103,7 @@ def _rows(llm: LLM, prompts: list[Tokens], asked: Namespace, progress: Callable[
 
 def _prompts(engine: Engine, codec: Codec | None, batch: int) -> list[Tokens]:
     if codec is None:
-        return [tuple((7 * i + j) % engine.vocab_size for j in range(_PROMPT)) for i in range(batch)]
+        return [tuple((7 * i + j) % engine.facts.limits.vocab_size for j in range(_PROMPT)) for i in range(batch)]
     return [codec.encode(text) for text in corpus.held_out_prompts(batch)]
 
 

@@ -95,7 +95,7 @@ def _input(message: pb.GenerateRequest, model: ServedModel, found: list[Violatio
             return ((), conversation) if conversation is not None else (NO_TOKENS, None)
         case "token_ids":
             ids = message.token_ids.ids
-            too_long = list(prompt_too_long(len(ids), model.engine.config, model.engine.max_model_len))
+            too_long = list(prompt_too_long(len(ids), model.engine.config, model.engine.facts.limits.max_model_len))
             found += too_long
             return NO_TOKENS if too_long else tuple(ids), None
     found.append(Violation("input", "is missing; expected prompt, token_ids or messages"))
@@ -109,7 +109,7 @@ def _prediction(
     if message.HasField("prediction") and kind is None:
         found.append(Violation("prediction", "is empty; expected text or token_ids"))
     ids = message.prediction.token_ids.ids
-    tokens = tuple(_bounded(ids, "prediction.token_ids", "tokens", model.engine.max_model_len, found))
+    tokens = tuple(_bounded(ids, "prediction.token_ids", "tokens", model.engine.facts.limits.max_model_len, found))
     return message.prediction.text if kind == "text" else None, tokens
 
 
@@ -150,7 +150,7 @@ def _turn(turn: pb.ChatMessage) -> ChatMessage:
 
 def _sampling(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> SamplingParams:
     sampling, stopping, output = message.sampling, message.stopping, message.output
-    bounds, vocab = model.engine.config, model.engine.vocab_size
+    bounds, vocab = model.engine.config, model.engine.facts.limits.vocab_size
     given = {about.name: value for part in (sampling, stopping) for about, value in part.ListFields()}
     lists: dict[str, tuple[str, Any, str, int]] = {
         "allowed_token_ids": ("sampling", sampling.allowed_token_ids.ids, "ids", vocab),
@@ -222,10 +222,14 @@ def _resume(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
         found.append(Violation("resume.outputs", f"has {len(asked.outputs)} outputs; sampling.n is {n}"))
     else:
         for i, output in enumerate(asked.outputs):
-            wrong = [*_received_violations(f"resume.outputs[{i}]", output, n, outputs, model.engine.max_model_len)]
+            wrong = [
+                *_received_violations(
+                    f"resume.outputs[{i}]", output, n, outputs, model.engine.facts.limits.max_model_len
+                )
+            ]
             found += wrong
             if not wrong:
-                outputs[output.index] = _received(output, model.engine.max_model_len)
+                outputs[output.index] = _received(output, model.engine.facts.limits.max_model_len)
     dense = tuple(outputs.get(index, NOTHING_RECEIVED) for index in range(n))
     return Resume(outputs=dense, fingerprint=asked.fingerprint, interruptions=asked.interruptions)
 
@@ -399,17 +403,17 @@ def model_info(model: ServedModel, adapters: Seq[str]) -> control_pb.GetModelInf
         model=model.name,
         draft_model=model.draft_name or "",
         device=model.device,
-        dtype=engine.dtype,
-        vocab_size=engine.vocab_size,
-        max_model_len=engine.max_model_len,
-        eos_token_ids=sorted(engine.eos_token_ids),
+        dtype=engine.facts.dtype,
+        vocab_size=engine.facts.limits.vocab_size,
+        max_model_len=engine.facts.limits.max_model_len,
+        eos_token_ids=sorted(engine.facts.limits.eos_token_ids),
         has_tokenizer=model.codec is not None,
-        proposers=sorted(engine.proposer_names, key=lambda name: (name != engine.default_proposer, name)),
+        proposers=sorted(engine.facts.proposer_names, key=lambda name: (name != engine.facts.default_proposer, name)),
         speculation=_settings(
             SpeculationSettings(
                 mode=config.speculation,
                 num_draft_tokens=config.num_draft_tokens,
-                proposer=engine.default_proposer,
+                proposer=engine.facts.default_proposer,
                 verification=config.verification,
             )
         ),

@@ -91,7 +91,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             running_requests=engine.load.num_running,
             waiting_requests=engine.load.num_waiting + len(driver.queue),
             queued_tokens=driver.queue.num_tokens,
-            total_pages=engine.total_pages,
+            total_pages=engine.facts.total_pages,
             free_pages=engine.load.free_pages,
             spec_gain_ratio=engine.load.spec_gain,
         )
@@ -118,7 +118,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         """Convert a text to token ids. The text may be as long as a prompt."""
         with self._admission.conversion(self._caller(context)):
             model = self._model(request)
-            codec, most = _require_codec(model), model.engine.max_model_len
+            codec, most = _require_codec(model), model.engine.facts.limits.max_model_len
             if problem := codec.excess(request.text, most):
                 raise InvalidRequest.of("text", problem)
             release_turn()
@@ -130,10 +130,12 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         """Convert token ids to text: as many as the context has."""
         with self._admission.conversion(self._caller(context)):
             model = self._model(request)
-            codec, most = _require_codec(model), model.engine.max_model_len
+            codec, most = _require_codec(model), model.engine.facts.limits.max_model_len
             if len(request.token_ids) > most:
                 raise InvalidRequest.of("token_ids", f"has {len(request.token_ids)} ids; the limit is {most}")
-            return await self._admission.slow.run(_detokenized, codec, request.token_ids, model.engine.vocab_size)
+            return await self._admission.slow.run(
+                _detokenized, codec, request.token_ids, model.engine.facts.limits.vocab_size
+            )
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         fingerprint = await self._adapters.load(request.name, request.path, self._caller(context))

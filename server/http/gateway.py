@@ -177,7 +177,7 @@ def _models(driver: Driver, created: int) -> list[dict[str, Any]]:
         "object": "model",
         "created": created,
         "owned_by": "pilotfish",
-        "max_model_len": model.engine.max_model_len,
+        "max_model_len": model.engine.facts.limits.max_model_len,
     }
     adapters = ({"id": name, **about, "parent": model.name} for name in driver.adapters)
     return [{"id": model.name, **about}, *adapters]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from engine.kv.pages import CacheChange
+from engine.stats import CacheChange
 
 if TYPE_CHECKING:
     import zmq

@@ -8,28 +8,37 @@ front-end process ends, this process ends too. The only text here is the source 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.stats import StepStats
-from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Request, TokenEvent
+from engine.errors import GrammarFault, InvalidRequest, ModelError, Unsupported
+from engine.params import Guided
+from engine.stats import StepOutput
+from engine.types import (
+    GRAMMAR_TOKENS,
+    DraftStats,
+    FinishedOutput,
+    FinishReason,
+    Grammar,
+    Request,
+    TokenEvent,
+)
 from server.model import Progress
 from server.telemetry import logs
 from server.worker import wire
 from server.worker.garbage import settle
-from server.worker.structures import Structures, compiler_of
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -41,38 +50,44 @@ logger = logging.getLogger(__name__)
 MAX_LEAD = 2
 _QUIET_SECONDS = 0.05  # without an order, after which an idle engine does what it has left for later
 _RECEIVE_BYTES = 1 << 16
+COMPILE_THREADS = 2
+# For a structure that was compiled in time before: that this process is busier now must not end its request.
+AGAIN_SECONDS = 300.0
 
 
 class FrontEndGone(EOFError):
     """Expected: the front-end process has ended, or closed the connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Recompiled:
-    """The structure of a request that waits for it has been compiled, or failed to."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compiling:
+    """A request that waits for its structure, and the ends of its outputs that were ordered meanwhile."""
 
     request: Request
     grammar: Future[Grammar]
+    finishes: list[wire.Finish] = field(default_factory=list)
 
 
-_Order: TypeAlias = wire.ToEngine | _Recompiled
+_Received: TypeAlias = wire.Message | _Compiling | Exception
 
 
 class Link:
-    """The engine's end of the socket. Its calls block, except `receive` with a time limit; any thread may `send`."""
+    """The engine's end of the socket. Its calls block, except `receive` with a time limit; any thread may `send`.
+
+    `received` has what `receive` will yield, or raise; any thread may add to it.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._frames = sock, wire.Frames(wire.MOST_ORDER_BYTES)
-        self._orders: SimpleQueue[_Order | Exception] = SimpleQueue()
+        self.received: SimpleQueue[_Received] = SimpleQueue()
         self._sending = threading.Lock()
 
     def first(self) -> wire.Start:
         """Wait for the first message. The front ends send no other one before the answer."""
-        for message in self._read():
-            if not isinstance(message, wire.Start):
-                raise wire.WireError(f"a {type(message).__name__} before the start")
-            return message
-        raise FrontEndGone
+        message = next(self._read())
+        if not isinstance(message, wire.Start):
+            raise wire.WireError(f"a {type(message).__name__} before the start")
+        return message
 
     def listen(self, compile_structure: Callable[[wire.Compile], None]) -> None:
         """From now on read on another thread, where also structures are compiled, or begin to be: not between steps."""
@@ -84,41 +99,31 @@ class Link:
                 if isinstance(message, wire.Compile):
                     compile_structure(message)
                 else:
-                    self._orders.put(message)
+                    self.received.put(message)
         except Exception as error:  # noqa: BLE001  # the thread that steps raises it
-            self._orders.put(error)
-        else:
-            self._orders.put(FrontEndGone())
+            self.received.put(error)
 
-    def _read(self) -> Iterator[wire.ToEngine]:
-        """Yield messages until the connection is closed. Raises FrontEndGone or WireError."""
+    def _read(self) -> Iterator[wire.Message]:
+        """Yield messages. Raises FrontEndGone when the connection is closed, or WireError."""
         try:
             while data := self._socket.recv(_RECEIVE_BYTES):
                 for payload in self._frames.feed(data):
-                    yield wire.read(payload, wire.TO_ENGINE)
+                    yield wire.read(payload)
         except OSError as error:
             raise FrontEndGone from error
+        raise FrontEndGone
 
-    def put(self, order: _Order) -> None:
-        """Let `receive` yield an order of this process; any thread may call this."""
-        self._orders.put(order)
-
-    def receive(self, seconds: float) -> Iterator[_Order]:
-        """Wait for at most `seconds`, and yield the orders that have arrived. Raises FrontEndGone or WireError."""
+    def receive(self, seconds: float) -> Iterator[wire.Message | _Compiling]:
+        """Wait for at most `seconds`, and yield what has been received. Raises FrontEndGone or WireError."""
         try:
-            order = self._orders.get(timeout=seconds) if seconds else self._orders.get_nowait()
+            order = self.received.get(timeout=seconds) if seconds else self.received.get_nowait()
             while True:
                 if isinstance(order, Exception):
                     raise order
                 yield order
-                order = self._orders.get_nowait()
+                order = self.received.get_nowait()
         except Empty:
             return
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `receive` would return at once."""
-        return not self._orders.empty()
 
     def send(self, message: wire.ToFrontEnd) -> None:
         """Send the whole message. Raises FrontEndGone if the connection is closed."""
@@ -138,11 +143,10 @@ class EngineServer:
         if self._watches_cache:
             engine.pages.watch()
         self._link, self._engine, self._structures = link, engine, structures
-        self._beat_seconds, self._spoke = start.beat_seconds, time.monotonic()
-        self._order = 0  # number of the last order that was executed
+        self._heartbeat_seconds, self._last_sent = start.heartbeat_seconds, time.monotonic()
+        self._num_orders = 0  # that were executed
         self._lead = 0  # outputs that the front ends have not read
-        # By the id of a request whose structure is compiled again: the orders that its outputs get when it is added.
-        self._compiling: dict[str, list[wire.Finish]] = {}
+        self._compiling: dict[str, _Compiling] = {}  # by the id of a request whose structure is compiled again
         self._events: list[TokenEvent] = []  # not sent yet
         self._has_chores = True  # for the engine, once nobody waits: until it says that nothing is left
         self._is_calm = False  # whether no order has come for a while
@@ -152,46 +156,44 @@ class EngineServer:
         """Execute the orders that have arrived, report their results, and take a step if there is work.
 
         An engine that is idle rests: one chore at a time, after a moment in which no order has come. It calibrates
-        from its first sign of life without an order until the next order, so that whoever asks as soon as the server is
-        ready, or again and again, never waits for it. A standby does not: another engine needs the machine. Nor does
-        one that has not been told with what text.
+        from its first heartbeat without an order until the next order, so that a request that comes as soon as the
+        server is ready, or soon after another one, never waits for it. A standby does not: another engine needs the
+        machine. Nor does one that has not received the text for it.
         """
-        told, is_quiet = self._order, True
+        reported, is_quiet = self._num_orders, True
         for message in self._link.receive(self._patience):
-            self._obey(message)
+            self._execute(message)
             is_quiet = False
-        if self._events or (self._order != told and not self._may_step):
-            self._tell(None)
+        if self._events or (self._num_orders != reported and not self._may_step):
+            self._report(StepOutput((), None, self._engine.load))
         if self._may_step:
-            output = self._engine.step()
-            self._events += output.events
-            self._tell(output.stats)
+            self._report(self._engine.step())
             return
-        is_due = self._beat()
+        is_due = self._heartbeat()
         if self._is_idle and (is_due or (is_quiet and self._has_chores)):
             self._is_calm |= is_due
             has_text = self._engine.calibration_text is not None
-            calibrates = self._is_calm and has_text and not (self._is_successor and not self._order)
+            calibrates = self._is_calm and has_text and not (self._is_successor and not self._num_orders)
             self._has_chores = self._engine.rest(self._is_wanted if calibrates else None)
 
-    def _beat(self) -> bool:
-        """Send a sign of life if one is due; whether it was."""
-        is_due = time.monotonic() - self._spoke >= self._beat_seconds
+    def _heartbeat(self) -> bool:
+        """Send a heartbeat if one is due; whether it was."""
+        is_due = time.monotonic() - self._last_sent >= self._heartbeat_seconds
         if is_due:
-            self._send(wire.Beat())
+            self._send(wire.Heartbeat())
         return is_due
 
     def _is_wanted(self) -> bool:
         """Whether an order has arrived. Called after each step of a chore."""
-        self._beat()
-        return self._link.has_news
+        self._heartbeat()
+        return not self._link.received.empty()
 
     @property
     def _patience(self) -> float:
-        """Most seconds to wait for an order."""
+        """Maximum seconds to wait for an order."""
         if self._may_step:
             return 0.0
-        return min(_QUIET_SECONDS, self._beat_seconds) if self._is_idle and self._has_chores else self._beat_seconds
+        return min(_QUIET_SECONDS if self._is_idle and self._has_chores else math.inf, self._heartbeat_seconds)
 
     @property
     def _is_idle(self) -> bool:
@@ -203,7 +205,7 @@ class EngineServer:
 
     # ------------------------------------------------------------------------------------------------------ orders
 
-    def _obey(self, message: _Order) -> None:
+    def _execute(self, message: wire.Message | _Compiling) -> None:
         match message:
             case wire.Taken():
                 self._lead -= 1
@@ -211,82 +213,72 @@ class EngineServer:
             case wire.CalibrationText():
                 self._engine.calibration_text, self._has_chores = message.token_ids, True
                 return
-            case wire.Add():
-                self._take(message.request)
+            case _Compiling():
+                self._add_compiled(message)
+                return
+            case Request():
+                self._add(message)
             case wire.Finish(is_dropped=True):
-                self._end(message.request_id, message.reason)
+                self._drop(message.request_id, message.reason)
             case wire.Finish():
                 self._finish(message)
             case wire.LoadAdapter():
-                self._load_adapter(message)
+                self._send(_answer(message.number, "the adapter could not be loaded", lambda: self._load(message)))
             case wire.UnloadAdapter():
                 self._engine.adapters.unload(message.name)
-            case _Recompiled():
-                self._add_compiled(message)
-                return
             case _:
                 raise wire.WireError(f"a {type(message).__name__} after the start")
-        self._order, self._has_chores, self._is_calm = message.order, True, False
+        self._num_orders, self._has_chores, self._is_calm = self._num_orders + 1, True, False
 
-    def _load_adapter(self, order: wire.LoadAdapter) -> None:
-        """Load an adapter between two steps, and answer at once."""
-        try:
-            loaded = self._engine.adapters.load(order.name, Path(order.folder), order.fingerprint)
-        except ModelError as error:
-            self._send(wire.AdapterAnswer(order.order, problem=str(error)))
-        else:
-            self._send(wire.AdapterAnswer(order.order, loaded.fingerprint))
-
-    def _take(self, request: Request) -> None:
-        """Add a request, with its structure. If that is not kept, it is compiled again first, while steps go on."""
-        guided = request.sampling.guided
-        if guided is None:
-            self._add(request)
-        elif (grammar := self._structures.ready(guided)) is not None:
-            self._add(replace(request, grammar=grammar))
-        else:
-            self._compiling[request.request_id] = []
-            again = self._structures.again(guided)
-            again.add_done_callback(lambda grammar: self._link.put(_Recompiled(request, grammar)))
-
-    def _add_compiled(self, compiled: _Recompiled) -> None:
-        request = compiled.request
-        finishes = self._compiling.pop(request.request_id, None)
-        if finishes is None:
-            return  # its reader is gone
-        try:
-            grammar = compiled.grammar.result()
-        except Exception as error:
-            logger.exception("request %s: its structure did not compile again", request.request_id)
-            self._refuse(request, str(error))
-        else:
-            self._add(replace(request, grammar=grammar))
-            for order in finishes:
-                self._finish(order)
+    def _load(self, order: wire.LoadAdapter) -> str:
+        return self._engine.adapters.load(order.name, Path(order.folder), order.fingerprint).fingerprint
 
     def _add(self, request: Request) -> None:
+        """Add a request, with its structure. If that is not kept, it is compiled again first, while steps go on."""
+        guided = request.sampling.guided
+        grammar = None if guided is None else self._structures.ready(guided)
+        if guided is None or grammar is not None:
+            self._add_ready(replace(request, grammar=grammar))
+            return
+        waiting = _Compiling(request, self._structures.again(guided))
+        self._compiling[request.request_id] = waiting
+        waiting.grammar.add_done_callback(lambda _: self._link.received.put(waiting))
+
+    def _add_compiled(self, waiting: _Compiling) -> None:
+        request = waiting.request
+        if self._compiling.get(request.request_id) is not waiting:
+            return  # its reader is gone
+        del self._compiling[request.request_id]
+        if (error := waiting.grammar.exception()) is not None:
+            self._refuse(request, error)
+            return
+        self._add_ready(replace(request, grammar=waiting.grammar.result()))
+        for order in waiting.finishes:
+            self._finish(order)
+
+    def _add_ready(self, request: Request) -> None:
         try:
             self._events += self._engine.add(request)
-        except Exception as error:  # the front ends have checked the request, so this is an internal fault
-            logger.exception("request %s: the engine refused it", request.request_id)
-            self._refuse(request, str(error))
+        except Exception as error:  # noqa: BLE001  # the front ends have checked the request; `_refuse` logs it
+            self._refuse(request, error)
 
     def _finish(self, order: wire.Finish) -> None:
         if order.request_id in self._compiling:
-            self._compiling[order.request_id].append(order)
+            self._compiling[order.request_id].finishes.append(order)
         else:
             self._events += self._engine.finish(order.request_id, order.reason, index=order.index, keep=order.keep)
 
-    def _end(self, request_id: str, reason: FinishReason) -> None:
-        """End a dropped request; discard its events that are not sent yet."""
+    def _drop(self, request_id: str, reason: FinishReason) -> None:
+        """End a request whose reader is gone; discard its events that are not sent yet."""
         self._compiling.pop(request_id, None)
         self._engine.finish(request_id, reason)
         self._events = [event for event in self._events if event.request_id != request_id]
 
     # ------------------------------------------------------------------------------------------------- messages
 
-    def _refuse(self, request: Request, problem: str) -> None:
-        """Store the terminal events of a request that was never added to the engine."""
+    def _refuse(self, request: Request, error: BaseException) -> None:
+        """Store the terminal events of a request that an internal fault kept from being added to the engine."""
+        logger.error("request %s was not added to the engine", request.request_id, exc_info=error)
         finished = FinishedOutput(
             reason=FinishReason.ERROR,
             prompt_tokens=len(request.token_ids),
@@ -294,31 +286,104 @@ class EngineServer:
             seed=request.sampling.seed or 0,
             speculation=self._engine.speculation_of(request),
             stats=DraftStats(),
-            error=problem,
+            error=str(error),
         )
         self._events += (
             TokenEvent(request_id=request.request_id, index=index, finished=finished) for index in request.unfinished
         )
 
-    def _tell(self, stats: StepStats | None) -> None:
-        """Send the stored events; those with prompt log-probabilities one by one, to keep messages below the limit."""
-        events, self._events = self._events, []
-        load = self._engine.load
+    def _report(self, output: StepOutput) -> None:
+        """Send an output, after the stored events; prompt log-probabilities one by one, to keep messages small."""
+        events, self._events = (*self._events, *output.events), []
+        output = output._replace(num_orders=self._num_orders)
         for event in events:
             if event.prompt_logprobs:
-                self._send(wire.StepReport((event,), None, self._order, load))
+                self._send(output._replace(events=(event,), stats=None))
         rest = tuple(event for event in events if not event.prompt_logprobs)
         changes = self._engine.pages.take_changes() if self._watches_cache else ()
-        self._send(wire.StepReport(rest, stats, self._order, load, changes))
+        self._send(output._replace(events=rest, cache_changes=changes))
 
-    def _send(self, message: wire.StepReport | wire.AdapterAnswer | wire.Beat) -> None:
-        self._lead += isinstance(message, wire.StepReport)
+    def _send(self, message: StepOutput | wire.Answer | wire.Heartbeat) -> None:
+        self._lead += isinstance(message, StepOutput)
         self._link.send(message)
-        self._spoke = time.monotonic()
+        self._last_sent = time.monotonic()
+
+
+class Structures:
+    """Threads that compile, for callers who wait for an answer, and for requests whose structure is not kept."""
+
+    def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
+        """`make` is called for the first structure: it reads a tokenizer, which takes time and memory."""
+        self._make, self._making = make, threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="structure")
+
+    def ready(self, guided: Guided) -> Grammar | None:
+        """Return the grammar if it is compiled and kept; at once."""
+        return None if self._compiler is None else self._compiler.ready(guided)
+
+    def again(self, guided: Guided) -> Future[Grammar]:
+        """Compile what was compiled before: it is not kept any more, or an earlier engine has compiled it."""
+        return self._threads.submit(lambda: self._made().compile(guided, AGAIN_SECONDS))
+
+    def answer(self, asked: wire.Compile, send: Callable[[wire.Answer], None]) -> None:
+        """Compile, check the tokens, and `send` the answer, on another thread."""
+
+        def checked() -> str:
+            require_fit(asked.received, self._made().compile(asked.guided))
+            return ""
+
+        self._threads.submit(lambda: send(_answer(asked.number, "the structure could not be compiled", checked)))
+
+    def _made(self) -> GrammarCompiler:
+        with self._making:
+            self._compiler = self._compiler or self._make()
+        return self._compiler
+
+
+def _answer(number: int, problem: str, work: Callable[[], str]) -> wire.Answer:
+    """Do the work of a message, and return the answer to it."""
+    try:
+        return wire.Answer(number, work())
+    except InvalidRequest as error:
+        return wire.Answer(number, violations=error.violations)
+    except Unsupported as error:
+        return wire.Answer(number, unsupported=str(error))
+    except ModelError as error:
+        return wire.Answer(number, refused=str(error))
+    except Exception:
+        logger.exception(problem)
+        return wire.Answer(number, fault=problem)
 
 
 LoadEngine = Callable[..., "Engine"]  # of a config and a progress; `is_successor`: it calibrates nothing
 MakeCompiler = Callable[["Engine", EngineConfig], "GrammarCompiler"]
+
+
+def compiler_of(engine: Engine, config: EngineConfig) -> GrammarCompiler:
+    """Make the compiler of a loaded engine, with a tokenizer of its own."""
+    from engine.text.codec import Codec
+    from engine.text.guided import GrammarCompiler
+
+    codec = Codec.load(config.target, config.revision)
+    assert codec is not None, "the front ends refuse structures of a model that has no tokenizer"
+    return GrammarCompiler(codec, engine.facts.limits.vocab_size, engine.facts.limits.eos_token_ids, config)
+
+
+def require_fit(received: Sequence[Sequence[int]], grammar: Grammar) -> None:
+    """Check that the tokens that were received of each output have the structure. Raises InvalidRequest."""
+    for index, tokens in enumerate(received):
+        field, state = f"resume.outputs[{index}].token_ids", grammar.start()
+        for start in range(0, len(tokens), GRAMMAR_TOKENS):
+            part = tokens[start : start + GRAMMAR_TOKENS]
+            try:
+                taken = state.advance(part)
+            except GrammarFault as fault:
+                raise InvalidRequest.of(field, str(fault)) from fault
+            if taken < len(part):
+                raise InvalidRequest.of(
+                    f"{field}[{start + taken}]", f"is {part[taken]}, which does not fit the structure"
+                )
 
 
 def serve(link: Link, load: LoadEngine, make_compiler: MakeCompiler = compiler_of) -> None:
@@ -358,7 +423,7 @@ def main(load: LoadEngine = load_engine, make_compiler: MakeCompiler = compiler_
     except FrontEndGone:
         code = 0
     except wire.WireError as error:
-        logger.error("the front-end process is not understood: %s", error)  # noqa: TRY400  # a traceback is of no use
+        logger.error("invalid message from the front-end process: %s", error)  # noqa: TRY400  # a traceback is of no use
     except Exception:
         logger.exception("the engine failed")
     finally:

@@ -53,10 +53,7 @@ class Forked:
     def wait(self) -> int:
         """Kill the process and wait for its end; return its exit status, or minus the number of its signal."""
         if self.returncode is None:
-            try:
-                self.returncode = self.server.end(self.pid)
-            except ForkServerGone:
-                self.returncode = -signal.SIGKILL
+            self.returncode = self.server.end(self.pid)
         return self.returncode
 
 
@@ -113,8 +110,11 @@ class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
         return Forked(self, pid, ours)
 
     def end(self, pid: int) -> int:
-        """Kill a forked process, wait for its end and return its status. Raises ForkServerGone."""
-        return self._ask(_END + pid.to_bytes(_NUMBER_BYTES, "big"))
+        """Kill a forked process, wait for its end and return its status."""
+        try:
+            return self._ask(_END + pid.to_bytes(_NUMBER_BYTES, "big"))
+        except ForkServerGone:
+            return -signal.SIGKILL
 
     def close(self) -> None:
         """Kill the process, and with it all that it has forked."""

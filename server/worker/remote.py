@@ -10,30 +10,27 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
 
-from msgspec import structs
-
-from engine.errors import InvalidRequest, ModelError, Unsupported
-from engine.facts import WithFacts
+from engine.errors import ModelError
 from engine.params import Guided
 from engine.request.intake import Intake
-from engine.stats import EngineLoad
+from engine.stats import EngineLoad, StepOutput
 from engine.text.codec import CALIBRATION_TEXT
 from engine.types import Adapter, FinishReason, Request, TokenEvent
 from server.config import ServerConfig
 from server.errors import EngineCrashed, EngineHung, RequestFailed, Unavailable
-from server.model import ModelText, Progress, ServedModel
+from server.model import Progress, ServedModel, read_text
 from server.worker import wire
 from server.worker.fork_server import Forked, ForkServer, ForkServerGone
 from server.worker.worker import Standby, Worker
 
 logger = logging.getLogger(__name__)
 
-_BEAT_SECONDS, _BEATS_PER_HANG = 1.0, 4  # most seconds between an engine's messages; several before it is given up
+# Maximum seconds between two messages of an engine, and how many of them are missing before it is given up.
+_HEARTBEAT_SECONDS, _HEARTBEATS_PER_HANG = 1.0, 4
 _LOADS = 4  # how much longer than the first engine another one may take to load: others may run beside it
 _FULL = EngineLoad(num_running=0, num_waiting=0, free_pages=0, spare_pages=0)
 
@@ -42,13 +39,12 @@ _FULL = EngineLoad(num_running=0, num_waiting=0, free_pages=0, spare_pages=0)
 class _RemoteRequest:
     """A request that was sent to the engine and has not ended."""
 
-    name: str  # the id that the engine has
-    order: int
+    order: int  # how many orders the engine had with it: a caller may use the id of an earlier one again
     num_sequences: int  # outputs that have not ended
     num_pages: int  # of its prompt
 
 
-class RemoteEngine(WithFacts):
+class RemoteEngine:
     """An engine in another process, to which the driver sends orders, and the last known state of that engine.
 
     With the option `standby` a second engine is loaded, and takes over when the first is lost. Where K/V events are
@@ -67,8 +63,8 @@ class RemoteEngine(WithFacts):
         self._standby: Standby | None = None
         self._text: wire.CalibrationText | None = None  # None: the first engine is being loaded
         self._load_seconds = 0.0  # that another engine may take, besides `hang_seconds`
-        self._orders = count(1)
-        self._live: dict[str, _RemoteRequest] = {}  # by the caller's id
+        self._numbers = count()  # of what is to be answered
+        self._live: dict[str, _RemoteRequest] = {}
         self.adapters: dict[str, Adapter] = {}  # that every engine has to have, as the first one found them
         self._folders = dict(self.config.adapter)  # of each of them
 
@@ -80,17 +76,17 @@ class RemoteEngine(WithFacts):
         Raises ModelError if the models cannot be served; may be cancelled.
         """
         started = time.monotonic()
-        reading = asyncio.ensure_future(asyncio.to_thread(ModelText.read, self.config))
-        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed load is told first
+        reading = asyncio.ensure_future(asyncio.to_thread(read_text, self.config))
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed load is raised first
         worker = await self._loaded(progress, is_successor=False)
         self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in worker.adapters.items()}
         self._use(worker)
         self._load_seconds = _LOADS * (time.monotonic() - started)
-        text = await reading
-        tokens = () if text.codec is None else await asyncio.to_thread(text.codec.encode, CALIBRATION_TEXT)
-        self._text = wire.CalibrationText(tuple(token for token in tokens if token < self.vocab_size))
+        codec, chat = await reading
+        tokens = () if codec is None else await asyncio.to_thread(codec.encode, CALIBRATION_TEXT)
+        self._text = wire.CalibrationText(tuple(token for token in tokens if token < self.facts.limits.vocab_size))
         worker.send(self._text)
-        return await asyncio.to_thread(ServedModel.around, self, self.compile, self.config, text)
+        return await asyncio.to_thread(ServedModel.around, self, self.compile, self.config, codec, chat)
 
     async def restart(self) -> None:
         """Put another process in place of the lost one: the standby if it is loaded, else a new one."""
@@ -115,44 +111,47 @@ class RemoteEngine(WithFacts):
         """Let requests go to this worker from now on; it has none."""
         self._live = {}
         self._worker, self.facts = worker, worker.facts
-        intake = Intake(self.config, self.facts.limits, self.proposer_names, self.adapters)
+        intake = Intake(self.config, self.facts.limits, self.facts.proposer_names, self.adapters)
         self.check, self.speculation_of = intake.check, intake.speculation_of  # in this process, as the engine does
-        self._bring_adapters(worker)
+        self._align_adapters(worker)
         if self._text is not None:
             worker.send(self._text)
         if self._has_standby:
             self._standby = Standby(partial(self._loaded, _log, is_successor=True))
 
-    def _bring_adapters(self, worker: Worker) -> None:
+    def _align_adapters(self, worker: Worker) -> None:
         """Let an engine have the same adapters as those before it: some were loaded or unloaded by calls meanwhile."""
         its_own = worker.adapters
         for name, fingerprint in its_own.items():
             if name not in self.adapters or self.adapters[name].fingerprint != fingerprint:
-                worker.send(wire.UnloadAdapter(next(self._orders), name))
+                worker.send(wire.UnloadAdapter(name))
         for name, adapter in self.adapters.items():
             if its_own.get(name) != adapter.fingerprint:
-                order = wire.LoadAdapter(next(self._orders), name, self._folders[name], adapter.fingerprint)
-                worker.ask(order).add_done_callback(partial(self._brought, adapter))
+                order = wire.LoadAdapter(next(self._numbers), name, self._folders[name], adapter.fingerprint)
+                worker.ask(order).add_done_callback(partial(self._require_aligned, adapter))
 
-    def _brought(self, adapter: Adapter, loading: asyncio.Future[wire.AdapterAnswer]) -> None:
+    def _require_aligned(self, adapter: Adapter, loading: asyncio.Future[str]) -> None:
         """Drop an adapter whose files are not there any more, or have changed: its requests fail one by one."""
-        if not loading.cancelled() and loading.exception() is None and (problem := loading.result().problem):
-            logger.error("an adapter is lost: %s", problem)
+        error = None if loading.cancelled() else loading.exception()
+        if isinstance(error, (ModelError, RequestFailed)):
+            logger.error("an adapter is lost: %s", error)
             if self.adapters.get(adapter.name) is adapter:
                 del self.adapters[adapter.name], self._folders[adapter.name]
 
     async def _loaded(self, progress: Progress, *, is_successor: bool) -> Worker:
         worker = Worker(await self._forked(), wire.most_bytes(self.config), progress)
         try:
-            config, beat = self.config.model_dump_json(), min(_BEAT_SECONDS, self._hang_seconds / _BEATS_PER_HANG)
+            config = self.config.model_dump_json()
+            heartbeat_seconds = min(_HEARTBEAT_SECONDS, self._hang_seconds / _HEARTBEATS_PER_HANG)
             await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=worker.process.socket)
-            worker.send(wire.Start(config, self._log_format, beat, is_successor, self._watches_cache))
+            start = wire.Start(config, self._log_format, heartbeat_seconds, is_successor, self._watches_cache)
+            worker.send(start)
             await worker.ready(self._hang_seconds, self._hang_seconds + self._load_seconds if is_successor else None)
             return worker
-        except BaseException as error:
+        except BaseException:
             await asyncio.shield(worker.close())
-            if isinstance(error, EngineCrashed):
-                error.status = await asyncio.to_thread(worker.process.wait)
+            if worker.loss is not None:
+                await worker.cause()  # which sets its exit status
             raise
 
     async def _forked(self) -> Forked:
@@ -174,7 +173,7 @@ class RemoteEngine(WithFacts):
 
     # -------------------------------------------------------------------------------------------- messages from it
 
-    async def turn(self, wake: asyncio.Event) -> wire.StepReport | None:
+    async def turn(self, wake: asyncio.Event) -> StepOutput | None:
         """Return the oldest unread output; None if only `wake` was set, so that the driver can send orders.
 
         Raises why the engine was lost, if it was: then call `restart`.
@@ -187,9 +186,8 @@ class RemoteEngine(WithFacts):
         if worker.outputs:
             worker.send(wire.Taken())
             output = worker.outputs.popleft()
-            read = [(event, self._reader(event)) for event in output.events]
-            events = tuple(event._replace(request_id=name) for event, name in read if name is not None)
-            return structs.replace(output, events=events)
+            events = tuple(event for event in output.events if self._has_reader(event, output.num_orders))
+            return output._replace(events=events)
         if worker.loss is not None:
             raise await worker.cause()
         return None
@@ -199,68 +197,55 @@ class RemoteEngine(WithFacts):
         assert self._worker is not None, "not started, or between two engines"
         return self._worker
 
-    def _reader(self, event: TokenEvent) -> str | None:
-        """Return the caller's id of the event's request; None if its reader is gone."""
-        request_id = event.request_id.rpartition("#")[0]
-        live = self._live.get(request_id)
-        if live is None or live.name != event.request_id:
-            return None
+    def _has_reader(self, event: TokenEvent, num_orders: int) -> bool:
+        """Whether the event is one of a live request, and not of an earlier one with its id, whose reader is gone."""
+        live = self._live.get(event.request_id)
+        if live is None or num_orders < live.order:
+            return False
         if event.finished is not None:
             live.num_sequences -= 1
             if not live.num_sequences:
-                del self._live[request_id]
-        return request_id
+                del self._live[event.request_id]
+        return True
 
     # -------------------------------------------------------------------------------------------------- orders to it
 
     def add(self, request: Request) -> None:
-        """Add a checked request before the next step. Raises wire.Unsayable if it does not fit into a message."""
-        order = next(self._orders)
-        name = f"{request.request_id}#{order}"  # a caller may use an id again before the engine has ended its request
-        self._current.send(wire.Add(order, replace(request, request_id=name)))
-        pages = -(-request.num_tokens // self.page_size)
-        self._live[request.request_id] = _RemoteRequest(name, order, len(request.unfinished), pages)
+        """Add a checked request before the next step. Raises wire.EncodeError if it does not fit into a message."""
+        worker = self._current
+        worker.send(request)
+        pages = -(-request.num_tokens // self.facts.page_size)
+        self._live[request.request_id] = _RemoteRequest(worker.num_orders, len(request.unfinished), pages)
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
         """End a request, or one output of it, as `Engine.finish` does; a later turn returns the terminal events."""
-        live = self._live.get(request_id)
-        if live is not None:
-            self._current.send(wire.Finish(next(self._orders), live.name, reason, index, keep))
+        if request_id in self._live:
+            self._current.send(wire.Finish(request_id, reason, index, keep))
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
         """End a request whose reader is gone; no later turn returns an event of it."""
-        live = self._live.pop(request_id, None)
-        if live is not None:
-            self._current.send(wire.Finish(next(self._orders), live.name, reason, is_dropped=True))
+        if self._live.pop(request_id, None) is not None:
+            self._current.send(wire.Finish(request_id, reason, is_dropped=True))
 
     async def compile(self, guided: Guided, received: Sequence[tuple[int, ...]] = ()) -> None:
         """Let the engine's process compile a structure, and check that it allows the tokens `received` of each output.
 
         No step waits for that. Raises InvalidRequest, Unsupported, or Unavailable if the engine is lost.
         """
-        order = wire.Compile(next(self._orders), guided, tuple(received))
-        compiled: wire.Compiled = await self._answer(order, "compiled a structure")
-        if compiled.violations:
-            raise InvalidRequest(compiled.violations)
-        if compiled.unsupported is not None:
-            raise Unsupported(compiled.unsupported)
-        if compiled.is_fault:
-            raise RequestFailed("the structure could not be compiled")
+        await self._answer(wire.Compile(next(self._numbers), guided, tuple(received)), "compiled a structure")
 
     async def load_adapter(self, name: str, folder: str) -> str:
         """Load an adapter between two steps; return its fingerprint. Raises ModelError, or Unavailable."""
-        order = wire.LoadAdapter(next(self._orders), name, folder)
-        loaded: wire.AdapterAnswer = await self._answer(order, f"loaded adapter {name!r}")
-        if loaded.problem is not None:
-            raise ModelError(loaded.problem)
-        self.adapters[name], self._folders[name] = Adapter(name, 0, loaded.fingerprint), folder
-        return loaded.fingerprint
+        order = wire.LoadAdapter(next(self._numbers), name, folder)
+        fingerprint = await self._answer(order, f"loaded adapter {name!r}")
+        self.adapters[name], self._folders[name] = Adapter(name, 0, fingerprint), folder
+        return fingerprint
 
-    async def _answer(self, order: wire.Compile | wire.LoadAdapter, what: str) -> Any:
+    async def _answer(self, message: wire.Compile | wire.LoadAdapter, what: str) -> str:
         if self._worker is None or self._worker.loss is not None:
             raise Unavailable("ENGINE_RESTARTING", "the engine failed and is being restarted")
         try:
-            return await self._worker.ask(order)
+            return await self._worker.ask(message)
         except (EngineCrashed, EngineHung, wire.WireError) as loss:
             raise Unavailable("ENGINE_RESTARTING", f"the engine failed while it {what}") from loss
 
@@ -268,7 +253,7 @@ class RemoteEngine(WithFacts):
         """Forget an adapter, which no request uses any more; a lost engine needs no order."""
         del self.adapters[name], self._folders[name]
         if self._worker is not None and self._worker.loss is None:
-            self._worker.send(wire.UnloadAdapter(next(self._orders), name))
+            self._worker.send(wire.UnloadAdapter(name))
 
     # ------------------------------------------------------------------------------------------ state of the engine
 
@@ -280,7 +265,7 @@ class RemoteEngine(WithFacts):
     @property
     def load(self) -> EngineLoad:
         """The last reported one; between two engines that of a full engine."""
-        return _FULL if self._worker is None else self._worker.load
+        return _FULL if self._worker is None else self._worker.newest.load
 
     @property
     def has_work(self) -> bool:
@@ -289,7 +274,9 @@ class RemoteEngine(WithFacts):
     @property
     def has_room(self) -> bool:
         """Whether another request can start: the last reported room, less the requests that were sent since."""
-        load, seen = self.load, 0 if self._worker is None else self._worker.order
+        if self._worker is None:
+            return False
+        load, seen = self._worker.newest.load, self._worker.newest.num_orders
         unseen = [live for live in self._live.values() if live.order > seen]
         sequences = load.num_running + load.num_waiting + sum(live.num_sequences for live in unseen)
         return sequences < self.config.max_batch_size and load.spare_pages > sum(live.num_pages for live in unseen)

@@ -9,26 +9,30 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable
 
 from engine.stats import Clock
 from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Metrics
 from server.worker.remote import RemoteEngine
-from server.worker.worker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
+from server.worker.worker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, first_of
 
 logger = logging.getLogger(__name__)
 
 
-class Crashes:
-    """The times of recent failures of the engine, and the pause before the next restart."""
+class Supervisor:
+    """Restarts the engine and reports each change of state. It has the times of recent failures of the engine."""
 
-    def __init__(self, most: int, window_seconds: float = 300.0, clock: Clock = time.monotonic) -> None:
-        self._most, self._window_seconds, self._clock = most, window_seconds, clock
+    def __init__(
+        self, host: RemoteEngine, lifecycle: Lifecycle, metrics: Metrics, max_crashes: int,
+        window_seconds: float = 300.0, clock: Clock = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.host, self.lifecycle, self.metrics = host, lifecycle, metrics
+        self._max_crashes, self._window_seconds, self._clock = max_crashes, window_seconds, clock
         self._times: deque[float] = deque()
         self._in_a_row = 0  # without a step between them
 
     def record(self) -> None:
+        """Record a failure of the engine."""
         self._times.append(self._clock())
         self._in_a_row += 1
 
@@ -45,48 +49,41 @@ class Crashes:
         """Return the seconds before a restart: 0 after one failure in a row, then doubling; None after too many."""
         while self._times and self._times[0] < self._clock() - self._window_seconds:
             self._times.popleft()
-        if len(self._times) > self._most:
+        if len(self._times) > self._max_crashes:
             return None
         before = min(self._in_a_row, len(self._times)) - 1
         return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (before - 1)) if before > 0 else 0.0
 
-
-class Supervisor:
-    """Restarts the engine and reports each change of state."""
-
-    def __init__(self, host: RemoteEngine, lifecycle: Lifecycle, metrics: Metrics, crashes: Crashes) -> None:
-        self._host, self._lifecycle, self._metrics, self.crashes = host, lifecycle, metrics, crashes
-
     async def lost(self) -> None:
         """Count a failure of the engine, and accept no requests."""
-        self.crashes.record()
-        self._metrics.engine_up.set(0)
-        await self._lifecycle.move(State.RECOVERING)
+        self.record()
+        self.metrics.engine_up.set(0)
+        await self.lifecycle.move(State.RECOVERING)
 
     async def revive(self, stopping: asyncio.Event) -> bool:
         """Restart until the engine runs; False if the server has failed or is `stopping`.
 
         A server that drains needs an engine, too: its live streams go on.
         """
-        while self._lifecycle.state is not State.FAILED and not stopping.is_set():
-            pause = self.crashes.pause()
+        while self.lifecycle.state is not State.FAILED and not stopping.is_set():
+            pause = self.pause()
             if pause is None:
                 logger.error("the engine has failed too often; giving up")
                 break
             await first_of(asyncio.sleep(pause), stopping.wait())
             if await self._restarted(stopping):
-                self._metrics.engine_up.set(1)
-                self._metrics.restarts.inc()
-                await self._lifecycle.move(State.READY)
+                self.metrics.engine_up.set(1)
+                self.metrics.restarts.inc()
+                await self.lifecycle.move(State.READY)
                 return True
-            self.crashes.record()
+            self.record()
         if not stopping.is_set():
-            await self._lifecycle.move(State.FAILED)
+            await self.lifecycle.move(State.FAILED)
         return False
 
     async def _restarted(self, stopping: asyncio.Event) -> bool:
         """Try once; raises nothing."""
-        restart = asyncio.ensure_future(self._host.restart())
+        restart = asyncio.ensure_future(self.host.restart())
         await first_of(restart, stopping.wait())
         if restart.cancelled() or not restart.done():
             return False
@@ -94,13 +91,3 @@ class Supervisor:
         if error is not None:
             logger.error("the engine did not begin again", exc_info=error)
         return error is None
-
-
-async def first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # the end of the time is not an error
-    """Return when the first of these is done, or after `timeout` seconds; the others are cancelled."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -1,28 +1,29 @@
-"""Messages between the front-end process and the engine's process: length, then MessagePack. Knows no sockets.
+"""Messages between the front-end process and the engine's process: length, kind, then MessagePack. Knows no sockets.
 
-Every message is one of the structs below, and each field is checked when the message is read. Messages contain no code,
-no class names and no references. So an attacker who could write to the socket could only request tokens.
+Each field is checked when a message is read. Messages contain no code, no class names and no references. So an attacker
+who could write to the socket could only request tokens.
+
+Both processes count the orders, which are the messages that change what the engine has to do. So an output that has the
+number of orders that were executed before it needs no other reference to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, get_args
 
 import msgspec
 
 from engine.config import Bounds
-from engine.errors import PilotfishError, Violation
-from engine.facts import EngineFacts
-from engine.kv.pages import CacheChange
+from engine.errors import InvalidRequest, ModelError, PilotfishError, Unsupported, Violation
 from engine.params import Guided
-from engine.stats import EngineLoad, StepStats
-from engine.types import FinishReason, Request, TokenEvent
+from engine.request.intake import EngineFacts
+from engine.stats import EngineLoad, StepOutput
+from engine.types import FinishReason, Request
 from server.config import LogFormat
+from server.errors import RequestFailed
 
-T = TypeVar("T")
-
-_LENGTH_BYTES = 4  # big-endian, of the payload that follows
+_LENGTH_BYTES = 4  # big-endian, of the payload that follows: the index of its kind in `_KINDS`, and the message
 MOST_ORDER_BYTES = 64 << 20  # limit of a message without log-probabilities: prompts, structures, a step's tokens
 _MOST_BYTES = (1 << 8 * _LENGTH_BYTES) - 1
 _LOGPROB_BYTES = 64  # generous size of one log-probability and its token
@@ -32,44 +33,37 @@ class WireError(PilotfishError):
     """Unexpected: bytes are not a valid message, or exceed the limit. The connection cannot be used any more."""
 
 
-class Unsayable(PilotfishError):
+class EncodeError(PilotfishError):
     """Expected: a request does not fit into a message: it is too large, or a value cannot be encoded.
 
     Only this request is refused.
     """
 
 
+class _Message(msgspec.Struct, array_like=True, frozen=True):
+    """A message that exists only between the two processes."""
+
+
 # ------------------------------------------------------------------------------------------ from front ends to engine
 
 
-class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Start(_Message, frozen=True):
     """The first message: what to load, and settings of the process."""
 
     config: str  # an `EngineConfig` as JSON
     log_format: LogFormat  # format of the log
-    beat_seconds: float  # most seconds between two messages from the engine once it is ready and no step runs
+    heartbeat_seconds: float  # maximum time between two messages once the engine is ready and no step runs
     # an engine with this configuration ran here before, so this one calibrates nothing at load
     is_successor: bool = False
-    watches_cache: bool = False  # the reports contain the changes of the prefix cache
+    watches_cache: bool = False  # outputs contain the changes of the prefix cache
 
 
-class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Add a checked request. Its id is never used again: where a caller uses one twice, messages differ all the same.
-
-    `order` counts all orders, so that a report can name the last order that it includes.
-    """
-
-    order: int
-    request: Request
-
-
-class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Finish(_Message, frozen=True):
     """End a request, or one of its outputs, before the next step; see `Engine.finish`. An event reports the end.
 
     Not where the request `is_dropped`: its reader is gone, and its events are not needed.
     """
 
-    order: int
     request_id: str
     reason: FinishReason
     index: int | None = None
@@ -77,56 +71,55 @@ class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
     is_dropped: bool = False
 
 
-class Compile(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Compile(_Message, frozen=True):
     """Compile a structure beside the steps, and check that it allows the tokens that a caller has `received`."""
 
-    order: int
+    number: int  # of the `Answer`
     guided: Guided
     received: tuple[tuple[int, ...], ...] = ()  # of each output of a continued request
 
 
-class LoadAdapter(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Load an adapter from a folder; `fingerprint` is the one that it has to have, "" for any. The answer follows."""
+class LoadAdapter(_Message, frozen=True):
+    """Load an adapter from a folder; `fingerprint` is the one that it has to have, "" for any."""
 
-    order: int
+    number: int  # of the `Answer`
     name: str
     folder: str
     fingerprint: str = ""
 
 
-class UnloadAdapter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class UnloadAdapter(_Message, frozen=True):
     """Forget an adapter, which no request uses any more."""
 
-    order: int
     name: str
 
 
-class CalibrationText(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class CalibrationText(_Message, frozen=True):
     """The text with which an idle engine calibrates, in tokens: else it would read a tokenizer of its own for it."""
 
     token_ids: tuple[int, ...]
 
 
-class Taken(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The front-end process has read one more `StepReport`, so the engine may send another."""
+class Taken(_Message, frozen=True):
+    """The front-end process has read one more `StepOutput`, so the engine may send another."""
 
 
 # ------------------------------------------------------------------------------------------ from engine to front ends
 
 
-class Progress(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Progress(_Message, frozen=True):
     """A stage of loading has begun."""
 
     stage: str
 
 
-class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Refused(_Message, frozen=True):
     """The models cannot be served (a `ModelError`); the process ends."""
 
     problem: str
 
 
-class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Ready(_Message, frozen=True):
     """The engine is loaded and warm."""
 
     facts: EngineFacts
@@ -134,47 +127,38 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     adapters: dict[str, str] = {}  # the fingerprints of the adapters that the configuration names, by name
 
 
-class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Events and statistics of a step; or events that need no step, such as ordered ends: then `stats` is None.
+class Answer(_Message, frozen=True):
+    """The answer to the `Compile` or `LoadAdapter` of the same number."""
 
-    `load` is that after all orders up to number `order`.
-    """
-
-    events: tuple[TokenEvent, ...]
-    stats: StepStats | None
-    order: int
-    load: EngineLoad
-    cache_changes: tuple[CacheChange, ...] = ()
-
-
-class Compiled(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The answer to `Compile`: what is wrong with the structure or with the tokens, if anything is."""
-
-    order: int
+    number: int
+    fingerprint: str = ""  # of the adapter
     violations: tuple[Violation, ...] = ()  # of an `InvalidRequest`
     unsupported: str | None = None  # the message of an `Unsupported`
-    is_fault: bool = False  # the compilation failed by a fault of ours, which the log has
+    refused: str | None = None  # the message of a `ModelError`
+    fault: str | None = None  # what failed without a fault of the caller's; the log has the cause
+
+    @property
+    def error(self) -> PilotfishError | None:
+        """What is to be raised for the caller."""
+        if self.violations:
+            return InvalidRequest(self.violations)
+        found = {Unsupported: self.unsupported, ModelError: self.refused, RequestFailed: self.fault}
+        return next((kind(problem) for kind, problem in found.items() if problem is not None), None)
 
 
-class AdapterAnswer(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The answer to `LoadAdapter`: the adapter's fingerprint, or why it cannot be served (a `ModelError`)."""
-
-    order: int
-    fingerprint: str = ""
-    problem: str | None = None
-
-
-class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class Heartbeat(_Message, frozen=True):
     """The engine's process is alive and has nothing to report."""
 
 
-ToEngine: TypeAlias = Start | Add | Finish | Compile | LoadAdapter | UnloadAdapter | CalibrationText | Taken
-Answer: TypeAlias = Compiled | AdapterAnswer
-ToFrontEnd: TypeAlias = Progress | Refused | Ready | StepReport | Answer | Beat
+Order: TypeAlias = Request | Finish | LoadAdapter | UnloadAdapter
+ToEngine: TypeAlias = Start | Order | Compile | CalibrationText | Taken
+ToFrontEnd: TypeAlias = Progress | Refused | Ready | StepOutput | Answer | Heartbeat
+Message: TypeAlias = ToEngine | ToFrontEnd
 
+_KINDS = get_args(Message)
+_INDICES = {kind: index for index, kind in enumerate(_KINDS)}
 _encoder = msgspec.msgpack.Encoder()
-TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-TO_FRONT_END: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
+_decoders: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
 
 
 def most_bytes(bounds: Bounds) -> int:
@@ -182,26 +166,30 @@ def most_bytes(bounds: Bounds) -> int:
     return min(MOST_ORDER_BYTES + _LOGPROB_BYTES * bounds.max_total_logprobs, _MOST_BYTES)
 
 
-def framed(message: ToEngine | ToFrontEnd, limit: int = _MOST_BYTES) -> bytes:
+def framed(message: Message, limit: int = _MOST_BYTES) -> bytes | bytearray:
     """Encode a message with its length.
 
-    Raises Unsayable if it exceeds `limit` bytes, or contains half a surrogate pair or an integer of 2**64 or more.
+    Raises EncodeError if it exceeds `limit` bytes, or contains half a surrogate pair or an integer of 2**64 or more.
     """
+    frame = bytearray()
     try:
-        payload = _encoder.encode(message)
+        _encoder.encode_into(message, frame, _LENGTH_BYTES + 1)
     except (msgspec.MsgspecError, ValueError, OverflowError) as error:
-        raise Unsayable(f"no message: {error}") from error
-    if len(payload) > limit:
-        raise Unsayable(f"a message of {len(payload)} bytes; the limit is {limit}")
-    return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
+        raise EncodeError(f"no message: {error}") from error
+    size = len(frame) - _LENGTH_BYTES
+    if size > limit:
+        raise EncodeError(f"a message of {size} bytes; the limit is {limit}")
+    frame[: _LENGTH_BYTES + 1] = *size.to_bytes(_LENGTH_BYTES, "big"), _INDICES[type(message)]
+    return frame
 
 
-def read(payload: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+def read(payload: bytes) -> Message:
     """Decode a message. Raises WireError if it is not valid."""
     try:
-        return decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        message: Message = _decoders[payload[0]].decode(memoryview(payload)[1:])
+    except (IndexError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"no valid message: {error}") from error
+    return message
 
 
 class Frames:

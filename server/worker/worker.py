@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engine.errors import ModelError
-from server.errors import EngineCrashed, EngineHung, EngineKilled
+from engine.stats import StepOutput
+from server.errors import EngineCrashed, EngineHung
 from server.model import Progress
 from server.worker import wire
 from server.worker.fork_server import Forked
@@ -28,17 +29,18 @@ class Worker(asyncio.Protocol):
 
     def __init__(self, process: Forked, limit: int, progress: Progress) -> None:
         self.process, self._progress = process, progress
-        self.outputs: deque[wire.StepReport] = deque()  # unread
+        self.outputs: deque[StepOutput] = deque()  # unread
         self.loss: Exception | None = None
         self.lost = asyncio.Event()
         self.wake: Callable[[], None] = lambda: None  # called when an output or the loss has arrived
         self._frames = wire.Frames(limit)
         self._transport: Any = None  # before it is connected
         self._watching: asyncio.TimerHandle | None = None
-        self._heard = self._is_closed = False
+        self.num_orders = 0  # that were sent
+        self._has_received = self._is_closed = False
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
-        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # who waits may be gone
-        self._asked: dict[int, asyncio.Future[Any]] = {}  # answers that are waited for, by the number of the order
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # nobody may wait any more
+        self._asked: dict[int, asyncio.Future[str]] = {}  # fingerprints or "" that are waited for, by their numbers
 
     # ------------------------------------------------------------------------------------------------ the connection
 
@@ -49,9 +51,9 @@ class Worker(asyncio.Protocol):
         """Decode the bytes, which may contain parts of messages or several messages."""
         try:
             for payload in () if self._is_closed else self._frames.feed(data):
-                self._take(wire.read(payload, wire.TO_FRONT_END))
+                self._take(wire.read(payload))
         except wire.WireError as error:
-            logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # a traceback is of no use
+            logger.error("invalid message from the engine's process: %s", error)  # noqa: TRY400  # a traceback is of no use
             self._lose(error)
             self._disconnect()
 
@@ -62,8 +64,9 @@ class Worker(asyncio.Protocol):
         self._disconnect()
 
     def send(self, message: wire.ToEngine) -> None:
-        """Send a message, unless the connection is closing. Raises wire.Unsayable if it cannot be encoded."""
+        """Send a message, unless the connection is closing. Raises wire.EncodeError if it cannot be encoded."""
         frame = wire.framed(message, wire.MOST_ORDER_BYTES)
+        self.num_orders += isinstance(message, wire.Order)
         if not self._transport.is_closing():
             self._transport.write(frame)
 
@@ -74,12 +77,12 @@ class Worker(asyncio.Protocol):
         """
 
         def look() -> None:
-            self._watch(seconds, 0 if self._heard else quiet + 1)
+            self._watch(seconds, 0 if self._has_received else quiet + 1)
 
-        self._heard = False
+        self._has_received = False
         if quiet >= 2:
-            logger.error("the engine's process has said nothing for %g seconds; it is killed", seconds)
-            self._lose(EngineHung(f"nothing was heard of the engine for {seconds:g} seconds"))
+            logger.error("the engine's process has sent nothing for %g seconds; it is killed", seconds)
+            self._lose(EngineHung(f"the engine has sent nothing for {seconds:g} seconds"))
         else:
             self._watching = asyncio.get_running_loop().call_later(seconds / 2, look)
 
@@ -103,21 +106,21 @@ class Worker(asyncio.Protocol):
         except TimeoutError:
             raise EngineHung(f"the engine was not loaded within {load_seconds:.3g} s") from None
         self.facts, self.adapters = ready.facts, ready.adapters
-        self.order, self.load = 0, ready.load  # of the newest report
+        self.newest = StepOutput((), None, ready.load)  # of its outputs, read or unread
         self._watch(hang_seconds)
 
-    def ask(self, order: wire.LoadAdapter | wire.Compile) -> asyncio.Future[Any]:
-        """Send the order. The result is the answer to it, or the loss of the engine as an exception."""
-        self.send(order)
-        answer = self._asked[order.order] = asyncio.get_running_loop().create_future()
+    def ask(self, message: wire.LoadAdapter | wire.Compile) -> asyncio.Future[str]:
+        """Send a message. The result is that of its answer, or the error in it, or the loss of the engine."""
+        self.send(message)
+        answer = self._asked[message.number] = asyncio.get_running_loop().create_future()
         return answer
 
     async def cause(self) -> Exception:
         """Wait until the lost process is gone; return why it was lost."""
         assert self.loss is not None, "not lost"
         status = await asyncio.to_thread(self.process.wait)
-        if isinstance(self.loss, EngineCrashed) and status == -signal.SIGKILL:
-            return EngineKilled("the engine's process was killed (SIGKILL)")
+        if isinstance(self.loss, EngineCrashed):
+            self.loss.status = status
         return self.loss
 
     async def close(self) -> None:
@@ -130,12 +133,13 @@ class Worker(asyncio.Protocol):
         how = f"exit status {status}" if status >= 0 else signal.strsignal(-status)
         logger.info("the engine's process %d has ended: %s", self.process.pid, how)
 
-    def _take(self, message: wire.ToFrontEnd) -> None:
-        self._heard |= not isinstance(message, wire.Compiled)  # which also comes while a step does not end
+    def _take(self, message: wire.Message) -> None:
+        # Answers do not count: those to `Compile` also come while a step does not end.
+        self._has_received |= not isinstance(message, wire.Answer)
         match message:
-            case wire.StepReport():
+            case StepOutput():
                 self.outputs.append(message)
-                self.order, self.load = message.order, message.load
+                self.newest = message
                 self.wake()
             case wire.Progress():
                 self._progress(message.stage)
@@ -143,10 +147,18 @@ class Worker(asyncio.Protocol):
                 self._ready.set_result(message)
             case wire.Refused():
                 self._lose(ModelError(message.problem))
-            case wire.AdapterAnswer() | wire.Compiled():
-                answer = self._asked.pop(message.order, None)
-                if answer is not None and not answer.done():  # else who waited is gone
-                    answer.set_result(message)
+            case wire.Answer():
+                answer = self._asked.pop(message.number, None)
+                if answer is None or answer.done():  # nobody waits any more
+                    return
+                if (error := message.error) is None:
+                    answer.set_result(message.fingerprint)
+                else:
+                    answer.set_exception(error)
+            case wire.Heartbeat():
+                pass
+            case _:
+                raise wire.WireError(f"a {type(message).__name__} from the engine")
 
     def _lose(self, error: Exception) -> None:
         """Record that the engine is lost, and kill its process."""
@@ -171,63 +183,53 @@ class Standby:
         self, load: Callable[[], Awaitable[Worker]], pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._load, self._pause = load, pause
-        self._loading: asyncio.Future[Worker] | None = None  # loads, or has loaded, the engine that can be taken
+        self._is_wanted = asyncio.Event()
+        self._worker: Worker | None = None  # loaded
         self._keeper = asyncio.ensure_future(self._keep())
 
     async def take(self) -> Worker | None:
         """Return the engine as soon as it is loaded, and keep none from now on; None if there is none."""
-        await self._end_keeper()
-        if self._loading is None:
-            return None
-        try:
-            worker = await asyncio.shield(self._loading)
-        except Exception:
-            logger.exception("the standby could not be loaded")
-            self._loading = None
-            return None
-        self._loading = None
-        if worker.loss is None:
-            return worker
-        await worker.close()
-        return None
+        self._is_wanted.set()
+        await asyncio.shield(self._keeper)
+        worker, self._worker = self._worker, None
+        return worker
 
     async def close(self) -> None:
         """Kill the process of the engine, if there is one, and wait until it is gone."""
-        await self._end_keeper()
-        loading, self._loading = self._loading, None
-        if loading is None:
-            return
-        loading.cancel()
-        await asyncio.wait([loading])
-        if not loading.cancelled() and loading.exception() is None:
-            await loading.result().close()
+        self._keeper.cancel()
+        await asyncio.wait([self._keeper])
+        if self._worker is not None:
+            await self._worker.close()
+            self._worker = None
 
     async def _keep(self) -> None:
         seconds = FIRST_PAUSE_SECONDS
         while True:
-            self._loading = asyncio.ensure_future(self._load())
             try:
-                worker = await asyncio.shield(self._loading)
+                self._worker = await self._load()
+                await first_of(self._worker.lost.wait(), self._is_wanted.wait())
+                if self._worker.loss is None:
+                    return
+                logger.warning("the standby was lost: %s", self._worker.loss)
+                await self._worker.close()
+                self._worker = None
             except ModelError as error:  # it would be refused again, and on a GPU its weights take what passes need
                 logger.error("no standby is kept: %s", error)  # noqa: TRY400  # a traceback is of no use
-                self._loading = None
                 return
             except Exception:
                 logger.exception("the standby could not be loaded")
-                self._loading = None
-            else:
-                await worker.lost.wait()
-                logger.warning("the standby was lost: %s", worker.loss)
-                self._loading = None
-                closing = asyncio.ensure_future(worker.close())
-                try:
-                    await asyncio.shield(closing)
-                except asyncio.CancelledError:
-                    await closing
-                    raise
-            await self._pause(seconds)
+            if not self._is_wanted.is_set():
+                await first_of(self._pause(seconds), self._is_wanted.wait())
+            if self._is_wanted.is_set():
+                return
             seconds = min(2 * seconds, LONGEST_PAUSE_SECONDS)
 
-    async def _end_keeper(self) -> None:
-        self._keeper.cancel()
-        await asyncio.wait([self._keeper])
+
+async def first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # the end of the time is not an error
+    """Return when the first of these is done, or after `timeout` seconds; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -117,7 +117,7 @@ async def test_tokens_come_as_they_are_made_and_stopping_frees_the_server(open_p
             assert await page.get_by_role("button", name="Run").is_disabled()
             await expect(page.locator("#drafted .speed")).to_have_text(re.compile(r"^[\d.,]+$"))
             await how()
-            await until(lambda: engine.load.free_pages == engine.total_pages)
+            await until(lambda: engine.load.free_pages == engine.facts.total_pages)
             await until(
                 lambda cancelled=cancelled: metric(server, "requests_total", finish_reason="cancelled") == cancelled
             )

@@ -17,7 +17,7 @@ from engine.types import FinishReason, Request
 from models import embedded_target
 from server.app import App
 from server.config import ServerConfig
-from server.model import ModelText, ServedModel
+from server.model import ServedModel, read_text
 from tests.server.fake_engine import EOS, FakeEngine, Live
 from tests.server.worker import in_process
 
@@ -80,7 +80,7 @@ class ScriptedEngine(FakeEngine):
 def load(config: EngineConfig, _progress) -> ServedModel:
     codec = Codec.load(embedded_target())
     assert codec is not None
-    return in_process.around(ScriptedEngine(config, codec), config, ModelText.read(config))
+    return in_process.around(ScriptedEngine(config, codec), config, *read_text(config))
 
 
 if __name__ == "__main__":

@@ -233,8 +233,8 @@ async def test_every_metric_that_the_picker_reads_is_one_that_the_server_shows(p
         assert len(families[engine[spec]].samples) == 1
     [info] = families[engine["cacheInfoSpec"]].samples
     assert info.labels == {
-        "block_size": str(server.engine.page_size),
-        "num_gpu_blocks": str(server.engine.total_pages),
+        "block_size": str(server.engine.facts.page_size),
+        "num_gpu_blocks": str(server.engine.facts.total_pages),
     }
 
 

@@ -105,7 +105,7 @@ async def leaving_nothing(server):
         return (engine.load.free_pages, descriptors(), len(asyncio.all_tasks())) == before
 
     await until(is_as_before, 20)
-    assert engine.load.free_pages == engine.total_pages
+    assert engine.load.free_pages == engine.facts.total_pages
     engine.check_invariants()
     assert not server.app.driver.queue
     assert not server.app.driver.queue.num_tokens
@@ -114,7 +114,7 @@ async def leaving_nothing(server):
 async def test_every_bad_input_is_refused_as_documented_and_nothing_stays_behind():
     async with serving_embedded(**SETTINGS) as server:
         engine = server.app.driver.model.engine
-        table = every(engine.vocab_size, engine.max_model_len - 1)
+        table = every(engine.facts.limits.vocab_size, engine.facts.limits.max_model_len - 1)
         assert len(table) >= 150
         problems = {}
         async with leaving_nothing(server), http_client(server) as http:
@@ -141,7 +141,7 @@ async def raw_problems(server, http):
     found["too large once unpacked"] = await code_of(packed) == "RESOURCE_EXHAUSTED"
     nothing = server.channel.unary_unary("/pilotfish.v1.InferenceService/Nothing")
     found["no such method"] = await code_of(nothing(b"")) == "UNIMPLEMENTED"
-    vocab = server.app.driver.model.engine.vocab_size
+    vocab = server.app.driver.model.engine.facts.limits.vocab_size
     found |= {
         "detokenize": await code_of(server.control.Detokenize(control_pb2.DetokenizeRequest(token_ids=[vocab])))
         == "INVALID_ARGUMENT",
@@ -218,7 +218,7 @@ async def survive(inputs: list[bytes], seeds: list[int]) -> None:
         answers = [await http.post(path, content=body, headers=JSON) for body in bodies for path in paths]
         assert {answer.status_code for answer in answers} <= STATUSES, [a.text for a in answers if a.status_code >= 500]
         await until(lambda: not server.app.driver.live())
-        assert engine.load.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.facts.total_pages
         answer = await server.inference.Generate(pb.GenerateRequest(prompt="ab", stopping=NORMAL["stopping"]))
         assert tuple(answer.outputs[0].token_ids) == engine.expected(24)
 

@@ -137,7 +137,7 @@ async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch
                 assert isinstance(sick, client.ServerFaultError), (fault.__name__, sick)
                 assert SECRET not in sick.message
             await until(lambda: not server.app.driver.live())
-            await until(lambda: engine.load.free_pages == engine.total_pages)
+            await until(lambda: engine.load.free_pages == engine.facts.total_pages)
         for _ in range(7):  # more in a row than crashes that end a server, and nobody beside them
             with pytest.raises(client.ServerFaultError):
                 await tokens_of(connection, "a", request_id=in_target.__name__)

@@ -73,4 +73,4 @@ async def test_completions_and_chats_are_what_grpc_gives():
         assert again.choices[0].text == (await server.inference.Generate(by_grpc)).outputs[0].text
         await until(lambda: not server.app.driver.live())
         engine = server.app.driver.model.engine
-        assert engine.load.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.facts.total_pages

@@ -148,7 +148,7 @@ async def ended_while(hold, server, seconds) -> bool:
     if was_held:
         assert watch.ended_at == watch.asked_at, "another step began with pages that nobody waits for"
         assert watch.freed > 0
-    await until(lambda: engine.load.free_pages == engine.total_pages)
+    await until(lambda: engine.load.free_pages == engine.facts.total_pages)
     engine.check_invariants()
     return was_held
 
@@ -195,4 +195,4 @@ async def test_what_waits_to_be_written_is_freed_too(monkeypatch):
         await until(lambda: not driver.live())
         # One step may have been handed to the compute thread, and not have begun.
         assert watch.ended_at - watch.asked_at <= 1
-        assert engine.load.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.facts.total_pages

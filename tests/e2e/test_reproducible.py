@@ -12,10 +12,10 @@ import torch
 
 from client import AsyncClient, Completion
 from client.errors import UnsupportedError
-from engine.engine import Engine, StepOutput
+from engine.engine import Engine
 from engine.model.checkpoint import read_config
 from engine.model.fallback import kv_layout
-from engine.stats import StepStats
+from engine.stats import StepOutput, StepStats
 from engine.types import Sequence
 from models import corpus
 from tests.serving import EMBEDDED, serving_embedded, until
@@ -54,7 +54,7 @@ class Held:
         if self.num_requests < self._until:
             time.sleep(0.001)
             load = self._engine.load
-            return StepOutput((), StepStats(running=load.num_running, waiting=load.num_waiting))
+            return StepOutput((), StepStats(running=load.num_running, waiting=load.num_waiting), load)
         self._until = 0
         return self._step()
 

@@ -75,7 +75,7 @@ async def test_many_streams_are_each_equal_to_its_own_single_run_whoever_leaves(
             await until(lambda case=case: len(case.tokens) > 2)
             task.cancel()
         await running
-        await until(lambda: engine.load.free_pages == engine.total_pages)
+        await until(lambda: engine.load.free_pages == engine.facts.total_pages)
         engine.check_invariants()
         assert all(
             isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*cut, return_exceptions=True)

@@ -290,7 +290,7 @@ def test_unknown_proposer_and_live_id() -> None:
         engine.add(request())
     engine.finish_all(FinishReason.ABORTED)
     engine.add(request())
-    assert len(engine.finish_all(FinishReason.ABORTED, "because")) == 1
+    assert len(engine.finish_all(FinishReason.ABORTED)) == 1
 
 
 def test_an_engine_that_served_nobody_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ class Life(RuleBasedStateMachine):
                 break
             self.outputs.take(self.engine.step().events)
         if self.count:
-            assert self.engine.load.free_pages == self.engine.total_pages
+            assert self.engine.load.free_pages == self.engine.facts.total_pages
             assert self.outputs.finished.keys() == self.names(), "a request was forgotten"
             self.books_are_right()
 

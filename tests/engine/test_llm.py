@@ -60,12 +60,12 @@ def test_a_stop_string_cuts_as_one_by_one_decoding_would(llm: LLM, plain: LLM, s
     if stop in whole.text:
         assert got.text == whole.text[: whole.text.index(stop)]
         assert (got.finish_reason, got.matched_stop) == (FinishReason.STOP, stop)
-    assert llm.engine.load.free_pages == llm.engine.total_pages
+    assert llm.engine.load.free_pages == llm.engine.facts.total_pages
 
 
 def test_a_stop_string_wins_over_what_fails_behind_it(llm: LLM, plain: LLM) -> None:
     """After six tokens the reasoning must end, by a token that is not allowed; the stop string is in these six."""
-    tokens = {token: llm.codec.decode([token]) for token in range(llm.engine.vocab_size)}
+    tokens = {token: llm.codec.decode([token]) for token in range(llm.engine.facts.limits.vocab_size)}
     params = SamplingParams(
         max_tokens=20,
         guided=Guided(thinking=ThinkingBudget(max_tokens=6, end="</t>")),

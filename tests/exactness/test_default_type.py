@@ -41,7 +41,7 @@ def prompts() -> list[str]:
 def alone(law: int) -> list[tuple[int, ...]]:
     """What each prompt is answered by itself, without drafts or a cache."""
     llm = LLM(embedded_target(), threads=1, max_batch_size=1, prefix_cache=False, proposer="none")
-    assert llm.engine.dtype == str(OWN).removeprefix("torch.")
+    assert llm.engine.facts.dtype == str(OWN).removeprefix("torch.")
     return [llm.generate(prompt, LAWS[law])[0].token_ids for prompt in prompts()]
 
 
@@ -68,7 +68,7 @@ def test_after_preemption() -> None:
     pair = embedded_target(), embedded_draft()
     per_token = sum(kv_layout(read_config(str(path), None), OWN).bytes_per_token for path in pair)
     llm = LLM(*pair, **SMALL, prefix_cache=False, kv_memory=(PAGES * PAGE * per_token + 1) / 2**30)
-    assert llm.engine.total_pages == PAGES
+    assert llm.engine.facts.total_pages == PAGES
     scheduler, lost = llm.engine.scheduler, list[Sequence]()
     preempt = scheduler._preempt
     scheduler._preempt = lambda sequence: (lost.append(sequence), preempt(sequence))

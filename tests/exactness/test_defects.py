@@ -263,7 +263,7 @@ def test_sglang_10090_1500_requests_at_50_in_parallel() -> None:
             next_one += 1
         outputs.take(llm.step().events)
     assert {name: len(t) for name, t in outputs.tokens.items()} == want
-    assert llm.load.free_pages == llm.total_pages
+    assert llm.load.free_pages == llm.facts.total_pages
 
 
 def test_sglang_39216_35255_a_caller_who_leaves_costs_the_others_nothing_and_decodes_no_further() -> None:
@@ -290,7 +290,7 @@ def test_vllm_46283_pages_of_an_ended_request_come_back_at_once() -> None:
             llm.step()
         llm.finish("r", FinishReason.CANCELLED)
         llm.check_invariants()
-        assert llm.load.free_pages == llm.total_pages
+        assert llm.load.free_pages == llm.facts.total_pages
 
 
 def test_vllm_6993_7569_speculation_is_turned_off_and_on_per_request() -> None:

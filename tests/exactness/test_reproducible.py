@@ -131,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype) -> None:
     """All proposers in one batch, and speculation off."""
     engine = engine_of(family, dtype, draft=["self:1", heads.medusa(folder), heads.eagle(folder)])
-    asked = {f"/{name}": {"proposer": name, "num_draft_tokens": 5} for name in engine.proposer_names}
+    asked = {f"/{name}": {"proposer": name, "num_draft_tokens": 5} for name in engine.facts.proposer_names}
     asked["/off"] = {"mode": SpeculationMode.OFF}
     assert len(asked) == 11
     bits = bits_of(engine, [request(i, label, **asked[label]) for label in asked for i in WATCHED])

@@ -55,7 +55,7 @@ def test_every_option_in_one_batch(condition: str, mode: SpeculationMode) -> Non
     want = [done for prompt, p in wanted for done in torch_pair().plain(prompt, p)]
     for ours, theirs in zip(got, want, strict=True):
         assert_same(ours, theirs)
-    assert engine.engine.loop == "rounds"
+    assert engine.engine.rounds.name == "rounds"
     engine.engine.check_invariants()
 
 
@@ -86,4 +86,4 @@ def test_memory_for_rounds_is_that_of_plain_steps() -> None:
     pair = torch_pair()
     both = pair.target, pair.draft
     plain, rounds = (pair.llm("model", loop=loop, kv_memory=gib(40, both, 4), draft=()) for loop in ("plain", "rounds"))
-    assert plain.engine.total_pages == rounds.engine.total_pages
+    assert plain.engine.facts.total_pages == rounds.engine.facts.total_pages

@@ -69,7 +69,7 @@ def test_one_vocabulary_padded_to_another_width(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "draft")
     assert run(tmp_path / "draft") == unmapped()
     narrow = EngineConfig(target=str(tmp_path / "draft"), draft=str(embedded_target()), threads=1)
-    assert build_engine(narrow).vocab_size == 2048 + 64
+    assert build_engine(narrow).facts.limits.vocab_size == 2048 + 64
 
 
 @pytest.mark.slow

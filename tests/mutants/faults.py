@@ -203,8 +203,8 @@ FAULTS = tuple(
 +num_tokens)
 =tests/engine/test_engine.py tests/server/test_limits.py
 43 | wire | server/worker/remote.py | log-probabilities are lost between the processes
--event._replace(request_id=name)
-+event._replace(request_id=name, logprobs=())
+-output._replace(events=events)
++output._replace(events=tuple(event._replace(logprobs=()) for event in events))
 =tests/server/worker/test_engine_process.py
 44 | wire | server/worker/wire.py | a message is read only when a byte of the next one has arrived
 -if len(self._unread) < body + size:
@@ -284,7 +284,7 @@ FAULTS = tuple(
 +part = 0
 =tests/server/test_callers.py
 65 | fair shares | server/queue.py | a caller has no room beside one that fills the queue
--or self._held[caller] + amount <= part
+-or self._held[caller] + amount <= share
 +or self._held[caller] + amount <= 0
 =tests/server/test_queue.py
 66 | admission | server/driver.py | outputs that their callers cancelled teach nothing

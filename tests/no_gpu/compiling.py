@@ -147,7 +147,7 @@ def serve(engine: Engine, case: Case) -> tuple[dict[str, list[int]], Counter[str
         for forward in step.stats.forwards:
             done[forward.kind] += 1
     engine.check_invariants()
-    assert engine.loop == "rounds", "a round failed"
+    assert engine.rounds.name == "rounds", "a round failed"
     return said.tokens, done
 
 

@@ -39,4 +39,4 @@ async def server():
 
     async with serving() as running:
         yield running
-        assert running.engine.load.free_pages == running.engine.total_pages or running.app.driver.live()
+        assert running.engine.load.free_pages == running.engine.facts.total_pages or running.app.driver.live()

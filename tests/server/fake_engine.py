@@ -6,15 +6,13 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, ModelError, Unsupported
-from engine.facts import EngineFacts
 from engine.params import SpeculationSettings
-from engine.request.intake import Limits
+from engine.request.intake import EngineFacts, Limits
 from engine.request.validation import emitted_violations, unknown_adapter, violations
-from engine.stats import EngineLoad, Forward, StepStats
+from engine.stats import EngineLoad, Forward, StepOutput, StepStats
 from engine.text.codec import Codec
 from engine.types import (
     Adapter,
@@ -33,13 +31,6 @@ from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 EOS = 0
 TEXT = "the quick brown fox says €5 and jumps over the lazy dog again and again. "
 SHIFT = 4  # output i begins this many tokens later in the text than output i - 1
-
-
-class StepOutput(NamedTuple):
-    """Like the engine's own, whose import would take seconds, which a process of its own has to wait for."""
-
-    events: tuple[TokenEvent, ...]
-    stats: StepStats
 
 
 def logprob_of(token: int, top: int) -> Logprob:
@@ -182,11 +173,11 @@ class FakeEngine:
             grammar.advance(tokens)
         return Live(request, index, tokens, grammar)
 
-    def finish(self, request_id, reason, *, index=None, keep=None, error=None) -> tuple[TokenEvent, ...]:
+    def finish(self, request_id, reason, *, index=None, keep=None) -> tuple[TokenEvent, ...]:
         self._between_steps()
         outputs = [o for o in self._live.get(request_id, {}).values() if index in (None, o.index)]
         return tuple(
-            TokenEvent(request_id=request_id, index=output.index, finished=self._end(output, reason, keep, error=error))
+            TokenEvent(request_id=request_id, index=output.index, finished=self._end(output, reason, keep))
             for output in outputs
         )
 
@@ -226,7 +217,7 @@ class FakeEngine:
             running=live,
             kv_usage=min(1.0, live / self.total_pages),
         )
-        return StepOutput(events, stats)
+        return StepOutput(events, stats, self.load)
 
     def _advance(self, output: Live) -> TokenEvent:
         request, index, sampling = output.request, output.index, output.request.sampling

@@ -24,6 +24,7 @@ from tests.server.test_order import step
 from tests.serving import serving, until
 
 PLACES = 8
+FACTS = SimpleNamespace(limits=SimpleNamespace(max_model_len=4096))
 TOKENS = {name: [("authorization", f"Bearer {name}-0123456789abcdef")] for name in ("hog", "meek")}
 
 
@@ -32,7 +33,7 @@ class Front:
 
     def __init__(self, has_room: bool = False) -> None:
         config = SimpleNamespace(max_batch_size=PLACES, max_output_tokens=None)
-        self.engine = SimpleNamespace(config=config, max_model_len=4096, has_room=has_room, num_running=PLACES)
+        self.engine = SimpleNamespace(config=config, facts=FACTS, has_room=has_room, num_running=PLACES)
         self.queue, self.live = AdmissionQueue(256, 10**6), {}
         self.turns = CallerTurns(self.queue, self.engine, self.live)
 
@@ -49,7 +50,7 @@ class Front:
         while len(fed) < most and (caller := self.turns.next()) is not None:
             stream = self.live[self.queue.pop(caller).request_id]
             stream.start()
-            self.turns.start(stream)
+            self.turns.renew()
             fed.append(caller)
         return fed
 

@@ -76,7 +76,7 @@ async def test_a_stop_string_cuts_text_tokens_and_usage(server, stop):
     assert end.finish_reason == pb.FINISH_REASON_STOP
     assert end.stop_string == stop
     assert end.usage.completion_tokens == len(ids)
-    assert server.engine.load.free_pages == server.engine.total_pages
+    assert server.engine.load.free_pages == server.engine.facts.total_pages
     for more in range(3):  # the last token that may come completes it, or is in the same step or the next
         stopping.max_tokens = len(ids) + more
         _, _, (last,), _ = await streamed(server, stopping=stopping)
@@ -140,7 +140,7 @@ async def test_many_streams_at_once_each_get_their_own(server):
         assert tuple(ids) == server.engine.expected(n)
         assert text == CODEC.decode(ids)
         assert len(ends) == 1
-    assert server.engine.load.free_pages == server.engine.total_pages
+    assert server.engine.load.free_pages == server.engine.facts.total_pages
     assert len(server.engine.threads) == 1
 
 

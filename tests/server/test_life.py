@@ -90,7 +90,7 @@ async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed(caplog):
         told, gone = calls
         await until(lambda: not server.app.driver.live(), 30)
         assert metric(server, "stream_stalls_total") == 2
-        assert engine.load.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.facts.total_pages
         error = await error_of(read_to_end(told))  # it reads on after all, and is told
         assert error.code() == grpc.StatusCode.ABORTED
         assert "0.3 seconds" in error.details()
@@ -134,7 +134,7 @@ async def test_abort_ends_one_or_all_and_their_callers_get_what_there_is():
             _, ids, (end,), _ = await output
             assert end.finish_reason == pb.FINISH_REASON_ABORTED
             assert tuple(ids) == engine.expected(end.usage.completion_tokens)
-        assert engine.load.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.facts.total_pages
         abort = server.control.Abort(control_pb2.AbortRequest(request_id="r0"))
         assert await code_of(abort) == grpc.StatusCode.NOT_FOUND
         assert await code_of(server.control.Abort(control_pb2.AbortRequest())) == grpc.StatusCode.INVALID_ARGUMENT
@@ -212,7 +212,7 @@ async def test_what_does_not_finish_in_time_is_cut(second_signal):
             server.app.stop()
         assert await reason_of(call) == "DRAINING"
         assert await server.running == 0
-        assert engine.load.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.facts.total_pages
 
 
 async def watched(server):
@@ -238,7 +238,7 @@ async def test_an_engine_that_crashes_begins_again_in_place_and_every_stream_goe
             for _, tokens, ends, _ in await asyncio.gather(*outputs):
                 assert tuple(tokens) == engine.expected(60)
                 assert len(ends) == 1
-            await until(lambda: engine.load.free_pages == engine.total_pages)
+            await until(lambda: engine.load.free_pages == engine.facts.total_pages)
         watch.cancel()
 
 

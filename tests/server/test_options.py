@@ -64,7 +64,7 @@ async def test_each_output_has_its_own_text_stop_end_and_seed(server):
     assert [output.finished.stop_string for output in whole.outputs] == ["quick", "quick", "br"]
     assert len({len(output.token_ids) for output in whole.outputs}) == 3
     assert [bool(message.request_id) for message in messages] == [True] + [False] * (len(messages) - 1)
-    assert server.engine.load.free_pages == server.engine.total_pages
+    assert server.engine.load.free_pages == server.engine.facts.total_pages
     assert metric(server, "requests_total", finish_reason="stop") == 2
 
 
@@ -75,13 +75,13 @@ async def test_cancel_and_abort_end_every_output():
         call = server.inference.GenerateStream(asked)
         await call.read()
         call.cancel()
-        await until(lambda: engine.load.free_pages == engine.total_pages)
+        await until(lambda: engine.load.free_pages == engine.facts.total_pages)
         running = asyncio.ensure_future(by_index(server.inference.GenerateStream(asked)))
         await until(lambda: engine.load.num_running == 3)
         server.app.driver.end(*server.app.driver.live(), FinishReason.ABORTED)
         found, _ = await running
         assert [found[i][3][0].finish_reason for i in range(3)] == [pb.FINISH_REASON_ABORTED] * 3
-        assert engine.load.free_pages == engine.total_pages
+        assert engine.load.free_pages == engine.facts.total_pages
 
 
 async def test_a_fault_of_one_output_ends_the_call_once_and_frees_the_others(server):
@@ -93,7 +93,7 @@ async def test_a_fault_of_one_output_ends_the_call_once_and_frees_the_others(ser
         assert error.code() == grpc.StatusCode.INTERNAL
         assert "poisoned" in error.details()
         await error_of(streamed(server, **asked))
-        assert server.engine.load.free_pages == server.engine.total_pages
+        assert server.engine.load.free_pages == server.engine.facts.total_pages
         assert metric(server, "requests_total", finish_reason="error") == 2 * (poisoned + 1)
     await server.inference.Generate(request())
 

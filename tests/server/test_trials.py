@@ -6,17 +6,16 @@ import asyncio
 from collections import deque
 
 import pytest
-from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from engine.params import SamplingParams
+from engine.stats import StepOutput
 from engine.types import FinishReason, Request
 from server.driver import Driver
 from server.lifecycle import Lifecycle, State
 from server.queue import AdmissionQueue
 from server.telemetry.metrics import Metrics
-from server.worker.supervisor import Crashes, Supervisor
-from server.worker.wire import StepReport
+from server.worker.supervisor import Supervisor
 from tests.server.fake_engine import FakeEngine, served
 from tests.serving import until
 
@@ -31,7 +30,7 @@ class HostAhead:
 
     def __init__(self) -> None:
         self.engine = FakeEngine(burst=40)  # so that two outputs clear a request
-        self.unread: deque[StepReport] = deque()
+        self.unread: deque[StepOutput] = deque()
         self.accidents, self.was_read = [], False
         self.added: list[str] = []
 
@@ -40,12 +39,13 @@ class HostAhead:
         self.engine.add(request)
 
     def finish(self, request_id, reason, index=None, keep=None) -> None:
-        self._tell(self.engine.finish(request_id, reason, index=index, keep=keep))
+        events = self.engine.finish(request_id, reason, index=index, keep=keep)
+        self.unread.append(StepOutput(events, None, self.engine.load))
 
     def drop(self, request_id, reason) -> None:
         self.engine.finish(request_id, reason)
         self.unread = deque(
-            structs.replace(output, events=tuple(e for e in output.events if e.request_id != request_id))
+            output._replace(events=tuple(e for e in output.events if e.request_id != request_id))
             for output in self.unread
         )
 
@@ -55,12 +55,9 @@ class HostAhead:
             self.was_read = False
             self.accidents.pop(0)()
         while len(self.unread) < 2:
-            self._tell(*self.engine.step())
+            self.unread.append(self.engine.step())
         self.was_read = bool(self.unread[0].events)
         return self.unread.popleft()
-
-    def _tell(self, events, stats=None) -> None:
-        self.unread.append(StepReport(events, stats, 0, self.engine.load))
 
     def crash(self) -> None:
         raise RuntimeError("crash")
@@ -74,8 +71,8 @@ class HostAhead:
 async def test_an_end_that_was_asked_for_during_a_trial_outlives_the_trial(reason):
     """Outputs that were made before the engine heard of the end clear the request; then it is not fed again."""
     host, lifecycle, metrics = HostAhead(), Lifecycle(), Metrics(CollectorRegistry())
-    supervisor = Supervisor(host, lifecycle, metrics, Crashes(50, 300.0))
-    driver = Driver(served(host.engine), host, AdmissionQueue(100, 10**6), metrics, lifecycle, supervisor)
+    supervisor = Supervisor(host, lifecycle, metrics, 50, 300.0)
+    driver = Driver(served(host.engine), AdmissionQueue(100, 10**6), supervisor)
     await lifecycle.move(State.READY)
     sampling = SamplingParams(max_tokens=2000, seed=1)
     first, second = (driver.open(Request(request_id=name, token_ids=(5,), sampling=sampling)) for name in "ab")

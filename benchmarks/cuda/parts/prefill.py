@@ -42,7 +42,7 @@ def measure(setting: Setting, section: PartReport) -> None:
 
 def _read(engine: Engine, length: int) -> None:
     """Run one prompt and the token of its last pass."""
-    prompt = tuple(torch.randint(engine.vocab_size, (length,)).tolist())
+    prompt = tuple(torch.randint(engine.facts.limits.vocab_size, (length,)).tolist())
     sampling = SamplingParams(temperature=1.0, seed=0, max_tokens=1, ignore_eos=True)
     engine.add(Request(request_id="prompt", token_ids=prompt, sampling=sampling))
     while engine.has_work:

@@ -133,7 +133,9 @@ def _together(models: Models, setting: Setting, num_draft: int, **how: Any) -> t
     said = run(engine, _requests(setting, models.target.config.vocab_size, num_draft))
     if setting.is_cuda and isinstance(engine.rounds, RoundLoop):
         assert not engine.rounds.graphs.unrecorded, "not every round was a graph"
-    assert engine.loop == how.get("loop", engine.loop), "a round failed, and the rest were plain steps: see the log"
+    assert engine.rounds.name == how.get("loop", engine.rounds.name), (
+        "a round failed, and the rest were plain steps: see the log"
+    )
     return said
 
 

@@ -60,7 +60,7 @@ def _steady(engine: Engine, steps: int) -> None:
     for _ in range(steps):
         events = engine.step().events
         assert not any(event.finished for event in events), "the host frees a slot then, which is not steady"
-    assert engine.loop == "rounds", "a round failed, and the rest were plain steps: see the log"
+    assert engine.rounds.name == "rounds", "a round failed, and the rest were plain steps: see the log"
 
 
 @contextmanager

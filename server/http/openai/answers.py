@@ -131,7 +131,7 @@ class AnswerFormat(Answers):
         self._prompt_tokens = sum(len(stream.request.token_ids) for stream in streams)
         skips_special = request.output.skip_special_tokens
         special = model.codec.special_tokens if skips_special and model.codec is not None else frozenset()
-        silent = special if body.ignore_eos else special | model.engine.eos_token_ids
+        silent = special if body.ignore_eos else special | model.engine.facts.limits.eos_token_ids
         self._silent = silent  # tokens without text in these answers
         self._spelt = lru_cache(MAX_NAMES)(partial(_spelt, model.codec, silent))
         self._include_usage, self._has_running_usage = body.stream_options.include_usage, body.has_running_usage

@@ -266,5 +266,5 @@ def test_a_rehearsal_is_neither_bounded_nor_learned_from():
         assert fitting(engine.scheduler.prefill, 0, alone=True) == math.inf
         engine.warm_up()
     assert not engine.has_work
-    assert engine.load.free_pages == engine.total_pages
+    assert engine.load.free_pages == engine.facts.total_pages
     assert fitting(engine.scheduler.prefill, 0, alone=True) == few < 4

@@ -228,7 +228,7 @@ def test_attention_that_does_not_fit_means_plain_steps(
     for module in ("build", "device_loop"):
         monkeypatch.setattr(f"engine.startup.{module}.wants_rounds", lambda *_: True)
     with caplog.at_level(logging.INFO):
-        assert engine_of(loop="auto").loop == "plain"
+        assert engine_of(loop="auto").rounds.name == "plain"
     assert "loop: plain (the first round failed" in caplog.text
 
 

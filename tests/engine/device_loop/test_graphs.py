@@ -177,7 +177,7 @@ def problem(make: Callable[..., Engine]) -> str:
         got = {asked: fakes.run(engine, [asked]).tokens[asked.request_id] for asked in want}
     except Exception as error:  # noqa: BLE001 - a number that is poison may lead anywhere
         return repr(error)
-    return "" if (got, engine.loop) == (want, "rounds") else f"other tokens, {engine.loop}"
+    return "" if (got, engine.rounds.name) == (want, "rounds") else f"other tokens, {engine.rounds.name}"
 
 
 def test_without_a_mistake_the_tokens_are_those_of_plain_decoding(card: Card) -> None:

@@ -93,7 +93,7 @@ def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int, car
         said.take(engine.step().events)
         engine.check_invariants()
     check(said, asked, cut=cut)
-    assert engine.loop == "rounds"
+    assert engine.rounds.name == "rounds"
     assert not engine.rounds.on_device
     assert not engine.rounds.graphs.unrecorded
 
@@ -173,7 +173,7 @@ def test_rounds_that_fail_are_given_up(
     while engine.has_work:
         said.take(engine.step().events)
         engine.check_invariants()
-    assert engine.loop == "plain"
+    assert engine.rounds.name == "plain"
     assert "a round on the device failed" in caplog.text
     check(said, asked)
 
@@ -221,7 +221,7 @@ def test_asked_for_in_vain(options, why) -> None:
 
 def test_the_loop_of_a_cpu_is_plain(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert engine_of(loop="auto").loop == "plain"
+        assert engine_of(loop="auto").rounds.name == "plain"
     assert "loop: plain (the default on a CPU)" in caplog.text
 
 

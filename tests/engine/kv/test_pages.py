@@ -6,7 +6,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv.pages import CacheChange, PagePool
+from engine.kv.pages import PagePool
+from engine.stats import CacheChange
 from engine.types import KVCursor
 
 PAGE = 2

@@ -41,11 +41,11 @@ def test_as_many_layers_as_there_are_is_no_draft() -> None:
 
 
 def test_names_follow_what_is_loaded(tmp_path: Path) -> None:
-    assert engine_of().proposer_names == ("none", "ngram", "suffix")
-    assert engine_of(draft="self").proposer_names == ("none", "ngram", "suffix", "self", "auto")
+    assert engine_of().facts.proposer_names == ("none", "ngram", "suffix")
+    assert engine_of(draft="self").facts.proposer_names == ("none", "ngram", "suffix", "self", "auto")
     both = engine_of(draft=[heads.medusa(tmp_path), heads.eagle(tmp_path)])
-    assert both.proposer_names == ("none", "ngram", "suffix", "medusa", "eagle", "auto")
-    assert both.default_proposer == "auto"
+    assert both.facts.proposer_names == ("none", "ngram", "suffix", "medusa", "eagle", "auto")
+    assert both.facts.default_proposer == "auto"
     with pytest.raises(ModelError, match="proposer is 'medusa'; available: none, ngram, suffix"):
         engine_of(proposer="medusa")
 
@@ -53,7 +53,9 @@ def test_names_follow_what_is_loaded(tmp_path: Path) -> None:
 def test_arenas_of_all_drafters_share_the_memory(tmp_path: Path) -> None:
     plain = engine_of(kv_memory=0.0001, page_size=8, attention="reference")
     more = engine_of(kv_memory=0.0001, page_size=8, attention="reference", draft=["self:1", heads.eagle(tmp_path)])
-    assert more.total_pages == plain.total_pages // 2, "one layer for self and one for eagle, beside the target's two"
+    assert more.facts.total_pages == plain.facts.total_pages // 2, (
+        "one layer for self and one for eagle, beside the target's two"
+    )
 
 
 # ------------------------------------------------------------------------------- drafts, against a full recomputation

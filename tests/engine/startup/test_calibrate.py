@@ -39,7 +39,7 @@ def test_practice_teaches_costs_and_leaves_no_request(options: dict[str, object]
     calibrate(engine, 1e9)
     engine.check_invariants()
     assert not engine.has_work
-    assert engine.load.free_pages == engine.total_pages
+    assert engine.load.free_pages == engine.facts.total_pages
     control = engine.control
     assert control.times.target.count > len(SHAPES)
     assert engine.load.spec_gain == 1.0

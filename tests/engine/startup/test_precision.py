@@ -182,7 +182,7 @@ def test_target_and_draft_each_have_their_own(tmp_path: Path, caplog: pytest.Log
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     alone, pair = (LLM(target, by, threads=1, max_batch_size=2, speculation="fixed") for by in (None, draft))
     [want], [got] = (llm.generate("def add(a, b):\n    return ", params) for llm in (alone, pair))
-    assert pair.engine.dtype == str(own).removeprefix("torch.")
+    assert pair.engine.facts.dtype == str(own).removeprefix("torch.")
     assert got.token_ids == want.token_ids
     assert got.stats.accepted
 
@@ -196,7 +196,7 @@ def test_rounds_of_a_pair_of_unlike_types(of_target: str, of_draft: str) -> None
     plain = zoo.reference("llama")
     pair = zoo.ours(plain, getattr(torch, of_target)), zoo.near(plain, dtype=getattr(torch, of_draft))
     engine = loops.engine_of(pair=pair)
-    assert (engine.loop, engine.dtype) == ("rounds", of_target)
+    assert (engine.rounds.name, engine.facts.dtype) == ("rounds", of_target)
     asked = [loops.request(i) for i in range(4)]
     said = fakes.run(engine, asked)
     assert sum(finished.stats.accepted for finished in said.finished.values())

@@ -86,7 +86,7 @@ def test_preempted_and_cached(kind: str, gib: float) -> None:
     model = zoo.with_large_weights(tiny(kind))
     expected = [generate(model, prompt) for prompt in PROMPTS]
     engine = engine_of(kind, proposer="ngram", page_size=4, kv_memory=gib)
-    assert engine.total_pages * 4 < sum(len(prompt) + NEW_TOKENS for prompt in PROMPTS)
+    assert engine.facts.total_pages * 4 < sum(len(prompt) + NEW_TOKENS for prompt in PROMPTS)
     assert tokens_of(outputs_of(engine)) == expected
     again = outputs_of(engine)
     assert tokens_of(again) == expected
@@ -101,10 +101,10 @@ def test_a_checkpoint_in_bfloat16_is_held_in_float32_unless_bfloat16_is_asked_fo
     model.save_pretrained(tmp_path)
     small = {"target": str(tmp_path), "threads": 1, "max_batch_size": 4, "max_model_len": 96, "speculation": "fixed"}
     engine = build_engine(EngineConfig(draft=str(tmp_path), max_batch_tokens=13, **small))
-    assert (engine.dtype, way_of(engine)) == ("float32", ALONE)
+    assert (engine.facts.dtype, way_of(engine)) == ("float32", ALONE)
     model.float()
     assert tokens_of(outputs_of(engine)) == [generate(model, prompt) for prompt in PROMPTS]
     with caplog.at_level(logging.WARNING, "engine.startup"):
         engine = build_engine(EngineConfig(dtype="bfloat16", **small))
-    assert engine.dtype == "bfloat16"
+    assert engine.facts.dtype == "bfloat16"
     assert "drafts, chunked prefill and the prefix cache may change its tokens" in caplog.text

@@ -95,7 +95,7 @@ def test_one_frequency_table_for_a_whole_batch_is_served_only_where_it_is_the_sa
     rope = {"rope_theta": 1e4, **rope}
     sizes = {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
     model = zoo.ours(zoo.with_large_weights(LlamaConfig(**TINY, **sizes, rope_parameters=rope)))
-    assert assemble(EngineConfig(target="llama"), model).max_model_len == 32
+    assert assemble(EngineConfig(target="llama"), model).facts.limits.max_model_len == 32
     with pytest.raises(ModelError, match="at most 32 positions"):
         assemble(EngineConfig(target="llama", max_model_len=64), model)
 

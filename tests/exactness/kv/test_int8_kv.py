@@ -64,7 +64,7 @@ def test_rounds_on_the_device_say_what_one_token_after_another_says(family: str)
     off = [asking(one, mode=SpeculationMode.OFF) for one in asked]
     want = {name: tokens for one in off for name, tokens in fakes.run(plain, [one]).tokens.items()}
     engine = engine_of(family, **options)
-    assert engine.loop == "rounds"
+    assert engine.rounds.name == "rounds"
     assert fakes.run(engine, asked).tokens == want
 
 

@@ -69,7 +69,7 @@ async def report_of(capsys, server, *options):
 @pytest.mark.slow
 async def test_the_embedded_pair_gives_equal_answers(capsys, prompts):
     async with serving_embedded(**SMALL) as server:
-        proposers = server.app.driver.model.engine.proposer_names
+        proposers = server.app.driver.model.engine.facts.proposer_names
         assert await verify(server, *QUICK, *prompts) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines()[4:]]

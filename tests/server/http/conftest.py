@@ -21,7 +21,10 @@ def server(shared_server):
     """The module's server, for tests of the module's loop, with the requests of one test."""
     shared_server.engine.requests.clear()
     yield shared_server
-    assert shared_server.engine.load.free_pages == shared_server.engine.total_pages or shared_server.app.driver.live()
+    assert (
+        shared_server.engine.load.free_pages == shared_server.engine.facts.total_pages
+        or shared_server.app.driver.live()
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -34,7 +37,7 @@ async def _agents_server():
 def saying(_agents_server):
     """The module's server for agents' routes, which says a sentence until a test lets it say something else."""
     engine = _agents_server.engine
-    room = engine.max_model_len
+    room = engine.facts.limits.max_model_len
     engine.requests.clear()
     agents.say(_agents_server, agents.SAID)
     yield _agents_server

@@ -51,7 +51,8 @@ async def talking(engine=None, **options):
 
 def answering(kind, body, codec=CODEC, model_format=PLAIN, **fields):
     """The answers to a body, of one admitted stream with these fields of its request."""
-    model = SimpleNamespace(codec=codec, format=model_format, engine=SimpleNamespace(eos_token_ids=frozenset()))
+    facts = SimpleNamespace(limits=SimpleNamespace(eos_token_ids=frozenset()))
+    model = SimpleNamespace(codec=codec, format=model_format, engine=SimpleNamespace(facts=facts))
     read = ParsedBody(body, body.request(), body.prompts)
     request = replace(read.request, request_id="r", model="m", **fields)
     return kind(read, [OutputStream(request, None, time.monotonic)], model)

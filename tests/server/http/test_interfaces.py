@@ -37,7 +37,7 @@ def refused(name, answer, status, *said):
 
 async def all_is_free(server):
     await until(lambda: not server.app.driver.live())
-    assert server.engine.load.free_pages == server.engine.total_pages
+    assert server.engine.load.free_pages == server.engine.facts.total_pages
 
 
 @on_the_shared_server
@@ -258,6 +258,6 @@ async def test_a_caller_that_leaves_frees_its_pages(name, stream):
                 await call
             else:
                 call.cancel()
-        await until(lambda: engine.load.free_pages == engine.total_pages)
+        await until(lambda: engine.load.free_pages == engine.facts.total_pages)
         await until(lambda: metric(server, "client_disconnects_total") == 1)
         assert metric(server, "requests_total", finish_reason="cancelled") == 1

@@ -100,7 +100,7 @@ async def test_a_stream_whose_reader_takes_nothing_is_counted_as_stalled_and_its
         await until(lambda: not server.app._http.server_state.connections, 20)
         assert metric(server, "stream_stalls_total") == 1
         await until(lambda: not server.app.driver.live())
-        assert server.engine.load.free_pages == server.engine.total_pages
+        assert server.engine.load.free_pages == server.engine.facts.total_pages
 
 
 async def test_a_stream_that_has_nothing_more_to_write_is_counted_as_stalled_when_its_connection_is_aborted():

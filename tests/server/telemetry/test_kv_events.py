@@ -14,7 +14,7 @@ import zmq.asyncio
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from engine.kv.pages import CacheChange
+from engine.stats import CacheChange
 from server.telemetry.kv_events import CachedBlocks, ZmqKvEvents
 from tests.engine.kv.test_pages import PAGE, Arena
 from tests.engine.text.test_codec import VOCAB_SIZE

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from engine.errors import ModelError
-from engine.kv.pages import CacheChange
+from engine.stats import CacheChange
 from engine.text import guided
 from server.worker import engine_process
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.startup import warm
+from engine.stats import StepOutput
 from engine.text.codec import structure_problem
 from engine.text.guided import GrammarCompiler
 from engine.types import FinishReason
 from server.errors import EngineHung
-from server.model import ModelText, ServedModel
-from server.worker.structures import require_fit
-from server.worker.wire import StepReport
+from server.model import ServedModel, read_text
+from server.worker.engine_process import require_fit
 
 
 class InProcess:
@@ -73,7 +73,7 @@ class InProcess:
     async def turn(self, wake):
         if self._ended:
             ended, self._ended = tuple(self._ended), []
-            return StepReport(ended, None, 0, self.engine.load)
+            return StepOutput(ended, None, self.engine.load)
         if not self.engine.has_work:
             await wake.wait()
             wake.clear()
@@ -83,9 +83,8 @@ class InProcess:
         if not step.done():
             step.add_done_callback(lambda late: late.cancelled() or late.exception())
             raise EngineHung("a step does not end")
-        output = step.result()
         changes = self.engine.pages.take_changes() if self._watches_cache else ()
-        return StepReport(output.events, output.stats, 0, self.engine.load, changes)
+        return step.result()._replace(cache_changes=changes)
 
     async def restart(self):
         self._ended = []
@@ -105,14 +104,14 @@ class InProcess:
         return asyncio.get_running_loop().run_in_executor(self._compute, work, *args)
 
 
-def around(engine, config, text):
+def around(engine, config, codec, chat):
     """The model that is served around an engine of this process."""
-    sizes = engine.vocab_size, tuple(engine.eos_token_ids)
-    has_none = structure_problem(text.codec, *sizes)
-    compiled = None if has_none else GrammarCompiler(text.codec, *sizes, config).compile
-    return ServedModel.around(engine, compiled, config, text)
+    sizes = engine.facts.limits.vocab_size, tuple(engine.facts.limits.eos_token_ids)
+    has_none = structure_problem(codec, *sizes)
+    compiled = None if has_none else GrammarCompiler(codec, *sizes, config).compile
+    return ServedModel.around(engine, compiled, config, codec, chat)
 
 
 def load_models(config, progress):
     """Load the models that `config` names."""
-    return around(warm.load(config, progress), config, ModelText.read(config))
+    return around(warm.load(config, progress), config, *read_text(config))

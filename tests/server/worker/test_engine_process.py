@@ -21,7 +21,8 @@ from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.errors import Unavailable
 from server.lifecycle import State
-from server.model import ModelText, ServedModel
+from server.model import ServedModel
+from server.worker import remote
 from server.worker.fork_server import ForkServer
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
@@ -30,12 +31,12 @@ from tests.server.test_life import LONG, code_of, health_of, metric, read_to_end
 from tests.server.worker import fake_child
 from tests.serving import http_client, serving, until
 
-EXPECTED, TEXT = FakeEngine(), ModelText(None, None)
+EXPECTED = FakeEngine()
 FAKE = "tests.server.worker.fake_child"
 
 
-def around(engine, compile_grammar, config, text):
-    assert text is TEXT
+def around(engine, compile_grammar, config, codec, chat):
+    assert codec is chat is None
     return served(engine, compile_grammar=compile_grammar)
 
 
@@ -43,7 +44,7 @@ def read(config):
     """Says in a folder that it was read."""
     if Path(config.target).is_dir():
         (Path(config.target) / "text").unlink(missing_ok=True)
-    return TEXT
+    return None, None
 
 
 class KeptForkServer(ForkServer):
@@ -64,7 +65,7 @@ class KeptForkServer(ForkServer):
 async def apart(*, with_own_forks=False, **config):
     """A server whose fake engine is in another process, which does not outlive it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelText, "read", read)
+        patch.setattr(remote, "read_text", read)
         patch.setattr(ServedModel, "around", around)
         own = partial(ForkServer, fake_child.PROGRAM, (FAKE,))
         async with serving(start_forks=own if with_own_forks else KeptForkServer.get, **config) as server:
@@ -118,7 +119,7 @@ async def test_streams_are_what_they_are_in_one_process():
             there, here = [s.inference.Generate(request(**fields)) for s in (server, beside)]
             assert shown(await there) == shown(await here), fields
         await until(lambda: not server.host.has_work)
-        assert server.host.load.free_pages == server.host.total_pages
+        assert server.host.load.free_pages == server.host.facts.total_pages
         assert metric(server, "spec_draft_tokens_total") > 0
         assert metric(server, "batch_size_count", kind="verify") > 0
         assert metric(server, "kv_usage_ratio") == 0
@@ -147,12 +148,12 @@ async def test_cancel_deadline_abort_and_poison_reach_it():
         assert (await queued.read()).delta.token_ids  # there was room for it
         await server.control.Abort(control_pb2.AbortRequest(all=True))
         await until(lambda: not server.app.driver.live())
-        await until(lambda: server.host.load.free_pages == server.host.total_pages)
+        await until(lambda: server.host.load.free_pages == server.host.facts.total_pages)
         poisoned = server.inference.GenerateStream(request(**prompt(99)))
         assert await code_of(collect(poisoned)) == grpc.StatusCode.INTERNAL
         running = server.inference.GenerateStream(slow(), timeout=0.3)
         assert await code_of(collect(running)) == grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: server.host.load.free_pages == server.host.total_pages)
+        await until(lambda: server.host.load.free_pages == server.host.facts.total_pages)
         assert await answers(server)
 
 
@@ -171,13 +172,13 @@ async def test_who_brings_it_down_ends_and_the_others_go_on_with_the_next(accide
         calls.append(server.inference.GenerateStream(slow(stopping=SOME)))  # is queued
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await code_of(collect(poison)) == grpc.StatusCode.INTERNAL
-        assert "request bad brought the engine down" in caplog.text
+        assert "request bad crashed the engine" in caplog.text
         for i, call in enumerate(calls):
             ends = await read_to_end(call)
             assert ends[0].usage.completion_tokens == SOME.max_tokens, i
             assert ends[0].interruptions == (0 if i == 3 else 2)
         assert await answers(server)
-        await until(lambda: server.host.load.free_pages == server.host.total_pages)
+        await until(lambda: server.host.load.free_pages == server.host.facts.total_pages)
         watch.cancel()
 
 
@@ -238,7 +239,7 @@ async def test_an_end_that_the_lost_engine_was_told_holds(way, monkeypatch):
             assert end.usage.completion_tokens < 3000
         await restarted(server)
         await until(lambda: not server.app.driver.live())
-        await until(lambda: server.host.load.free_pages == server.host.total_pages)
+        await until(lambda: server.host.load.free_pages == server.host.facts.total_pages)
         assert await answers(server)
 
 
@@ -408,7 +409,7 @@ async def test_an_engine_that_fails_to_load_is_not_loaded_again(caplog):
 
 
 async def test_a_stop_while_it_loads_leaves_no_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(ModelText, "read", read)
+    monkeypatch.setattr(remote, "read_text", read)
     number = tmp_path / "number"
     source = f"""import os, pathlib, time
 pathlib.Path({str(number)!r}).write_text(f"{{os.getpid()}} {{os.getppid()}}."); time.sleep(1000)"""

@@ -153,12 +153,11 @@ async def test_without_its_fork_server_a_server_starts_another_one_and_the_log_o
 async def standby_of(server):
     """Number of the process of the standby, once it is loaded."""
 
-    def is_loaded():
-        loading = server.host._standby and server.host._standby._loading
-        return loading and loading.done() and not loading.exception() and loading.result().loss is None
+    def loaded():
+        return server.host._standby and server.host._standby._worker
 
-    await until(is_loaded)
-    return server.host._standby._loading.result().process.pid
+    await until(lambda: loaded() and loaded().loss is None)
+    return loaded().process.pid
 
 
 async def test_a_standby_takes_over_and_gets_a_successor():

@@ -11,7 +11,7 @@ from server.errors import EngineCrashed
 from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Metrics
 from server.worker import supervisor as supervisor_module
-from server.worker.supervisor import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Crashes, Supervisor
+from server.worker.supervisor import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Supervisor
 from tests.server.test_security import Clock
 from tests.serving import until
 
@@ -24,7 +24,7 @@ def failed(crashes):
 
 def test_pauses_grow_and_end():
     clock = Clock()
-    crashes = Crashes(9, 300.0, clock)
+    crashes = Supervisor(None, None, None, 9, 300.0, clock)
     pauses = [failed(crashes) for _ in range(9)]
     assert pauses[:3] == [0.0, FIRST_PAUSE_SECONDS, 2 * FIRST_PAUSE_SECONDS]
     assert pauses == sorted(pauses)
@@ -34,7 +34,7 @@ def test_pauses_grow_and_end():
 
 def test_crashes_are_forgotten_in_time():
     clock = Clock()
-    crashes = Crashes(2, 60.0, clock)
+    crashes = Supervisor(None, None, None, 2, 60.0, clock)
     for _ in range(10):
         assert failed(crashes) == 0.0
         clock.now += 61.0
@@ -45,7 +45,7 @@ def test_crashes_are_forgotten_in_time():
 
 
 def test_after_a_step_the_next_restart_is_at_once_and_still_counts():
-    crashes = Crashes(3, 60.0, Clock())
+    crashes = Supervisor(None, None, None, 3, 60.0, Clock())
     for _ in range(3):
         assert failed(crashes) == 0.0
         crashes.record_step()
@@ -53,7 +53,7 @@ def test_after_a_step_the_next_restart_is_at_once_and_still_counts():
 
 
 def test_crashes_that_a_request_caused_do_not_count():
-    crashes = Crashes(3, 60.0, Clock())
+    crashes = Supervisor(None, None, None, 3, 60.0, Clock())
     assert failed(crashes) == 0.0  # which nobody caused
     crashes.record_step()
     for _ in range(10):
@@ -83,7 +83,7 @@ class FakeHost:
 async def supervised(host, most=5):
     lifecycle, metrics = Lifecycle(), Metrics(CollectorRegistry())
     await lifecycle.move(State.READY)
-    supervisor = Supervisor(host, lifecycle, metrics, Crashes(most, 60.0))
+    supervisor = Supervisor(host, lifecycle, metrics, most, 60.0)
     await supervisor.lost()
     return supervisor, lifecycle, metrics
 

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from engine.config import Bounds
 from engine.errors import Violation
 from engine.params import Guided, SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
-from engine.stats import EngineLoad, Forward, StepStats
+from engine.stats import EngineLoad, Forward, StepOutput, StepStats
 from engine.types import (
     DraftStats,
     FinishedOutput,
@@ -32,14 +32,12 @@ from engine.types import (
     TopLogprob,
 )
 from server.worker import wire
-from server.worker.engine_process import EngineServer, FrontEndGone, Link, serve
-from server.worker.structures import Structures
+from server.worker.engine_process import EngineServer, FrontEndGone, Link, Structures, serve
+from server.worker.worker import Worker
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 
-to_engine = partial(wire.read, decoder=wire.TO_ENGINE)
-to_front_end = partial(wire.read, decoder=wire.TO_FRONT_END)
 LIMIT = 1 << 20
 LOAD = EngineLoad(1, 0, 7, 6, 1.5)
 REQUEST = Request(
@@ -74,9 +72,9 @@ EVENT = TokenEvent(
 STATS = StepStats(forwards=(Forward("verify", 2, 8),), phase_seconds={"plan": 0.5}, accepted_per_position=(1, 0))
 TO_ENGINE = [
     wire.Start("{}", "json", 0.5),
-    wire.Add(1, REQUEST),
-    wire.Finish(2, "alice/r", FinishReason.STOP, 1, 20),
-    wire.Finish(3, "alice/r", FinishReason.CANCELLED, is_dropped=True),
+    REQUEST,
+    wire.Finish("alice/r", FinishReason.STOP, 1, 20),
+    wire.Finish("alice/r", FinishReason.CANCELLED, is_dropped=True),
     wire.Taken(),
     wire.Start("{}", "json", 0.5, is_successor=True),
     wire.CalibrationText((1, 2)),
@@ -86,48 +84,50 @@ TO_FRONT_END = [
     wire.Progress("loading"),
     wire.Refused("no"),
     wire.Ready(FakeEngine().facts, LOAD),
-    wire.StepReport((EVENT,), STATS, 3, LOAD),
-    wire.StepReport((), None, 3, LOAD),
-    wire.Beat(),
-    wire.Compiled(4, (Violation("guided", "is wrong"),)),
-    wire.AdapterAnswer(5, problem="no"),
+    StepOutput((EVENT,), STATS, LOAD, 3),
+    StepOutput((), None, LOAD, 3),
+    wire.Heartbeat(),
+    wire.Answer(4, violations=(Violation("guided", "is wrong"),)),
+    wire.Answer(5, refused="no"),
 ]
 
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
 def test_everything_comes_back_as_it_went(size):
-    for messages, read in ((TO_ENGINE, to_engine), (TO_FRONT_END, to_front_end)):
+    for messages in (TO_ENGINE, TO_FRONT_END):
         stream = b"".join(wire.framed(message, LIMIT) for message in messages)
         frames = wire.Frames(LIMIT)
         parts = [stream[i : i + size] for i in range(0, len(stream), size)]
-        assert [read(payload) for part in parts for payload in frames.feed(part)] == messages
+        assert [wire.read(payload) for part in parts for payload in frames.feed(part)] == messages
 
 
-OTHER_SHAPES = [["Add", 1], ["Output"], ["Nothing"], {"type": "Add"}, 3, None, ["Add", "1", 2, {}]]
-CUT = [wire.framed(TO_ENGINE[1], LIMIT)[4:-1], b"\x91\xa1\xff"]  # the second one is a name that is not UTF-8
+OTHER_SHAPES = [["Add", 1], ["Output"], [], {"type": "Add"}, 3, None, ["Add", "1", 2, {}]]
+KINDS = [wire.framed(message, LIMIT)[4] for message in (TO_ENGINE[2], TO_FRONT_END[3])]
+CUT = [bytes(wire.framed(TO_ENGINE[1], LIMIT)[4:-1]), b"\0\x91\xa1\xff"]  # the second one has a name that is not UTF-8
+UNKNOWN = [b"", b"\xff\x90"]
 
 
-@pytest.mark.parametrize("read", [to_engine, to_front_end])
-def test_what_is_no_message_is_refused(read):
-    for data in (*map(msgspec.msgpack.encode, OTHER_SHAPES), *CUT):
+def test_what_is_no_message_is_refused():
+    shapes = list(map(msgspec.msgpack.encode, OTHER_SHAPES))
+    for data in (*(bytes([kind]) + shape for kind in KINDS for shape in shapes), *CUT, *UNKNOWN):
         with pytest.raises(wire.WireError):
-            read(data)
+            wire.read(data)
 
 
 @settings(max_examples=30)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_an_error_of_ours(data):
-    for read in (to_engine, to_front_end, lambda data: list(wire.Frames(100).feed(data))):
+    for read in (wire.read, lambda data: list(wire.Frames(100).feed(data))):
         with suppress(wire.WireError):
             read(data)
 
 
 def test_what_is_too_large_is_refused_on_both_sides_before_it_is_read():
-    with pytest.raises(wire.Unsayable):
+    with pytest.raises(wire.EncodeError):
         wire.framed(TO_ENGINE[1], 10)
     for sampling in (SamplingParams(stop=("\ud800",)), SamplingParams(seed=2**64)):
-        with pytest.raises(wire.Unsayable):
-            wire.framed(wire.Add(1, replace(REQUEST, sampling=sampling)), LIMIT)
+        with pytest.raises(wire.EncodeError):
+            wire.framed(replace(REQUEST, sampling=sampling), LIMIT)
     with pytest.raises(wire.WireError, match="limit is 10"):
         list(wire.Frames(10).feed((11).to_bytes(4, "big")))
 
@@ -137,7 +137,7 @@ def test_log_probabilities_of_the_largest_request_fit():
     top = tuple(TopLogprob(2**31, -1e300) for _ in range(15))
     found = tuple(Logprob(-1e300, top) for _ in range((1 << 12) // 16))
     event = TokenEvent(request_id="r", prompt_logprobs=found)
-    size = len(wire.framed(wire.StepReport((event,), STATS, 3, LOAD), LIMIT))
+    size = len(wire.framed(StepOutput((event,), STATS, LOAD, 3), LIMIT))
     assert size < wire.most_bytes(bounds) - wire.most_bytes(Bounds(max_total_logprobs=0)) + 1000
 
 
@@ -162,10 +162,10 @@ class FrontEnds:
 
     def say(self, *messages):
         """Send messages, and wait until they are read."""
-        waiting = self.link._orders.qsize()
+        waiting = self.link.received.qsize()
         for message in messages:
             self.socket.sendall(wire.framed(message, LIMIT))
-        while self.link._orders.qsize() < waiting + len(messages):
+        while self.link.received.qsize() < waiting + len(messages):
             time.sleep(0.0001)
 
     def turn(self, times: int = 1):
@@ -174,10 +174,10 @@ class FrontEnds:
         for _ in range(times):
             self.server.turn()
             try:
-                heard += [to_front_end(p) for p in self.frames.feed(self.socket.recv(1 << 20))]
+                heard += [wire.read(p) for p in self.frames.feed(self.socket.recv(1 << 20))]
             except BlockingIOError:
                 continue
-        return [message for message in heard if not isinstance(message, wire.Beat)]
+        return [message for message in heard if not isinstance(message, wire.Heartbeat)]
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def asked(name: str, **sampling) -> Request:
 
 
 def test_it_runs_no_further_ahead_than_two_outputs(front_ends):
-    front_ends.say(wire.Add(1, asked("a")))
+    front_ends.say(asked("a"))
     assert len(front_ends.turn(10)) == 2
     front_ends.say(wire.Taken())
     assert len(front_ends.turn(10)) == 1
@@ -199,28 +199,28 @@ def test_it_runs_no_further_ahead_than_two_outputs(front_ends):
 
 
 def test_an_end_frees_pages_before_the_next_step_and_comes_at_once(front_ends):
-    front_ends.say(wire.Add(1, asked("a")), wire.Add(2, asked("b")))
+    front_ends.say(asked("a"), asked("b"))
     front_ends.turn()
-    front_ends.say(wire.Taken(), wire.Finish(3, "a", FinishReason.CANCELLED))
+    front_ends.say(wire.Taken(), wire.Finish("a", FinishReason.CANCELLED))
     first, second = front_ends.turn()
     assert [event.request_id for event in first.events] == ["a"]
-    assert (first.stats, first.load.free_pages) == (None, front_ends.engine.total_pages - 1)
+    assert (first.stats, first.load.free_pages) == (None, front_ends.engine.facts.total_pages - 1)
     assert [event.request_id for event in second.events] == ["b"]
     assert front_ends.engine.steps == 2
 
 
 def test_what_is_dropped_is_not_told_and_its_name_is_free(front_ends):
-    front_ends.say(wire.Add(1, asked("a")))
+    front_ends.say(asked("a"))
     front_ends.turn()
-    front_ends.say(wire.Finish(2, "a", FinishReason.CANCELLED, is_dropped=True), wire.Add(3, asked("a", max_tokens=1)))
+    front_ends.say(wire.Finish("a", FinishReason.CANCELLED, is_dropped=True), asked("a", max_tokens=1))
     (output,) = front_ends.turn()
     assert [(event.request_id, event.finished.reason) for event in output.events] == [("a", FinishReason.LENGTH)]
-    assert output.order == 3
+    assert output.num_orders == 3
     front_ends.say(
-        wire.Finish(4, "a", FinishReason.CANCELLED), wire.Finish(5, "z", FinishReason.CANCELLED, is_dropped=True)
+        wire.Finish("a", FinishReason.CANCELLED), wire.Finish("z", FinishReason.CANCELLED, is_dropped=True)
     )  # both are over
     (idle,) = front_ends.turn()
-    assert (idle.events, idle.order) == ((), 5)
+    assert (idle.events, idle.num_orders) == ((), 5)
 
 
 def answer_to(front_ends, asked, seconds=30.0):
@@ -229,20 +229,20 @@ def answer_to(front_ends, asked, seconds=30.0):
     front_ends.socket.settimeout(seconds)
     [payload] = front_ends.frames.feed(front_ends.socket.recv(1 << 20))
     front_ends.socket.setblocking(False)
-    return to_front_end(payload)
+    return wire.read(payload)
 
 
 def test_a_structure_is_compiled_and_answered_while_a_step_runs_and_added_without_another_compilation(front_ends):
     guided = Guided(choice=("ab",))
-    front_ends.say(wire.Add(1, asked("a")))
+    front_ends.say(asked("a"))
     front_ends.engine.gate.clear()
     stepping = threading.Thread(target=front_ends.server.turn)
     stepping.start()
-    assert answer_to(front_ends, wire.Compile(2, guided)) == wire.Compiled(2)
+    assert answer_to(front_ends, wire.Compile(2, guided)) == wire.Answer(2)
     assert not front_ends.engine.steps
     front_ends.engine.gate.set()
     stepping.join()
-    front_ends.say(wire.Taken(), wire.Add(3, asked("g", guided=guided)))
+    front_ends.say(wire.Taken(), asked("g", guided=guided))
     front_ends.turn()
     assert [request.request_id for request in front_ends.engine.requests] == ["a", "g"]
     assert front_ends.compiler.asked == [guided]
@@ -250,25 +250,25 @@ def test_a_structure_is_compiled_and_answered_while_a_step_runs_and_added_withou
 
 def test_what_is_wrong_with_a_structure_or_with_the_tokens_is_answered(front_ends):
     refused = answer_to(front_ends, wire.Compile(1, Guided(regex="a")))
-    assert [(refused.order, v.field) for v in refused.violations] == [(1, "guided.regex")]
+    assert [(refused.number, v.field) for v in refused.violations] == [(1, "guided.regex")]
     ab, ends = Guided(choice=("ab",)), CODEC.encode("ab")
-    assert answer_to(front_ends, wire.Compile(2, ab, ((), ends[:1], ends))) == wire.Compiled(2)
+    assert answer_to(front_ends, wire.Compile(2, ab, ((), ends[:1], ends))) == wire.Answer(2)
     [unfit] = answer_to(front_ends, wire.Compile(3, ab, ((), (*ends, 5)))).violations
     assert str(unfit) == f"resume.outputs[1].token_ids[{len(ends)}] is 5, which does not fit the structure"
     front_ends.compiler.compile = lambda _: 1 / 0
-    assert answer_to(front_ends, wire.Compile(4, ab)) == wire.Compiled(4, is_fault=True)
+    assert answer_to(front_ends, wire.Compile(4, ab)) == wire.Answer(4, fault="the structure could not be compiled")
 
 
 def test_a_structure_that_compiles_again_holds_up_nobody(front_ends):
     front_ends.compiler.gate.clear()
-    front_ends.say(wire.Add(1, asked("g", guided=Guided(choice=("ab",)))), wire.Add(2, asked("a")))
+    front_ends.say(asked("g", guided=Guided(choice=("ab",))), asked("a"))
     (output,) = front_ends.turn()
     assert [event.request_id for event in output.events] == ["a"]
-    front_ends.say(wire.Taken(), wire.Finish(3, "g", FinishReason.CANCELLED, is_dropped=True))
+    front_ends.say(wire.Taken(), wire.Finish("g", FinishReason.CANCELLED, is_dropped=True))
     (output,) = front_ends.turn()
     assert [event.request_id for event in output.events] == ["a"]
     front_ends.compiler.gate.set()
-    front_ends.say(wire.Taken(), wire.Finish(4, "a", FinishReason.CANCELLED, is_dropped=True))
+    front_ends.say(wire.Taken(), wire.Finish("a", FinishReason.CANCELLED, is_dropped=True))
     front_ends.turn(3)
     assert not front_ends.engine.has_work
 
@@ -279,28 +279,40 @@ def test_an_output_that_is_finished_while_a_structure_compiles_ends_when_it_is_a
     request = replace(
         asked("g", guided=Guided(choice=("ab",)), n=2, seed=3, max_tokens=9), resume=Resume(outputs=emitted)
     )
-    front_ends.say(wire.Add(1, request), wire.Finish(2, "g", FinishReason.STOP, 0, 2))
+    front_ends.say(request, wire.Finish("g", FinishReason.STOP, 0, 2))
     assert [output.events for output in front_ends.turn()] == [()]
     front_ends.compiler.gate.set()
     front_ends.say(wire.Taken())
     ends = [event for output in front_ends.turn(20) for event in output.events if event.finished is not None]
     assert [(event.index, event.finished.reason) for event in ends[:1]] == [(0, FinishReason.STOP)]
     assert ends[0].finished.completion_tokens == 2
-    front_ends.say(wire.Finish(3, "g", FinishReason.CANCELLED, is_dropped=True))
+    front_ends.say(wire.Finish("g", FinishReason.CANCELLED, is_dropped=True))
     front_ends.turn(3)
     assert not front_ends.engine.has_work
+
+
+def test_the_structure_of_a_dropped_request_does_not_bring_it_back_under_the_id_of_the_next_one(front_ends):
+    front_ends.compiler.gate.clear()
+    first, second = (asked("g", guided=Guided(choice=(text,))) for text in ("ab", "ba"))
+    front_ends.say(first, wire.Finish("g", FinishReason.CANCELLED, is_dropped=True), second)
+    front_ends.turn()
+    front_ends.compiler.gate.set()
+    while not front_ends.engine.requests:
+        front_ends.turn()
+    front_ends.turn(3)
+    assert [request.sampling.guided for request in front_ends.engine.requests] == [second.sampling.guided]
 
 
 def test_an_idle_engine_does_one_chore_at_a_time_and_none_while_anybody_waits(front_ends):
     """A chore is a recording: a request that comes meanwhile waits for one at most."""
     chores = ["a", "b", "c"]
     front_ends.engine.rest = lambda _: chores.pop() and bool(chores)
-    front_ends.server._beat_seconds = 600.0
+    front_ends.server._heartbeat_seconds = 600.0
     front_ends.turn()
     assert chores == ["a", "b"]
     front_ends.compiler.gate.clear()
     guided = asked("g", guided=Guided(choice=("ab",)), max_tokens=1)
-    front_ends.say(wire.Add(1, asked("a", max_tokens=2)), wire.Add(2, guided))
+    front_ends.say(asked("a", max_tokens=2), guided)
     front_ends.turn()
     while front_ends.engine.has_work:
         front_ends.say(wire.Taken())
@@ -320,24 +332,24 @@ def test_an_engine_at_its_chores_is_alive_and_hears_of_the_next_order(front_ends
 
     def rest(is_wanted):
         heard.extend(is_wanted() for _ in range(3))
-        front_ends.say(wire.Add(1, asked("a", max_tokens=1)))
+        front_ends.say(asked("a", max_tokens=1))
         heard.append(is_wanted())
         return True
 
-    front_ends.engine.rest, front_ends.server._beat_seconds = rest, 0.0
+    front_ends.engine.rest, front_ends.server._heartbeat_seconds = rest, 0.0
     front_ends.server.turn()
     assert heard == [False, False, False, True]
-    beats = [to_front_end(p) for p in front_ends.frames.feed(front_ends.socket.recv(1 << 20))]
-    assert [type(beat) for beat in beats] == [wire.Beat] * 5
+    beats = [wire.read(p) for p in front_ends.frames.feed(front_ends.socket.recv(1 << 20))]
+    assert [type(beat) for beat in beats] == [wire.Heartbeat] * 5
 
 
 def test_a_standby_does_not_calibrate_until_it_serves(front_ends):
     calls = []
     front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None)
-    front_ends.server._is_successor, front_ends.server._beat_seconds = True, 0.0
+    front_ends.server._is_successor, front_ends.server._heartbeat_seconds = True, 0.0
     front_ends.turn(3)
     assert calls == [False] * 3
-    front_ends.say(wire.Add(1, asked("a", max_tokens=1)))
+    front_ends.say(asked("a", max_tokens=1))
     front_ends.turn(3)
     assert calls[3:] == [True] * 2
 
@@ -351,7 +363,7 @@ def test_an_engine_calibrates_with_the_text_of_its_front_ends(front_ends):
 def test_an_engine_calibrates_only_with_a_text(front_ends):
     calls = []
     front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None)
-    front_ends.server._beat_seconds, front_ends.engine.calibration_text = 0.0, None
+    front_ends.server._heartbeat_seconds, front_ends.engine.calibration_text = 0.0, None
     front_ends.turn(2)
     front_ends.say(wire.CalibrationText(()))
     front_ends.turn(2)
@@ -362,28 +374,28 @@ def test_an_engine_calibrates_only_after_a_while_without_an_order(front_ends):
     """Between the requests of one caller, and between the start and the first request, it does not."""
     calls = []
     front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None) or True
-    front_ends.server._beat_seconds = 600.0
+    front_ends.server._heartbeat_seconds = 600.0
     front_ends.turn(2)
-    front_ends.server._beat_seconds = 0.0
+    front_ends.server._heartbeat_seconds = 0.0
     front_ends.turn()
-    front_ends.server._beat_seconds = 600.0
+    front_ends.server._heartbeat_seconds = 600.0
     front_ends.turn()
     assert calls == [False, False, True, True]
-    front_ends.say(wire.Add(1, asked("a", max_tokens=1)))
+    front_ends.say(asked("a", max_tokens=1))
     front_ends.turn(2)
     assert calls[4:] == [False]
 
 
 def test_what_the_engine_refuses_fails_alone(front_ends):
     bad = Request(request_id="bad", token_ids=(1,), sampling=SamplingParams(n=2), adapter="gone")
-    front_ends.say(wire.Add(1, bad), wire.Add(2, asked("a", max_tokens=1)))
+    front_ends.say(bad, asked("a", max_tokens=1))
     first, second = front_ends.turn()
     assert [event.finished.reason for event in first.events] == [FinishReason.ERROR] * 2
     assert second.events[0].finished.reason is FinishReason.LENGTH
 
 
 def test_logprobs_of_prompts_go_apart(front_ends):
-    front_ends.say(*(wire.Add(i, asked(f"r{i}", prompt_logprobs=1)) for i in (1, 2)), wire.Add(3, asked("a")))
+    front_ends.say(*(asked(f"r{i}", prompt_logprobs=1) for i in (1, 2)), asked("a"))
     outputs = front_ends.turn()
     assert [[event.request_id for event in output.events] for output in outputs] == [["r1"], ["r2"], ["a"]]
     assert [output.stats is None for output in outputs] == [True, True, False]
@@ -399,12 +411,20 @@ def test_a_process_that_hears_nonsense_ends(data):
         serve(Link(theirs), lambda *_: pytest.fail("nothing was to be loaded"))
 
 
+async def test_an_engine_that_sends_an_order_is_killed():
+    killed = []
+    worker = Worker(SimpleNamespace(kill=lambda: killed.append(1)), LIMIT, print)
+    worker.connection_made(SimpleNamespace(abort=lambda: None))
+    worker.data_received(wire.framed(REQUEST, LIMIT))
+    assert (type(worker.loss), killed) == (wire.WireError, [1])
+
+
 def test_a_process_that_is_left_alone_ends(front_ends):
     ours, theirs = socket.socketpair()
     ours.close()
     with theirs, pytest.raises(FrontEndGone):
         serve(Link(theirs), lambda *_: pytest.fail("nothing was to be loaded"))
-    front_ends.say(wire.Add(1, asked("a")))
+    front_ends.say(asked("a"))
     front_ends.turn()
     front_ends.socket.close()
     with pytest.raises(FrontEndGone):

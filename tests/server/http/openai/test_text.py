@@ -66,7 +66,7 @@ async def test_several_prompts_are_answered_in_their_order(prompts, n):
         assert (len(choices), events[-1].choices, events[-1].usage) == (3 * n, [], done.usage)
         assert all(event.usage is None for event in events[:-1])
         assert len({event.id for event in events}) == 1
-        assert server.engine.load.free_pages == server.engine.total_pages
+        assert server.engine.load.free_pages == server.engine.facts.total_pages
 
 
 async def test_one_refused_prompt_releases_the_others():
@@ -76,7 +76,7 @@ async def test_one_refused_prompt_releases_the_others():
             for stream in (False, True):
                 with pytest.raises(openai.BadRequestError, match=r"prompt\[2\]"):
                     await server.client.completions.create(model="fake", prompt=prompts, max_tokens=3000, stream=stream)
-                await until(lambda: engine.load.free_pages == engine.total_pages and not server.app.driver.live())
+                await until(lambda: engine.load.free_pages == engine.facts.total_pages and not server.app.driver.live())
         assert metric(server, "client_disconnects_total") == 0
         assert metric(server, "admission_rejected_total", reason="invalid") == 4
 
@@ -88,7 +88,7 @@ async def test_every_prompt_takes_a_place_in_the_queue():
         with pytest.raises(openai.RateLimitError, match=r"prompt\[[23]\]: "):
             await server.client.completions.create(model="fake", prompt=["a", "b", "c", "d"])
         engine.gate.set()
-        await until(lambda: engine.load.free_pages == engine.total_pages and not server.app.driver.live())
+        await until(lambda: engine.load.free_pages == engine.facts.total_pages and not server.app.driver.live())
         assert len((await server.client.completions.create(model="fake", prompt=["a", "b"])).choices) == 2
 
 
@@ -103,7 +103,7 @@ async def test_a_fault_of_one_prompt_ends_all():
             assert answer.status_code == (200 if stream else 500)
             assert "poisoned" in answer.text
             assert "[DONE]" not in answer.text
-            await until(lambda: engine.load.free_pages == engine.total_pages and not server.app.driver.live())
+            await until(lambda: engine.load.free_pages == engine.facts.total_pages and not server.app.driver.live())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -120,7 +120,7 @@ async def test_who_leaves_frees_the_pages_of_all_prompts(stream):
                 await call
             else:
                 call.cancel()
-        await until(lambda: engine.load.free_pages == engine.total_pages)
+        await until(lambda: engine.load.free_pages == engine.facts.total_pages)
         assert metric(server, "client_disconnects_total") == 3
 
 
