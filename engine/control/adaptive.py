@@ -20,7 +20,7 @@ import numpy as np
 
 from engine.control import goodput
 from engine.control.acceptance import Acceptance, Ints, Source
-from engine.control.constants import EXPLORING, HOPE, HORIZON, MARGIN, PLAIN_EVERY, REST, SAVED
+from engine.control.constants import COMPARING, EXPLORING, HOPE, HORIZON, MARGIN, REST, SAVED
 from engine.control.controller import Control, Speedup, within
 from engine.control.cost_model import ATTENDED, CALL, Floats
 from engine.control.goodput import Choice, Found, Offer, Traits
@@ -57,6 +57,7 @@ class AdaptiveK(Control):
         self._budget = _Budget()
         self._explored: set[Sequence] = set()  # what a draft model has begun to read is read to its end, and used
         self._num_steps = self._since_plain = self._rows = 0  # rows: budget of the latest step
+        self._loss = 1.0  # share of the speed of the latest step with drafts that a plain one in its place would lose
         # Number of sequences, the newest of them, and until which step.
         self._resting: tuple[int, Sequence | None, int] = (0, None, 0)
 
@@ -71,7 +72,8 @@ class AdaptiveK(Control):
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
         ]
         chosen = within([0 if f else limit for f, limit in zip(free, limits, strict=True)], budget)
-        is_plain = self._since_plain >= PLAIN_EVERY
+        # Near break-even, where the comparison matters, it loses hardly anything and comes often.
+        is_plain = self._since_plain * COMPARING >= self._loss
         if is_plain and not prompt_rows:
             self._since_plain = 0  # here already: of a round on the device nothing is learned before the next choice
         mine = [i for i, limit in enumerate(limits) if limit and not (free[i] and is_plain)]
@@ -175,6 +177,7 @@ class AdaptiveK(Control):
         (kept,) = self._kept([name], sequences, int(limits.max()))
         best = self._offer(name, sequences, limits, kept).best(load, self.times.target, budget)
         if best.gain > 1 + MARGIN:
+            self._loss = 1 - 1 / best.gain
             return best
         return None if load.prompt_rows else self._explore(name, sequences, limits, kept, load, budget)
 
@@ -266,12 +269,12 @@ class AdaptiveK(Control):
 
     @contextmanager
     def practising(self) -> Iterator[None]:
-        kept = self.gain, self._budget, self._since_plain
+        kept = self.gain, self._budget, self._since_plain, self._loss
         self.gain, self._budget = Speedup(), _Budget()
         try:
             yield
         finally:
-            self.gain, self._budget, self._since_plain = kept
+            self.gain, self._budget, self._since_plain, self._loss = kept
 
     def forget(self, sequence: Sequence) -> None:
         self.acceptance.forget(sequence)

@@ -2,7 +2,7 @@
 
 # Which drafts are worth their time.
 MARGIN = 0.03  # share of plain decoding's speed: least expected speed-up beyond 1, as costs are measured on noisy steps
-PLAIN_EVERY = 64  # steps with drafts, after which a plain one shows what it takes
+COMPARING = 0.01  # share of the speed of steps with drafts that plain ones, for comparison, may lose
 REST = 8  # steps for which a choice holds: of no drafts, and of a proposer for the same findings
 HORIZON = 128  # tokens: most that an output is expected to have yet
 
