@@ -220,7 +220,8 @@ def _guided(kind: str, source: Any) -> Guided:
     if kind == "choice":
         return Guided(choice=tuple(source))
     text = source if isinstance(source, str) else json.dumps(source)
-    return Guided(**{"json_schema" if kind == "json" else kind: text})
+    named: Any = {"json_schema" if kind == "json" else kind: text}
+    return Guided(**named)
 
 
 def template_arguments(effort: str | None, verbosity: str | None = None, named: dict[str, Any] | None = None) -> str:
