@@ -41,16 +41,17 @@ def rounded(weight: Tensor, group: int, bits: int, bias: Tensor | None) -> Group
     """`[out, in]` -> its codes, by C; see `model/linear/rounding.py`."""
     outputs, inputs = weight.shape
     half, groups = torch.float16, inputs // group
+    form = (group,) if bits == 8 else (group, bits)
     if bits == 8:
         codes, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, groups, dtype=half)
-        made, form, name = GroupedCodes(codes, bits, scale, None, bias=bias), (group,), "round_symmetric"
+        made, name = GroupedCodes(codes, bits, scale, None, bias=bias), "round_symmetric"
         written = [codes, scale]
     else:
         codes = empty(outputs, inputs // 2 if bits == 4 else inputs, dtype=torch.uint8)
         scale, offset = (torch.empty(outputs, 1, dtype=half) for _ in range(2))
         steps, zeros = (torch.empty(outputs, groups, dtype=kind) for kind in (torch.int8, torch.uint8))
         made = GroupedCodes(codes, bits, scale, offset, bias=bias, steps=steps, zeros=zeros)
-        written, form, name = [codes, scale, offset, steps, zeros], (group, bits), "round_asymmetric"
+        written, name = [codes, scale, offset, steps, zeros], "round_asymmetric"
 
     def work(first: int, last: int) -> None:
         part, to = weight[first:last], (x[first:].data_ptr() for x in written)

@@ -131,8 +131,8 @@ class _Rules:
 
     def _of(self, default: str, pattern: str, path: str) -> float:
         """The value of the first key of a pattern that the end of the path matches; else the default."""
-        found = (self.config.get(pattern) or {}).items()
-        return next((value for key, value in found if re.fullmatch(rf"(.*\.)?({key})", path)), self.config[default])
+        found, every = (self.config.get(pattern) or {}).items(), self.config[default]
+        return float(next((value for key, value in found if re.fullmatch(rf"(.*\.)?({key})", path)), every))
 
 
 def _problems(config: Mapping[str, Any]) -> Iterator[str]:
