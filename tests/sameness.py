@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.llm import LLM, CompletionOutput
+from engine.llm import LLM, CompletionOutput, _Output
 from engine.model.fallback import load_model
 from engine.model.runner import layout_of_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
@@ -223,7 +223,7 @@ def run(llm: LLM, requests: Seq[Request], *, preempts: bool = False) -> list[lis
 
     `preempts`: pages must have been too few, else nothing was shown.
     """
-    outputs = {(r.request_id, i): llm._output(r, i) for r in requests for i in range(r.sampling.n)}
+    outputs = {(r.request_id, i): _Output(r, i, llm._text(r)) for r in requests for i in range(r.sampling.n)}
     preempted = 0
     for request in requests:
         llm.engine.add(request)

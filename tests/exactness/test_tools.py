@@ -175,7 +175,7 @@ def read(chat_format, tools, done, starts_in_reasoning, *, seed=None):
     rng, pieces = random.Random(seed), []
     while tokens:
         size = 1 if seed is None else rng.randint(1, 9)
-        pieces += parser.push(text.push(tokens[:size]).text)
+        pieces += parser.push("".join(text.push(tokens[:size])))
         del tokens[:size]
     return [*pieces, *parser.push(text.flush()), *parser.finish()]
 

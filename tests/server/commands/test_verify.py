@@ -127,7 +127,7 @@ class Faulty(FakeEngine):
     """An engine with a fault: the last token of a step is another one where it says so."""
 
     def __init__(self):
-        super().__init__(burst=2, step_seconds=0.001)  # so that requests meet
+        super().__init__(burst=2, step_seconds=0.005)  # so that requests meet
         self.is_wrong = lambda live, request, fresh: False
         self.refused = lambda speculation: False
 

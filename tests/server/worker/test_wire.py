@@ -323,8 +323,9 @@ def test_an_idle_engine_does_one_chore_at_a_time_and_none_while_anybody_waits(fr
         front_ends.say(wire.Taken())
         front_ends.turn()
     assert chores == ["a", "b"]
-    front_ends.turn(2)
-    assert (front_ends.server._patience, chores) == (600.0, [])
+    while chores:  # the notice that the structure is compiled may take a turn
+        front_ends.turn()
+    assert front_ends.server._patience == 600.0
 
 
 def test_an_engine_at_its_chores_is_alive_and_hears_of_the_next_order(front_ends):
