@@ -88,7 +88,8 @@ def test_the_same_memory_has_more_pages(dtype: str, head_dim: int) -> None:
     model = zoo.ours(zoo.with_large_weights(config), getattr(torch, dtype))
     few = {"kv_memory": 0.001, "max_batch_size": 64, "page_size": 4, "max_model_len": 128}
     pages = [
-        assemble(EngineConfig(target="t", kv_cache_dtype=kind, **few), model).facts.total_pages for kind in ("auto", "int8")
+        assemble(EngineConfig(target="t", kv_cache_dtype=kind, **few), model).facts.total_pages
+        for kind in ("auto", "int8")
     ]
     ratio = head_dim * model.dtype.itemsize / (head_dim + SCALE_BYTES)
     assert ratio > 1.88
