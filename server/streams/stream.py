@@ -149,10 +149,8 @@ class OutputBuffer:
         """Add the end, with its text, stop string and times."""
         assert not self.has_ended, f"a second end of output {self.index}"
         tail = "" if self._text is None else self._text.flush()
-        if (
-            self._stop_string is None and self._text is not None and self._text.stop is not None
-        ):  # found at the end only
-            self._stop_string = self._text.stop
+        if self._stop_string is None and self._text is not None and self._text.stop is not None:
+            self._stop_string = self._text.stop  # only the end of the text completes it
             finished = self._stopped(finished) if finished.reason in _OWN_ENDS else finished
         tail = "" if self._received.tail else tail
         self.timeline.ended = self._clock()
