@@ -16,6 +16,7 @@ _REFUSED = (
     "contains", "dependencies", "dependentRequired", "dependentSchemas", "if", "not", "propertyNames",
     "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
+_SINCE = {"contains": 6, "if": 7, "propertyNames": 6}  # the draft before which a keyword has no meaning
 _ASSERTIONS = frozenset({
     "additionalItems", "additionalProperties", "exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems",
     "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf",
@@ -69,7 +70,8 @@ class Branches:
         if "$ref" in schema and self._keywords.document.draft <= 7:  # which ignores all keywords beside it
             return self.of([self._referenced(schema)], around)
         for keyword in _REFUSED:
-            if schema.get(keyword, False) is not False:
+            is_known = self._keywords.document.draft >= _SINCE.get(keyword, 0)
+            if is_known and schema.get(keyword, False) is not False:
                 self._keywords.refuse(keyword, "is not supported", schema)
         own = "properties" if "properties" in schema else next((key for key in schema if key in _ASSERTIONS), None)
         found: list[Branch] = [[]]
