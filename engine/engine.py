@@ -26,9 +26,9 @@ from engine.request.prediction import num_predicted
 from engine.sampling.processors import advance_grammar, catch_up_grammars
 from engine.scheduler import Scheduler
 from engine.stats import Clock, EngineLoad, StepOutput, Stopwatch
-from engine.step import Outcome, StepPlan
+from engine.step import Step, Work
 from engine.step_stats import feedback_of, measure
-from engine.target_pass import TargetPass, Verified
+from engine.target_pass import TargetPass
 from engine.turns import MASK_SECONDS
 from engine.types import FinishedOutput, FinishReason, Request, Sequence, TokenEvent
 
@@ -82,52 +82,53 @@ class Engine:
     def step(self) -> StepOutput:
         """admit -> plan -> propose -> verify -> commit -> emit: one target pass serves every sequence at once."""
         watch = Stopwatch(self._clock)
-        plan = self._plan(watch)
+        step = self._plan(watch)
         with watch.phase("propose"):  # by models, for the sequences of which planning found no drafts
-            plan = self.proposers.propose(plan)
-        verified = self.target_pass.run(plan.works, watch) if plan.works else Verified([])
+            step = self.proposers.propose(step)
+        if step.works:
+            step = self.target_pass.run(step, watch)
         with watch.phase("commit"):
-            events = tuple(map(self._commit_one, verified.outcomes))
-        return self._emit(plan, verified, events, watch)
+            events = tuple(map(self._commit_one, step.decided))
+        return self._emit(step, events, watch)
 
-    def _plan(self, watch: Stopwatch) -> StepPlan:
+    def _plan(self, watch: Stopwatch) -> Step:
         """Admit what fits, and plan which tokens each sequence feeds, with how many drafts."""
         catch_up_grammars(self.scheduler.running, MASK_SECONDS)
         with watch.phase("plan"):
             self.scheduler.admit()
-            plan = self.scheduler.plan()
-        self._launch_round(plan, watch)
-        return plan
+            step = self.scheduler.plan()
+        self._launch_round(step, watch)
+        return step
 
-    def _emit(self, plan: StepPlan, verified: Verified, events: tuple[TokenEvent, ...], watch: Stopwatch) -> StepOutput:
+    def _emit(self, step: Step, events: tuple[TokenEvent, ...], watch: Stopwatch) -> StepOutput:
         """Everything that the step has to report: events of this pass, of faults, and of the round before this one."""
-        ended = tuple(map(self._end_for_fault, verified.faulty))
-        if verified.error is None:
-            self._learn(self.control, [feedback_of(plan, verified.outcomes, watch.seconds)], verified.outcomes, events)
-        elif len(verified.faulty) == len(plan.works):
-            self._blame_engine_or_requests(verified.error)
+        ended = tuple(map(self._end_for_fault, step.faulty))
+        if step.error is None:
+            self._learn(self.control, [feedback_of(step, watch.seconds)], step.decided, events)
+        elif not step.works:
+            self._blame_engine_or_requests(step.error)
         rounds, landed = self._land(watch)
         judged, failures = (*events, *landed), self.proposers.take_failures()
-        stats = measure(plan, verified.outcomes, judged, watch.seconds, failures, self.scheduler, rounds)
+        stats = measure(step, judged, watch.seconds, failures, self.scheduler, rounds)
         return StepOutput((*events, *ended, *landed), stats, self.load)
 
     # -------------------------------------------------------------------------------------------- commit, and faults
 
-    def _commit_one(self, outcome: Outcome) -> TokenEvent:
+    def _commit_one(self, work: Work) -> TokenEvent:
         """Commit what one sequence got; an exception here ends only this sequence."""
         try:
-            return self._keep(outcome)
+            return self._keep(work)
         except Exception:
-            log.exception("request %s: its tokens could not be committed; it ends", outcome.sequence.request_id)
-            return self._end_for_fault(outcome.sequence)
+            log.exception("request %s: its tokens could not be committed; it ends", work.sequence.request_id)
+            return self._end_for_fault(work.sequence)
 
-    def _keep(self, outcome: Outcome) -> TokenEvent:
+    def _keep(self, work: Work) -> TokenEvent:
         """Append the accepted drafts and the next token, cut where plain decoding would stop; move the cursors."""
-        sequence = outcome.sequence
-        fresh = list(outcome.tokens[: sequence.num_before_stop(outcome.tokens)])
-        num_accepted = min(outcome.num_accepted, len(fresh))
-        if outcome.num_draft:
-            sequence.stats = sequence.stats.after(outcome.num_draft, num_accepted)
+        sequence = work.sequence
+        fresh = list(work.tokens[: sequence.num_before_stop(work.tokens)])
+        num_accepted = min(work.num_accepted, len(fresh))
+        if work.num_verified:
+            sequence.stats = sequence.stats.after(work.num_verified, num_accepted)
         sequence.tokens += fresh
         sequence.rollback(len(sequence.tokens))  # I3: this is the whole rollback
         advance_grammar(sequence, fresh)
@@ -136,9 +137,9 @@ class Engine:
             index=sequence.index,
             token_ids=tuple(fresh),
             from_draft=tuple(i < num_accepted for i in range(len(fresh))),
-            logprobs=outcome.logprobs[: len(fresh)],
+            logprobs=work.logprobs[: len(fresh)],
             prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.num_generated == len(fresh) else (),
-            finished=self._end_if_over(sequence, outcome.problem),
+            finished=self._end_if_over(sequence, work.problem),
         )
 
     def _blame_engine_or_requests(self, error: Exception) -> None:
@@ -164,14 +165,14 @@ class Engine:
 
     # ------------------------------------------------------------------------------------- rounds on the device
 
-    def _launch_round(self, plan: StepPlan, watch: Stopwatch) -> None:
+    def _launch_round(self, step: Step, watch: Stopwatch) -> None:
         """Launch the next round of the sequences on the device, which runs while the host does the rest of the step.
 
         A failure costs only speed: the host knows of each sequence all that plain steps need.
         """
         try:
             with watch.phase("launch"):
-                self.rounds.launch(plan.on_device)
+                self.rounds.launch(step.on_device)
         except Exception:
             log.exception("a round on the device failed; from now on all sequences decode in plain steps")
             for sequence in self.scheduler.sequences:
@@ -183,21 +184,21 @@ class Engine:
         """Commit the results of the round before the one just launched; their events are in the same order."""
         with watch.phase("land"):
             read = self.rounds.read()
-            outcomes = [outcome for round_ in read for outcome in round_.outcomes]
-            events = tuple(map(self._commit_one, outcomes))
-        self._learn(self.round_control, [round_.feedback for round_ in read], outcomes, events)
+            works = [work for round_ in read for work in round_.works]
+            events = tuple(map(self._commit_one, works))
+        self._learn(self.round_control, [round_.feedback for round_ in read], works, events)
         return read, events
 
     @staticmethod
     def _learn(
-        control: Control, feedback: list[StepFeedback], outcomes: list[Outcome], events: tuple[TokenEvent, ...]
+        control: Control, feedback: list[StepFeedback], works: Seq[Work], events: tuple[TokenEvent, ...]
     ) -> None:
         """Give times and acceptance to the control that chooses K; it then forgets sequences that are over."""
         for one in feedback:
             control.learn(one)
-        for outcome, event in zip(outcomes, events, strict=True):
+        for work, event in zip(works, events, strict=True):
             if event.finished is not None:
-                control.forget(outcome.sequence)
+                control.forget(work.sequence)
 
     # ------------------------------------------------------------------------------- a request's way in and out
 

@@ -18,7 +18,7 @@ from engine.control.controller import Control, Speedup, levelled
 from engine.control.prefill_budget import PrefillBudget
 from engine.kv.pages import PagePool
 from engine.params import MAX_PREDICTED_DRAFTS
-from engine.step import StepPlan, Work
+from engine.step import Step, Work
 from engine.turns import TURN, Shares, equal_parts, in_step, in_turn, most_masked
 from engine.types import KVCursor, Sequence
 
@@ -229,7 +229,7 @@ class Scheduler:
             if name in self._draft_kv_sharers:
                 self.draft_pools[name].share(cursor, sequence.tokens, _draft_salt(sequence, cursor))
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> Step:
         """Running sequences feed their newest token; prompts share the budget that is left, drafts get the rest.
 
         Prompts go before drafts: a prompt token always counts, a draft only with its probability of acceptance.
@@ -254,7 +254,7 @@ class Scheduler:
             sequence, stop = work.sequence, work.span.stop
             self.shares.charge(sequence.request.caller, max(0, stop - sequence.num_charged))
             sequence.num_charged = max(sequence.num_charged, stop)
-        return StepPlan(works, on_device, counts)
+        return Step(works, on_device, counts)
 
     def _renew_outgrown(self) -> None:
         """Release K/V that was made with another rotary table than the length now needs; all is fed again."""

@@ -1,9 +1,9 @@
-"""A step as data: what the scheduler plans for each sequence, with its drafts, and what verification makes of it."""
+"""A step as data, from the scheduler's plan to the tokens that verification decided."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.stats import Forward
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 class Work:
     """One sequence's part in a step: the target is fed its tokens at `span`, then its drafts.
 
-    Planning sets `num_draft`, and `drafts` where they are looked up or predicted. Proposing sets all others.
+    Planning sets `num_draft`, and `drafts` where they are looked up or predicted. Proposing sets the other drafts.
+    Verification sets the rest: the new tokens, and a problem if the output cannot continue after them. Plain decoding
+    would meet `problem` only after these tokens, and never if one of them ends the output.
     """
 
     sequence: Sequence
@@ -26,12 +28,20 @@ class Work:
     num_draft: int = 0  # maximum number of drafts
     drafts: tuple[int, ...] = ()
     draft_probs: Tensor | None = None  # float64 [len(drafts), vocab] that they were drawn from; None: they were not
+    num_verified: int = 0  # drafts that were verified
+    num_accepted: int = 0
+    tokens: tuple[int, ...] = ()  # accepted drafts, then the target's own token
+    logprobs: tuple[Logprob, ...] = ()  # of `tokens`, where asked for
+    problem: str | None = None
 
     @classmethod
     def feeding(cls, sequence: Sequence, num_tokens: int) -> Work:
         """Feed the next `num_tokens` that the target has not been fed."""
         start = sequence.target.kv_len
         return cls(sequence, range(start, start + num_tokens), len(sequence.tokens))
+
+    def with_drafts(self, drafts: tuple[int, ...], probs: Tensor | None = None) -> Work:
+        return replace(self, drafts=drafts, draft_probs=probs)
 
     @property
     def reaches_end(self) -> bool:
@@ -50,29 +60,17 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What the next step does, one entry per sequence that takes part."""
+class Step:
+    """One step: an entry per sequence that takes part. Each stage returns it with what it added."""
 
     works: tuple[Work, ...] = ()
     on_device: tuple[Work, ...] = ()  # of the sequences that decode in a round on the device
     counts: Mapping[str, int] = field(default_factory=dict)  # since the plan before; by their names in `StepStats`
     draft_forwards: tuple[Forward, ...] = ()  # passes of the models that made drafts
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a step for one sequence: tokens, and a problem if the output cannot continue after them.
-
-    Plain decoding would meet `problem` only after these tokens, and never if one of them ends the output.
-    """
-
-    work: Work
-    num_draft: int  # that were verified
-    tokens: tuple[int, ...]  # accepted drafts, then the target's own token
-    num_accepted: int
-    problem: str | None = None
-    logprobs: tuple[Logprob, ...] = ()  # of `tokens`, where asked for
+    faulty: tuple[Sequence, ...] = ()  # failed in the target's pass when fed alone; they have no entry any more
+    error: Exception | None = None  # of the pass for all; then each was fed alone, and the time is no measurement
 
     @property
-    def sequence(self) -> Sequence:
-        return self.work.sequence
+    def decided(self) -> tuple[Work, ...]:
+        """Those whose newest token is fed, so that the pass decides what comes next."""
+        return tuple(work for work in self.works if work.reaches_end)

@@ -11,40 +11,40 @@ from engine.device_loop.results import RoundResult
 from engine.native import threads_in_use
 from engine.scheduler import Scheduler
 from engine.stats import Forward, StepStats
-from engine.step import Outcome, StepPlan
+from engine.step import Step
 from engine.types import TokenEvent
 
 
-def feedback_of(plan: StepPlan, outcomes: Seq[Outcome], phase_seconds: Mapping[str, float]) -> StepFeedback:
+def feedback_of(step: Step, phase_seconds: Mapping[str, float]) -> StepFeedback:
     """Feedback for control: the part of a step that fed newest tokens and drafts."""
-    steady = [outcome for outcome in outcomes if outcome.work.decodes]
+    steady = [work for work in step.works if work.decodes]
     draft_seconds = phase_seconds["propose"]
     return StepFeedback(
-        sequences=[outcome.sequence for outcome in steady],
-        lengths=[outcome.work.length for outcome in steady],
-        asked=[outcome.work.num_draft for outcome in steady],
-        drafted=[outcome.num_draft for outcome in steady],
-        accepted=[outcome.num_accepted for outcome in steady],
-        draft_passes=[(forward.sequences, forward.tokens) for forward in plan.draft_forwards],
+        sequences=[work.sequence for work in steady],
+        lengths=[work.length for work in steady],
+        asked=[work.num_draft for work in steady],
+        drafted=[work.num_verified for work in steady],
+        accepted=[work.num_accepted for work in steady],
+        draft_passes=[(forward.sequences, forward.tokens) for forward in step.draft_forwards],
         draft_seconds=draft_seconds,
         other_seconds=sum(s for name, s in phase_seconds.items() if name != "launch") - draft_seconds,
-        chunks=_chunks(plan),
+        chunks=_chunks(step),
     )
 
 
 def measure(
-    plan: StepPlan, outcomes: Seq[Outcome], events: Seq[TokenEvent], phase_seconds: Mapping[str, float],
-    draft_failures: int, scheduler: Scheduler, rounds: Seq[RoundResult],
+    step: Step, events: Seq[TokenEvent], phase_seconds: Mapping[str, float], draft_failures: int, scheduler: Scheduler,
+    rounds: Seq[RoundResult],
 ) -> StepStats:  # fmt: skip
-    """The step's statistics; `events` are those of `outcomes`, then those of `rounds`."""
-    pool, landed = scheduler.target_pool, [x for each in rounds for x in each.outcomes]
-    newest = [outcome.num_draft for outcome in outcomes if outcome.work.decodes]
-    pairs = zip((*outcomes, *landed), events, strict=True)
-    judged = [(outcome.num_draft, sum(event.from_draft)) for outcome, event in pairs if outcome.num_draft]
+    """The step's statistics; `events` are those of what was decided in it, then those of `rounds`."""
+    pool, landed = scheduler.target_pool, [work for each in rounds for work in each.works]
+    newest = [work.num_verified for work in step.works if work.decodes]
+    pairs = zip((*step.decided, *landed), events, strict=True)
+    judged = [(work.num_verified, sum(event.from_draft)) for work, event in pairs if work.num_verified]
     return StepStats(
         forwards=(
-            *plan.draft_forwards,
-            *_target_forwards(newest, _chunks(plan)),
+            *step.draft_forwards,
+            *_target_forwards(newest, _chunks(step)),
             *(f for x in rounds for f in x.forwards),
         ),
         phase_seconds=phase_seconds,
@@ -52,9 +52,9 @@ def measure(
         rounds=len(judged),
         drafted=sum(num_draft for num_draft, _ in judged),
         accepted_per_position=_per_position(judged),
-        sequences_per_num_draft=_counted([*newest, *(outcome.num_draft for outcome in landed)]),
+        sequences_per_num_draft=_counted([*newest, *(work.num_verified for work in landed)]),
         generated_tokens=sum(len(event.token_ids) for event in events),
-        prompt_tokens=sum(len(range(w.span.start, min(w.span.stop, w.sequence.prompt_len))) for w in plan.works),
+        prompt_tokens=sum(len(range(w.span.start, min(w.span.stop, w.sequence.prompt_len))) for w in step.works),
         draft_failures=draft_failures,
         threads=threads_in_use(),
         spec_gain=scheduler.gain,
@@ -63,7 +63,7 @@ def measure(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         kv_usage=1 - pool.num_free / pool.num_pages,
-        **plan.counts,
+        **step.counts,
     )
 
 
@@ -81,9 +81,9 @@ def _target_forwards(newest: Seq[int], chunks: Seq[int]) -> Iterator[Forward]:
         yield Forward("prefill", len(chunks), sum(chunks))
 
 
-def _chunks(plan: StepPlan) -> list[int]:
+def _chunks(step: Step) -> list[int]:
     """The tokens of each sequence that is read, not decoded."""
-    return [len(work.span) for work in plan.works if not work.decodes]
+    return [len(work.span) for work in step.works if not work.decodes]
 
 
 def _per_position(rounds: Seq[tuple[int, int]]) -> tuple[int, ...]:

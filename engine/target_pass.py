@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,19 +19,10 @@ from engine.proposers import Proposers
 from engine.sampling.logprobs import record_prompt
 from engine.sampling.verification import verify_rows
 from engine.stats import Stopwatch
-from engine.step import Outcome, Work
+from engine.step import Step, Work
 from engine.types import Sequence
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """Result of a target pass: outcomes of the sequences whose newest token was fed, and the sequences at fault."""
-
-    outcomes: list[Outcome]
-    faulty: tuple[Sequence, ...] = ()
-    error: Exception | None = None  # of the pass for all; then each was fed alone, and the time is no measurement
 
 
 class TargetPass:
@@ -40,36 +31,35 @@ class TargetPass:
     def __init__(self, target: Runner, proposers: Proposers, page_size: int | None = None) -> None:
         self._target, self._proposers, self._page_size = target, proposers, page_size
 
-    def run(self, works: Seq[Work], watch: Stopwatch) -> Verified:
-        """Feed and verify all sequences of a plan. After an exception feed each alone, to find the one at fault."""
+    def run(self, step: Step, watch: Stopwatch) -> Step:
+        """Feed and verify all sequences of a step. After an exception feed each alone, to find the one at fault."""
         try:
-            return Verified(self._pass(works, watch))
+            return replace(step, works=tuple(self._pass(step.works, watch)))
         except RankLost:
             raise  # each of them alone would raise it too
         except Exception as error:
-            log.exception("a pass for %d sequences failed; each is tried alone", len(works))
-            return self._each_alone(works, error, watch)
+            log.exception("a pass for %d sequences failed; each is tried alone", len(step.works))
+            return self._each_alone(step, error, watch)
 
-    def _each_alone(self, works: Seq[Work], error: Exception, watch: Stopwatch) -> Verified:
+    def _each_alone(self, step: Step, error: Exception, watch: Stopwatch) -> Step:
         """Feed each sequence alone, without drafts: one that fails again is at fault; the others lose nothing."""
-        _take_back(works)
-        outcomes: list[Outcome] = []
-        faulty: list[Sequence] = []
-        for work in works:
+        _take_back(step.works)
+        passed, faulty = list[Work](), list[Sequence]()
+        for work in step.works:
             alone = [replace(work, num_draft=0, drafts=(), draft_probs=None)]
             try:
-                outcomes += self._pass(alone, watch)
+                passed += self._pass(alone, watch)
             except Exception:
                 log.exception("request %s failed alone; it ends", work.sequence.request_id)
                 _take_back(alone)
                 faulty.append(work.sequence)
-        return Verified(outcomes, tuple(faulty), error)
+        return replace(step, works=tuple(passed), faulty=tuple(faulty), error=error)
 
     def self_test(self, sequence: Sequence) -> None:
         """Feed all tokens of a sequence that belongs to no caller; raises what the pass raises."""
         self._pass([Work.feeding(sequence, sequence.todo)], Stopwatch(lambda: 0.0))
 
-    def _pass(self, works: Seq[Work], watch: Stopwatch) -> list[Outcome]:
+    def _pass(self, works: Seq[Work], watch: Stopwatch) -> list[Work]:
         with watch.phase("forward"):
             feeds = [self._feed(work) for work in works]
             logits = self._target.forward(feeds)
@@ -78,7 +68,7 @@ class TargetPass:
             self._proposers.observe(works, feeds)
         with watch.phase("verify"):
             logits = _without_prompt_rows(works, feeds, logits)
-            return verify_rows([work for work in works if work.reaches_end], logits)
+            return verify_rows(works, logits)
 
     def _feed(self, work: Work) -> Feed:
         """I2: the planned part of what the target has not been fed, and the drafts."""

@@ -17,10 +17,11 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.batch import Feed
 from engine.params import SpeculationParams
-from engine.proposers.base import Passed, Proposal, Proposer
+from engine.proposers.base import Passed, Proposer
 from engine.proposers.sources import draft_sources
 from engine.startup.build import assemble
 from engine.stats import Forward
+from engine.step import Work
 from engine.types import Sequence
 from tests import fakes, zoo
 
@@ -176,15 +177,15 @@ class Checked(Proposer):
     def observe(self, passed: Seq[Passed]) -> None:
         self.inner.observe(passed)
 
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        for sequence in sequences:
-            self.poison(sequence)
-        proposal: Proposal = self.inner.propose(sequences, k_each)
-        for sequence, k, drafts in zip(sequences, k_each, proposal.tokens, strict=True):
-            assert not drafts or list(drafts) == self.expected(sequence.tokens, k)
-            self.counts.append(len(drafts))
-        self.passes.append(proposal.forwards)
-        return proposal
+    def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
+        for work in works:
+            self.poison(work.sequence)
+        made: list[Work] = self.inner.propose(works, forwards)
+        for work in made:
+            assert not work.drafts or list(work.drafts) == self.expected(work.sequence.tokens, work.num_draft)
+            self.counts.append(len(work.drafts))
+        self.passes.append(tuple(forwards))
+        return made
 
     @torch.inference_mode()
     def poison(self, sequence: Sequence) -> None:

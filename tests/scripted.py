@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-from engine.proposers.base import Proposal, Proposer
+from engine.proposers.base import Proposer
+from engine.stats import Forward
+from engine.step import Work
 from engine.types import Sequence
 
 Script = Callable[[Sequence, int], Seq[int]]  # (sequence, how many) -> at most that many drafts
@@ -17,6 +20,12 @@ class ScriptedProposer(Proposer):
     def __init__(self, script: Script) -> None:
         self._script = script
 
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+    def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
         """Ask the script for each sequence."""
-        return Proposal.certain([tuple(self._script(s, k)) for s, k in zip(sequences, k_each, strict=True)])
+        return [work.with_drafts(tuple(self._script(work.sequence, work.num_draft))) for work in works]
+
+
+def drafts_from(proposer: Proposer, sequences: Seq[Sequence], k_each: Seq[int]) -> tuple[tuple[int, ...], ...]:
+    """What a proposer makes for sequences of which each has only its newest token to feed."""
+    works = [replace(Work.feeding(s, 1), num_draft=k) for s, k in zip(sequences, k_each, strict=True)]
+    return tuple(work.drafts for work in proposer.propose(works, []))

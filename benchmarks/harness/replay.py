@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +18,12 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.machine.threads import use_threads
 from engine.model.runner import vocab_size
-from engine.proposers import Proposal, Proposer
+from engine.proposers import Proposer
 from engine.proposers.sources import draft_sources
 from engine.startup.build import assemble, load, pick_device
 from engine.startup.calibrate import calibrate
+from engine.stats import Forward
+from engine.step import Work
 from engine.types import Sequence
 
 NAME = "model"  # name of the replayed draft, which replaces a draft model
@@ -69,12 +70,11 @@ class ReplayProposer(Proposer):
     def __init__(self, inner: Proposer, script: Script, vocab_size: int) -> None:
         self._inner, self._script, self._vocab_size = inner, script, vocab_size
 
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+    def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
         """Return as many drafts as the inner proposer. Only requests without draft distributions can be replayed."""
-        made = self._inner.propose(sequences, k_each)
-        assert not any(probs is not None for probs in made.draft_probs), "replay is for the coupled rule"
-        pairs = zip(sequences, made.tokens, strict=True)
-        return replace(made, tokens=tuple(self._script.drafts(s, len(t), self._vocab_size) for s, t in pairs))
+        made = self._inner.propose(works, forwards)
+        assert not any(work.draft_probs is not None for work in made), "replay is for the coupled rule"
+        return [w.with_drafts(self._script.drafts(w.sequence, len(w.drafts), self._vocab_size)) for w in made]
 
 
 class ReplayModels:

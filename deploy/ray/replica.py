@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from deploy.ray.edge import REMAINING
 from deploy.ray.envelope import Envelope
 from engine.errors import InvalidRequest, PilotfishError, Unsupported
-from server.admission.admission import Admission, Origin
-from server.admission.security import Callers, Quotas
+from server.admission.admission import Admission, Remaining
+from server.admission.security import ANYBODY, Callers, Quotas
 from server.admission.slow_work import SlowWork
 from server.config import ServerConfig
 from server.driver import Driver
@@ -108,8 +108,8 @@ class Replica:
             stream.release()
 
     async def _admit(self, request: Any, grpc_context: Any) -> OutputStream:
-        read = partial(messages.request_of, request)
-        return await self._admission.admit(read, _origin(grpc_context), messages.num_outputs(request))
+        read, remaining = partial(messages.request_of, request), _remaining(grpc_context)
+        return await self._admission.admit(read, ANYBODY, remaining, {}, messages.num_outputs(request))
 
     # ----------------------------------------------------------------------------------------------- ControlService
 
@@ -159,6 +159,13 @@ async def _enveloped_each(answers: AsyncGenerator[Any, None]) -> AsyncGenerator[
         yield Envelope.failed()
 
 
+def _remaining(grpc_context: Any) -> Remaining:
+    """Return what counts down the seconds that the edge sent."""
+    metadata = dict(grpc_context.invocation_metadata())
+    ends = time.monotonic() + float(metadata.get(REMAINING, math.inf))
+    return lambda: ends - time.monotonic()
+
+
 async def _enveloped(answer: Awaitable[Any]) -> Envelope:
     try:
         return Envelope.of(await answer)
@@ -167,10 +174,3 @@ async def _enveloped(answer: Awaitable[Any]) -> Envelope:
     except Exception:
         logger.exception("a call failed")
         return Envelope.failed()
-
-
-def _origin(grpc_context: Any) -> Origin:
-    """Return an anonymous origin with the remaining seconds that the edge sent."""
-    metadata = dict(grpc_context.invocation_metadata())
-    end = time.monotonic() + float(metadata.get(REMAINING, math.inf))
-    return Origin(remaining=lambda: end - time.monotonic())

@@ -219,17 +219,17 @@ class RoundLoop(Rounds):
     def _land(self, pending: PendingRound) -> RoundResult:
         rows = pending.read()
         pairs = zip(pending.entries, rows, strict=False)
-        outcomes = tuple(x.settle(row) for x, row in pairs if self.on_device.get(x.member.sequence) is x.member)
+        works = tuple(x.settle(row) for x, row in pairs if self.on_device.get(x.member.sequence) is x.member)
         drafting, other = pending.timer.seconds()
         feedback = StepFeedback(
-            sequences=[outcome.sequence for outcome in outcomes],
-            lengths=[outcome.work.length for outcome in outcomes],
-            asked=[outcome.work.num_draft for outcome in outcomes],
-            drafted=[outcome.num_draft for outcome in outcomes],
-            accepted=[outcome.num_accepted for outcome in outcomes],
+            sequences=[work.sequence for work in works],
+            lengths=[work.length for work in works],
+            asked=[work.num_draft for work in works],
+            drafted=[work.num_verified for work in works],
+            accepted=[work.num_accepted for work in works],
             draft_passes=pending.draft_passes(pending.size),
             draft_seconds=drafting,
             other_seconds=other,
             rows=pending.size * (pending.k + 1),
         )
-        return RoundResult(outcomes, feedback, pending.forwards())
+        return RoundResult(works, feedback, pending.forwards())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.control.step_time import StepFeedback
 from engine.kernels.args import UNSOUND, Committed
 from engine.stats import Clock, Forward
-from engine.step import Outcome, Work
+from engine.step import Work
 from engine.types import Sequence
 
 Progress = Callable[[str], None]  # gets a message for each stage of loading
@@ -38,7 +38,7 @@ class DeviceSequence:
 class RoundResult:
     """Results of the sequences that have not left since the launch, and the feedback for control."""
 
-    outcomes: tuple[Outcome, ...]
+    works: tuple[Work, ...]
     feedback: StepFeedback
     forwards: tuple[Forward, ...]
 
@@ -52,7 +52,7 @@ class RoundEntry:
     num_draft: int  # at most what the work asks for
     draft_caught_up: bool
 
-    def settle(self, row: list[int]) -> Outcome:
+    def settle(self, row: list[int]) -> Work:
         """Move the sequence's cursors past its tokens of the round; `row` is its row of the results."""
         *drawn, num_fresh, num_accepted, ended = row
         assert num_fresh or ended, "the device reports that a live sequence had ended"
@@ -64,7 +64,9 @@ class RoundEntry:
         sequence.target.advance(length - 1)
         if self.draft_caught_up:
             sequence.draft.advance(max(sequence.draft.kv_len, length - 2))
-        return Outcome(self.work, taken, tuple(drawn[:num_fresh]), num_accepted, problem)
+        return replace(
+            self.work, num_verified=taken, num_accepted=num_accepted, tokens=tuple(drawn[:num_fresh]), problem=problem
+        )
 
 
 class Rounds:

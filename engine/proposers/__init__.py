@@ -1,9 +1,9 @@
 """Proposers draft the next tokens. A proposer may be wrong; it can never change the output."""
 
-from engine.proposers.base import Proposal, Proposer
+from engine.proposers.base import Proposer
 from engine.proposers.model import ModelProposer
 from engine.proposers.ngram import NGramProposer
 from engine.proposers.select import Proposers
 from engine.proposers.suffix import SuffixProposer
 
-__all__ = ["ModelProposer", "NGramProposer", "Proposal", "Proposer", "Proposers", "SuffixProposer"]
+__all__ = ["ModelProposer", "NGramProposer", "Proposer", "Proposers", "SuffixProposer"]

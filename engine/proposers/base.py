@@ -7,34 +7,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
-
 from engine.control.goodput import Found
 from engine.kv.batch import Feed
 from engine.stats import Forward
+from engine.step import Work
 from engine.types import KVCursor, Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Ragged drafts: `tokens[i]` are the guesses for sequence i, at most as many as were asked for.
-
-    `draft_probs[i]` is the distribution that `tokens[i]` were drawn from, float64 `[len(tokens[i]), vocab]`; only
-    sequences under the rejection rule have one. None means certainty: all probability is on the proposed token.
-    """
-
-    tokens: tuple[tuple[int, ...], ...]
-    draft_probs: tuple[Tensor | None, ...]
-    forwards: tuple[Forward, ...] = ()
-
-    @classmethod
-    def certain(cls, tokens: Seq[Seq[int]]) -> Proposal:
-        """Drafts that were looked up, not drawn."""
-        return cls(tuple(tuple(t) for t in tokens), (None,) * len(tokens))
-
-
 class Proposer:
-    """Guesses up to `k_each[i]` next tokens of `sequences[i]`, each of which has only its newest token to feed.
+    """Guesses up to `num_draft` next tokens of each sequence, which has only its newest token to feed.
 
     This one guesses nothing: plain decoding, the oracle that all others are held against.
     """
@@ -44,9 +25,13 @@ class Proposer:
     is_parallel = False  # whether it makes all its drafts in one pass, whatever their number
     most_drafts: int | None = None  # that it can make in a step; None: any number
 
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """Guess; may advance the draft cursors, may change nothing else."""
-        return Proposal.certain([()] * len(sequences))
+    def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
+        """Return the works with their drafts, and add each pass of a model to `forwards`.
+
+        Drafts have `draft_probs` if they were drawn for the rejection rule; without, they count as certain. May advance
+        the draft cursors, and changes nothing else.
+        """
+        return [*works]
 
     def num_unseen(self, sequence: Sequence, cursor: KVCursor) -> int:
         """Tokens that it has to be fed before it can draft, apart from the two that each round feeds."""
@@ -85,6 +70,6 @@ class Lookup(Proposer, ABC):
     def look_up(self, sequence: Sequence, k: int) -> Found:
         """Those that there are, at most `k`."""
 
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+    def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
         """The same as any other proposer gives them, for one that wraps this one."""
-        return Proposal.certain([self.look_up(s, k).tokens for s, k in zip(sequences, k_each, strict=True)])
+        return [work.with_drafts(self.look_up(work.sequence, work.num_draft).tokens) for work in works]

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from engine.params import Verification
-from engine.proposers.base import Proposal, Proposer
+from engine.proposers.base import Proposer
 from engine.sampling.distribution import any_truncated, draw, draw_rows, probabilities, samplers_of
 from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
 from engine.stats import Forward
+from engine.step import Work
 from engine.types import Sequence
 
 
@@ -48,15 +49,14 @@ class ChainProposer(Proposer, ABC):
     """Drafts with a distribution of its own."""
 
     @torch.inference_mode()
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+    def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
         """One chain for each sequence."""
-        chains, forwards = [Chain(*each) for each in zip(sequences, k_each, strict=True)], list[Forward]()
+        chains = [Chain(work.sequence, work.num_draft) for work in works]
         self.draft([chain for chain in chains if chain.k], forwards)
-        return Proposal(
-            tokens=tuple(tuple(chain.tokens) for chain in chains),
-            draft_probs=tuple(torch.stack(chain.probs) if chain.probs else None for chain in chains),
-            forwards=tuple(forwards),
-        )
+        return [
+            work.with_drafts(tuple(chain.tokens), torch.stack(chain.probs) if chain.probs else None)
+            for work, chain in zip(works, chains, strict=True)
+        ]
 
     @abstractmethod
     def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:

@@ -12,10 +12,10 @@ from weakref import WeakKeyDictionary
 
 from engine.control.goodput import Found, Traits
 from engine.kv.batch import Feed
-from engine.proposers.base import Lookup, Observer, Passed, Proposal, Proposer
+from engine.proposers.base import Lookup, Observer, Passed, Proposer
 from engine.sampling.processors import allowed_prefix
 from engine.stats import Forward
-from engine.step import StepPlan, Work
+from engine.step import Step, Work
 from engine.types import AUTO, PREDICTION, Sequence
 
 log = logging.getLogger(__name__)
@@ -101,19 +101,16 @@ class Proposers:
             return None
         return allowed_prefix(sequence, self.find(sequence.drafter, sequence, k).tokens)
 
-    def propose(self, plan: StepPlan) -> StepPlan:
-        """The plan, with the drafts of the sequences that have none yet, from the proposer of each."""
-        works, forwards = list(plan.works), list[Forward]()
+    def propose(self, step: Step) -> Step:
+        """The step with drafts of the sequences that have none yet, from the proposer of each."""
+        works, forwards = list(step.works), list[Forward]()
         for name, proposer in self.by_name.items():
             asked = [i for i, w in enumerate(works) if w.num_draft and not w.drafts and w.sequence.drafter == name]
             if asked:
-                made = self._ask(name, proposer, [works[i] for i in asked])
-                forwards += made.forwards
-                for i, tokens, probs in zip(asked, made.tokens, made.draft_probs, strict=True):
-                    drafts = allowed_prefix(works[i].sequence, tokens)
-                    given = None if probs is None else probs[: len(drafts)]
-                    works[i] = replace(works[i], drafts=drafts, draft_probs=given)
-        return replace(plan, works=tuple(works), draft_forwards=tuple(forwards))
+                for i, work in zip(asked, self._ask(name, proposer, [works[i] for i in asked], forwards), strict=True):
+                    drafts, probs = allowed_prefix(work.sequence, work.drafts), work.draft_probs
+                    works[i] = work.with_drafts(drafts, None if probs is None else probs[: len(drafts)])
+        return replace(step, works=tuple(works), draft_forwards=tuple(forwards))
 
     def observe(self, works: Seq[Work], feeds: Seq[Feed]) -> None:
         """Show each observer what the target was just fed of those sequences that it may draft for."""
@@ -134,27 +131,27 @@ class Proposers:
                     self._blind.add(name)
                     self._failed(name, error)
 
-    def _ask(self, name: str, proposer: Proposer, works: list[Work]) -> Proposal:
+    def _ask(self, name: str, proposer: Proposer, works: list[Work], forwards: list[Forward]) -> list[Work]:
         """A proposer that fails costs speed, never output: this step decodes plainly, and after three all do."""
-        sequences, k_each = [work.sequence for work in works], [work.num_draft for work in works]
-        nothing = Proposal.certain([()] * len(sequences))
+        sequences, passes = [work.sequence for work in works], list[Forward]()
         if self._has_given_up(name, sequences) or name in self._blind:
-            return nothing
+            return works
         if proposer.uses_draft_kv:
             for sequence in sequences:
                 sequence.turn_to(name)
         known = [sequence.draft.kv_len for sequence in sequences]
         try:
-            proposal = proposer.propose(sequences, k_each)
-            for drafts, k in zip(proposal.tokens, k_each, strict=True):
-                self._check(drafts, k)
+            proposed = proposer.propose(works, passes)
+            for work in proposed:
+                self._check(work.drafts, work.num_draft)
         except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
             self._failed(name, error)
             for sequence, kv_len in zip(sequences, known, strict=True):
                 sequence.draft.kv_len = kv_len  # what it wrote beyond before it failed is not known
-            return nothing
+            return works
         self._failures_in_a_row[name] = 0
-        return proposal
+        forwards += passes
+        return proposed
 
     def _has_given_up(self, name: str, sequences: Seq[Sequence]) -> bool:
         """Whether it failed too often. Then of several candidates another one drafts for these from now on."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, islice, pairwise
 
 import torch
@@ -19,7 +18,7 @@ from engine.sampling.distribution import any_truncated, draw, draw_rows, probabi
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import LogitsRow, Stream
 from engine.sampling.processors import process
-from engine.step import Outcome, Work
+from engine.step import Work
 from engine.verify import NO_DRAFT, coupled, rejection
 
 # By sequence: how many drafts stay, and the token after them. By row: whether its logits are numbers, before and after
@@ -27,39 +26,44 @@ from engine.verify import NO_DRAFT, coupled, rejection
 Decided = tuple[list[tuple[int, int]], list[int], list[int]]
 
 
-def verify_rows(works: Seq[Work], logits: Tensor) -> list[Outcome]:
-    """Verify the drafts of all sequences; `logits` `[sum of (K_i + 1), vocab]` are in the same order."""
-    outcomes, firsts = dict[int, Outcome](), _offsets(works)
+def verify_rows(works: Seq[Work], logits: Tensor) -> list[Work]:
+    """Return the works with what is decided of those whose newest token was fed.
+
+    `logits` `[sum of num_rows, vocab]` are in the order of the works.
+    """
+    verified, firsts = list(works), _offsets(works)
     for rule, decide in _RULES.items():
-        mine = [i for i, work in enumerate(works) if work.sequence.speculation.verification is rule]
+        mine = [i for i, w in enumerate(works) if w.num_rows and w.sequence.speculation.verification is rule]
         if mine:
             rows = [row for i in mine for row in range(firsts[i], firsts[i + 1])]
-            part = logits if len(mine) == len(works) else logits[send(torch.tensor(rows), logits.device)]
-            outcomes |= zip(mine, _outcomes([works[i] for i in mine], part, decide), strict=True)
-    return [outcomes[i] for i in range(len(works))]
+            part = logits if len(rows) == len(logits) else logits[send(torch.tensor(rows), logits.device)]
+            for i, work in zip(mine, _verified([works[i] for i in mine], part, decide), strict=True):
+                verified[i] = work
+    return verified
 
 
-def _outcomes(works: Seq[Work], logits: Tensor, decide: Callable[[Seq[Work], Tensor], Decided]) -> Iterator[Outcome]:
+def _verified(works: Seq[Work], logits: Tensor, decide: Callable[[Seq[Work], Tensor], Decided]) -> Iterator[Work]:
     verdicts, sound, is_open = decide(works, logits)
-    for work, verdict, (first, stop) in zip(works, verdicts, pairwise(_offsets(works)), strict=True):
+    for before, verdict, (first, stop) in zip(works, verdicts, pairwise(_offsets(works)), strict=True):
         # A result depends on the rows up to the one of the next token, so these must be finite.
-        outcome = _outcome(work, *verdict, _num_leading(sound[first:stop]), _num_leading(is_open[first:stop]))
+        work = _with_tokens(before, *verdict, _num_leading(sound[first:stop]), _num_leading(is_open[first:stop]))
         wanted = work.sequence.request.sampling.logprobs
-        if wanted is not None and outcome.tokens:  # of the logits before they were processed
-            found = token_logprobs(logits[first : first + len(outcome.tokens)], outcome.tokens, wanted)
-            outcome = replace(outcome, logprobs=found)
-        yield outcome
+        if wanted is not None and work.tokens:  # of the logits before they were processed
+            found = token_logprobs(logits[first : first + len(work.tokens)], work.tokens, wanted)
+            work = replace(work, logprobs=found)
+        yield work
 
 
-def _outcome(work: Work, num_accepted: int, next_token: int, num_sound: int, num_open: int) -> Outcome:
-    made, tokens = partial(Outcome, work, len(work.drafts)), (*work.drafts[:num_accepted], next_token)
+def _with_tokens(work: Work, num_accepted: int, next_token: int, num_sound: int, num_open: int) -> Work:
+    tokens, problem = (*work.drafts[:num_accepted], next_token), None
     if num_sound < len(tokens) and num_sound <= num_open:
-        return made(tokens[:num_sound], min(num_accepted, num_sound), "the model's output was not a number")
-    if num_open < len(tokens):
-        why = work.sequence.fault or "no token may come here: what is allowed, banned and required leaves none"
-        is_known = not work.sequence.grammar_lag  # else the state of the structure lags behind
-        return made(tokens[:num_open], min(num_accepted, num_open), why if is_known else None)
-    return made(tokens, num_accepted)
+        tokens, problem = tokens[:num_sound], "the model's output was not a number"
+    elif num_open < len(tokens):
+        tokens = tokens[:num_open]
+        if not work.sequence.grammar_lag:  # else the state of the structure lags behind
+            problem = work.sequence.fault or "no token is possible: allowed, banned and required tokens exclude all"
+    num_accepted = min(num_accepted, len(tokens))
+    return replace(work, num_verified=len(work.drafts), num_accepted=num_accepted, tokens=tokens, problem=problem)
 
 
 def _coupled(works: Seq[Work], logits: Tensor) -> Decided:

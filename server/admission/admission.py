@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -17,7 +16,7 @@ from engine.text.stops import NO_ASIDES
 from engine.types import FinishReason, Request
 from server.admission import check
 from server.admission.check import Prompt, with_structure
-from server.admission.security import ANYBODY, Caller, Quotas, Refusals
+from server.admission.security import Caller, Quotas, Refusals
 from server.admission.slow_work import RETRY_SECONDS, SlowWork, release_turn
 from server.admission.status import refusal
 from server.chat import Conversation
@@ -32,15 +31,7 @@ from server.telemetry.tracing import Trace, Tracing
 
 # Returns a request, and its prompt and prediction where they are text; adds violations that it finds to the list.
 Reader: TypeAlias = Callable[[ServedModel, list[Violation]], tuple[Request, Prompt, str | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Origin of a request: its caller, the seconds left, and headers that may name a trace."""
-
-    caller: Caller = ANYBODY
-    remaining: Callable[[], float] = lambda: math.inf  # none left: its deadline has passed
-    headers: Mapping[str, str] = field(default_factory=dict)
+Remaining: TypeAlias = Callable[[], float]  # seconds until the caller's deadline: infinite without one
 
 
 class Admission:
@@ -59,21 +50,23 @@ class Admission:
         self._refusals = Refusals()
         self._arriving: FairBound | None = None
 
-    async def admit(self, read: Reader, origin: Origin, n: int = 1) -> OutputStream:
+    async def admit(
+        self, read: Reader, caller: Caller, remaining: Remaining, headers: Mapping[str, str], n: int = 1
+    ) -> OutputStream:
         """Admit the request of `n` outputs that `read` returns, or count the refusal and raise the error.
 
-        `read` is called once there is room. Errors are delayed for a caller that is refused again and again
-        (`Refusals`).
+        `read` is called once there is room. `headers` may name a trace. Errors are delayed for a caller that is refused
+        again and again (`Refusals`).
         """
-        trace = self._tracing.begin(origin.headers)
+        trace = self._tracing.begin(headers)
         try:
             driver = self.driver()
             counted = n if 1 <= n <= driver.model.engine.config.max_n else 1
             with ExitStack() as refused:
-                leave = refused.callback(self._quotas.enter(origin.caller, counted))
-                driver.require_open(origin.caller.share)  # before any work is done for the request
-                with self._arrival(driver, origin.caller):
-                    stream = await self._opened(read, driver, origin)
+                leave = refused.callback(self._quotas.enter(caller, counted))
+                driver.require_open(caller.share)  # before any work is done for the request
+                with self._arrival(driver, caller):
+                    stream = await self._opened(read, driver, caller, remaining)
                 driver.submit(stream)
                 stream.trace(trace.trace_id)
                 refused.pop_all()
@@ -85,7 +78,7 @@ class Admission:
                 self._metrics.requests.reject(refusal(error).metric)
             if isinstance(error, QueueFull):
                 now = asyncio.get_running_loop().time()
-                await asyncio.sleep(self._refusals.delay(origin.caller.share, error, origin.remaining(), now))
+                await asyncio.sleep(self._refusals.delay(caller.share, error, remaining(), now))
             raise
 
     def _released(
@@ -144,10 +137,10 @@ class Admission:
         while await self.slow.run(next, parts, is_over, is_slow=True) is not is_over:
             pass
 
-    async def _opened(self, read: Reader, driver: Driver, origin: Origin) -> OutputStream:
-        model, caller = driver.model, origin.caller
+    async def _opened(self, read: Reader, driver: Driver, caller: Caller, remaining: Remaining) -> OutputStream:
+        model = driver.model
         request, answer = await self.checked(read, model)
-        request = await self._compiled(request, answer, model, origin.remaining)
+        request = await self._compiled(request, answer, model, remaining)
         request = replace(  # whose id and salt are distinct from those of other callers
             request, request_id=caller.key(request.request_id), cache_salt=caller.salt(request.cache_salt),
             caller=caller.share,
@@ -155,15 +148,14 @@ class Admission:
         asides, starts_in_reasoning = NO_ASIDES, answer is not None and answer.starts_in_reasoning
         if answer is not None and request.output.stop_in_answer:
             asides = model.format.asides(answer.tools, starts_in_reasoning=starts_in_reasoning)
-        remaining = origin.remaining()
-        stream = driver.open(request, remaining, asides=asides, starts_in_reasoning=starts_in_reasoning)
+        stream = driver.open(request, remaining(), asides=asides, starts_in_reasoning=starts_in_reasoning)
         if request.resume is not None:
             await self._in_parts(stream.replay())
             self._metrics.requests.resumes.inc()
         return stream
 
     async def _compiled(
-        self, request: Request, answer: Answer | None, model: ServedModel, remaining: Callable[[], float]
+        self, request: Request, answer: Answer | None, model: ServedModel, remaining: Remaining
     ) -> Request:
         guided = request.sampling.guided
         if guided is None:

@@ -28,7 +28,7 @@ from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from pilotfish.v1 import generation_pb2 as generation
 from server import version
-from server.admission.admission import Admission, Origin
+from server.admission.admission import Admission
 from server.admission.check import require_model
 from server.admission.security import AdapterCalls, Caller, Callers
 from server.admission.slow_work import release_turn
@@ -197,12 +197,10 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
         metadata = context.invocation_metadata() or ()
         caller = self._callers.of_metadata(metadata, host_of(context.peer()))
         headers = {k: v for k, v in metadata if isinstance(v, str)}
-        origin = Origin(caller, lambda: _remaining(context), headers)
-        stream = await self._admission.admit(
-            partial(messages.request_of, message), origin, messages.num_outputs(message)
-        )
+        read, remaining = partial(messages.request_of, message), partial(_remaining, context)
+        stream = await self._admission.admit(read, caller, remaining, headers, messages.num_outputs(message))
         # The type stubs expect their own class; any callable works.
-        context.add_done_callback(lambda _: stream.release(late=_remaining(context) <= 0))  # type: ignore[arg-type]
+        context.add_done_callback(lambda _: stream.release(late=remaining() <= 0))  # type: ignore[arg-type]
         return stream
 
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -19,7 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from engine.errors import PilotfishError
 from engine.types import TokenEvent
-from server.admission.admission import Admission, Origin
+from server.admission.admission import Admission, Remaining
+from server.admission.security import Caller
 from server.admission.stalls import Writes, stall_limit
 from server.errors import Aborted, DeadlinePassed
 from server.http.bodies import ParsedBody
@@ -85,10 +86,10 @@ async def _gone(receive: Receive) -> None:
 
 
 @asynccontextmanager
-async def in_time(origin: Origin) -> AsyncIterator[None]:
+async def in_time(remaining: Remaining) -> AsyncIterator[None]:
     """Cancel the body of the `with` statement and raise DeadlinePassed when the caller's deadline passes."""
-    remaining = origin.remaining()
-    limit = asyncio.timeout(None if remaining == math.inf else remaining)
+    seconds = remaining()
+    limit = asyncio.timeout(None if seconds == math.inf else seconds)
     try:
         async with limit:
             yield
@@ -101,18 +102,21 @@ async def in_time(origin: Origin) -> AsyncIterator[None]:
 class Calls:
     """The streams of one body, one for each of its prompts. Their outputs are numbered in the order of the prompts."""
 
-    def __init__(self, admission: Admission, streams: list[OutputStream]) -> None:
-        self.admission, self.streams = admission, streams
+    def __init__(self, admission: Admission, streams: list[OutputStream], remaining: Remaining) -> None:
+        self.admission, self.streams, self.remaining = admission, streams, remaining
 
     @classmethod
-    async def admit(cls, admission: Admission, read: ParsedBody[Any], origin: Origin) -> Calls:
+    async def admit(
+        cls, admission: Admission, read: ParsedBody[Any], caller: Caller, remaining: Remaining,
+        headers: Mapping[str, str],
+    ) -> Calls:  # fmt: skip
         """Admit a request for each prompt, or none. The function that gets the calls has to release them."""
-        calls = cls(admission, [])
+        calls, n = cls(admission, [], remaining), read.request.sampling.n
         try:
-            async with in_time(origin):
+            async with in_time(remaining):
                 for i, reader in enumerate(read.readers):
                     with read.naming(i):
-                        calls.streams.append(await admission.admit(reader, origin, read.request.sampling.n))
+                        calls.streams.append(await admission.admit(reader, caller, remaining, headers, n))
         except BaseException:
             admission.abort(calls.streams, Aborted("another prompt of the same request was refused"))
             calls.release()
@@ -142,8 +146,9 @@ class Calls:
     def _numbered(self, prompt: int, event: TokenEvent) -> TokenEvent:
         return event if not prompt else event._replace(index=event.index + prompt * self.streams[0].request.sampling.n)
 
-    def release(self, *, late: bool = False) -> None:
+    def release(self) -> None:
         """End the calls after their reader has gone; see `OutputStream.release`."""
+        late = self.remaining() <= 0
         for stream in self.streams:
             stream.release(late=late)
 
@@ -185,13 +190,13 @@ class WholeAnswer(Response):
         self._calls = calls
 
     @classmethod
-    async def of(cls, calls: Calls, answers: Answers, origin: Origin) -> WholeAnswer:
+    async def of(cls, calls: Calls, answers: Answers) -> WholeAnswer:
         """Wait for the whole outputs, and encode the answer."""
         try:
-            async with in_time(origin):
+            async with in_time(calls.remaining):
                 return cls(calls, encoded(await answers.answer(await calls.outputs())))
         except BaseException:
-            calls.release(late=origin.remaining() <= 0)
+            calls.release()
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -213,12 +218,11 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, calls: Calls, answers: Answers, origin: Origin, stall_seconds: float, ids: EventIds | None, *,
-        has_ids: bool,
-    ) -> None:  # fmt: skip
+        self, calls: Calls, answers: Answers, stall_seconds: float, ids: EventIds | None, *, has_ids: bool
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]  # the length is not known yet
-        self._calls, self._answers, self._origin, self._stall_seconds = calls, answers, origin, stall_seconds
+        self._calls, self._answers, self._stall_seconds = calls, answers, stall_seconds
         self._ids, self._has_ids, self._is_known = ids, has_ids, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -232,13 +236,13 @@ class EventStream(Response):
             else:
                 logger.info("request %s: the caller has disconnected", self._calls.streams[0].request_id)
         finally:
-            self._calls.release(late=self._origin.remaining() <= 0)
+            self._calls.release()
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with aclosing(self._calls.events()) as events, stall_limit(self._stall_seconds) as writes:
             try:
-                async with in_time(self._origin):
+                async with in_time(self._calls.remaining):
                     observed = events if self._ids is None else self._observed(events, self._ids)
                     async for made in self._answers.events(observed):
                         event_id = self._ids.newest if self._ids is not None and self._has_ids else ""

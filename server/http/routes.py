@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation, shown
 from engine.types import FinishedOutput, TokenEvent
-from server.admission.admission import Admission, Origin
+from server.admission.admission import Admission
 from server.admission.security import AdapterCalls
 from server.admission.slow_work import release_turn
 from server.driver import Driver
@@ -90,20 +90,22 @@ def _generating(
         async with admission.slow.turn(len(data)):
             read = await admission.slow.run(read_body, kind, data, request.headers.get("content-type", ""))
             ends = time.monotonic() + (math.inf if read.body.timeout is None else read.body.timeout)
-            origin = Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
+            caller, headers = request.scope["caller"], dict(request.headers)
             model = admission.driver().model
             after = request.headers.get("last-event-id")
             if fit(read, model, is_continued=after is not None) and after is not None:
                 read.resume_after(after, model.engine.config.max_n)
-            calls = await unless_gone(Calls.admit(admission, read, origin), request.receive)
+            calls = await unless_gone(
+                Calls.admit(admission, read, caller, lambda: ends - time.monotonic(), headers), request.receive
+            )
             answers = made(read, calls.streams, model)
             if read.body.stream:
                 admitted, has_ids = calls.streams[0].request, read.body.event_ids
                 fingerprint = model.fingerprint_with(admitted.adapter)
                 is_observed = has_ids or admitted.resume is not None
                 ids = EventIds(fingerprint, admitted.sampling.seed or 0, admitted.resume) if is_observed else None
-                return EventStream(calls, answers, origin, stall_seconds, ids, has_ids=has_ids)
-            return await unless_gone(WholeAnswer.of(calls, answers, origin), request.receive)
+                return EventStream(calls, answers, stall_seconds, ids, has_ids=has_ids)
+            return await unless_gone(WholeAnswer.of(calls, answers), request.receive)
 
     return endpoint
 

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from deploy.ray.edge import REMAINING, _Call, _ours, add_inference
 from deploy.ray.envelope import Envelope, Status, opened
-from deploy.ray.replica import WITHOUT_EFFECT, _origin, configured
+from deploy.ray.replica import WITHOUT_EFFECT, _remaining, configured
 from engine.errors import InvalidRequest
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1 import generation_pb2_grpc
@@ -79,7 +79,7 @@ def test_a_replica_hears_how_much_time_is_left_from_the_edge_alone(remaining, se
     call = _Call(Context(remaining))
     assert call.peer() == "somebody"
     assert call.invocation_metadata()[0] == ("a", "b")
-    assert _origin(call).remaining() == pytest.approx(seconds, abs=1.0)
+    assert _remaining(call)() == pytest.approx(seconds, abs=1.0)
 
 
 # -------------------------------------------------------------------------------------------- messages of the callers

@@ -82,7 +82,12 @@ def in_serializer(engine, patch):
 
 
 def in_draft(engine, patch):
-    failing(patch, engine.proposers.by_name["model"], "propose", lambda sequences, _: _any(sequences, in_draft))
+    failing(
+        patch,
+        engine.proposers.by_name["model"],
+        "propose",
+        lambda works, _: _any((w.sequence for w in works), in_draft),
+    )
 
 
 async def tokens_of(connection, prompt, **options):

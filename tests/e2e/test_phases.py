@@ -53,7 +53,7 @@ def while_prefilling(engine, stop, patch):
 
 
 def while_drafting(engine, stop, patch):
-    before(patch, engine.proposers.by_name["model"], "propose", lambda sequences, _: stop.at(sequences))
+    before(patch, engine.proposers.by_name["model"], "propose", lambda works, _: stop.at(w.sequence for w in works))
 
 
 def while_verifying(engine, stop, patch):

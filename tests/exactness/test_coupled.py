@@ -11,8 +11,10 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.params import SamplingParams, SpeculationParams
-from engine.proposers import Proposal, Proposer
+from engine.proposers import Proposer
 from engine.startup.build import assemble
+from engine.stats import Forward
+from engine.step import Work
 from engine.types import Request, Sequence
 from tests import fakes, zoo
 from tests.covering import some
@@ -94,14 +96,14 @@ def test_shared_noise_makes_a_draft_better() -> None:
     class OtherNoise(Proposer):
         uses_draft_kv = shares_draft_kv = True
 
-        def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-            for sequence in sequences:
-                sequence.seed += 1
+        def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
+            for work in works:
+                work.sequence.seed += 1
             try:
-                return apart.proposers.by_name["model"].propose(sequences, k_each)
+                return apart.proposers.by_name["model"].propose(works, forwards)
             finally:
-                for sequence in sequences:
-                    sequence.seed -= 1
+                for work in works:
+                    work.sequence.seed -= 1
 
     apart = engine_of("other", 4, {"other": OtherNoise()})
     assert _acceptance(coupled) > _acceptance(apart) + 0.1

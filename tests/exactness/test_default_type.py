@@ -17,7 +17,7 @@ from engine.model.checkpoint import read_config
 from engine.model.fallback import kv_layout
 from engine.native import multiplies
 from engine.params import SpeculationMode, SpeculationParams
-from engine.step import StepPlan
+from engine.step import Step
 from engine.types import Sequence
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests.respell import shuffled
@@ -88,7 +88,7 @@ def test_in_chunks_as_an_erratic_clock_would_have_them() -> None:
         now += chance.choice((0.0, 0.0005, 0.004, 0.02))
         return now
 
-    def watched() -> StepPlan:
+    def watched() -> Step:
         planned = plan()
         sizes.update(len(work.span) for work in planned.works)
         return planned

@@ -24,6 +24,7 @@ from engine.startup.calibrate import drafters_of
 from engine.startup.warm import make_ready
 from tests import fakes, heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints, test_dflash
+from tests.scripted import drafts_from
 
 
 def engine_of(wrappers: Mapping[str, Callable[..., Any]] = MappingProxyType({}), **config: object) -> Engine:
@@ -147,10 +148,10 @@ def test_a_prompt_whose_start_was_never_seen(tmp_path: Path, name: str) -> None:
         want = test_dflash.drafts_of(TOKENS, 3, dflash_checkpoints.tensors(), first=5)
     head, sequence = engine.proposers.by_name[name], heads.opened(TOKENS)
     heads.show(head, sequence, states, 5, len(TOKENS) - 1)
-    assert head.propose([sequence], [3]).tokens == (tuple(want),)
+    assert drafts_from(head, [sequence], [3]) == (tuple(want),)
     assert sequence.draft.kv_len == len(TOKENS) - 1 - 5
     heads.show(head, sequence, states, 8, 9)
-    assert head.propose([sequence], [3]).tokens == ((),), "what it was shown does not reach the end: no drafts"
+    assert drafts_from(head, [sequence], [3]) == ((),), "what it was shown does not reach the end: no drafts"
 
 
 def test_of_features_that_wait_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,7 @@ def test_of_features_that_wait_the_newest_are_kept(tmp_path: Path, monkeypatch: 
     assert waiting == [1, 2, 3, 4, 5, 6, 7, 8, 4, 5, 6]
     project, projected = eagle.head.project, list[int]()
     eagle.head.project = lambda rows: projected.append(len(rows)) or project(rows)
-    assert list(eagle.propose([sequence], [3]).tokens[0]) == eagle_drafts(TOKENS, 3, first=5)
+    assert list(drafts_from(eagle, [sequence], [3])[0]) == eagle_drafts(TOKENS, 3, first=5)
     assert projected == [6], "what is fed, and that once"
 
 

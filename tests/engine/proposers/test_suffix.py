@@ -13,6 +13,7 @@ from engine.proposers import NGramProposer, SuffixProposer
 from engine.proposers.suffix import Guess, PastOutputs, Rules, SuffixIndex, best_guess
 from engine.types import Sequence
 from tests import fakes
+from tests.scripted import drafts_from
 
 RULES = Rules(shortest=2, longest=5, reach=1.5, least=0.4, most_places=1000)
 
@@ -95,19 +96,19 @@ def test_tenants_are_separate() -> None:
     """An output is found by the requests of its own tenant, and by no others."""
     proposer = SuffixProposer()
     first = sequence([50, 51, *range(20)], "red", prompt_len=2)
-    proposer.propose([first], [4])
+    drafts_from(proposer, [first], [4])
     del first
     later = [sequence([77, 3, 4], salt) for salt in ("red", "blue", None)]
-    assert proposer.propose(later, [3] * 3).tokens == ((5, 6, 7), (), ())
+    assert drafts_from(proposer, later, [3] * 3) == ((5, 6, 7), (), ())
 
 
 def test_live_outputs_are_found_and_the_own_is_not_counted_twice() -> None:
     proposer = SuffixProposer()
     one, two = sequence([1, 2, 3, 4, 5, 6], prompt_len=1), sequence([9, 9, 1, 2])
-    proposer.propose([one], [4])
-    assert proposer.propose([two], [4]).tokens == ((3, 4, 5, 6),)
+    drafts_from(proposer, [one], [4])
+    assert drafts_from(proposer, [two], [4]) == ((3, 4, 5, 6),)
     two.tokens += [3, 4]
-    assert proposer.propose([two], [4]).tokens == ((5, 6),)
+    assert drafts_from(proposer, [two], [4]) == ((5, 6),)
     past = proposer._past.of(None)
     assert sum(p.text is proposer._readings[two].output for p in past._places[3, 4]) == 1
 
@@ -136,7 +137,7 @@ def test_a_long_prompt_is_indexed_in_parts(proposer: SuffixProposer | NGramPropo
     prompt = [*range(100, 5000), 1, 2, 3, 4, 5, 6, 7, 8]
     mine, read = sequence([*prompt, 1, 2, 3], prompt_len=len(prompt)), 0
     for _ in range(30):
-        drafts = proposer.propose([mine], [3]).tokens[0]
+        drafts = drafts_from(proposer, [mine], [3])[0]
         mine.tokens += [1, 2, 3]
         before, read = read, _num_indexed(proposer, mine)
         assert read - before <= 1024
@@ -153,7 +154,7 @@ def _num_indexed(proposer: SuffixProposer | NGramProposer, mine: Sequence) -> in
 @pytest.mark.parametrize("proposer", [SuffixProposer(), NGramProposer()], ids=["suffix", "ngram"])
 def test_what_was_read_goes_with_its_sequence(proposer: SuffixProposer | NGramProposer) -> None:
     mine = sequence([1, 2, 3])
-    proposer.propose([mine], [2])
+    drafts_from(proposer, [mine], [2])
     gone = weakref.ref(mine)
     del mine
     assert gone() is None
@@ -176,7 +177,7 @@ def test_lookup_equals_a_rescan(tokens: list[int], k: int, first: int) -> None:
     """Asked at every length on the way, and at the end only: the same."""
     proposer, growing = NGramProposer(sizes=(3, 2)), sequence(tokens[:first])
     for token in [*tokens[first:], None]:
-        [got] = proposer.propose([growing], [k]).tokens
+        [got] = drafts_from(proposer, [growing], [k])
         assert list(got) == by_rescan(growing.tokens, k, (3, 2))
         if token is not None:
             growing.tokens.append(token)

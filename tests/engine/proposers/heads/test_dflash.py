@@ -21,6 +21,7 @@ from engine.proposers.heads.dflash import DFlashConfig, attend_bidirectionally
 from engine.stats import Forward
 from tests import heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints as made
+from tests.scripted import drafts_from
 
 
 @cache
@@ -147,7 +148,7 @@ def test_no_more_drafts_than_the_block_has_masks(tmp_path: Path) -> None:
     draft, tokens = engine.proposers.by_name["dflash"], list(range(3, 15))
     sequence = heads.opened(tokens)
     heads.show(draft, sequence, dict(zip((1, 3), features(tokens).chunk(2, -1), strict=True)), 0, len(tokens) - 1)
-    assert draft.propose([sequence], [8]).tokens == (tuple(drafts_of(tokens, 3, made.tensors())),)
+    assert drafts_from(draft, [sequence], [8]) == (tuple(drafts_of(tokens, 3, made.tensors())),)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests import heads, published, zoo
 from tests.covering import some
 from tests.engine.proposers.heads import mtp_checkpoints as checkpoints
 from tests.engine.proposers.heads.mtp_checkpoints import FAMILIES, SavedWithMTP
+from tests.scripted import drafts_from
 
 TEXTS = (list(range(3, 15)), [5, 90], [7, 7, 7, 8, 7, 7, 7, 8, 7, 7, 7])
 COUNT = 5
@@ -44,7 +45,7 @@ def assert_drafts(engine: Engine, saved: SavedWithMTP) -> None:
             sequence = heads.opened(tokens)
             for start in range(0, stop, step):
                 heads.show(mtp, sequence, states, start, min(start + step, stop))
-            assert mtp.propose([sequence], [COUNT]).tokens == (tuple(saved.drafts(tokens, COUNT)),)
+            assert drafts_from(mtp, [sequence], [COUNT]) == (tuple(saved.drafts(tokens, COUNT)),)
 
 
 # ------------------------------------------------------------------------------------------------ what it drafts

@@ -21,12 +21,13 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest, ModelError
 from engine.kv.batch import Feed
-from engine.proposers.base import Proposal, Proposer
+from engine.proposers.base import Proposer
 from engine.proposers.chain import Chain
 from engine.proposers.heads import uno
 from engine.proposers.heads.uno import UnoProposer, adapter_folder
 from engine.startup.build import assemble
 from engine.stats import Forward
+from engine.step import Work
 from engine.types import Adapter, Request
 from engine.types import Sequence as Output
 from tests import adapters, fakes, heads, zoo
@@ -96,7 +97,7 @@ class Watched(Proposer):
     feeds: list[list[Feed]] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     asked: list[list[tuple[Output, list[int], int]]] = field(default_factory=list)
-    said: list[Proposal] = field(default_factory=list)
+    said: list[tuple[list[Work], list[Forward]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.runner, self.inner._target = self.inner._target, self
@@ -107,10 +108,11 @@ class Watched(Proposer):
         self.logits.append(self.runner.forward(feeds))
         return self.logits[-1]
 
-    def propose(self, sequences: Sequence[Output], k_each: Sequence[int]) -> Proposal:
-        self.asked.append([(s, list(s.tokens), k) for s, k in zip(sequences, k_each, strict=True)])
-        self.said.append(self.inner.propose(sequences, k_each))
-        return self.said[-1]
+    def propose(self, works: Sequence[Work], forwards: list[Forward]) -> list[Work]:
+        self.asked.append([(w.sequence, list(w.sequence.tokens), w.num_draft) for w in works])
+        made = self.inner.propose(works, forwards)
+        self.said.append((made, forwards))
+        return made
 
 
 def served(model: PreTrainedModel, folder: Path, prepare: Any = zoo.ours, **config: Any) -> tuple[Engine, Watched]:
@@ -151,19 +153,21 @@ def test_drafts_are_those_of_the_paper(tmp_path: Path, family: str) -> None:
     wanted[1] = replace(wanted[1], adapter="other")
     outputs = fakes.run(engine, wanted)
     assert watched.said
-    for asked, feeds, logits, said in zip(watched.asked, watched.feeds, watched.logits, watched.said, strict=True):
+    for asked, feeds, logits, (made, forwards) in zip(
+        watched.asked, watched.feeds, watched.logits, watched.said, strict=True
+    ):
         parts, first = iter(feeds), 0
-        for (sequence, text, k), tokens in zip(asked, said.tokens, strict=True):
+        for (sequence, text, k), work in zip(asked, made, strict=True):
             newest = next(parts)
             noise = next(parts) if k > 1 else None
             own = None if sequence.adapter is None else other
             want = spoken(model, text, [] if noise is None else list(noise.tokens), folder, own)
             _same(logits[first : first + k], want)
-            assert tokens == tuple(want.argmax(-1).tolist()), "greedy"
+            assert work.drafts == tuple(want.argmax(-1).tolist()), "greedy"
             assert (list(newest.tokens), newest.start) == (text[-1:], len(text) - 1)
             assert noise is None or (noise.start, len(noise.tokens)) == (len(text), k - 1)
             first += k
-        assert said.forwards == (Forward("draft", len(asked), first),)
+        assert forwards == [Forward("draft", len(asked), first)]
     firsts = [f.stats.accepted_per_position[0] / f.stats.rounds for f in outputs.finished.values()]
     assert firsts == [1.0] * 5, "the first draft is the target's own next token"
 
