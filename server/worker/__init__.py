@@ -1,4 +1,4 @@
-"""Execution of the engine on a thread or in its own process, with supervision and restarts after a failure.
+"""Execution of the engine in its own process, with supervision and restarts after a failure.
 
 Contains the sockets and messages between the two processes. Knows no transport to callers.
 """
