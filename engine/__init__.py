@@ -26,7 +26,7 @@ _LATE = {"LLM": "engine.llm", "CompletionOutput": "engine.llm", "EngineConfig": 
 
 
 def __getattr__(name: str) -> object:
-    """`LLM` imports torch and transformers: seconds of start-up that a client or `--help` should not wait.
+    """Import lazily: `LLM` imports torch and transformers, which takes seconds that a client should not wait.
 
     `EngineConfig` imports pydantic, which a GPU machine that tests kernels may not have.
     """

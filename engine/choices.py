@@ -1,4 +1,4 @@
-"""Names that options of the engine choose from."""
+"""The values of the engine's options."""
 
 from __future__ import annotations
 

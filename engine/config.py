@@ -19,7 +19,7 @@ _NameT = TypeVar("_NameT", str, Path)
 
 
 def can_be_opened(name: _NameT) -> _NameT:
-    """Refuse a name that no file can have, and one below a folder that may not be read: no loader has to."""
+    """Reject a name that is not a valid path or is below an unreadable folder, before any loader fails on it."""
     try:
         Path(name).exists()
     except OSError as error:
@@ -50,9 +50,9 @@ class Bounds(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Maximum number of prompt tokens; default: what the context has room for."""
+    """Maximum number of prompt tokens; default: limited by the context only."""
     max_output_tokens: int | None = Field(None, ge=1)
-    """Maximum max_tokens of a request; default: what the context has room for."""
+    """Maximum max_tokens of a request; default: limited by the context only."""
     max_n: int = Field(64, ge=1)
     """Maximum number of outputs per request (n)."""
     max_stops: int = Field(16, ge=0)
@@ -68,11 +68,11 @@ class Bounds(BaseModel):
     max_structure_bytes: int = Field(64 << 10, ge=1)
     """Maximum size of a schema, regex, grammar or choice of guided decoding, in bytes."""
     max_choices: int = Field(4096, ge=1)
-    """Maximum number of texts in a guided choice."""
+    """Maximum number of choices in guided decoding."""
 
 
 class EngineConfig(Bounds):
-    """How to load and run a target and what drafts for it; and the upper bounds for one request."""
+    """How to load and run a target and its draft sources; and the upper bounds for one request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -82,50 +82,52 @@ class EngineConfig(Bounds):
     revision: str | None = None
     """Hub revision of the target; a commit pins it."""
     adapter: dict[AdapterName, ModelName] = Field(default_factory=dict)
-    """LoRA adapters of the target (PEFT format) that requests can name: NAME=FOLDER, once for each."""
+    """LoRA adapter of the target (PEFT format) that requests can select; repeatable."""
     device: Device = "auto"
-    """Compute device; auto: cuda if there is one, else cpu."""
+    """Compute device; auto: cuda if available, else cpu."""
     dtype: DType = "auto"
     """Type of weights, activations and K/V. auto: the checkpoint's type (usually bfloat16), but float32 on a CPU whose
-    bfloat16 results would depend on the other requests of a batch. float16 needs CUDA."""
+    bfloat16 results would depend on other requests in the batch. float16 needs CUDA."""
     weights: Weights = "native"
-    """Weight format. native: dtype, and on a CPU the integers of a quantised checkpoint; dequantised: dtype for both;
-    int8 (CPU only) and int4: float matrices are quantised at load (`pilotfish quality` measures the effect); fp8: 8-bit
-    floats (CUDA, from Hopper on). On CUDA, int4 and fp8 need bfloat16."""
+    """Weight format. native: dtype; on a CPU, quantised checkpoints stay quantised; dequantised: dtype for all
+    checkpoints; int8 (CPU only) and int4: quantise float matrices at load (`pilotfish quality` measures the effect);
+    fp8: 8-bit floats (CUDA, Hopper or later). On CUDA, int4 and fp8 need bfloat16."""
     attention: AttentionKind = "auto"
-    """Attention implementation; native: the C kernel for CPUs, triton: the kernel for CUDA, fixed: the one of
-    reproducible."""
+    """Attention implementation; native: the C kernel for CPUs, triton: the kernel for CUDA, fixed: the batch-invariant
+    one that reproducible uses."""
     loop: Loop = "auto"
-    """How sequences decode: in plain steps, or in rounds that stay on the device. auto: rounds on CUDA where they are
-    supported. Tokens are the same; sequences that rounds do not support use plain steps."""
+    """Decoding loop. plain: the host schedules each step; rounds: the device drafts and verifies several times without
+    the host; auto: rounds on CUDA where supported. Tokens are the same; sequences that rounds do not support are
+    decoded in plain steps."""
     reproducible: bool = False
-    """Give a request the same bits whatever other requests are in its batch. Slower; needs coupled verification."""
+    """Batch-invariant mode: a request's results do not depend on other requests, bit for bit. Slower; needs coupled
+    verification."""
     warm_up_seconds: float = Field(4.0, ge=0)
-    """Seconds to measure the costs of steps, for speculation auto; 0 measures nothing. On a CPU the server measures
-    while it is idle, an eighth of the time if an earlier start saved its results."""
+    """Seconds to measure step times, for speculation auto; 0 measures nothing. On a CPU the server measures while idle,
+    for an eighth of the time if results of an earlier start were saved."""
     threads: int | None = Field(None, ge=1)
-    """Maximum number of compute threads, of which a CPU engine uses as many as are fastest; default: the cores that
-    this process may use, divided among the ranks of this machine."""
+    """Maximum number of compute threads; a CPU engine uses the number that is fastest. Default: the cores available to
+    this process, divided among the ranks of this machine."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of processes (started by torchrun), each with a shard of every layer of the target on its own device. A
-    draft model is not sharded: rank 0 holds it."""
+    draft model is not sharded: it runs on rank 0."""
 
     # Drafting
     draft: ModelNames = ()
-    """What drafts, once for each: a folder, GGUF file or hub id (@REVISION pins it) of a draft model, Medusa heads, an
+    """Draft source; repeatable: a folder, GGUF file or hub id (@REVISION pins it) of a draft model, Medusa heads, an
     EAGLE head, a DFlash draft or a Uno adapter; or a part of the target: mtp (its multi-token prediction layer), self:N
-    (its first N layers; self: a third). Default: drafts come from the text alone."""
+    (its first N layers; self: a third). Default: n-gram drafts only."""
     draft_weights: Weights | None = None
     """Weight format of the draft model; default: that of the target."""
     proposer: str | None = None
-    """Default proposer: auto, model, self, eagle, mtp, dflash, uno or medusa (those that draft names), suffix, ngram or
-    none; default: auto with a draft, else ngram."""
+    """Default proposer: auto, a loaded draft (model, self, eagle, mtp, dflash, uno or medusa), suffix, ngram or none;
+    default: auto with a draft, else ngram."""
     num_draft_tokens: int = Field(8, ge=0, le=MAX_NUM_DRAFT)
     """Maximum number of drafts per sequence and step (K)."""
     speculation: SpeculationMode = SpeculationMode.AUTO
-    """How K is chosen: auto, fixed or off."""
+    """Number of drafts: auto (chosen per step for the highest throughput), fixed (K) or off."""
     verification: Verification = Verification.COUPLED
-    """Exact rule that accepts or rejects drafts: coupled or rejection."""
+    """Rule that accepts or rejects drafts, both exact: coupled (drafts do not change the output) or rejection."""
 
     # Batching and memory
     max_model_len: int | None = Field(None, ge=2)
@@ -133,23 +135,23 @@ class EngineConfig(Bounds):
     max_batch_size: int = Field(64, ge=1)
     """Maximum number of sequences in one step."""
     max_batch_tokens: int = Field(512, ge=1)
-    """Maximum number of tokens fed to the target in one step."""
+    """Maximum number of tokens in one step of the target."""
     max_step_ms: float = Field(250.0, gt=0)
-    """Maximum milliseconds of a step that feeds a part of a long prompt while other sequences decode; four times as
-    many if none decodes."""
+    """Maximum milliseconds of a step with a chunk of a long prompt while other sequences decode; four times that if
+    none does."""
     kv_memory: float | None = Field(None, gt=0)
-    """Memory for keys and values of target and drafts, in GiB; default: 2 on a CPU; on CUDA what is free after the
-    weights are loaded, less what passes need."""
+    """Memory for K/V of target and drafts, in GiB; default: 2 on a CPU; on CUDA the free memory after loading, less
+    what forward passes need."""
     engines_per_device: int = Field(1, ge=1)
-    """Number of engines that share one CUDA device, such as servers of one machine: each uses an equal part of its
-    memory; a kv_memory above that part is an error. standby doubles the number."""
+    """Number of engines that share one CUDA device, for example several servers: each uses an equal part of its memory;
+    a kv_memory above that part is an error. standby doubles the number."""
     kv_cache_dtype: KVType = "auto"
-    """Type of keys and values; auto: dtype. int8: each key and value in 8 bits with a scale of its own, about twice as
-    many tokens in the same memory, with slightly different results."""
+    """Type of keys and values; auto: dtype. int8: 8 bits with one scale per key and per value: about twice as many
+    tokens in the same memory, slightly different results."""
     page_size: int | None = Field(None, ge=1)
     """Tokens per K/V page; default: 32, or one page per sequence without prefix_cache."""
     prefix_cache: bool = True
-    """Keep K/V of past requests for those that begin with the same tokens."""
+    """Reuse K/V of earlier requests that begin with the same tokens."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:

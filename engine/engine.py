@@ -1,6 +1,7 @@
-"""Token ids in, token ids out. Knows no text, no network, no clock but the one it is given.
+"""The engine: token ids in, token ids out, without text or network; the clock is injected.
 
-`Engine.step` is the whole of speculative serving. Not thread-safe: one task calls `add`, `finish` and `step`.
+`Engine.step` is one step of speculative decoding for all sequences. Not thread-safe: one task calls `add`, `finish` and
+`step`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_KEEP_EVERY = 60.0  # seconds of learning that a crash may lose
+_KEEP_EVERY = 60.0  # seconds between two saves of learned values
 
 
 class Engine:
@@ -54,7 +55,7 @@ class Engine:
         rounds: Rounds | None = None,  # None: every sequence decodes in plain steps
         dtype: str = "float32",
         device: object = "cpu",
-        adapters: Adapters | None = None,  # of the target; default: it can have none
+        adapters: Adapters | None = None,  # of the target; default: none
     ) -> None:
         self.config, self._clock = config, clock
         self.adapters = Adapters(None) if adapters is None else adapters
@@ -69,21 +70,21 @@ class Engine:
             device=str(device),
         )  # fmt: skip
         self.target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
-        self.runner = target  # for code that measures its passes
+        self.runner = target  # for code that measures passes
         self.control, self.round_control = scheduler.control, scheduler.round_control
-        self._keeps_at: float | None = None  # when what was learned is saved again; None: never
-        self._has_learned = False  # since it was saved: an idle engine must not overwrite what another one learned
-        self.calibrate: Callable[[Callable[[], bool]], bool] = lambda _: False  # the part that was left for `rest`
-        self.calibration_text: Seq[int] | None = None  # in tokens, set by the owner of the tokenizer
+        self._keeps_at: float | None = None  # time of the next save of learned values; None: never
+        self._has_learned = False  # since the last save: an idle engine must not overwrite values learned by another
+        self.calibrate: Callable[[Callable[[], bool]], bool] = lambda _: False  # the part deferred to `idle_tick`
+        self.calibration_text: Seq[int] | None = None  # as tokens, set by the owner of the tokenizer
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step
 
     def step(self) -> StepOutput:
-        """admit -> plan -> propose -> verify -> commit -> emit: one target pass serves every sequence at once."""
+        """admit -> plan -> propose -> verify -> commit -> emit: one target pass for all sequences."""
         watch = Stopwatch(self._clock)
         step = self._plan(watch)
-        with watch.phase("propose"):  # by models, for the sequences of which planning found no drafts
+        with watch.phase("propose"):  # by models, for the sequences without drafts from planning
             step = self.proposers.propose(step)
         if step.works:
             step = self.target_pass.run(step, watch)
@@ -92,7 +93,7 @@ class Engine:
         return self._emit(step, events, watch)
 
     def _plan(self, watch: Stopwatch) -> Step:
-        """Admit what fits, and plan which tokens each sequence feeds, with how many drafts."""
+        """Admit requests that fit, and plan the tokens and the number of drafts of each sequence."""
         catch_up_grammars(self.scheduler.running, MASK_SECONDS)
         with watch.phase("plan"):
             self.scheduler.admit()
@@ -101,7 +102,7 @@ class Engine:
         return step
 
     def _emit(self, step: Step, events: tuple[TokenEvent, ...], watch: Stopwatch) -> StepOutput:
-        """Everything that the step has to report: events of this pass, of faults, and of the round before this one."""
+        """The output of the step: events of this pass, of errors, and of the previous round."""
         ended = tuple(map(self._end_for_fault, step.faulty))
         if step.error is None:
             self._learn(self.control, [feedback_of(step, watch.seconds)], step.decided, events)
@@ -115,7 +116,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------- commit, and faults
 
     def _commit_one(self, work: Work) -> TokenEvent:
-        """Commit what one sequence got; an exception here ends only this sequence."""
+        """Commit the tokens of one sequence; an exception here ends only this sequence."""
         try:
             return self._keep(work)
         except Exception:
@@ -130,7 +131,7 @@ class Engine:
         if work.num_verified:
             sequence.stats = sequence.stats.after(work.num_verified, num_accepted)
         sequence.tokens += fresh
-        sequence.rollback(len(sequence.tokens))  # I3: this is the whole rollback
+        sequence.rollback(len(sequence.tokens))  # I3: this is the rollback
         advance_grammar(sequence, fresh)
         return TokenEvent(
             request_id=sequence.request_id,
@@ -143,32 +144,32 @@ class Engine:
         )
 
     def _blame_engine_or_requests(self, error: Exception) -> None:
-        """Run a self-test after a pass that failed for every sequence, alone too: raise `error` if it fails as well.
+        """Run a self-test after a pass that failed for every sequence, even alone; raise `error` if it fails, too.
 
-        If it succeeds, the requests were at fault. So faulty requests cannot stop an engine that works, in whatever
-        number, and an engine that does not work never blames its requests.
+        If it succeeds, the requests were at fault. So any number of faulty requests cannot stop a working engine, and a
+        broken engine does not blame its requests.
         """
         (one,) = self._intake.open(self_test_request(self.facts.limits.max_model_len))
         pool = self.scheduler.target_pool
         if not pool.reserve(one.target, len(one.tokens)):
-            return  # other sequences hold all pages, so a pass of theirs will show it
+            return  # no free pages for the test; the passes of other sequences will show it
         try:
             self.target_pass.self_test(one)
         except Exception:
-            log.exception("the self-test failed as well: it is not the requests' fault")
+            log.exception("the self-test failed, too: the engine is at fault, not the requests")
             raise error from None
         finally:
             pool.release(one.target)
 
     def _end_for_fault(self, sequence: Sequence) -> TokenEvent:
-        return self._end(sequence, FinishReason.ERROR, error="the request failed in the engine")
+        return self._end(sequence, FinishReason.ERROR, error="the request caused an error in the engine")
 
     # ------------------------------------------------------------------------------------- rounds on the device
 
     def _launch_round(self, step: Step, watch: Stopwatch) -> None:
-        """Launch the next round of the sequences on the device, which runs while the host does the rest of the step.
+        """Launch the next round of the sequences on the device, which runs during the rest of the step.
 
-        A failure costs only speed: the host knows of each sequence all that plain steps need.
+        A failure costs only speed: the host has all data that plain steps need.
         """
         try:
             with watch.phase("launch"):
@@ -181,7 +182,7 @@ class Engine:
             self.rounds = Rounds()
 
     def _land(self, watch: Stopwatch) -> tuple[list[RoundResult], tuple[TokenEvent, ...]]:
-        """Commit the results of the round before the one just launched; their events are in the same order."""
+        """Commit the results of the previous round; their events are in the same order."""
         with watch.phase("land"):
             read = self.rounds.read()
             works = [work for round_ in read for work in round_.works]
@@ -193,7 +194,7 @@ class Engine:
     def _learn(
         control: Control, feedback: list[StepFeedback], works: Seq[Work], events: tuple[TokenEvent, ...]
     ) -> None:
-        """Give times and acceptance to the control that chooses K; it then forgets sequences that are over."""
+        """Pass times and acceptance to control, which then drops ended sequences."""
         for one in feedback:
             control.learn(one)
         for work, event in zip(works, events, strict=True):
@@ -206,7 +207,7 @@ class Engine:
         """Accept a request that has passed `check`; it runs as soon as there is room.
 
         Returns:
-            Terminal events of outputs of a continued request that have emitted all their tokens already.
+            Terminal events of outputs of a resubmitted request that have already emitted all their tokens.
 
         Raises:
             DuplicateRequest: a live request has its id.
@@ -231,8 +232,8 @@ class Engine:
     ) -> tuple[TokenEvent, ...]:
         """End a live request, or one output of it, and free its pages now; return the terminal events.
 
-        `keep`: how many of an output's generated tokens count, where a stop string ended the text earlier. The
-        statistics still count the drafts beyond it, because they were verified.
+        `keep`: number of the output's tokens before a stop string that ended its text. The statistics still count the
+        drafts beyond it, because they were verified.
         """
         outputs = self._live.get(request_id, {})
         ended = [s for s in list(outputs.values()) if index is None or s.index == index]
@@ -285,15 +286,15 @@ class Engine:
         return bool(self._live)
 
     def warm_up(self) -> None:
-        """Run one short request through the whole path, so that the first caller does not wait for first-time work."""
+        """Run one short request, so that the first caller does not wait for one-time initialisation."""
         assert not self._live, "warm_up is for an idle engine"
         self.add(self_test_request(self.facts.limits.max_model_len))
         while self.has_work:
             self.step()
 
-    def rest(self, is_wanted: Callable[[], bool] | None = None) -> bool:
-        """While idle: record a missing round, else calibrate until `is_wanted`, if given; whether more is left."""
-        assert not self._live, "rest is for an idle engine"
+    def idle_tick(self, is_wanted: Callable[[], bool] | None = None) -> bool:
+        """While idle: record a missing round, else calibrate until `is_wanted`, if given. True if work is left."""
+        assert not self._live, "idle_tick is for an idle engine"
         has_more = self.rounds.record_missing() or (is_wanted is not None and self.calibrate(is_wanted))
         if self._has_learned and self._keeps_at is not None and self._clock() >= self._keeps_at:
             self.keep_learned()
@@ -301,7 +302,7 @@ class Engine:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Within it all sequences decode in plain steps with fixed K; times are neither limited nor learned."""
+        """Context in which all sequences decode in plain steps with fixed K; times are neither limited nor learned."""
         kept = self.rounds, self.control, self.scheduler.control, self.scheduler.prefill
         self.rounds, self.control, self.scheduler.prefill = Rounds(), Control(), PrefillBudget()
         self.scheduler.control = self.control
@@ -312,17 +313,17 @@ class Engine:
 
     @contextmanager
     def practising(self) -> Iterator[None]:
-        """Within it the engine serves nobody: control learns costs, and nothing else that requests could notice."""
+        """Context without requests: control learns costs, and nothing else that affects requests."""
         with self.control.practising(), self.round_control.practising(), self.scheduler.apart():
             yield
 
     def recall(self) -> bool:
-        """Load what an earlier process learned about this pair here; save from now on. False if there is nothing."""
+        """Load the values that an earlier process learned, and save them from now on. False if there are none."""
         self._keeps_at = self._clock() + _KEEP_EVERY
         return learned.recall(self.config, self._controls)
 
     def keep_learned(self) -> None:
-        """Save what control has learned for later processes, now and from now on every minute that ends idle."""
+        """Save what control has learned for later processes, now and then every minute when idle."""
         learned.keep(self.config, self._controls)
         self._has_learned, self._keeps_at = False, self._clock() + _KEEP_EVERY
 
@@ -331,7 +332,7 @@ class Engine:
         return {"plain": self.scheduler.control, "rounds": self.scheduler.round_control}
 
     def check_invariants(self) -> None:
-        """I1 and I5 on every sequence and page, and that live and scheduled sequences are the same."""
+        """Check I1, I5 and I8 on every sequence and page, and that live and scheduled sequences are the same."""
         self.scheduler.check_invariants()
         scheduled = {(s.request_id, s.index) for s in self.scheduler.sequences}
         live = {(name, index) for name, outputs in self._live.items() for index in outputs}
@@ -342,12 +343,12 @@ class Engine:
 
     @property
     def load(self) -> EngineLoad:
-        """What it has to do now."""
+        """The current load."""
         scheduler = self.scheduler
         sizes = len(scheduler.running), scheduler.num_waiting, scheduler.target_pool.num_free, scheduler.num_spare
         return EngineLoad(*sizes, scheduler.gain)
 
     @property
     def has_room(self) -> bool:
-        """Whether a request that is added now would start with the next step, as far as is known."""
+        """Whether a request that is added now would probably start with the next step."""
         return self.scheduler.has_room

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class PilotfishError(Exception):
-    """Base of every error that Pilotfish raises on purpose."""
+    """Base of Pilotfish's own errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class ContextExcess:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing wrong with a request: `field` as the caller wrote it, `problem` with the offending value.
+    """One violation of a request: `field` as the caller wrote it, `problem` with the offending value.
 
-    `excess`: more tokens than the context has are what is wrong, which callers handle by sending a shorter prompt.
+    `excess`: set if the context is too short, which callers handle by sending a shorter prompt.
     """
 
     field: str
@@ -44,7 +44,7 @@ class Violation:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """`repr(value)`, with its middle left out where it is longer than `most` characters."""
+    """`repr(value)`, with its middle omitted if it is longer than `most` characters."""
     # Only the ends of a long text are formatted: `repr` of the whole could take seconds.
     text = f"{value[:most]}{value[-most:]}" if isinstance(value, str) and len(value) > 2 * most else value
     written = repr(text)
@@ -53,9 +53,9 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def one_line(text: str, most: int = 300) -> str:
-    """`text` as one line of at most `most` characters: controls escaped, and its middle left out where it is longer."""
+    """`text` as one line of at most `most` characters: control characters escaped, and the middle omitted if longer."""
     head = 2 * most // 3
-    # A character may become ten, so only the ends of a long text are escaped.
+    # An escaped character can have ten, so only the ends of a long text are escaped.
     ends = text if len(text) <= 2 * most else f"{text[:most]} {text[-most:]}"
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(ends.split()))
     is_whole = ends is text and len(line) <= most
@@ -63,7 +63,7 @@ def one_line(text: str, most: int = 300) -> str:
 
 
 class InvalidRequest(PilotfishError):
-    """Expected: the caller's mistake. Carries every violation at once; nothing was queued."""
+    """Expected: the request is invalid. Contains all violations; nothing was queued."""
 
     def __init__(self, violations: Iterable[Violation]) -> None:
         self.violations = tuple(violations)
@@ -76,7 +76,7 @@ class InvalidRequest(PilotfishError):
 
 
 class Unsupported(PilotfishError):
-    """Expected: a sound request for a feature that this server does not have."""
+    """Expected: the request is valid, but needs a feature that this server does not support."""
 
 
 class DuplicateRequest(PilotfishError):
@@ -84,9 +84,9 @@ class DuplicateRequest(PilotfishError):
 
 
 class ModelError(PilotfishError):
-    """Expected: a checkpoint, or a pair of them, that cannot be served; raised at load, never later.
+    """Expected: a checkpoint, or a pair, cannot be served; raised at load, never later.
 
-    Its message is one short line, whatever names and values of an untrusted file it quotes.
+    Its message is one short line, even if it quotes an untrusted file.
     """
 
     def __init__(self, problem: str) -> None:

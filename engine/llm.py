@@ -37,18 +37,18 @@ class CompletionOutput:
     text: str | None
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...]  # which of `token_ids` were accepted drafts
-    logprobs: tuple[Logprob, ...] | None = None  # one per token, where asked for
+    logprobs: tuple[Logprob, ...] | None = None  # one per token, if requested
     prompt_logprobs: tuple[Logprob | None, ...] | None = None  # one per prompt token, None for the first
     finish_reason: FinishReason
     matched_stop: str | int | None  # the stop string, or the id of the token, that ended it
     prompt_tokens: int
-    cached_prompt_tokens: int  # of those, tokens found in the prefix cache
-    accepted_prediction_tokens: int = 0  # of the prediction, tokens that the output has
+    cached_prompt_tokens: int  # prompt tokens found in the prefix cache
+    accepted_prediction_tokens: int = 0  # tokens of the prediction that occur in the output
     speculation: SpeculationSettings  # the effective settings
-    seed: int  # with it a request gives the same tokens (rejection rule: if K and the batch are the same too)
+    seed: int  # reproduces the tokens (with the rejection rule: if K and the batch are equal, too)
     stats: DraftStats
-    spec_gain: float  # speed-up: tokens per second divided by those of plain decoding, as far as known
-    error: str | None = None  # with finish_reason "error": what failed for this prompt; other prompts are not affected
+    spec_gain: float  # estimated speed-up: tokens per second relative to plain decoding
+    error: str | None = None  # with finish_reason "error": the error of this prompt; other prompts are not affected
 
 
 class LLM:
@@ -62,7 +62,7 @@ class LLM:
         draft: str | PathLike[str] | Seq[str | PathLike[str]] | None = None,
         **config: Any,
     ) -> None:
-        """Load a target and what drafts for it, one or several; `config` are further options of `EngineConfig`."""
+        """Load a target and its draft sources; `config`: further options of `EngineConfig`."""
         settings = EngineConfig(**config | {"target": target, "draft": draft})
         self.engine: Engine = warm.load(settings, calibrates=False)
         self.codec = Codec.load(settings.target, settings.revision)
@@ -70,7 +70,7 @@ class LLM:
 
     @classmethod
     def of(cls, engine: Engine, codec: Codec | None = None) -> LLM:
-        """Make an LLM from an engine that is loaded already."""
+        """Make an LLM from a loaded engine."""
         llm = cls.__new__(cls)
         llm.engine, llm.codec = engine, codec
         llm._compiler = _compiler(engine, codec)  # noqa: SLF001 - its own
@@ -81,14 +81,13 @@ class LLM:
         speculation: SpeculationParams | None = None, cache_salt: str | None = None, prediction: Prompt = (),
         adapter: str | None = None,
     ) -> list[CompletionOutput]:  # fmt: skip
-        """Continue every prompt, all in one ragged batch; completions are in the order of the prompts, `n` for each.
+        """Complete all prompts in one ragged batch; returns `n` completions per prompt, in order.
 
-        A prompt is a string or token ids; `params` is one for all prompts, or one for each. `prediction` is what the
-        outputs are expected to be: it is drafted where they follow it. `adapter` is the name of one of the loaded
-        adapters (the option `adapter` of the config).
+        A prompt is a string or token ids; `params`: one for all prompts, or one for each. `prediction`: the expected
+        output, drafted where outputs follow it. `adapter`: name of a loaded adapter (option `adapter`).
 
         Raises:
-            InvalidRequest: a prompt or its parameters are wrong; nothing was run.
+            InvalidRequest: a prompt or its parameters are invalid; nothing was run.
             ValueError: the number of `params` is neither one nor the number of prompts.
         """
         asked = SpeculationParams() if speculation is None else speculation
@@ -138,10 +137,10 @@ class LLM:
     def _encode(self, prompt: Prompt, *, bare: bool = False) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             if not all(isinstance(token, Integral) for token in prompt):
-                raise InvalidRequest.of("token_ids", "has an entry that is no integer")
+                raise InvalidRequest.of("token_ids", "has an entry that is not an integer")
             return tuple(int(token) for token in prompt)
         if self.codec is None:
-            raise InvalidRequest.of("prompt", "is text; this checkpoint has no tokenizer, so it takes token ids")
+            raise InvalidRequest.of("prompt", "is text, and this checkpoint has no tokenizer; pass token ids")
         return self.codec.encode(prompt, bare=bare)
 
 
@@ -161,7 +160,7 @@ class _Output:
     finished: FinishedOutput | None = None
 
     def take(self, event: TokenEvent, engine: Engine) -> None:
-        """Take the tokens of a step; a stop string ends the output immediately."""
+        """Add the tokens of a step; a stop string ends the output immediately."""
         assert self.finished is None, "an event after the last"
         kept, self.finished = len(event.token_ids), event.finished
         if self.text is not None:
@@ -183,7 +182,7 @@ class _Output:
     def completion(self) -> CompletionOutput:
         """The result; the output must be finished."""
         ended, asked = self.finished, self.request.sampling
-        assert ended is not None, "the engine is idle and a request has no end"
+        assert ended is not None, "the engine is idle, but a request has not ended"
         return CompletionOutput(
             index=self.index,
             text=None if self.text is None else "".join(self.pieces),
@@ -200,7 +199,7 @@ class _Output:
             speculation=ended.speculation,
             stats=ended.stats,
             spec_gain=ended.spec_gain,
-            error=None if self.stop is not None else ended.error,  # it came after what plain decoding would have made
+            error=None if self.stop is not None else ended.error,  # beyond the output of plain decoding
         )
 
 
@@ -217,7 +216,7 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if many and isinstance(many[0], Integral):
         return [cast("Seq[int]", many)]
     if any(isinstance(prompt, Integral) for prompt in many):
-        raise InvalidRequest.of("prompts", "mixes token ids with prompts; a prompt of token ids is a list of its own")
+        raise InvalidRequest.of("prompts", "mixes token ids with prompts; put each prompt of token ids into a list")
     return cast("list[Prompt]", many)
 
 
@@ -227,5 +226,5 @@ def _paired(
     if isinstance(params, SamplingParams):
         return [(prompt, params) for prompt in prompts]
     if len(params) != len(prompts):
-        raise ValueError(f"there are {len(prompts)} prompts and {len(params)} params; expected as many, or one")
+        raise ValueError(f"there are {len(prompts)} prompts and {len(params)} params; expected one, or one per prompt")
     return list(zip(prompts, params, strict=True))

@@ -1,10 +1,10 @@
-"""Tensor parallelism: the process group of a sharded target, and passes that all ranks run together.
+"""Tensor parallelism: the process group of a sharded target, and its passes.
 
-Rank 0 has the requests. A pass is the same call in each process, with the same batch: rank 0 first broadcasts it to the
-others. All ranks compute whole logits; only rank 0 uses them. How matrices are sharded is in `model/decoder/share.py`.
+Rank 0 serves the requests. A pass is the same call in each process, with the same batch, which rank 0 broadcasts first.
+All ranks compute whole logits; only rank 0 uses them. `model/decoder/share.py` shards the matrices.
 
-There are two separate kinds of traffic. The results of layers are summed on the devices. The broadcasts of
-rank 0 are small, start on the host, and always go through gloo, whatever the device is.
+There are two kinds of traffic: the results of layers are summed on the devices; the broadcasts of rank 0 are small,
+start on the host, and always use gloo.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from engine.model.runner import Runner
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_MEET = timedelta(minutes=10)  # the longest wait for the other processes at the start
-_IDLE = timedelta(days=365)  # the longest wait for work: a server may be without requests for a long time
-_FRAME, _LENGTH = 1 << 14, 8  # bytes of one broadcast, a longer message is sent in two parts; of these, for its length
+_MEET = timedelta(minutes=10)  # timeout for the other processes at the start
+_IDLE = timedelta(days=365)  # timeout for work: a server may have no requests for a long time
+_FRAME, _LENGTH = 1 << 14, 8  # bytes of a broadcast (longer ones have two parts), and of its length
 
 
 class Ranks:
@@ -44,10 +44,10 @@ class Ranks:
 
     @classmethod
     def join(cls, place: RankInfo, device: torch.device) -> Ranks:
-        """Join the other processes at the address in torchrun's environment, and take the GPU of the local rank.
+        """Join the process group at the address in torchrun's environment, and use the GPU of the local rank.
 
         Raises:
-            ModelError: there is no such GPU, or the other processes did not join.
+            ModelError: the GPU does not exist, or the other processes did not join.
         """
         if device.type == "cuda":
             if place.local_rank >= torch.cuda.device_count():
@@ -67,7 +67,7 @@ class Ranks:
 
     def broadcast(self, message: object) -> None:
         """Broadcast numbers, dataclasses or lists of them from rank 0 to all other ranks. Raises RankLost."""
-        from msgspec import msgpack  # optional where there is one process
+        from msgspec import msgpack  # optional with one process
 
         coded = msgpack.encode(message, enc_hook=list)  # hook: ranges
         framed = len(coded).to_bytes(_LENGTH, "little") + coded.ljust(_FRAME - _LENGTH, b"\0")
@@ -77,7 +77,7 @@ class Ranks:
                     dist.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 0, group=self._group)
 
     def receive(self, kind: type[T]) -> T:
-        """Wait for the next broadcast of rank 0, of this kind, and return it. Raises RankLost."""
+        """Wait for the next broadcast of rank 0 and return it as `kind`. Raises RankLost."""
         from msgspec import msgpack
 
         message = torch.empty(_FRAME, dtype=torch.uint8)
@@ -91,7 +91,7 @@ class Ranks:
         return msgpack.decode(message[_LENGTH:stop].numpy().tobytes(), type=kind)
 
     def total(self, part: Tensor) -> Tensor:
-        """Sum the tensors of all ranks in the order of ranks, rounded once.
+        """Sum the tensors of all ranks in rank order, rounded once.
 
         The order of all-reduce is not deterministic per element, so a row's bits would depend on other rows.
         """
@@ -113,7 +113,7 @@ class Ranks:
 
 
 class ShardedRunner:
-    """The Runner of rank 0: it broadcasts each pass, so that the other ranks run it with their shards."""
+    """The Runner of rank 0, which broadcasts each pass to the other ranks."""
 
     def __init__(self, inner: Runner, ranks: Ranks) -> None:
         self._inner, self._ranks = inner, ranks
@@ -121,14 +121,14 @@ class ShardedRunner:
         self._is_whole = True
 
     def forward(self, feeds: Seq[Feed]) -> Tensor:
-        """Do what `Runner.forward` does.
+        """As `Runner.forward`.
 
         Raises:
-            RankLost: this pass or an earlier one failed, for any reason. Some rank may still be in a collective of the
-                failed pass, which would collide with the collectives of the next one.
+            RankLost: this pass or an earlier one failed. A rank may still be in a collective of the failed pass, which
+            would conflict with those of the next.
         """
         if not self._is_whole:
-            raise RankLost("an earlier pass over all ranks failed: the ranks are out of step")
+            raise RankLost("an earlier pass over all ranks failed, so the ranks are not synchronised")
         self._is_whole = False
         try:
             self._ranks.broadcast(feeds)
@@ -140,7 +140,7 @@ class ShardedRunner:
 
 
 def worker_loop(ranks: Ranks, runner: Runner) -> None:
-    """Run every pass of rank 0, until it broadcasts an empty message or ends. An error in a pass ends this process."""
+    """Run the passes of rank 0 until it broadcasts an empty message or ends. An error in a pass ends this process."""
     try:
         while feeds := ranks.receive(list[Feed]):
             runner.forward(feeds)
@@ -149,7 +149,7 @@ def worker_loop(ranks: Ranks, runner: Runner) -> None:
 
 
 def _meeting_place(place: RankInfo) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT, with a prefix per attempt: torchrun keeps keys of earlier attempts."""
+    """The store at MASTER_ADDR and MASTER_PORT, with a prefix per attempt, because torchrun keeps earlier keys."""
     store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=_MEET))
     store.set_timeout(_MEET)
     return PrefixStore(f"attempt {place.attempt}", store)
@@ -157,7 +157,7 @@ def _meeting_place(place: RankInfo) -> Store:
 
 @contextmanager
 def _as_rank_lost(place: RankInfo) -> Iterator[None]:
-    """Turn torch's error for a peer that closed its connection into RankLost."""
+    """Convert torch's error for a closed connection to RankLost."""
     try:
         yield
     except RuntimeError as error:

@@ -1,8 +1,8 @@
-"""Which sequences run, which pages they hold, and which tokens they feed next. Knows no model, no clock, no tensor.
+"""Schedules sequences: which run, which pages they hold, and which tokens they feed next. Uses no tensors.
 
 Running sequences are kept in the order of their admission. The oldest are served first. When pages run out, the newest
 sequence of the caller with the largest share gives up its pages and waits at the front of the queue; its tokens are
-recomputed later. It gives up its place too when a caller with a smaller share waits for one.
+recomputed later. It also gives up its place when a caller with a smaller share waits for one.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from engine.types import KVCursor, Sequence
 
 log = logging.getLogger(__name__)
 
-_MOST_FOLLOWED = 1024  # tokens of a step, of all outputs together that are behind in their predictions
+_MOST_FOLLOWED = 1024  # tokens per step, over all outputs whose predictions are not followed up yet
 
 
 class Scheduler:
-    """Waiting and running sequences, and the pages of the target and of each proposer that keeps K/V."""
+    """Waiting and running sequences, and the pages of the target and of each proposer with K/V."""
 
     def __init__(
         self,
         target_pool: PagePool,
         max_batch_size: int,
         max_batch_tokens: int,
-        draft_pools: Mapping[str, PagePool] = MappingProxyType({}),  # by proposer that keeps K/V: pages of its arena
-        draft_kv_sharers: frozenset[str] = frozenset(),  # those of them whose pages the prefix cache may keep
-        control: Control | None = None,  # default: as many drafts as each may have
-        round_control: Control | None = None,  # the same for rounds on the device, whose costs differ
-        prefill: PrefillBudget | None = None,  # default: no bound on the time of a step
-        max_drafts: int | None = None,  # of a step; default: as many as the batch has room for
-        # Drafts of a sequence that its proposer looks up, at most the number given; None where it makes them.
+        draft_pools: Mapping[str, PagePool] = MappingProxyType({}),  # by proposer with K/V: pages of its arena
+        draft_kv_sharers: frozenset[str] = frozenset(),  # those whose pages the prefix cache may keep
+        control: Control | None = None,  # default: the maximum number of drafts
+        round_control: Control | None = None,  # for rounds on the device, whose costs differ
+        prefill: PrefillBudget | None = None,  # default: no time limit of a step
+        max_drafts: int | None = None,  # of a step; default: limited by the batch only
+        # Finds the looked-up drafts of a sequence, at most the given number; None if its proposer makes them.
         find_drafts: Callable[[Sequence, int], tuple[int, ...] | None] = lambda *_: None,
     ) -> None:
         self.control: Control = control or Control()
@@ -55,47 +55,47 @@ class Scheduler:
         self._most_logged = [pool.most_drafts for pool in pools if pool.most_drafts is not None]
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the sequence that feeds the prompt for them
+        self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the sequence that feeds their prompt
         self.shares = Shares()
-        self._counts = Counter[str]()  # what the next plan reports
+        self._counts = Counter[str]()  # counters for the next plan
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that have not ended."""
+        """All live sequences."""
         return [*self.running, *self.waiting, *(s for siblings in self._siblings.values() for s in siblings)]
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that do not run."""
+        """Sequences that are not running."""
         return len(self.sequences) - len(self.running)
 
     @property
     def has_room(self) -> bool:
-        """Whether one more sequence would start with the next step, after those that wait already."""
+        """Whether another sequence would start with the next step, after those that already wait."""
         has_place = len(self.running) + len(self.waiting) < self._max_batch_size and self.target_pool.has_slots
         return has_place and self.num_spare > 0
 
     @property
     def num_spare(self) -> int:
-        """Pages that are free and that no waiting sequence will take."""
+        """Free pages that no waiting sequence will take."""
         promised = sum(self.target_pool.pages_for(len(sequence.tokens)) for sequence in self.waiting)
         return self.target_pool.num_free - promised
 
     @property
     def gain(self) -> float:
-        """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
+        """Estimated tokens per second in recent steps relative to plain decoding."""
         return Speedup.ratio_of(self.control.gain, self.round_control.gain)
 
     @property
     def decode_seconds(self) -> tuple[float, ...]:
-        """Seconds of a step without drafts in which 1, 2, 4, ... sequences decode; empty where none was measured."""
+        """Seconds of a step without drafts with 1, 2, 4, ... decoding sequences; empty if none was measured."""
         both = (self.control.times, self.round_control.times)
         return max(both, key=lambda times: times.target.count).by_batch_size(self._max_batch_size)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within it no caller is served: what runs has no share, and the prefix caches neither give nor get pages."""
-        assert not self.sequences, "this is for an idle engine"
+        """Context without callers: sequences are not charged to shares, and prefix caches are not used."""
+        assert not self.sequences, "not idle"
         pools = [self.target_pool, *self.draft_pools.values()]
         shares, caches = self.shares, [pool.prefix_cache for pool in pools]
         self.shares = Shares()
@@ -109,9 +109,9 @@ class Scheduler:
                 pool.prefix_cache = had
 
     def add(self, first: Sequence, *siblings: Sequence) -> None:
-        """Queue a sequence: of one caller first come, first served. `siblings` have the same prompt and wait for it."""
+        """Queue a sequence, in order of arrival per caller. `siblings` have the same prompt and wait for it."""
         caller = first.request.caller
-        if not any(s.request.caller == caller for s in self.waiting):  # thousands of one caller's may wait
+        if not any(s.request.caller == caller for s in self.waiting):  # one caller may have thousands waiting
             present = {s.request.caller for s in self.sequences} - {caller}
             self.shares.join(caller, self._heads().keys(), present)
         self.waiting.append(first)
@@ -119,7 +119,7 @@ class Scheduler:
             self._siblings[first] = siblings
 
     def remove(self, sequence: Sequence, *, trust: bool = True) -> None:
-        """Drop a sequence and free its pages now; without `trust` the prefix cache forgets them too."""
+        """Remove a sequence and free its pages; without `trust` also remove them from the prefix cache."""
         for control in (self.control, self.round_control):
             control.forget(sequence)
         if not trust:
@@ -134,7 +134,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def admit(self) -> None:
-        """Start waiting sequences while there are places, and pages for all tokens that they have to feed."""
+        """Start waiting sequences while there are places, and pages for all tokens to be fed."""
         for sequence in self.running:
             self._share(sequence)
         self._queue_siblings()
@@ -145,10 +145,10 @@ class Scheduler:
             if found is None:
                 found = self._displace(sequence)
             if found is None:
-                return  # in order: if short sequences overtook, a long one might wait for ever
+                return  # in order: if short sequences overtook, a long one could starve
             self._adopt(sequence, found)
             self.target_pool.reserve(sequence.target, len(sequence.tokens))
-            for name in sequence.drafters:  # before planning, so that control knows what drafting would cost
+            for name in sequence.drafters:  # before planning, so that control includes its cost
                 self._adopt_draft(sequence, name)
             self.waiting.remove(sequence)
             self.running.append(sequence)
@@ -156,25 +156,25 @@ class Scheduler:
             sequence.num_started = len(sequence.tokens)
 
     def _heads(self) -> dict[str, Sequence]:
-        """The first waiting sequence of each caller, in the order of the queue."""
+        """The first waiting sequence of each caller, in queue order."""
         heads = dict[str, Sequence]()
         for sequence in self.waiting:
             heads.setdefault(sequence.request.caller, sequence)
         return heads
 
     def _room_for(self, sequence: Sequence) -> list[int] | None:
-        """The cached pages with which a sequence begins, if there is a place, and pages for the rest; else None."""
+        """The cached pages of a sequence's beginning, if there is a place and pages for the rest; else None."""
         if len(self.running) == self._max_batch_size or not self.target_pool.has_slots:
             return None
         found = self._find(sequence)
         fresh = self.target_pool.pages_for(len(sequence.tokens)) - len(found)
-        # A page is kept free for each running sequence that will need another, or admission would preempt them.
+        # A page is kept free for each running sequence that will need one; otherwise admission would cause preemptions.
         growing = sum(self.target_pool.pages_for(s.max_len) > len(s.target.page_table) for s in self.running)
         needed = fresh + self.target_pool.num_kept(found) + growing
         return found if needed <= self.target_pool.num_free else None
 
     def _displace(self, sequence: Sequence) -> list[int] | None:
-        """Preempt sequences of callers with larger shares until there is room for this one; as `_room_for`."""
+        """Preempt sequences of callers with larger shares until there is room for this one; returns as `_room_for`."""
         caller, shares = sequence.request.caller, self.shares
         while self.running and shares.may_displace(caller, shares.largest):
             yielding = self._yielding(shares.largest, most_left=shares.places(caller))
@@ -187,22 +187,22 @@ class Scheduler:
         return None
 
     def _yielding(self, caller: str, most_left: int) -> Sequence | None:
-        """The newest sequence of a caller that has had a turn worth what it has to be fed again.
+        """The newest sequence of a caller whose progress since its start exceeds the tokens to be recomputed.
 
-        So its sequences take turns in giving way. One that had no such turn gives way if more than `most_left` stay.
+        So its sequences are preempted in turn. If none qualifies, one is preempted if more than `most_left` remain.
         """
         mine = [s for s in reversed(self.running) if s.request.caller == caller]
         rested = (s for s in mine if len(s.tokens) - s.num_started >= max(TURN, s.num_started // 8))
         return next(rested, mine[0] if len(mine) - 1 > most_left else None)
 
     def _queue_siblings(self) -> None:
-        """Move siblings of a fed (or ended) prompt to the front of the queue: their prompt is in the prefix cache."""
+        """Move siblings of a fed (or ended) sequence to the front of the queue: their prompt is now cached."""
         for first in list(self._siblings):
             if first.num_generated or first not in (*self.running, *self.waiting):
                 self.waiting.extendleft(reversed(self._siblings.pop(first)))
 
     def _find(self, sequence: Sequence) -> list[int]:
-        """Pages of the prefix cache to start with; none where log-probabilities need every prompt position."""
+        """The initial pages from the prefix cache; none if log-probabilities need every prompt position."""
         if sequence.wants_prompt_logprobs:
             return []
         sequence.target.table = sequence.target.table_for(len(sequence.tokens))
@@ -211,31 +211,31 @@ class Scheduler:
     def _adopt(self, sequence: Sequence, pages: list[int]) -> None:
         self.target_pool.adopt(sequence.target, pages)
         sequence.num_charged = max(sequence.num_charged, sequence.target.kv_len)
-        if self.target_pool.prefix_cache and not sequence.num_generated:  # recomputation after preemption is no hit
+        if self.target_pool.prefix_cache and not sequence.num_generated:  # recomputation is not a hit
             sequence.num_cached = sequence.target.kv_len
             self._counts.update(prefix_lookups=sequence.prompt_len, prefix_hits=sequence.num_cached)
 
     def _adopt_draft(self, sequence: Sequence, name: str) -> None:
-        """Start with K/V that the draft model of a proposer made of the same text for other sequences."""
+        """Start with a draft model's cached K/V of the same text."""
         if name in self._draft_kv_sharers and sequence.speculation.num_draft_tokens:
             pool, cursor = self.draft_pools[name], sequence.draft_of(name)
             if not cursor.page_table:
                 pool.adopt(cursor, pool.find(sequence.tokens, _draft_salt(sequence, cursor)))
 
     def _share(self, sequence: Sequence) -> None:
-        """Register what this sequence has fed with the prefix caches."""
+        """Enter this sequence's pages into the prefix caches."""
         self.target_pool.share(sequence.target, sequence.tokens, _target_salt(sequence))
         for name, cursor in sequence.drafts.items():
             if name in self._draft_kv_sharers:
                 self.draft_pools[name].share(cursor, sequence.tokens, _draft_salt(sequence, cursor))
 
     def plan(self) -> Step:
-        """Running sequences feed their newest token; prompts share the budget that is left, drafts get the rest.
+        """Running sequences feed their newest token; prompts share the remaining budget, drafts get the rest.
 
-        Prompts go before drafts: a prompt token always counts, a draft only with its probability of acceptance.
+        Prompts precede drafts: a prompt token always counts, a draft only with its probability of acceptance.
         """
         self._renew_outgrown()
-        _follow_predictions(self.running)
+        _align_predictions(self.running)
         self._reserve_pages()
         running, is_short = in_step(self.running, self.shares, self.prefill, self._max_batch_tokens)
         both = [s for s in running if s.todo == 1 and not s.grammar_lag]
@@ -245,19 +245,19 @@ class Scheduler:
         chunks = list(_chunks(running, int(min(budget, fitting))))
         prompt_rows = sum(len(work.span) for work in chunks)
         self.prefill.spend(prompt_rows)
-        # Where sequences are left out, a row of theirs would be worth more than a draft.
+        # If sequences are left out, their rows would be more useful than drafts.
         spare = budget - prompt_rows if len(running) == len(self.running) else 0
         works = (*self._with_drafts(steady, spare, prompt_rows), *chunks)
         on_device = tuple(self._for_round([Work.feeding(s, 1) for s in both if s.on_device]))
         counts, self._counts = self._counts, Counter()
-        for work in (*works, *on_device):  # callers are charged what was not fed before, and not what is fed again
+        for work in (*works, *on_device):  # callers are charged for new tokens, not for recomputed ones
             sequence, stop = work.sequence, work.span.stop
             self.shares.charge(sequence.request.caller, max(0, stop - sequence.num_charged))
             sequence.num_charged = max(sequence.num_charged, stop)
         return Step(works, on_device, counts)
 
     def _renew_outgrown(self) -> None:
-        """Release K/V that was made with another rotary table than the length now needs; all is fed again."""
+        """Release K/V computed with another rotary table than the length now requires; all is recomputed."""
         for sequence in self.running:
             for pool, cursor in ((self.target_pool, sequence.target), *self._drafts_of(sequence)):
                 if cursor.is_outgrown(len(sequence.tokens)):
@@ -265,11 +265,11 @@ class Scheduler:
                     cursor.table = cursor.table_for(len(sequence.tokens))
 
     def _drafts_of(self, sequence: Sequence) -> Iterator[tuple[PagePool, KVCursor]]:
-        """What each draft model and head has been fed of a sequence, and the pool of its pages."""
+        """The cursors of a sequence's draft models and heads, with their page pools."""
         return ((self.draft_pools[name], cursor) for name, cursor in sequence.drafts.items())
 
     def _reserve_pages(self) -> None:
-        """Reserve pages for what each running sequence feeds, oldest first.
+        """Reserve pages for the tokens of each running sequence, oldest first.
 
         If pages are missing, preempt the newest sequence of the caller with the largest share.
         """
@@ -288,9 +288,9 @@ class Scheduler:
         self.shares.place(sequence.request.caller, -1)
 
     def _with_drafts(self, steady: list[Work], budget: int, prompt_rows: int) -> Iterator[Work]:
-        """Add as many drafts as control chooses within the budget and free pages hold; drafts preempt no sequence."""
+        """Add the drafts chosen by control, within the budget and free pages; drafts preempt no sequence."""
         sequences = [work.sequence for work in steady]
-        share = self._max_drafts // max(1, len(sequences))  # which a prediction may use beyond K
+        share = self._max_drafts // max(1, len(sequences))  # a prediction may use more than K
         limits = [
             min(self._most_drafts(s), most, max(share, s.speculation.num_draft_tokens))
             for s, most in zip(sequences, most_masked(sequences), strict=True)
@@ -299,14 +299,14 @@ class Scheduler:
         return self._with_room(steady, chosen)
 
     def _for_round(self, works: list[Work]) -> Iterator[Work]:
-        """The same for a round on the device: a pass of its own, with a budget of its own."""
+        """The same for a round on the device, a separate pass with its own budget."""
         sequences = [work.sequence for work in works]
         limits = [self._most_drafts(s) for s in sequences]
         chosen = self.round_control.choose(sequences, limits, self._max_batch_tokens - len(works), 0) if works else []
         return self._with_room(works, levelled(sequences, limits, chosen))
 
     def _with_room(self, works: list[Work], chosen: list[int]) -> Iterator[Work]:
-        """Give each work as many drafts as were chosen, or as its proposer finds; none where pages are missing."""
+        """Set the drafts of each work, as chosen or found by its proposer; none if pages are missing."""
         for work, num_draft in zip(works, chosen, strict=True):
             sequence = work.sequence
             found = self._find_drafts(sequence, num_draft) if num_draft and not sequence.on_device else None
@@ -315,12 +315,12 @@ class Scheduler:
             yield replace(work, num_draft=most, drafts=found or ()) if fits else work
 
     def _most_drafts(self, sequence: Sequence) -> int:
-        """Most K for this step: no draft that could not be emitted before `max_len`.
+        """Maximum K in this step: drafts beyond `max_len` could not be emitted.
 
-        And none beyond a change of rotary table, as all rows of one verification use the same table, nor more than the
-        log of a state holds.
+        Also limited by a change of rotary table, because all rows of one verification use the same table, and by the
+        size of the state log.
         """
-        if sequence.fault is not None:  # of drafts: the same ones would fail again
+        if sequence.fault is not None:  # the same drafts would fail again
             return 0
         length = len(sequence.tokens)
         before_border = min(cursor.room_before_border(length) for cursor in (sequence.target, sequence.draft))
@@ -336,7 +336,7 @@ class Scheduler:
             return True
         self._adopt_draft(sequence, name)
         sequence.turn_to(name)
-        # May fail although the pools have equal sizes: several sequences can share target pages, but not draft pages.
+        # May fail although the pools have equal sizes, because target pages can be shared but draft pages cannot.
         return self.draft_pools[name].reserve(sequence.draft, length)
 
     def _release(self, sequence: Sequence) -> None:
@@ -346,7 +346,7 @@ class Scheduler:
             pool.release(cursor)
 
     def check_invariants(self) -> None:
-        """I1, and I5 for the target and for all that draft."""
+        """Check I1, and I5 for the target and all proposers."""
         for sequence in self.running:
             for cursor in (sequence.target, *sequence.drafts.values()):
                 assert cursor.kv_len <= len(sequence.tokens) - 1, "I1: the newest token has been fed"
@@ -359,7 +359,7 @@ class Scheduler:
 
 
 def _chunks(running: list[Sequence], budget: int) -> Iterator[Work]:
-    """Prompts and recomputed tokens in equal parts, of callers and of the sequences of each, the shortest first."""
+    """Chunks of prompts and recomputed tokens, divided equally among callers and their sequences, shortest first."""
     by_caller: dict[str, list[Sequence]] = defaultdict(list)
     for sequence in sorted((s for s in running if s.is_behind), key=lambda s: s.todo):
         by_caller[sequence.request.caller].append(sequence)
@@ -374,8 +374,8 @@ def _todo(sequences: Iterable[Sequence]) -> int:
     return sum(sequence.todo for sequence in sequences)
 
 
-def _follow_predictions(sequences: list[Sequence]) -> None:
-    """Find where each output is in what was predicted of it; one that was continued takes several steps."""
+def _align_predictions(sequences: list[Sequence]) -> None:
+    """Align each output with its prediction; a resumed one takes several steps."""
     predicted = [(s, s.alignment) for s in sequences if s.alignment is not None]
     for sequence, alignment in predicted:
         most = max(MAX_PREDICTED_DRAFTS + 1, _MOST_FOLLOWED // len(predicted))
@@ -383,21 +383,21 @@ def _follow_predictions(sequences: list[Sequence]) -> None:
             is_current = alignment.follow(sequence.tokens, sequence.prompt_len, most)
             sequence.predicted = alignment.drafts(sequence.most_predicted) if is_current else ()
         except Exception:
-            log.exception("request %s: its prediction is not followed any more", sequence.request_id)
+            log.exception("request %s: its prediction is no longer used", sequence.request_id)
             sequence.alignment, sequence.predicted = None, ()
 
 
 def _reach(sequence: Sequence, num_draft: int) -> int:
-    """Positions that a pass with `num_draft` drafts may write and that may count, whatever rounds in flight yield."""
+    """Positions that a pass with `num_draft` drafts may write, including the results of rounds in flight."""
     return min(sequence.max_len, len(sequence.tokens) + sequence.in_flight + num_draft)
 
 
 def _target_salt(sequence: Sequence) -> Hashable:
-    """What K/V depends on besides tokens: the tenant's salt, the rotary table, and the adapter's name and weights."""
+    """The salt of the target's K/V: the tenant's salt, the rotary table, and the adapter's name and weights."""
     salt, adapter = (sequence.request.cache_salt, sequence.target.table), sequence.adapter
     return salt if adapter is None else (*salt, (adapter.name, adapter.fingerprint))
 
 
 def _draft_salt(sequence: Sequence, cursor: KVCursor) -> Hashable:
-    """What a draft model's K/V depends on besides tokens. No draft model has adapters: it is the same for all."""
+    """The salt of a draft model's K/V, without adapters, which draft models do not have."""
     return sequence.request.cache_salt, cursor.table

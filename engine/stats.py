@@ -1,4 +1,4 @@
-"""What one step reports: events, measurements and changes of the prefix cache. Knows no exporter."""
+"""The output of a step: events, measurements and changes of the prefix cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Clock = Callable[[], float]  # seconds, monotonic
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One model call as seen by one kind of work: `sequences` of them, feeding `tokens` together.
+    """The part of a model call for one kind of work: number of sequences and of tokens.
 
     A target pass that verifies some sequences and prefills others reports two of these.
     """
@@ -26,18 +26,18 @@ class Forward:
 
 
 class EngineLoad(NamedTuple):
-    """What an engine has to do."""
+    """The load of an engine."""
 
     num_running: int  # sequences that take part in steps
-    num_waiting: int  # sequences that hold no pages: new, or preempted
-    free_pages: int  # of the target's arena, that no sequence holds
-    spare_pages: int  # of these, those that no waiting sequence will take; below 0 where there are too few
-    spec_gain: float = 1.0  # tokens per second of the last steps over what plain decoding would have made
+    num_waiting: int  # sequences without pages: new, or preempted
+    free_pages: int  # free pages of the target's arena
+    spare_pages: int  # those that no waiting sequence will take; negative if there are too few
+    spec_gain: float = 1.0  # estimated tokens per second in recent steps relative to plain decoding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One step in numbers. Durations in seconds; counters are of this step alone."""
+    """Statistics of one step. Durations in seconds; counters of this step only."""
 
     forwards: tuple[Forward, ...] = ()
     phase_seconds: Mapping[str, float] = field(
@@ -47,17 +47,17 @@ class StepStats:
     rounds: int = 0  # sequences whose drafts were verified
     drafted: int = 0
     accepted_per_position: tuple[int, ...] = ()
-    sequences_per_num_draft: tuple[int, ...] = ()  # how many sequences were verified with 0, 1, ... drafts
+    sequences_per_num_draft: tuple[int, ...] = ()  # number of sequences verified with 0, 1, ... drafts
     generated_tokens: int = 0
     prompt_tokens: int = 0  # prompt (or recomputed) tokens fed to the target
     preempted: int = 0
     prefix_lookups: int = 0  # prompt tokens of admitted sequences
     prefix_hits: int = 0  # prompt tokens whose K/V was in the prefix cache
     draft_failures: int = 0
-    threads: int = 0  # of our C code in the last pass; 0 where it does not compute
-    spec_gain: float = 1.0  # tokens per second of the last steps, over what plain decoding would have made
-    # Expected of steps to come: of one without drafts in which 1, 2, 4, ... sequences decode, and of a token of a
-    # prompt. Empty and 0: not known.
+    threads: int = 0  # of our C code in the last pass; 0 if it is not used
+    spec_gain: float = 1.0  # estimated tokens per second in recent steps relative to plain decoding
+    # Estimates: of a step without drafts with 1, 2, 4, ... decoding sequences, and of a prompt token. Empty and 0:
+    # unknown.
     decode_seconds: tuple[float, ...] = ()
     prompt_token_seconds: float = 0.0
     running: int = 0
@@ -66,15 +66,15 @@ class StepStats:
 
     @property
     def accepted(self) -> int:
-        """Drafts kept in this step."""
+        """Accepted drafts in this step."""
         return sum(self.accepted_per_position)
 
 
 class CacheChange(NamedTuple):
-    """A page was entered into the prefix cache, or it was removed: then there are no `tokens`."""
+    """A page was entered into the prefix cache, or, without `tokens`, removed."""
 
     number: int  # of the page in the prefix cache
-    before: int | None = None  # number of its predecessor; None: it holds the beginning of a text
+    before: int | None = None  # number of its predecessor; None: it is the beginning of a text
     salt: Any = None  # of a page without a predecessor
     tokens: tuple[int, ...] = ()
 
@@ -88,12 +88,12 @@ class StepOutput(NamedTuple):
     events: tuple[TokenEvent, ...]
     stats: StepStats | None
     load: EngineLoad  # after the step
-    num_orders: int = 0  # that the engine's process had executed by then
-    cache_changes: tuple[CacheChange, ...] = ()  # where they are watched
+    num_orders: int = 0  # orders that the engine's process had executed
+    cache_changes: tuple[CacheChange, ...] = ()  # if they are watched
 
 
 class Stopwatch:
-    """Sums up seconds per named phase, by an injected clock."""
+    """Sums up seconds per named phase, with an injected clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

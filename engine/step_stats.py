@@ -1,4 +1,4 @@
-"""What a step did, as numbers: statistics for operators, feedback for control."""
+"""The statistics of a step, for operators, and the feedback for control."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.types import TokenEvent
 
 
 def feedback_of(step: Step, phase_seconds: Mapping[str, float]) -> StepFeedback:
-    """Feedback for control: the part of a step that fed newest tokens and drafts."""
+    """Feedback for control: the part of a step with newest tokens and drafts."""
     steady = [work for work in step.works if work.decodes]
     draft_seconds = phase_seconds["propose"]
     return StepFeedback(
@@ -68,13 +68,13 @@ def measure(
 
 
 def _counted(numbers: Iterable[int]) -> tuple[int, ...]:
-    """How often each of 0, 1, 2, ... occurs; [2, 0, 2] -> (1, 0, 2)."""
+    """Occurrences of 0, 1, 2, ...; [2, 0, 2] -> (1, 0, 2)."""
     counts = Counter(numbers)
     return tuple(counts[number] for number in range(max(counts, default=-1) + 1))
 
 
 def _target_forwards(newest: Seq[int], chunks: Seq[int]) -> Iterator[Forward]:
-    """The target's one pass, reported as verification of some sequences' drafts and prefill of chunks of others."""
+    """The target's pass, reported as verification of drafts and as prefill of chunks."""
     if newest:
         yield Forward("verify", len(newest), len(newest) + sum(newest))
     if chunks:
@@ -82,11 +82,11 @@ def _target_forwards(newest: Seq[int], chunks: Seq[int]) -> Iterator[Forward]:
 
 
 def _chunks(step: Step) -> list[int]:
-    """The tokens of each sequence that is read, not decoded."""
+    """The tokens of each sequence in prefill."""
     return [len(work.span) for work in step.works if not work.decodes]
 
 
 def _per_position(rounds: Seq[tuple[int, int]]) -> tuple[int, ...]:
-    """(K, accepted) of each round -> how many rounds kept draft 0, 1, ...; [(3, 2), (2, 0)] -> (1, 1, 0)."""
+    """(K, accepted) of each round -> number of rounds that accepted draft 0, 1, ...; [(3, 2), (2, 0)] -> (1, 1, 0)."""
     deepest = max((num_draft for num_draft, _ in rounds), default=0)
     return tuple(sum(accepted > position for _, accepted in rounds) for position in range(deepest))

@@ -38,7 +38,7 @@ class TargetPass:
         except RankLost:
             raise  # each of them alone would raise it too
         except Exception as error:
-            log.exception("a pass for %d sequences failed; each is tried alone", len(step.works))
+            log.exception("a pass over %d sequences failed; retrying each alone", len(step.works))
             return self._each_alone(step, error, watch)
 
     def _each_alone(self, step: Step, error: Exception, watch: Stopwatch) -> Step:

@@ -1,6 +1,6 @@
-"""Equal shares of the target for its callers, and which sequences take part in a step that would be too long with all.
+"""Fair sharing of the target among callers, and the selection of sequences for a step of limited time.
 
-Knows no pages.
+Independent of pages.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.params import MAX_PREDICTED_DRAFTS
 from engine.types import Sequence
 
-TURN = 32  # tokens that a place in the batch counts for, as they are soon had
-_MANY = 8  # times as many places as another one, whose first token is then not to wait for long steps
-_RECENT = 8_192  # tokens of all callers after which one that had none is not expected back at any moment
+TURN = 32  # tokens that a place in the batch counts as, because it will soon get them
+_MANY = 8  # ratio of places above which shares are uneven, and first tokens do not wait for long steps
+_RECENT = 8_192  # tokens of all callers after which one without any is considered absent
 
 
 class Shares:
-    """Tokens that callers have had, and the places that they hold in the batch.
+    """Tokens served to callers, and their places in the batch.
 
     Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): a caller is charged
-    the tokens of its prompts and outputs as the target is fed them, and whoever has had least comes first. A caller
-    that asked for nothing is owed nothing: it comes back on a level with those that wait.
+    for the tokens of its prompts and outputs when they are fed, and the caller with the lowest counter is served first.
+    A returning caller is raised to the level of those that wait: idle time gives no credit.
     """
 
     def __init__(self) -> None:
@@ -32,24 +32,24 @@ class Shares:
         self._latest: dict[str, int] = {}  # total when a caller was last charged
 
     def join(self, caller: str, waiting: Collection[str], present: Collection[str]) -> None:
-        """A caller of whom nothing waited asks for something; of the others some are `waiting`, all `present`."""
+        """Record that a caller without waiting requests has a new one; `waiting` and `present`: the other callers."""
         mine = self._had.get(caller, 0)
-        # Where nobody is there, what all have had is past, and owed by nobody.
+        # If no caller is present, all counters are reset.
         others = waiting or present or self._had
         level = (min if waiting else max)((self._had[other] for other in others), default=0)
-        # Who has left and is not ahead of the others would come back on their level anyway.
+        # Absent callers that are not ahead of the others would return at their level anyway.
         self._had = {c: had for c, had in self._had.items() if c in present or had > level}
         self._had[caller] = max(mine, level)
         self._latest = {c: then for c, then in self._latest.items() if self._total - then < _RECENT}
 
     def charge(self, caller: str, tokens: int) -> None:
-        """The target is fed so many tokens of a caller's."""
+        """Charge a caller for tokens fed to the target."""
         self._had[caller] += tokens
         self._total += tokens
         self._latest[caller] = self._total
 
     def place(self, caller: str, change: int) -> None:
-        """A caller has one place more or less."""
+        """Change a caller's number of places by one."""
         self._places[caller] = self.places(caller) + change
         if not self._places[caller]:
             del self._places[caller]
@@ -58,7 +58,7 @@ class Shares:
         return self._places.get(caller, 0)
 
     def rank(self, caller: str, tokens: int = 0) -> int:
-        """What a caller has had, with what its places count for, and these tokens. The lowest comes first."""
+        """A caller's counter, including its places and these tokens. The lowest is served first."""
         return self._had[caller] + TURN * self.places(caller) + tokens
 
     @property
@@ -67,27 +67,27 @@ class Shares:
 
     @property
     def largest(self) -> str:
-        """Of the callers that hold places, the one with the largest share."""
+        """The caller with places that has the largest share."""
         return max(self._places, key=self.rank)
 
     @property
     def is_uneven(self) -> bool:
-        """Whether a caller that had tokens of late holds few places and another one many."""
+        """Whether a recently active caller has few places and another one many."""
         recent = (caller for caller, then in self._latest.items() if self._total - then < _RECENT)
         most = max(self._places.values(), default=0)
         return any(_MANY * max(1, self.places(caller)) <= most for caller in recent)
 
     def may_displace(self, caller: str, other: str) -> bool:
-        """Whether both are nearer to equal shares if `caller` has a place of `other`."""
+        """Whether moving a place from `other` to `caller` brings their shares closer."""
         return self.rank(caller, TURN) <= self.rank(other, -TURN)
 
     def goes_alone(self, caller: str, other: str, tokens: int) -> bool:
-        """Whether a step that feeds so many tokens of `caller` leaves out those of `other`, who holds much more."""
+        """Whether a step with this many tokens of `caller` excludes `other`, which has many more places."""
         return self.places(other) >= 2 * self.places(caller) and self.rank(caller, tokens) <= self.rank(other)
 
 
 def equal_parts(wanted: Seq[int], total: int) -> list[int]:
-    """Divide `total` in equal parts; what one does not want goes to those after it: [3, 9, 90], 20 -> [3, 9, 8]."""
+    """Divide `total` equally; unused parts go to later entries: [3, 9, 90], 20 -> [3, 9, 8]."""
     parts = list[int]()
     for i, most in enumerate(wanted):
         parts.append(min(most, -(-total // (len(wanted) - i))))
@@ -95,19 +95,19 @@ def equal_parts(wanted: Seq[int], total: int) -> list[int]:
     return parts
 
 
-# Of a step, for the masks of structures. A mask takes 10 us, but one of a hostile structure up to 0.1 s: its outputs
-# then take turns, and have no drafts.
+# Per step, for grammar masks. A mask usually takes 10 us, but up to 0.1 s for a hostile structure: its outputs then
+# take turns, without drafts.
 MASK_SECONDS = 0.05
 
 
 def in_step(
     running: list[Sequence], shares: Shares, prefill: PrefillBudget, most_tokens: int
 ) -> tuple[list[Sequence], bool]:
-    """The sequences that may take part in a step, and whether what it reads is to be short.
+    """The sequences that may take part in a step, and whether its prompt chunks must be short.
 
-    So callers with small shares get their first tokens soon. Prompts of such a caller are read without the sequences of
-    callers with large shares. Before it asks, steps are as short as costs little, as the step under way is the other
-    half of its wait: a step decodes or reads, in turn, and not all at once. Rounds on the device are short anyway.
+    So callers with small shares get their first tokens soon. Prompts of such a caller are processed without the
+    sequences of callers with large shares. Before it has a request, steps are kept short, because a new request waits
+    for the current step: steps alternate between decoding and prefill. Rounds on the device are short anyway.
     """
     behind, others = [s for s in running if s.is_behind], set[str]()
     if behind:
@@ -129,7 +129,7 @@ def in_step(
 
 
 def _late(turn: list[Sequence], others: list[Sequence]) -> set[int]:
-    """Note whose turn it is. Returns the identities of the others."""
+    """Record whose turn it is; return the identities of the others."""
     for sequence in turn:
         sequence.num_missed = 0
     for sequence in others:
@@ -138,7 +138,7 @@ def _late(turn: list[Sequence], others: list[Sequence]) -> set[int]:
 
 
 def in_turn(sequences: list[Sequence]) -> list[Sequence]:
-    """The sequences whose masks fit into the step; the others come first in a later one.
+    """The sequences whose masks fit into the step; the others have precedence in a later one.
 
     Example: four outputs whose masks take 20 ms each. Two of them fit into 50 ms, so each has every second step.
     """
@@ -156,7 +156,7 @@ def in_turn(sequences: list[Sequence]) -> list[Sequence]:
 
 
 def most_masked(sequences: list[Sequence]) -> Iterator[int]:
-    """Drafts of each sequence whose masks fit into the step, in equal shares of the time that is left for them."""
+    """Maximum drafts of each sequence whose masks fit into the step, in equal shares of the remaining time."""
     costly = [sequence.mask_seconds for sequence in sequences if sequence.mask_seconds]
     spare = max(0.0, MASK_SECONDS - sum(costly))
     for sequence in sequences:

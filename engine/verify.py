@@ -1,4 +1,4 @@
-"""Which drafts stay. Two exact rules in two functions, never mixed. Knows tokens and distributions only.
+"""The verification rules: two exact rules in two separate functions over tokens and distributions.
 
 p is the target's distribution at a position, q the draft's.
 """
@@ -13,37 +13,37 @@ import torch
 from torch import Tensor
 
 NO_DRAFT = -1
-# One token for each row of logits, not normalised, `[B, vocab]` float64; beside them the positions 0..K they are of.
+# Draws one token per row of unnormalised probabilities `[B, vocab]` float64, given the positions 0..K of the rows.
 Draw = Callable[[Tensor, Tensor], Tensor]
 
 
 def coupled(drawn: Seq[int], drafts: Seq[int]) -> int:
-    """Keep drafts while they *equal* what the target draws with the same noise (Daliri et al. 2024, arXiv 2408.07978).
+    """Accept drafts while they *equal* the target's draws with the same noise (Daliri et al. 2024, arXiv 2408.07978).
 
-    `drawn`: the target's own K + 1 tokens, at each position given the K `drafts` before it. Returns how many drafts
-    stay; `drawn` at that place is the next token. Each kept token is the target's draw and so is the one after: the
-    output is the target's sequential sample, whatever the drafts were. With p and q drawn under common noise a draft is
-    kept with probability at least (1 - TV(p, q)) / (1 + TV(p, q)).
+    `drawn`: the target's K + 1 tokens, each given the `drafts` before it. Returns the number of accepted drafts;
+    `drawn` at that position is the next token. Each accepted token and the next one are the target's draws: the output
+    is the target's sequential sample for any drafts. With p and q drawn with common noise, a draft is accepted with
+    probability at least (1 - TV(p, q)) / (1 + TV(p, q)).
     """
     return next((i for i, (token, draft) in enumerate(zip(drawn, drafts, strict=False)) if token != draft), len(drafts))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Per sequence: the first `num_accepted` drafts stay, then comes `next_token` (recovered or bonus)."""
+    """Per sequence: the number of accepted drafts, and the next token (recovered or bonus)."""
 
     num_accepted: Tensor  # [B] int64
     next_token: Tensor  # [B] int64
 
 
 def rejection(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, draw: Draw) -> Verdict:
-    """Keep a draft with probability min(1, p / q); else draw from max(p - q, 0), normalised.
+    """Accept a draft with probability min(1, p / q); else draw from max(p - q, 0), normalised.
 
     Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023 (arXiv 2302.01318, theorem 1).
-    `p` float64 `[B, K + 1, vocab]`, `q` float64 `[B, K, vocab]`, `drafts` `[B, K]` drawn from q; a sequence that has
-    fewer is padded with `NO_DRAFT` and q = 0 everywhere, which cannot be accepted.
-    `accept` `[B, K]` uniform in (0, 1); `draw` has noise of its own for each position 0..K, all independent.
-    After the last draft q is 0, so the residual is p itself: the bonus token needs no case of its own.
+    `p` float64 `[B, K + 1, vocab]`, `q` float64 `[B, K, vocab]`, `drafts` `[B, K]` drawn from q; a sequence with fewer
+    is padded with `NO_DRAFT` and q = 0, which cannot be accepted. `accept` `[B, K]` uniform in (0, 1); `draw` has
+    independent noise for each position 0..K. After the last draft q is 0, so the residual is p: the bonus token is not
+    a special case.
     """
     at = drafts.clamp(min=0)[..., None]
     chance_p = p[:, :-1].gather(-1, at).squeeze(-1)
@@ -58,7 +58,7 @@ def rejection(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, draw: Draw) 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """The distribution after a rejection, max(p - q, 0), not normalised; `[..., vocab]`."""
     excess = (p - q).clamp(min=0)
-    # Equal distributions leave nothing: a rejection is then an effect of rounding, and p is as right.
+    # Equal distributions have no residual: the rejection is then a rounding error, and p is equally correct.
     return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 
 

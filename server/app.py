@@ -162,14 +162,14 @@ class App:
                 if config.chat_format is not None:
                     model = model.with_format(config.chat_format)
                 if model.chat is not None:
-                    logger.info("calls of functions have the format %s", model.format.name)
+                    logger.info("tool call format: %s", model.format.name)
                 return model
             except EngineCrashed as error:
                 self._supervisor.record()
-                has_failed = error.status is not None and error.status > 0  # as it would again; the log says why
+                has_failed = error.status is not None and error.status > 0  # would fail again
                 pause = None if has_failed else self._supervisor.pause()
-                what = "giving up" if pause is None else "it is loaded again"
-                logger.error("the engine ended while %s was loaded: %s; %s", config.target, error, what)  # noqa: TRY400  # no code here is at fault
+                what = "giving up" if pause is None else "loading it again"
+                logger.error("the engine process ended while loading %s: %s; %s", config.target, error, what)  # noqa: TRY400
             except ModelError as error:
                 logger.error("cannot serve %s: %s", config.target, error)  # noqa: TRY400  # an error of the user: no traceback
                 break
@@ -182,7 +182,7 @@ class App:
     def _progress(self, stage: str) -> None:
         """Log a stage of loading; called on any thread. Raises InterruptedError to stop the load."""
         if self._stop.is_set():
-            raise InterruptedError("a stop was asked for while loading")
+            raise InterruptedError("stopped while loading")
         logger.info("%s", stage, extra=PROGRESS)
         self.lifecycle.progress = stage
 
@@ -193,7 +193,7 @@ class App:
         if not self._callers.are_known and config.tls_client_ca is None:
             logger.warning("listening on %s without authentication: anyone who reaches it can use it", config.host)
         elif config.tls_cert is None:
-            logger.warning("listening on %s without TLS: anyone on the way can read tokens and texts", config.host)
+            logger.warning("listening on %s without TLS: tokens and texts are sent unencrypted", config.host)
 
     async def _follow(self, state: State) -> None:
         if state is State.FAILED:

@@ -68,7 +68,7 @@ class Conversation:
         parallel_tool_calls: whether one turn may have several calls.
         template_arguments: more variables of the template, as the text of a JSON object.
         add_generation_prompt: open the assistant's next turn; None: unless the last message is continued.
-        continue_final_message: continue the last message, in place of answering it.
+        continue_final_message: continue the last message instead of answering it.
         thinking_budget: maximum number of tokens of reasoning; None: no limit.
     """
 
@@ -108,7 +108,7 @@ class ChatTemplate:
             self._template = self._environment.from_string(self._environment.counted(source))
         except TemplateSyntaxError as error:
             raise ModelError(f"the chat template is invalid: line {error.lineno}: {error.message}") from error
-        except (SyntaxError, RecursionError, MemoryError, ValueError) as error:  # of the Python code that jinja writes
+        except (SyntaxError, RecursionError, MemoryError, ValueError) as error:  # of jinja's generated code
             raise ModelError(f"the chat template is nested too deeply: {error!r}") from error
 
     @classmethod

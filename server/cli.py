@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 USAGE = """usage: pilotfish COMMAND [OPTIONS]
 
-Exact speculative decoding in ragged batches, over gRPC.
+LLM inference server with exact speculative decoding, over gRPC and HTTP.
 
 commands:
   serve [MODEL] [--draft DRAFT]   serve a model; default: the embedded models
   generate PROMPT                 continue a prompt on a running server
-  check [MODEL] [--draft DRAFT]   report whether and how this machine can serve a pair
-  bench [MODEL] [--draft DRAFT]   measure what speculation gains with a pair on this machine
+  check [MODEL] [--draft DRAFT]   check whether this machine can serve a model
+  bench [MODEL] [--draft DRAFT]   measure the speed-up of speculation on this machine
   health [ADDRESS]                check the health of a server; the exit code is the result
-  verify [ADDRESS]                check that a running server's tokens depend on nothing but the request
-  train-draft [MODEL] --out DIR   make an EAGLE-3 head for a model from what the model writes
-  quality [MODEL] [--text FILE]   measure how far a served model is from float32 of its checkpoint
-  quantize MODEL OUT              save a model with int8 or int4 weights in the folder OUT
+  verify [ADDRESS]                check that a running server's tokens depend only on the request
+  train-draft [MODEL] --out DIR   train an EAGLE-3 head on text that the model generates
+  quality [MODEL] [--text FILE]   compare a served model with float32 of its checkpoint
+  quantize MODEL OUT              save a model with int8 or int4 weights to the folder OUT
   version                         print the version
 
 `pilotfish COMMAND --help` lists the options of a command.
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    print(f"pilotfish: there is no command {command!r}\n\n{USAGE}", end="", file=sys.stderr)
+    print(f"pilotfish: unknown command {command!r}\n\n{USAGE}", end="", file=sys.stderr)
     return 2
 
 
@@ -71,7 +71,7 @@ def serve(arguments: list[str]) -> int:
     """Serve until SIGTERM or SIGINT."""
     from server.worker.fork_server import ForkServer
 
-    # The fork server starts first: its import of torch takes longer than all work that follows here.
+    # The fork server starts first: its import of torch takes longer than everything below.
     with ForkServer() as forks:
         from pydantic import ValidationError
 
@@ -100,7 +100,7 @@ def generate(arguments: list[str]) -> int:
 
 
 def _printed(name: str, arguments: list[str]) -> int:
-    """Run a command that returns its text; the exit code is 0 or 1 by its answer, and 2 after one of its errors."""
+    """Run a command and print the text it returns; the exit code is 0 or 1 by its result, 2 after one of `ERRORS`."""
     module = import_module(f"server.commands.{name.replace('-', '_')}")
     try:
         text, is_good = module.run(arguments, _progress)
@@ -110,7 +110,7 @@ def _printed(name: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         if name != "train-draft":
             raise
-        print("pilotfish train-draft: stopped; the same command goes on", file=sys.stderr)
+        print("pilotfish train-draft: stopped; run the same command again to resume", file=sys.stderr)
         return 130
     print(text)
     return 0 if is_good else 1
@@ -121,7 +121,7 @@ def _progress(stage: str) -> None:
 
 
 def quantize(arguments: list[str]) -> int:
-    """Round a model's weights once, so that it loads at once and from a mapped file."""
+    """Quantise a model's weights once and save them, so that the model loads quickly, from memory-mapped files."""
     parser = argparse.ArgumentParser(prog="pilotfish quantize", description=quantize.__doc__)
     parser.add_argument("model", help="a local folder or a Hugging Face hub id")
     parser.add_argument("out", type=Path, help="a new folder")
@@ -137,7 +137,7 @@ def quantize(arguments: list[str]) -> int:
     except (ModelError, OSError) as error:
         print(f"pilotfish quantize: {_problem(error)}", file=sys.stderr)
         return 1
-    print(f"{options.out} holds {options.model} in {options.weights}: `pilotfish serve {options.out}`")
+    print(f"saved {options.model} with {options.weights} weights; serve it with `pilotfish serve {options.out}`")
     return 0
 
 
@@ -170,7 +170,7 @@ def _run(config: ServerConfig, forks: ForkServer) -> int:
 
 
 def _follow(config: ServerConfig) -> int:
-    """Hold a shard of the target for the server of rank 0, without front ends, until that server has ended."""
+    """Run a shard of the target for the server of rank 0, without front ends, until that server ends."""
     import signal
 
     from engine.errors import ModelError, RankLost
@@ -181,7 +181,7 @@ def _follow(config: ServerConfig) -> int:
     try:
         follow = load_shard(config.engine(), lambda stage: logger.info("%s", stage))
     except (ModelError, RankLost) as error:
-        logger.error("cannot hold a share of %s: %s", config.target, error)  # noqa: TRY400  # a traceback is of no use
+        logger.error("cannot load a shard of %s: %s", config.target, error)  # noqa: TRY400  # expected
         return 1
     # torchrun sends these signals to all ranks. Rank 0 drains, and needs this shard until it has finished.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -191,7 +191,7 @@ def _follow(config: ServerConfig) -> int:
 
 
 def _show_banner(app: App) -> None:
-    """Show addresses and models: as a table on a terminal, else as one line of the log."""
+    """Show addresses and models: as a table on a terminal, else as one log line."""
     lines = banner(app)
     if not sys.stderr.isatty():
         logger.info("ready: %s", ", ".join(f"{name} {value}" for name, value in lines))
@@ -209,7 +209,7 @@ def _show_banner(app: App) -> None:
 
 
 def banner(app: App) -> list[tuple[str, str]]:
-    """Return the lines of the banner as pairs of name and value."""
+    """Return the lines of the banner as (name, value) pairs."""
     assert app.driver is not None, "a banner before the model"
     model, config = app.driver.model, app.config
     engine = model.engine

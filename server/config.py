@@ -29,9 +29,9 @@ from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_tar
 LogFormat = Literal["auto", "json", "text"]
 FileName = Annotated[Path, AfterValidator(can_be_opened)]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-# All that drafts for the embedded target. Together they load in less than a second.
+# The draft sources of the embedded target. Together they load in less than a second.
 _EMBEDDED = (str(embedded_draft()), str(embedded_medusa()), str(embedded_eagle()), "self:3")
-# Groups of `--help`, by the first option of each run of fields.
+# Groups of `--help`, by the first option of each group.
 _GROUPS = {
     "config": "general",
     "target": "model",
@@ -52,7 +52,7 @@ _NO_DEFAULT = re.compile(r" \(default(: null|: |: \(\)| factory: dict)\)$")
 
 
 class _Variables(EnvSettingsSource):
-    """Variables: a list is JSON, or its entries with commas between them, as in PILOTFISH_DRAFT=/models/draft,mtp."""
+    """Environment variables: a list is JSON or comma-separated, as in PILOTFISH_DRAFT=/models/draft,mtp."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         if field_name == "draft" and not value.startswith("["):
@@ -100,28 +100,28 @@ class ServerConfig(BaseSettings, EngineConfig):
 
     chat_format: str | None = None
     """Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, harmony or plain;
-    default: that of its chat template."""
+    default: detected from the chat template."""
     adapter_root: FileName | None = None
-    """Folder from which operators can load adapters while the server runs; default: they cannot."""
+    """Folder from which operators can load adapters at runtime; default: disabled."""
 
     host: str = "127.0.0.1"
-    """Address to listen on, for gRPC and HTTP."""
+    """Listen address of gRPC and HTTP."""
     grpc_port: int = Field(50051, ge=0, le=65535)
-    """gRPC port; 0: a free one."""
+    """gRPC port; 0: any free port."""
     http_port: int = Field(8000, ge=0, le=65535)
-    """HTTP port; 0: a free one."""
+    """HTTP port; 0: any free port."""
     reflection: bool = False
-    """Enable gRPC server reflection, with which clients list the services."""
+    """Enable gRPC server reflection."""
     max_message_bytes: int = Field(4 << 20, ge=1024)
     """Maximum size of a message or HTTP body, in bytes."""
     max_header_bytes: int = Field(16 << 10, ge=4096)
     """Maximum size of gRPC metadata or HTTP headers, in bytes."""
     body_seconds: float = Field(30.0, gt=0)
-    """Maximum seconds in which an HTTP request must arrive."""
+    """Maximum seconds until an HTTP request has arrived."""
     stall_seconds: float = Field(30.0, gt=0)
-    """Maximum seconds in which a client reads nothing; then its stream is aborted."""
+    """Maximum seconds without a read by the client; then its stream is aborted."""
     max_connection_seconds: float | None = Field(None, gt=0)
-    """Maximum age of a gRPC connection, in seconds; then its client must reconnect, and finds new replicas. Default: no
+    """Maximum age of a gRPC connection, in seconds; then its client reconnects, possibly to a new replica. Default: no
     limit."""
     tls_cert: FileName | None = None
     """Certificate chain (PEM) for gRPC and HTTP; default: no TLS."""
@@ -131,21 +131,22 @@ class ServerConfig(BaseSettings, EngineConfig):
     """Client CA bundle (PEM); enables mutual TLS."""
 
     token_file: FileName | None = None
-    """File of API tokens, one line NAME TOKEN per caller; default: no authentication."""
+    """File of API tokens, one line NAME TOKEN per caller (NAME TOKEN operator for operators); default: no
+    authentication."""
     max_requests_per_token: int | None = Field(None, ge=1)
-    """Maximum number of live requests per caller; one for n outputs counts as n."""
+    """Maximum number of live requests per caller; a request for n outputs counts as n."""
     requests_per_second: float | None = Field(None, gt=0)
-    """Maximum number of requests per second and caller; one for n outputs counts as n."""
+    """Maximum number of requests per second and caller; a request for n outputs counts as n."""
 
     max_queue_requests: int = Field(256, ge=1)
-    """Maximum number of queued requests; several callers have equal parts of it."""
+    """Maximum number of queued requests, shared equally among callers."""
     max_queue_tokens: int = Field(131072, ge=1)
     """Maximum number of prompt and output tokens in the queue."""
     max_queue_seconds: float = Field(10.0, ge=0)
-    """Maximum estimated wait in the queue, in seconds, or a tenth of the time that requests now take, if that is
-    longer; about 0.5 for interactive use."""
+    """Maximum estimated wait in the queue, in seconds, or a tenth of the current service time if that is longer; about
+    0.5 for interactive use."""
     ageing_seconds: float = Field(1.0, gt=0)
-    """Seconds in the queue that count as much as one step of priority."""
+    """Seconds of waiting that count as much as one level of priority."""
 
     drain_seconds: float = Field(30.0, ge=0)
     """Maximum seconds for live streams to finish after SIGTERM."""
@@ -153,19 +154,19 @@ class ServerConfig(BaseSettings, EngineConfig):
     """Maximum seconds of one step of the engine; then the engine is restarted."""
     standby: bool = False
     """Keep a second engine loaded, which takes over when the first one fails. It needs memory for weights that are not
-    mapped from files, and for keys and values once it serves; on a GPU each of the two has half."""
+    memory-mapped, and for K/V once it serves; on a GPU each of the two uses half."""
     max_engine_crashes: int = Field(5, ge=0)
-    """Maximum number of restarts of a failed engine within 5 minutes; then the server exits."""
+    """Maximum number of engine restarts within 5 minutes; then the server exits."""
 
     tracing: bool = False
     """Export an OpenTelemetry span per request (extra otel; OTEL_* variables configure it)."""
     vllm_metrics: bool = False
-    """Export metrics under vLLM's names, too, for existing dashboards and autoscalers."""
+    """Also export metrics under vLLM's names, for existing dashboards and autoscalers."""
     kv_events_endpoint: str | None = None
     """ZeroMQ endpoint of the prefix cache's K/V events in vLLM's format, for routers: tcp://ADDRESS:PORT, for example
     tcp://*:5556 (extra kv-events). The events contain the tokens of prompts."""
     kv_events_replay_endpoint: str | None = None
-    """ZeroMQ endpoint that sends earlier K/V events again, for example tcp://*:5557."""
+    """ZeroMQ endpoint for replays of earlier K/V events, for example tcp://*:5557."""
     kv_events_topic: str | None = None
     """Topic of the K/V events; default: kv@POD@MODEL of this machine and model."""
 
@@ -202,13 +203,13 @@ class ServerConfig(BaseSettings, EngineConfig):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags have precedence over variables, and these over the file, which `load` names in `model_config`."""
+        """Flags take precedence over variables, and variables over the file, which `load` names in `model_config`."""
         files = TomlConfigSettingsSource(settings_cls), YamlConfigSettingsSource(settings_cls)
         return init_settings, _Variables(settings_cls), *files
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
-        """Read flags, variables and the file that one of them names, in this order of precedence."""
+        """Read flags, variables and the file named by `config`, in this order of precedence."""
         flags: CliSettingsSource[Any] = CliSettingsSource(
             cls, cli_parse_args=list(arguments), add_argument_method=_in_groups()
         )
@@ -220,7 +221,7 @@ class ServerConfig(BaseSettings, EngineConfig):
         except ValueError as error:
             raise FileNotFoundError(f"config {error}") from None
         if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no configuration file {path}")
+            raise FileNotFoundError(f"configuration file not found: {path}")
         is_toml = Path(path).suffix == ".toml"
 
         class WithFile(cls):  # type: ignore[valid-type, misc]
@@ -232,7 +233,7 @@ class ServerConfig(BaseSettings, EngineConfig):
     def load_with(
         cls, command: str, about: str, own: dict[str, dict[str, Any]], arguments: Sequence[str]
     ) -> tuple[Namespace, Self]:
-        """Read the options of a command, each with arguments of argparse, and those of the server."""
+        """Read a command's own options (`own`: name to argparse arguments) and those of the server."""
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
         for name, settings in own.items():
             parser.add_argument(f"--{name}", **settings)

@@ -1,7 +1,6 @@
-"""The asyncio clock: queue to engine, engine to streams. Knows no protocol and no tensors.
+"""The asyncio loop that moves requests from queue to engine, and events from engine to streams.
 
-The engine steps in a process of its own (`worker.remote`). Ends and new requests that arrive meanwhile are sent to it
-by `run` alone. So there are no locks.
+The engine runs in its own process (`worker.remote`). Only `run` sends it new requests and ends, so there are no locks.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 # A request is due this long after its arrival, or when it has to start to keep its deadline, if that is sooner. Each
 # step of priority makes it due earlier. So a request's place is known at its arrival and can only move forward.
 PATIENCE_SECONDS = 10.0
-_UNFED = Aborted("the request was ended while no engine had it")
+_UNFED = Aborted("the request was ended while the engine restarted")
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class _Ending:
 
     @property
     def is_read(self) -> bool:
-        """Whether somebody reads the terminal events."""
+        """Whether a reader needs the terminal events."""
         return self.error is None and self.reason is FinishReason.ABORTED
 
 
@@ -82,7 +81,7 @@ class Driver:
         self._kv_events = kv_events
         self._recovery = Recovery()
         self._stopping = asyncio.Event()
-        self._retiring: set[str] = set()  # adapters that go when their last request has ended
+        self._retiring: set[str] = set()  # adapters to unload when their last request has ended
         self._loading: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------- the clock
@@ -97,7 +96,7 @@ class Driver:
                     self._report_load()
                 if (output := await self.host.turn(self._wake)) is not None:
                     self._emit(output)
-            except Exception as error:  # noqa: BLE001  # whatever it is, every stream must end or go on; logged
+            except Exception as error:  # noqa: BLE001  # every stream must end or continue; logged
                 if not await self._recover(error):
                     return
 
@@ -116,7 +115,7 @@ class Driver:
                 self._fail(stream, ending.error, ending.reason)
 
     def _admit(self) -> None:
-        acquitted, fed = self._recovery.next()  # requests that a failed engine had
+        acquitted, fed = self._recovery.next()  # requests of the failed engine
         if acquitted is not None:
             self.host.drop(acquitted.request_id, FinishReason.CANCELLED)
             self._end_unfed(acquitted)
@@ -134,14 +133,14 @@ class Driver:
             self._feed(stream)
 
     def _feed(self, stream: OutputStream) -> None:
-        """Add a request to the engine, with what it has emitted before, if it is continued."""
+        """Add a request to the engine, with the tokens that it has emitted, if it is resubmitted."""
         try:
             self.host.add(stream.continued())
         except Exception as error:  # noqa: BLE001  # the request was checked before it was queued, so the fault is ours; logged
             self._fault(stream, "the engine refused the request", error)
             return
         for output in stream.outputs:
-            if output.is_stopped and not output.has_ended:  # an earlier engine got this order, this one did not
+            if output.is_stopped and not output.has_ended:  # an earlier engine received this order, this one did not
                 self.host.finish(stream.request_id, FinishReason.STOP, output.index, output.num_tokens)
 
     def _emit(self, output: StepOutput) -> None:
@@ -149,7 +148,7 @@ class Driver:
             self._kv_events.publish(output.cache_changes)
         for event in output.events:
             stream = self._live.get(event.request_id)
-            if stream is not None:  # else the fault of another output has just ended it
+            if stream is not None:  # else an error of another output has just ended it
                 self._deliver(stream, event)
         if output.stats is not None:
             self._metrics.steps.observe(output.stats)
@@ -159,13 +158,13 @@ class Driver:
         self._report_load()
 
     async def _recover(self, error: Exception) -> bool:
-        """Restart the engine after a failure; whether it runs again. Its requests are then fed to it once more."""
+        """Restart the engine after a failure and return whether it runs. Its requests are then resubmitted."""
         running = [s for s in self.live() if s.timeline.started is not None and s not in self._recovery]
         logger.error("the engine failed with %d requests", len(running), exc_info=error)
         if self._kv_events is not None:
             self._kv_events.clear()
         await self._supervisor.lost()
-        was_killed = isinstance(error, EngineCrashed) and error.status == -signal.SIGKILL  # which we did not send
+        was_killed = isinstance(error, EngineCrashed) and error.status == -signal.SIGKILL  # not sent by this server
         guilty = self._recovery.crashed(running, was_killed=was_killed)
         for request_id in list(self._endings):
             self._end_unfed(self._live[request_id])
@@ -180,7 +179,7 @@ class Driver:
         return False
 
     def _end_unfed(self, stream: OutputStream) -> None:
-        """End a request that no engine has now, if it was to end; only an end that is read needs an engine."""
+        """End a request that no engine has, if its end was ordered; only an end with a reader needs an engine."""
         ending = self._endings.get(stream.request_id)
         if ending is None:
             return
@@ -189,19 +188,19 @@ class Driver:
             self._fail(stream, ending.error or _UNFED, ending.reason)
 
     def _convict(self, stream: OutputStream) -> None:
-        """End a request that crashed the engine again and again without others, and describe it in the log."""
+        """End a request that repeatedly crashed the engine while it ran alone, and log its parameters."""
         request, crashes = stream.request, self._recovery.num_crashes(stream)
         emitted = [output.num_tokens for output in stream.outputs]
         about = f"{len(request.token_ids)} prompt tokens, {emitted} emitted, {shown(request.sampling, 1000)}"
-        problem = "request %s crashed the engine %d times, at last without other requests, and is ended: %s, %s"
+        problem = "request %s crashed the engine %d times, the last times without other requests; it is ended: %s, %s"
         logger.error(problem, stream.request_id, crashes, about, request.speculation)
         self._supervisor.discount(crashes)
-        self._fail(stream, RequestFailed("the engine failed each time that it served this request"))
+        self._fail(stream, RequestFailed("the engine failed each time it ran this request"))
 
-    # ------------------------------------------------------------------------------------ what callers ask meanwhile
+    # ------------------------------------------------------------------------------------ calls of the front ends
 
     def require_open(self, caller: str = "") -> None:
-        """Raise Unavailable or QueueFull if no request of a caller can be accepted, before any work is done for one."""
+        """Raise Unavailable or QueueFull if no request of the caller can be accepted now; cheap, so checked first."""
         self._lifecycle.require_ready()
         self.queue.require_room(caller, outlook=self._turns.outlook(caller, self.estimates))
 
@@ -209,7 +208,7 @@ class Driver:
         self, request: Request, remaining: float = math.inf, *, asides: Asides = NO_ASIDES,
         starts_in_reasoning: bool = False,
     ) -> OutputStream:  # fmt: skip
-        """Return the stream of a checked request, to be submitted; its caller waits for `remaining` seconds."""
+        """Return the stream of a validated request, to be submitted; its deadline is in `remaining` seconds."""
         sampling, model_ends = request.sampling, self._engine.facts.limits.eos_token_ids
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model_ends)}
         return OutputStream(
@@ -218,19 +217,19 @@ class Driver:
         )  # fmt: skip
 
     def submit(self, stream: OutputStream) -> None:
-        """Queue the request of this stream, in which its outputs arrive.
+        """Queue the request of this stream, which receives its outputs.
 
         Raises:
-            Unavailable: the server starts, drains or failed.
+            Unavailable: the server is starting, draining or failed.
             DuplicateRequest: a live request has this id.
-            QueueFull: the queue's bound in requests, tokens or seconds is reached.
+            QueueFull: the queue's limit on requests, tokens or seconds is reached.
             DeadlinePassed: its deadline has passed, or will pass before it can be served.
-            NotFound: its adapter was unloaded since it was checked.
+            NotFound: its adapter was unloaded after the check.
         """
         request = stream.request
         self.require_open(request.caller)
         if request.adapter is not None and request.adapter not in self.adapters:
-            raise NotFound(f"adapter is {shown(request.adapter)}, which is not loaded any more")
+            raise NotFound(f"adapter is {shown(request.adapter)}, which was unloaded")
         if request.request_id in self._live:
             raise DuplicateRequest(f"request_id {stream.own_id!r} is live")
         now, max_len = self._clock(), max_len_of(request, self._engine)
@@ -254,7 +253,7 @@ class Driver:
         """Load an adapter; return its fingerprint. Raises AdapterExists, ModelError, or Unavailable in a restart."""
         self._lifecycle.require_ready()
         if name in self._engine.adapters or name in self._loading:
-            in_use = "; requests still use it, after which it is gone" if name in self._retiring else ""
+            in_use = " and is being unloaded: requests still use it" if name in self._retiring else ""
             raise AdapterExists(f"adapter {shown(name)} is loaded{in_use}")
         self._loading.add(name)
         try:
@@ -263,14 +262,14 @@ class Driver:
             self._loading.remove(name)
 
     def unload_adapter(self, name: str) -> None:
-        """Let no new request use an adapter, and unload it when its last request has ended. Raises NotFound."""
+        """Refuse an adapter to new requests, and unload it when its last request has ended. Raises NotFound."""
         if name not in self.adapters:
             raise NotFound(f"adapter is {shown(name)}, which is not loaded")
         self._retiring.add(name)
         self._retire()
 
     def _retire(self) -> None:
-        """Unload what no live request uses any more."""
+        """Unload retired adapters that no live request uses."""
         for name in self._retiring - {stream.request.adapter for stream in self._live.values()}:
             self._retiring.remove(name)
             if name in self._engine.adapters:  # else an engine lost it
@@ -283,9 +282,9 @@ class Driver:
         return tuple(self._live.values())
 
     def end(self, stream: OutputStream, reason: FinishReason, error: PilotfishError | None = None) -> None:
-        """End a request: at once if no engine has it, before the next step if it runs; do nothing if it has ended.
+        """End a request: immediately if no engine has it, before the next step if it runs; do nothing if it has ended.
 
-        The stream identifies it, not the id: after its end another caller may have used the same id.
+        The stream identifies the request, not its id, which may have been reused after its end.
         """
         if stream.ended:
             return
@@ -308,7 +307,7 @@ class Driver:
     # -------------------------------------------------------------------------------------------- one request's end
 
     def _deliver(self, stream: OutputStream, event: TokenEvent) -> None:
-        """Give one event to its output. An error of it, or an exception here, ends only this request."""
+        """Pass one event to its output. An ERROR event, or an exception here, ends only this request."""
         output, end = stream.outputs[event.index], event.finished
         if end is not None and end.reason is FinishReason.ERROR and not output.is_stopped:
             self.host.drop(stream.request_id, FinishReason.CANCELLED)  # its other outputs end with it
@@ -322,7 +321,7 @@ class Driver:
             self._fail(stream, error)
             return
         except Exception as error:  # noqa: BLE001  # `_fault` logs it
-            self._fault(stream, "the output could not be turned into text", error)
+            self._fault(stream, "the output could not be detokenized", error)
             return
         if is_stopped:
             self.host.finish(stream.request_id, FinishReason.STOP, event.index, output.num_tokens)
@@ -333,7 +332,7 @@ class Driver:
             self._metrics.requests.deliver(output.timeline, previous)
 
     def _fault(self, stream: OutputStream, problem: str, error: Exception) -> None:
-        """End one request for its own fault: its caller gets `problem`, the log gets the exception."""
+        """End one request after an internal error: its caller receives `problem`, the exception is logged."""
         self.host.drop(stream.request_id, FinishReason.ERROR)
         logger.error("request %s: %s", stream.request_id, problem, exc_info=error)
         self._fail(stream, RequestFailed(problem))
@@ -368,13 +367,13 @@ class Driver:
         self._metrics.requests.set_load(0, 0, 0.0)
 
     def _require_time(self, caller: str, remaining: float, due: float, work: float) -> None:
-        """Raise DeadlinePassed if the time left is less than wait and service take at least."""
+        """Raise DeadlinePassed if the remaining time is shorter than the minimum of wait and service."""
         if remaining == math.inf:
             return
         wait = self._turns.least_wait(caller, due, self.estimates)
         if wait + work > max(remaining, 0.0) or remaining <= 0:
             problem = f"the deadline is in {max(remaining, 0.0):.3g} seconds"
-            raise DeadlinePassed(f"{problem}; by now's estimate it takes {wait:.3g} to start and {work:.3g} to end")
+            raise DeadlinePassed(f"{problem}; estimated wait {wait:.3g}, service {work:.3g}")
 
     def _report_load(self) -> None:
         engine = self._engine

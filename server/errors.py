@@ -45,7 +45,7 @@ class AdapterExists(PilotfishError):
 
 
 class ResumeRefused(PilotfishError):
-    """Expected: a stream cannot be resumed here: the server has another model, or regenerated other tokens."""
+    """Expected: a stream cannot be resumed here: the server has another model, or the regenerated tokens differ."""
 
 
 class DeadlinePassed(PilotfishError):

@@ -9,7 +9,7 @@ from server.errors import Unavailable
 
 
 class State(StrEnum):
-    """States of the server. READY may change to RECOVERING and back, DRAINING only to FAILED; FAILED is final."""
+    """States of the server. READY can change to RECOVERING and back, DRAINING only to FAILED; FAILED is final."""
 
     STARTING = "starting"
     READY = "ready"
@@ -31,7 +31,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.state = State.STARTING
-        self.progress = "starting"  # the current stage of loading, in words
+        self.progress = "starting"  # description of the current loading stage
         self._listeners: list[Callable[[State], Awaitable[None]]] = []
 
     def listen(self, listener: Callable[[State], Awaitable[None]]) -> None:

@@ -38,29 +38,29 @@ class EngineView(Protocol):
     def has_room(self) -> bool: ...
 
     def speculation_of(self, request: Request) -> SpeculationSettings: ...
-    def check(self, request: Request) -> None: ...  # raises InvalidRequest or Unsupported where the engine would
+    def check(self, request: Request) -> None: ...  # raises InvalidRequest or Unsupported like the engine
 
 
 log = logging.getLogger(__name__)
 
 PLAIN = PlainFormat()
 Progress = Callable[[str], None]
-# Of a structure, and the tokens received of each output: `RemoteEngine.compile`.
+# Compiles a structure and checks the tokens received of each output: `RemoteEngine.compile`.
 CompileGrammar = Callable[[Guided, Sequence[tuple[int, ...]]], Awaitable[None]]
 
 
 def read_text(config: EngineConfig) -> tuple[Codec | None, ChatTemplate | None]:
-    """Read tokenizer and chat template. They need no engine. Raises ModelError if they cannot be used."""
+    """Load tokenizer and chat template, without the engine. Raises ModelError if they cannot be used."""
     codec = Codec.load(config.target, config.revision)
     if codec is None:
         return None, None
-    _ = codec.longest_token  # else the first request would wait for it
+    _ = codec.longest_token  # so that the first request does not wait for it
     return codec, ChatTemplate.load(config.target, config.revision)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A loaded model and everything that requests need of it."""
+    """A loaded model: its engine, tokenizer, chat template, call format and fingerprint."""
 
     name: str
     draft_name: str | None
@@ -69,19 +69,19 @@ class ServedModel:
     codec: Codec | None  # None: the checkpoint has no tokenizer, so requests and answers contain only token ids
     compile_grammar: CompileGrammar | None = None  # None: guided decoding is not available
     chat: ChatTemplate | None = None  # None: the model accepts prompts, but no conversations
-    format: ChatFormat = PLAIN  # how the model writes reasoning and calls
-    fingerprint: str = ""  # names all that the tokens depend on besides the request (`fingerprint.py`)
+    format: ChatFormat = PLAIN  # notation of reasoning and calls
+    fingerprint: str = ""  # identifies everything besides the request on which tokens depend (`fingerprint.py`)
 
     @classmethod
     def around(
         cls, engine: EngineView, compile_grammar: CompileGrammar, config: EngineConfig, codec: Codec | None,
         chat: ChatTemplate | None,
     ) -> ServedModel:  # fmt: skip
-        """Put all together for a loaded engine, whose structures `compile_grammar` compiles if the model has any."""
+        """Assemble the model of a loaded engine; `compile_grammar` compiles structures for guided decoding."""
         if problem := structure_problem(
             codec, engine.facts.limits.vocab_size, tuple(engine.facts.limits.eos_token_ids)
         ):
-            log.info("no structured output: %s", problem)
+            log.info("guided decoding is not available: %s", problem)
         draft_name = ", ".join(map(model_name, config.draft)) or None
         return cls(
             model_name(config.target),
@@ -96,7 +96,7 @@ class ServedModel:
         )
 
     def fingerprint_with(self, adapter: str | None) -> str:
-        """Return a name for all that the tokens of a request with this adapter depend on, besides the request."""
+        """Return the fingerprint for requests with this adapter."""
         if adapter is None:
             return self.fingerprint
         both = f"{self.fingerprint} {self.engine.adapters[adapter].fingerprint}"
@@ -116,19 +116,19 @@ def model_name(source: str) -> str:
     return Path(source).resolve().name if Path(source).exists() else source
 
 
-VERSION = 1  # to be increased when sampling gives other tokens for the same logits, seed and position
+VERSION = 1  # increase it when sampling changes for the same logits, seed and position
 _WHOLE = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
-_SAMPLE = 4096  # bytes that are read of each part of a file with weights
-_PART, _MOST_PARTS = 1 << 20, 2048  # bytes of a part at least; parts of a file at most
+_SAMPLE = 4096  # bytes sampled from each part of a weight file
+_PART, _MOST_PARTS = 1 << 20, 2048  # minimum bytes of a part; maximum parts of a file
 
 
 def fingerprint(config: EngineConfig, dtype: str) -> str:
     """Return 16 hexadecimal digits that depend on the target's files and on the types of weights, activations and K/V.
 
-    Small files are read whole, weights in samples: of each MiB 4 KiB, of large files fewer. Drafts do not count,
-    nor does the machine: float results of two kinds of machines may differ in the last bits.
+    Small files are read whole, weights are sampled: 4 KiB of each MiB, fewer of large files. Drafts are not included,
+    nor is the machine: float results of different CPUs or GPUs may differ in the last bits.
     """
     kept = "" if config.kv_cache_dtype == "auto" else f" {config.kv_cache_dtype}"
     digest = hashlib.blake2b(f"{VERSION} {config.weights} {dtype}{kept}".encode(), digest_size=8)

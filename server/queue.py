@@ -12,7 +12,7 @@ from operator import attrgetter
 from engine.types import Request
 from server.errors import QueueFull
 
-SERVICE_SHARE = 0.1  # a request may always wait for this share of the estimated service time
+SERVICE_SHARE = 0.1  # a request may always wait for this share of its estimated service time
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Whose turn it is: which caller's request the engine gets next, and how long one that arrives now will wait for it.
+"""Fair scheduling between callers: whose request the engine runs next, and estimates of the wait of new requests.
 
-Estimates come from recent steps and requests. An unknown duration counts as zero, and what was measured minutes ago is
-unknown. So no request is refused on a guess. The check of a deadline is optimistic: a request is refused only if it
-would be late even at the best recent speed, if all outputs before it were as short as the shortest recent ones, and if
-its own had the fewest possible tokens. The queue's bound in seconds uses the most likely values.
+Estimates come from recent steps and requests. Unknown durations, and those measured minutes ago, count as zero, so no
+request is refused on a guess. The deadline check is optimistic: a request is refused only if it would be late even at
+the best recent speed, with outputs before it as short as the shortest recent ones, and with the minimum number of
+tokens of its own. The queue's limit in seconds uses the expected values.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from server.streams.stream import OutputStream, Timeline
 
 
 def max_len_of(request: Request, engine: EngineView) -> int:
-    """Return the most tokens of a request's prompt and of an output."""
+    """Return the maximum number of tokens of prompt and output."""
     return request.max_len(engine.facts.limits.max_model_len, engine.config.max_output_tokens)
 
 
 class CallerTurns:
-    """Callers in the queue and in the engine. Each can have an equal part of the places, however many requests wait."""
+    """Callers in the queue and in the engine. Each gets an equal share of the places, however many it has queued."""
 
     def __init__(self, queue: AdmissionQueue, engine: EngineView, live: Mapping[str, OutputStream]) -> None:
         self._queue, self._engine, self._live = queue, engine, live
-        self._running: list[tuple[Request, int]] | None = None  # outputs in the engine; None: to be computed
-        self._outlooks: dict[str, Outlook] = {}  # by caller: hundreds may be refused between two steps
+        self._running: list[tuple[Request, int]] | None = None  # outputs in the engine; None: not computed yet
+        self._outlooks: dict[str, Outlook] = {}  # by caller; cached because hundreds may be refused between two steps
 
     def renew(self) -> None:
-        """Requests have come, started or ended, or outputs have got tokens."""
+        """Drop cached values: requests have arrived, started or ended, or outputs have new tokens."""
         self._running = None
         self._outlooks.clear()
 
     def next(self) -> str | None:
-        """Return whose request the engine gets next, if any: the caller's of whom it has the fewest outputs.
+        """Return the caller whose request the engine runs next, if any: the one with the fewest outputs in it.
 
-        Without room it gets what may displace others: up to an equal part of the places. Beyond that it gets one
-        request of each caller, so that it can give a free place to the one who has had the fewest tokens.
+        Without room, a caller below an equal share may displace others. Beyond that the engine holds one request of
+        each caller, so that it can give a free place to the caller with the fewest tokens so far.
         """
         if not self._queue:
             return None
@@ -56,22 +56,22 @@ class CallerTurns:
         return next((c for c in waiting if held[c] < part or (part and c not in unserved)), None)
 
     def outlook(self, caller: str, estimates: Estimates) -> Outlook:
-        """Return the likely outlook of a new request of a caller, behind all its others."""
+        """Return the expected outlook of a caller's new request, behind all its others."""
         if caller not in self._outlooks:
             self._outlooks[caller] = estimates.outlook(*self._before(caller, math.inf, estimates, likely=True))
         return self._outlooks[caller]
 
     def least_wait(self, caller: str, due: float, estimates: Estimates) -> float:
-        """Return the fewest seconds until a request of a caller that is due at `due` can have a place."""
+        """Return the minimum seconds until a caller's request that is due at `due` can have a place."""
         return estimates.wait(*self._before(caller, due, estimates, likely=False), likely=False)
 
     def _before(
         self, caller: str, due: float, estimates: Estimates, *, likely: bool
     ) -> tuple[list[float], list[float]]:
-        """Return the tokens left of running and of waiting outputs before a request of a caller; none if it can start.
+        """Return the remaining tokens of running and waiting outputs before a caller's request; none if it can start.
 
-        It can while its caller has less than an equal part of the places: others' requests do not come before it then.
-        Else it is likely to get the place of an output of its caller's, and may get any.
+        It can while its caller has less than an equal share of the places, because others' requests then do not precede
+        it. Else it probably gets the place of one of its caller's outputs, and at best any place.
         """
         ahead, outputs, held = self._queue.ahead(due, caller), self._outputs, self._held[caller]
         waiting = [(request, 0) for request in ahead for _ in range(request.sampling.n)]
@@ -85,19 +85,19 @@ class CallerTurns:
         return left, behind
 
     def _lengths(self, output: tuple[Request, int]) -> tuple[int, int, int]:
-        """Return an output's number of tokens, the number that it has for certain, and the maximum."""
+        """Return an output's current, minimum and maximum number of tokens."""
         request, tokens = output
         max_len = max_len_of(request, self._engine)
         return tokens, sure_tokens(request, max_len), max_len - len(request.token_ids)
 
     def _equal_part(self, caller: str) -> int:
-        """Return the places that a caller can have beside the other live ones; 0 if there is no other one."""
+        """Return the places of a caller's equal share; 0 if no other caller is live."""
         callers = {stream.request.caller for stream in self._live.values()} | {caller}
         return max(1, self._engine.config.max_batch_size // len(callers)) if len(callers) > 1 else 0
 
     @property
     def _outputs(self) -> list[tuple[Request, int]]:
-        """The outputs that the engine has: request and number of tokens of each."""
+        """The outputs in the engine: request and number of tokens of each."""
         if self._running is None:
             started = [stream for stream in self._live.values() if stream.timeline.started is not None]
             outputs = ((stream.request, output) for stream in started for output in stream.outputs)
@@ -106,20 +106,20 @@ class CallerTurns:
 
     @property
     def _held(self) -> Counter[str]:
-        """How many of them each caller has."""
+        """The number of them per caller."""
         return Counter(request.caller for request, _ in self._outputs)
 
 
-_MOST_WEIGHT = 10.0  # a mean is that of about so many values
+_MOST_WEIGHT = 10.0  # a mean covers about this many values
 _FADE_SECONDS = 30.0  # in which a value loses a factor of e of its weight
-_UNKNOWN = 0.5  # weight of all values together below which nothing is known: 20 s after one value, 90 s after many
-_RISE = 0.02  # share of the difference by which the least value rises with each one that is greater
+_UNKNOWN = 0.5  # below this total weight a value is unknown: 20 s after one value, 90 s after many
+_RISE = 0.02  # share of the difference by which the minimum rises with each greater value
 _KEEP = 0.995  # factor per step, for sums in which older steps count less
-RETRY_SECONDS = (1.0, 0.1, 30.0)  # hint for a refused caller: if nothing is known; minimum; maximum
+RETRY_SECONDS = (1.0, 0.1, 30.0)  # retry hint of a refused caller: default; minimum; maximum
 
 
 class RecentValues:
-    """Mean and least of recent values; newer ones count more, and all fade with time."""
+    """Mean and minimum of recent values; newer ones count more, and all decay with time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._weight, self._then = clock, 0.0, clock()
@@ -132,7 +132,7 @@ class RecentValues:
         self._mean += (value - self._mean) / self._weight if weight >= _UNKNOWN else value - self._mean
 
     def value(self, *, likely: bool) -> float | None:
-        """Return the mean if the `likely` value is wanted, else the least; None if nothing is known."""
+        """Return the mean if `likely`, else the minimum; None if unknown."""
         known = self._now_weight >= _UNKNOWN
         return (self._mean if likely else self._least) if known else None
 
@@ -142,15 +142,16 @@ class RecentValues:
 
 
 class Estimates:
-    """What recent steps, and recent requests that ended, say of those to come."""
+    """Estimates from recent steps and recently ended requests."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._service = RecentValues(clock)  # seconds that a request spends in the engine
         self._used = RecentValues(clock)  # share of their maximum length that ended outputs used
-        self._reading = RecentValues(clock)  # seconds per prompt token, as the engine expects
+        self._reading = RecentValues(clock)  # seconds per prompt token, from the engine's cost model
         self._unread = RecentValues(clock)  # share of a prompt that the prefix cache did not have
         self._decode_seconds: tuple[float, ...] = ()  # as `StepStats` has them
-        # Seconds between two tokens of an output over those of a step without drafts, and how many decoded then.
+        # Seconds between two tokens of an output relative to a step without drafts, and the number of decoding
+        # sequences.
         self._pace_ratio, self._decoding = RecentValues(clock), RecentValues(clock)
         self._rounds = self._drafted = self._accepted = 0.0  # sums in which older steps count less
 
@@ -162,7 +163,7 @@ class Estimates:
         decoding = sum(forward.sequences for forward in stats.forwards if forward.kind == "verify")
         self._decode_seconds = stats.decode_seconds
         expected = self._expected(decoding)
-        if stats.generated_tokens and decoding and expected:  # a sequence in prefill gets no tokens and slows no other
+        if stats.generated_tokens and decoding and expected:  # a prefill gets no tokens and slows no other
             self._pace_ratio.add(seconds * decoding / stats.generated_tokens / expected)
             self._decoding.add(decoding)
         if stats.prompt_tokens and stats.prompt_token_seconds:
@@ -186,27 +187,27 @@ class Estimates:
             self._service.add(timeline.ended - timeline.started)
 
     def end_output(self, tokens: int, most: int) -> None:
-        """Include an output that ended with `tokens` tokens, for any reason; at most `most` were allowed.
+        """Include an output that ended with `tokens` of at most `most` tokens, for any reason.
 
-        What counts is when its place became free. So an output that its caller cancelled is as long as it was then: its
-        full length is not known, but nobody waits for that.
+        An output that its caller cancelled counts with its length at that time, because that is when its place became
+        free.
         """
         self._used.add(tokens / most)
 
     def left(self, outputs: Iterable[tuple[int, int, int]], *, likely: bool) -> list[float]:
-        """Return the numbers of further tokens of outputs: each has `tokens` of at least `sure` and at most `most`.
+        """Return the numbers of remaining tokens of outputs with `tokens` of at least `sure` and at most `most` each.
 
-        Most outputs end before their maximum, so that is scaled by the share of it that ended outputs used: the mean or
-        the least.
+        Most outputs end before their maximum, so it is scaled by the mean (or minimum) share of it that ended outputs
+        used.
         """
         used = self._used.value(likely=likely) or 0.0
         return [max(0.0, sure - tokens, most * used - tokens) for tokens, sure, most in outputs]
 
     def wait(self, left: Iterable[float], ahead: Iterable[float], *, likely: bool) -> float:
-        """Return the seconds until a request has a place that comes after others, which wait `ahead` of it.
+        """Return the seconds until a request has a place, behind others that wait `ahead` of it.
 
-        `left` and `ahead` are the tokens that each running and each waiting output needs. Example: [10, 30] and a token
-        per second. Behind [], [20], [20, 20]: 10 s, 10 + 20 s, and again 30 s.
+        `left` and `ahead` are the remaining tokens of each running and each waiting output. Example: [10, 30] and a
+        token per second. Behind [], [20], [20, 20]: 10 s, 10 + 20 s, and again 30 s.
         """
         places = list(left)
         pace = self._pace(len(places), likely=likely)
@@ -225,19 +226,19 @@ class Estimates:
         return ratio * self._expected(decoding if likely else min(decoding, int(fewest)))
 
     def _expected(self, decoding: int) -> float:
-        """Seconds that the engine expects of a step without drafts in which so many sequences decode; 0: not known."""
+        """The engine's estimate of a step without drafts with this many decoding sequences, in seconds; 0: unknown."""
         known = self._decode_seconds
         return known[min(max(0, decoding - 1).bit_length(), len(known) - 1)] if known else 0.0
 
     def work(self, request: Request, max_len: int, running: int) -> float:
-        """Return the seconds from the start of `request`, beside `running` outputs, to the last token that is sure."""
+        """Return the seconds from the start of `request`, beside `running` outputs, to its last certain token."""
         reading, unread = (values.value(likely=False) for values in (self._reading, self._unread))
         pace = self._pace(running + 1, likely=False) or 0.0
         seconds = request.num_tokens * (reading or 0.0) * (1.0 if unread is None else unread)
         return seconds + (least_tokens(request, max_len) - 1) * pace
 
     def outlook(self, left: Sequence[float], ahead: Sequence[float]) -> Outlook:
-        """Return the likely outlook of a request that waits behind others; `left` and `ahead` as for `wait`."""
+        """Return the expected outlook of a request behind others; `left` and `ahead` as for `wait`."""
         wait, service = self.wait(left, ahead, likely=True), self._service.value(likely=True)
         unknown, least, most = RETRY_SECONDS
         retry = unknown if service is None else min(most, max(least, wait))
@@ -245,15 +246,15 @@ class Estimates:
 
 
 def least_tokens(request: Request, max_len: int) -> int:
-    """Return the number of tokens that an output still gets for certain, at least 1."""
+    """Return the minimum number of remaining tokens of an output, at least 1."""
     emitted = min((len(output.token_ids) for output in request.received if not output.has_ended), default=0)
     return max(1, sure_tokens(request, max_len) - emitted)
 
 
 def sure_tokens(request: Request, max_len: int) -> int:
-    """Return the number of tokens of an output before which it cannot end, unless its caller leaves.
+    """Return the minimum number of tokens of an output, unless its caller disconnects.
 
-    It has the full length only if nothing but `max_len` can end it; else it has `min_tokens`.
+    It is `max_len` if nothing else can end the output, else `min_tokens`.
     """
     sampling = request.sampling
     may_end = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids or sampling.guided

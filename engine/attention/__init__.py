@@ -1,4 +1,4 @@
-"""Attention over the KV arena: one contract, several implementations, one registry."""
+"""Attention over the K/V arena: one interface, several implementations, one registry."""
 
 from engine.attention.registry import Attend, choose, fitting
 

@@ -1,4 +1,4 @@
-"""Attention by our own C kernel, on CPUs: all sequences in one call, K/V read where it lies (`native/attention.c`)."""
+"""Attention by our C kernel, on CPUs: all sequences in one call, K/V read in place (`native/attention.c`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attend(
     *,
     otherwise: Callable[..., Tensor] = sdpa.attend,
 ) -> Tensor:
-    """Same contract as `reference.attend`. Sizes, types and machines that the kernel is not for take `otherwise`."""
+    """Same contract as `reference.attend`. Unsupported sizes, types and machines use `otherwise`."""
     bits = BITS.get(query.dtype)
     if library() is None or bits is None or not query.is_cpu or not all(map(partial(_reads, query), (query, k, v))):
         return otherwise(query, k, v, batch, spec)
@@ -55,7 +55,7 @@ def attend(
 
 
 def _reads(query: Tensor, x: Tensor) -> bool:
-    """Whether the kernel reads heads like those of `x`."""
+    """Whether the kernel supports heads like those of `x`."""
     beside = x.stride(1) == x.shape[2] or x.shape[1] == 1 or x is query
     return (x.dtype == query.dtype or is_rounded(x)) and not width_of(x) % _LANES and beside
 
@@ -63,7 +63,7 @@ def _reads(query: Tensor, x: Tensor) -> bool:
 def args_of(batch: RaggedBatch, heads: int, kv_heads: int, dim: int) -> AttentionArgs:
     """The kernel's arguments for a batch, without the tensors of a layer. Valid as long as `batch` is.
 
-    Values are as wide as keys, and heads lie beside each other without gaps.
+    Values are as wide as keys, and heads are adjacent.
     """
     where, sequences = batch.once("native", partial(_where, batch)), len(batch.kv_lens)
     start = where.data_ptr()
@@ -85,7 +85,7 @@ def args_of(batch: RaggedBatch, heads: int, kv_heads: int, dim: int) -> Attentio
 
 
 def _where(batch: RaggedBatch) -> Tensor:
-    """First rows `[B + 1]`, lengths `[B]` and page tables `[B, width]` of a batch one after another, in int32."""
+    """First rows `[B + 1]`, lengths `[B]` and page tables `[B, width]` of a batch, concatenated, in int32."""
     width = max(map(len, batch.page_tables))
     tables = chain.from_iterable((*table, *(0,) * (width - len(table))) for table in batch.page_tables)
     return torch.tensor([*batch.cu_seqlens, *batch.kv_lens, *tables], dtype=torch.int32)

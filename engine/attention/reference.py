@@ -1,4 +1,4 @@
-"""What a layer's attention computes (`AttentionSpec`), and the formula in plain torch: the oracle of the others."""
+"""The attention of a layer (`AttentionSpec`) and its formula in plain torch: the oracle of the implementations."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class AttentionSpec:
 
     scale: float
     window: int | None = None  # a token sees the `window` newest positions, its own included
-    chunk: int | None = None  # positions are cut into chunks of this length; a token sees those of its own chunk
+    chunk: int | None = None  # positions are divided into chunks of this length; a token sees only its own chunk
     softcap: float | None = None  # scores become tanh(score / softcap) * softcap
-    sinks: Tensor | None = None  # [heads], one more score for each query head, which has no value
+    sinks: Tensor | None = None  # [heads], an additional score per query head, without a value
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """Window and chunk: layers with the same reach see the same keys, and share masks and plans."""
+        """Window and chunk: layers with the same reach see the same keys and share masks and plans."""
         return self.window, self.chunk
 
     def oldest(self, position: int) -> int:
@@ -65,7 +65,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, spe
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of scores `[kv_heads, group, t, j]`; a sink gets a share of the weight and has no value."""
+    """Weights of scores `[kv_heads, group, t, j]`; a sink takes part of the weight and has no value."""
     if sinks is None:
         return scores.softmax(-1)
     sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)

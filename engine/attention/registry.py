@@ -1,4 +1,4 @@
-"""Which attention implementation runs, and the hook by which transformers' models call it."""
+"""Selects the attention implementation, and provides the hook by which transformers' models call it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from engine.native import library
 
 log = logging.getLogger(__name__)
 
-# Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
+# Our name in transformers' registry. It must NOT be registered in its mask interface, so that no mask is built.
 ATTENTION_NAME = "pilotfish_ragged"
-# What layers pass besides, and what changes nothing of inference over our arena.
+# Further arguments of layers, without effect on inference over our arena.
 _HARMLESS = frozenset(
     {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"}
 )
@@ -42,8 +42,8 @@ class Ragged:
     batch: RaggedBatch
     arena: KVArena
     attend: Attend
-    states: object = None  # of the pass (`recurrent.arena.PassStates`), for the layers of a decoder that keep some
-    embedded: Tensor | None = None  # what its first layer reads, [1, T, width], for later ones that read it too
+    states: object = None  # of the pass (`recurrent.arena.PassStates`), for the recurrent layers of a decoder
+    embedded: Tensor | None = None  # input of its first layer, [1, T, width], for later layers that also read it
 
     def attend_layer(
         self,
@@ -63,7 +63,7 @@ _PASS: ContextVar[Ragged | None] = ContextVar("pass", default=None)  # that a mo
 
 @contextmanager
 def running(ragged: Ragged) -> Iterator[None]:
-    """Within it transformers' models run a pass over this batch: not all of their layers pass keywords on."""
+    """Context in which transformers' models run a pass over this batch; not all of their layers forward keywords."""
     token = _PASS.set(ragged)
     try:
         yield
@@ -82,7 +82,7 @@ _BY_NAME: Mapping[str, Attend] = {
 
 
 def choose(name: AttentionKind, device: torch.device, *, row_wise: bool = False) -> Attend:
-    """Pick an implementation; `auto` is the fastest, or with `row_wise` the fastest in which rows are independent.
+    """Choose an implementation; `auto` is the fastest, or with `row_wise` the fastest with independent rows.
 
     `fixed` is the fastest in which a row's bits depend neither on other rows nor on the number of threads.
 
@@ -110,10 +110,10 @@ def choose(name: AttentionKind, device: torch.device, *, row_wise: bool = False)
 def fitting(
     name: AttentionKind, device: torch.device, self_test: Callable[[Attend], None], *, row_wise: bool = False
 ) -> Attend:
-    """As `choose`; where `auto` takes our kernel and `self_test` fails because it does not compile or fit, torch's own.
+    """As `choose`, but if `auto` selects our kernel and it does not compile or fit in `self_test`, use torch's.
 
     Raises:
-        ModelError: it was asked for by name; or whatever else `self_test` raises.
+        ModelError: the kernel was selected by name; or any other error of `self_test`.
     """
     chosen = choose(name, device, row_wise=row_wise)
     try:

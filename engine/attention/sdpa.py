@@ -37,8 +37,8 @@ def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: Attent
 def attend_rows(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:
     """Same contract as `reference.attend`, one row at a time: a row's bits depend on its own sequence only.
 
-    A verified draft and a decoded token are then the same operation on operands of the same shape. int8 models need
-    this: rounding to int8 may turn a difference in the last bit into a whole step.
+    Verification and decoding are then the same operation on operands of the same shape. int8 models need this, because
+    rounding to int8 can turn a difference in the last bit into a whole step.
     """
     out = query.new_empty(*query.shape[:2], width_of(v))
     for i, kv_len in enumerate(batch.kv_lens):
@@ -66,7 +66,7 @@ def positions(arena: Tensor, batch: RaggedBatch, i: int, oldest: int = 0) -> Ten
 
 
 def _one_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """[t, heads, key_dim] over [s, kv_heads, dim]. The query heads that share a KV head become further rows of it.
+    """[t, heads, key_dim] over [s, kv_heads, dim]. Query heads that share a KV head become additional rows.
 
     torch's own grouping (`enable_gqa`) expands the K/V instead, which was 12 times slower on CPU. SDPA has neither
     softcap nor sinks.

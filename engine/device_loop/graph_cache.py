@@ -1,7 +1,7 @@
-"""Rounds that are recorded, and which of them replaces one that is not. Knows no sequence and no device.
+"""The cache of recorded rounds, which also selects a recorded round for a shape that is not recorded.
 
-Their shapes come first: which there are, and which are worth recording first.
-Nothing is recorded while a request waits: that takes some tenths of a second.
+Defines which shapes exist and their order of recording. Nothing is recorded while a request waits, because that takes
+tenths of a second.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from engine.device_loop.round import Round, Run
 from engine.kernels import faults
 from engine.stats import Clock
 
-if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+if TYPE_CHECKING:  # only attributes are used: a GPU machine without pydantic passes benchmarks/harness/bare.py
     from engine.config import EngineConfig
     from engine.device_loop.graphs import Graphs
 
-MOST_RECORDED = 256  # shapes; each is some tens of MiB, and some tenths of a second at load
+MOST_RECORDED = 256  # shapes; each takes tens of MiB, and tenths of a second at load
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # places of a batch
 _BEYOND = 64  # and multiples of this
 
@@ -34,17 +34,17 @@ class RoundShape(NamedTuple):
     truncated: bool
 
     def can_replace(self, other: RoundShape) -> bool:
-        """Whether it does what the other does: with idle places, or looking for cuts that are not there."""
+        """Whether it can run in place of the other, with idle places or unnecessary truncation."""
         return self.k == other.k and self.size >= other.size and self.truncated >= other.truncated
 
 
 def allows_rounds(config: EngineConfig) -> bool:
-    """Whether rounds on a device are not ruled out by what is asked for."""
+    """Whether the configuration allows rounds on a device."""
     return config.loop != "plain" and config.tensor_parallel_size == 1
 
 
 def places_for(count: int) -> int:
-    """Places of a batch that holds `count` sequences: 3 -> 4, 129 -> 192."""
+    """Places of a batch with `count` sequences: 3 -> 4, 129 -> 192."""
     return next((size for size in _SIZES if size >= count), -(-count // _BEYOND) * _BEYOND)
 
 
@@ -55,12 +55,12 @@ def sizes_for(count: int) -> list[int]:
 
 
 def covering(most_places: int, most_drafts: int) -> list[RoundShape]:
-    """A few that can replace all others; the largest come first, as memory is then laid out for all that follow."""
+    """A few shapes that can replace all others; the largest first, because it determines the memory layout."""
     return [RoundShape(places_for(most_places), k, truncated=True) for k in _in_order(most_drafts)]
 
 
 def in_order_of_worth(most_places: int, most_drafts: int) -> list[RoundShape]:
-    """All shapes: first those that can replace all others, then small batches before large ones, and cuts last."""
+    """All shapes by priority: first those that can replace all others, then small batches, truncation last."""
     every = [
         RoundShape(size, k, truncated)
         for truncated in (False, True)
@@ -71,23 +71,23 @@ def in_order_of_worth(most_places: int, most_drafts: int) -> list[RoundShape]:
 
 
 def _in_order(most_drafts: int) -> list[int]:
-    """4 -> 4, 0, 1, 2, 3: as many as there may be, and none, are what most rounds have."""
+    """4 -> 4, 0, 1, 2, 3: the maximum and none are the most frequent."""
     return [most_drafts, *range(most_drafts)]
 
 
 log = logging.getLogger(__name__)
 
-SECONDS = 60.0  # for recording at load: about as long as the weights of a large model take
-_OFTEN = 64  # rounds of a shape that was not recorded, after which it replaces one that is, where memory is full
+SECONDS = 60.0  # for recording at load: about as long as loading the weights of a large model
+_OFTEN = 64  # rounds of an unrecorded shape after which it replaces a recorded one if memory is full
 
 
 class GraphCache:
     """Rounds by shape, recorded or not.
 
     Args:
-        make: a round of a shape, and whether any sequence is of the rejection rule.
-        recorder: None where rounds are run as they are.
-        covering: shapes that are never given up, as they can replace all others.
+        make: makes a round of a shape; its second argument: whether any sequence uses the rejection rule.
+        recorder: None: rounds run unrecorded.
+        covering: shapes that are never evicted, because they can replace all others.
     """
 
     def __init__(
@@ -96,19 +96,19 @@ class GraphCache:
     ) -> None:  # fmt: skip
         self._make, self._recorder, self._covering, self._most = make, recorder, frozenset(covering), most
         self._clock = clock
-        self._recorded: OrderedDict[RoundShape, Run] = OrderedDict()  # the one used last comes last
+        self._recorded: OrderedDict[RoundShape, Run] = OrderedDict()  # most recently used last
         self.unrecorded: dict[tuple[RoundShape, bool], Run] = {}  # run operation by operation
         self._missed: Counter[RoundShape] = Counter()
-        self._refused: set[RoundShape] = set()  # that cannot be recorded
-        self._missing: list[RoundShape] = []  # for an idle engine to record, in order of worth
+        self._refused: set[RoundShape] = set()  # cannot be recorded
+        self._missing: list[RoundShape] = []  # to be recorded while idle, by priority
 
     def __len__(self) -> int:
         return len(self._recorded)
 
     def of(self, count: int, k: int, *, truncated: bool, rejects: bool) -> tuple[int, Run]:
-        """How to run a round of `count` sequences, and how many places it has. Records nothing.
+        """The round for `count` sequences, and its number of places. Records nothing.
 
-        Rounds of the rejection rule are never recorded: their distributions would take all memory.
+        Rounds with the rejection rule are never recorded: their distributions would take too much memory.
         """
         wanted = RoundShape(places_for(count), k, truncated)
         found = None if rejects else self._nearest(wanted)
@@ -120,7 +120,7 @@ class GraphCache:
         return found.size, self._recorded[found]
 
     def try_out(self, shape: RoundShape) -> Run:
-        """As it will run in a request. Raises what makes it impossible."""
+        """Run a round as in a request. Raises the error if it fails."""
         if self._recorder is None:
             return self._as_it_is(shape, rejects=False)
         self._recorded[shape] = self._recorder(self._make(shape, False))
@@ -129,9 +129,9 @@ class GraphCache:
     def record(
         self, shapes: Iterable[RoundShape], progress: Callable[[str], None] = lambda _: None, first: int | None = None
     ) -> None:
-        """Record the `first` of these shapes, or all, in this order, while there is memory and time.
+        """Record the `first` of these shapes, or all, in this order, within the limits of memory and time.
 
-        What is not recorded then is left to `record_missing`. The log says how far recording came.
+        The rest is left to `record_missing`. The log reports the number of recorded rounds.
         """
         if self._recorder is None:
             return
@@ -148,13 +148,13 @@ class GraphCache:
         log.info("recorded %d of %d rounds in %.1f s, %d in all", done, len(todo), seconds, len(self))
 
     def record_missing(self) -> bool:
-        """While the engine is idle: record one shape, the one missed most often; whether another one is left.
+        """While idle: record the shape that was missed most often; return whether another is left.
 
-        Where memory is full, it replaces the shape whose last use is longest ago, if it was missed often.
+        If memory is full, it replaces the least recently used shape, if it was missed often.
         """
         if not self._missing:
             return False
-        shape = max(self._missing, key=self._missed.__getitem__)  # of several the first
+        shape = max(self._missing, key=self._missed.__getitem__)  # the first of several
         if self._is_full:
             oldest = next((known for known in self._recorded if known not in self._covering), None)
             if oldest is None or self._missed[shape] < _OFTEN:
@@ -169,13 +169,13 @@ class GraphCache:
         return self._recorder is None or len(self) >= self._most or not self._recorder.has_room
 
     def _nearest(self, wanted: RoundShape) -> RoundShape | None:
-        """The smallest that does the same."""
+        """The smallest recorded shape that can replace it."""
         if wanted in self._recorded:
             return wanted
         return min((shape for shape in self._recorded if shape.can_replace(wanted)), default=None)
 
     def _add(self, shape: RoundShape) -> None:
-        """Record a missing shape. A capture that broke off leaves the device in doubt, a compiler does not."""
+        """Record a missing shape. A failed capture leaves an undefined device state, a failed compilation does not."""
         assert self._recorder is not None
         self._missing.remove(shape)
         del self._missed[shape]

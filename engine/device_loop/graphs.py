@@ -1,4 +1,4 @@
-"""Rounds as CUDA graphs: what the device does is recorded once and played again, without the host between its parts."""
+"""Rounds as CUDA graphs: captured once and replayed without the host."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from engine.device_loop.round import Drafts, Round, Run
 from engine.device_loop.slots import IDLE
 from engine.kernels.args import Committed
 
-A_ROUND = 16 << 20  # bytes that the driver takes for one recorded round at most: about a kilobyte for each kernel
+A_ROUND = 16 << 20  # maximum bytes that the driver takes for one recorded round: about a kilobyte per kernel
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of a device that are taken."""
+    """Used bytes of a device."""
 
-    in_all: int  # by any process, the driver's own included
-    here: int  # of these, by torch in this process
+    in_all: int  # by all processes, including the driver
+    here: int  # by torch in this process
 
 
 class MemoryBudget:
-    """Bytes of device memory that recorded rounds may take, and how many they have taken.
+    """The device memory that recorded rounds may take, and have taken, in bytes.
 
-    What the driver takes for them only shows in the memory of the device, where other processes load models meanwhile:
-    of what torch has not taken here, no more than `A_ROUND` counts for a round.
+    The driver's part shows only in the device's total use, which also changes when other processes load models: beyond
+    torch's own use in this process, at most `A_ROUND` is counted per round.
     """
 
     def __init__(self, most: int, use: Callable[[], MemoryUse]) -> None:
@@ -41,7 +41,7 @@ class MemoryBudget:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Count what is taken within, while one round is recorded."""
+        """Context that counts the memory of one recorded round."""
         before = self._use()
         yield
         after = self._use()
@@ -52,17 +52,17 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRound:
-    """The graphs of a round, and whatever they read by address: a graph itself keeps no tensor alive."""
+    """The graphs of a round, and everything that they read by address: a graph keeps no tensor alive."""
 
-    round: Round  # its constants were made before the capture, outside of the graphs' pool
-    slots: Tensor  # [B] int64, written before each play
+    round: Round  # its constants were allocated before the capture, outside of the graphs' pool
+    slots: Tensor  # [B] int64, written before each replay
     drafts: Drafts
     drafting: torch.cuda.CUDAGraph | None
     verifying: torch.cuda.CUDAGraph
     output: Committed
 
     def __call__(self, slots: Tensor, between: Callable[[], None]) -> Committed:
-        """Play both for these slots, and call `between` between them."""
+        """Replay both for these slots, and call `between` between them."""
         self.slots.copy_(slots)
         if self.drafting is not None:
             self.drafting.replay()
@@ -72,22 +72,22 @@ class RecordedRound:
 
 
 class Graphs:
-    """Records rounds, all in one pool of memory and on one stream: they never run at the same time.
+    """Records rounds in one memory pool and on one stream: they never run concurrently.
 
-    The output of a round is in that pool, and its next play overwrites it: a caller that keeps it copies it first,
-    on the stream that plays (`results.PendingRound` does).
+    The output of a round is in that pool, and its next replay overwrites it: a caller that keeps it must copy it first,
+    on the same stream (as `results.PendingRound` does).
     """
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget, self._pool, self._stream = budget, torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        gc.collect()  # what is dead gives its memory back now, and not in the midst of a capture
+        gc.collect()  # free garbage now, not during a capture
 
     @property
     def has_room(self) -> bool:
         return self._budget.is_left
 
     def __call__(self, round_: Round) -> Run:
-        """Drafting and verification, a graph each, so that each can be timed; recorded with idle places."""
+        """One graph for drafting and one for verification, so that each can be timed; captured with idle places."""
         slots = torch.full((round_.size,), IDLE, dtype=torch.int64, device=round_.device)
         drafting = verifying = None
         with self._budget.taken():
@@ -105,9 +105,10 @@ class Graphs:
 
     @contextmanager
     def _capture(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Record what is launched within. Other threads may go on using the device.
+        """Context that captures launches. Other threads may continue to use the device.
 
-        Meanwhile nothing is collected: the end of a tensor or a graph that is garbage may call what a capture refuses.
+        Garbage collection is disabled in it: freeing a tensor or graph may call functions that are illegal during a
+        capture.
         """
         graph, was_on = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()
@@ -119,7 +120,7 @@ class Graphs:
                 gc.enable()
 
     def _warm_up(self, round_: Round, slots: Tensor) -> None:
-        """Compile kernels and let libraries choose theirs and take their memory, on the stream of the capture."""
+        """Compile kernels, and let libraries select algorithms and allocate memory, on the stream of the capture."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):

@@ -1,7 +1,7 @@
-"""Where the rows of a round's passes are in the arenas, and their sampling parameters. Knows no model and no logits.
+"""The arena rows of a round's passes, and their sampling parameters.
 
-Nothing of this hangs on what is drawn on the way, so it is worked out once for all passes of a model: launches for each
-pass would cost more than its numbers.
+None of this depends on the tokens that are drawn, so it is computed once for all passes of a model: separate launches
+per pass would cost more than the computation.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from engine.sampling.noise import Stream
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
 
-_ALIGNED = 4  # rows: what a pass is given begins at a multiple of 16 bytes, or kernels would be compiled once more
+_ALIGNED = 4  # rows: inputs of a pass begin at a multiple of 16 bytes; otherwise kernels would be compiled again
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """A model, its arena with one page more than are given away, and what its passes have in common."""
+    """A model, its arena with one spare page, and data shared by its passes."""
 
     model: DecoderModel
     arena: KVArena
-    positions: int  # that the model knows
+    positions: int  # supported by the model
 
     @property
     def group(self) -> int:
-        """Query heads to a KV head."""
+        """Query heads per K/V head."""
         heads: int = self.model.config.get_text_config().num_attention_heads
         kv_heads = self.arena.layout.heads
         assert kv_heads is not None, "rounds are for models whose layers have one number of K/V heads"
@@ -46,7 +46,7 @@ class DeviceModel:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Feeds `rows` tokens of each sequence from position length + `begin` on; its last `draws` rows are drawn from."""
+    """Feeds `rows` tokens of each sequence from position length + `begin`; the last `draws` rows are sampled."""
 
     rows: int
     begin: int
@@ -55,25 +55,25 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """R rows: those of all passes, F in number, pass after pass, and then those that are drawn, again pass after pass.
+    """R rows: F rows fed by all passes, pass by pass, then the rows that are drawn from, pass by pass.
 
-    Within a pass the rows of a sequence follow each other.
+    Within a pass the rows of a sequence are consecutive.
     """
 
     owner: Tensor  # [R] int64, the slot of each
-    whole: Tensor  # [7, R] int64, what `resident` has of its owner
+    whole: Tensor  # [7, R] int64, the `resident` fields of its sequence
     position: Tensor  # [R] int64, -1 where a sequence has no token yet
     position_ids: Tensor  # [F] int64, none below 0
     kv_rows: Tensor  # [F] int64, of the arena
     spans: Tensor  # [passes, B, 4] int32, as in `Paging`
-    drawn: SamplerRows  # of R rows, of which those that are drawn are asked for
+    drawn: SamplerRows  # of R rows, of which only the drawn ones are used
 
 
 class Layout:
-    """Lays the `passes` of the model `fed` out for `size` sequences.
+    """Lays out the `passes` of the model `fed` for `size` sequences.
 
-    `truncated` says whether any row may have a top-k, top-p or min-p. Under the rejection rule a row's noise is of the
-    stream `apart`; where that is None there is no sequence of this rule.
+    `truncated`: whether any row may have a top-k, top-p or min-p. `apart`: noise stream of rows with the rejection
+    rule; None: no sequence uses it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Layout:
         self._state, self._tables, self._size, self._passes = state, tables, size, passes
         self._page_size, self._truncated, self._apart = page_size, truncated, apart
         self._slices, place, offset = list[slice](), list[int](), list[int]()
-        drawn = [Pass(p.draws, p.begin + p.rows - p.draws + 1) for p in passes]  # what a row draws is fed one later
+        drawn = [Pass(p.draws, p.begin + p.rows - p.draws + 1) for p in passes]  # a row's token is fed one later
         for rows in (*passes, *drawn):
             self._slices.append(slice(len(place), len(place) + size * rows.rows))
             place += [i for i in range(size) for _ in range(rows.rows)]
@@ -110,7 +110,7 @@ class Layout:
         whole = state.whole.index_select(1, owner)
         position = whole[LENGTH] + self._offset
         filled, its = position[: self._num_fed], owner[: self._num_fed]
-        # Position -1 is in page -1, the last column: what would be before the first token goes to the spare page.
+        # Position -1 is in page -1, the last column: writes before the first token go to the spare page.
         kv_rows = torch.add(filled % page_size, pages[its, filled // page_size], alpha=page_size)
         first = self._slices[0].stop // self._size
         moved = torch.stack([self._nothing, self._nothing, whole[LENGTH, : self._slices[0].stop : first], slots], 1)
@@ -142,7 +142,7 @@ class Layout:
         return laid.drawn.rows(self._slices[len(self._passes) + i])
 
     def sequences(self, laid: LaidOut) -> Tensor:
-        """What `resident` has of each sequence: int64 `[7, B]`."""
+        """The `resident` fields of each sequence: int64 `[7, B]`."""
         return laid.whole[:, : self._slices[0].stop : self._passes[0].rows]
 
     def batch(self, laid: LaidOut, i: int, ids: Tensor) -> RaggedBatch:

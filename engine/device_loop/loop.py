@@ -1,8 +1,7 @@
 """The host's side of rounds on the device: it assigns slots, launches rounds and reads results one round late.
 
-Knows no scheduling policy and reserves no pages: the plan says which sequences take part in the next round and with how
-many drafts, and the scheduler has reserved their pages. `serves` decides which requests can run here; all others run in
-plain steps.
+The plan defines which sequences take part in the next round and with how many drafts, and the scheduler has reserved
+their pages. `serves` decides which requests can run here; all others run in plain steps.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class RoundLoop(Rounds):
     """Up to `num_slots` sequences of at most `longest` tokens.
 
     Args:
-        drafts_for: names of the proposers whose drafts are those of `draft`.
-        chunk: most tokens that one pass feeds the draft to catch up.
+        drafts_for: names of the proposers that use the model `draft`.
+        chunk: maximum number of tokens of one catch-up pass of the draft.
         recorder: how rounds are recorded; `graphs.Graphs` on CUDA. By default they run unrecorded.
     """
 
@@ -63,21 +62,21 @@ class RoundLoop(Rounds):
         most_drafts: int, vocab: int, drafts_for: frozenset[str] = frozenset(), chunk: int = 512,
         recorder: Graphs | None = None, clock: Clock = time.perf_counter,
     ) -> None:  # fmt: skip
-        assert longest <= min(fed.positions for fed in (target, draft or target)), "a position that no model knows"
+        assert longest <= min(fed.positions for fed in (target, draft or target)), "a position beyond a model's limit"
         self._target, self._draft, self._ops = target, draft, ops
         self._most_drafts = most_drafts if draft is not None else 0
         self._drafts_for, self._chunk = drafts_for if draft is not None else frozenset[str](), chunk
         self._clock, self._num_slots = clock, num_slots
         width = -(-(longest + most_drafts + 1) // target.arena.page_size)
-        # The last page of each arena is behind those of the pool and belongs to no sequence.
+        # The last page of each arena is not in the pool and belongs to no sequence.
         spare = target.arena.num_pages, (draft or target).arena.num_pages
         self.state = DeviceSlots(num_slots, longest, width, spare, vocab, target.model.device)
         self._free = list(range(num_slots, IDLE, -1))
         self._drafter = None if draft is None else ModelRunner(draft.model, draft.arena, ops.attend)
         self.graphs = GraphCache(self.round_of, recorder, covering(num_slots, self._most_drafts), clock=clock)
-        self.on_device: dict[Sequence, DeviceSequence] = {}  # in the order in which they came
+        self.on_device: dict[Sequence, DeviceSequence] = {}  # in order of arrival
         self._slots = dict[int, Tensor]()  # by batch size: the slot at each place; empty after a change
-        self._pending: deque[PendingRound] = deque()  # launched and not read: one between steps, two within a step
+        self._pending: deque[PendingRound] = deque()  # launched but not read: one between steps, two within a step
         self._has_launched = False
 
     def takes(self, sequence: Sequence) -> bool:
@@ -89,7 +88,7 @@ class RoundLoop(Rounds):
         return drafts_here and has_one_table and not is_predicted and serves(sequence.request.sampling, ends)
 
     def try_out(self) -> None:
-        """Run rounds without sequences, so that a model that cannot run in a round raises here and not in a request."""
+        """Run rounds without sequences, so that a model that cannot run in rounds fails here and not in a request."""
         nobody = torch.full((1,), IDLE, dtype=torch.int64, device=self.state.tracks.length.device)
         for truncated in (False, True):
             for k in (0, min(1, self._most_drafts)):
@@ -98,13 +97,13 @@ class RoundLoop(Rounds):
     def record(self, progress: Progress = no_progress, *, later: bool = False) -> None:
         """Record rounds of every shape that can occur, within the memory budget.
 
-        With `later` only those that can replace all others; the others are left for `record_missing`.
+        With `later` record only those that can replace all others; the rest is left to `record_missing`.
         """
         self.graphs.record(self.shapes, progress, self._most_drafts + 1 if later else None)
 
     @property
     def shapes(self) -> list[RoundShape]:
-        """Of all rounds that can occur, those that are worth most first."""
+        """The shapes of all possible rounds, by priority."""
         return in_order_of_worth(self._num_slots, self._most_drafts)
 
     def record_missing(self) -> bool:
@@ -113,14 +112,14 @@ class RoundLoop(Rounds):
     # ------------------------------------------------------------------------------------------------- launching
 
     def launch(self, works: Seq[Work]) -> None:
-        """Launch a round of exactly these. The scheduler has reserved pages for all that rounds in flight may write."""
+        """Launch a round of exactly these. The scheduler has reserved pages for all writes of rounds in flight."""
         wanted = {work.sequence: work for work in works}
         for sequence in [s for s in self.on_device if s not in wanted]:
             self.leave(sequence)
         for sequence in wanted:
             if sequence not in self.on_device:
                 self._enter(sequence)
-        # A round in flight ends a sequence for certain where but one token is missing: every round yields one.
+        # A round in flight certainly ends a sequence with one token left: every round yields at least one.
         self._has_launched = not all(s.in_flight > 0 and len(s.tokens) + 1 >= s.max_len for s in self.on_device)
         if self._has_launched:
             self._launch(wanted)
@@ -134,10 +133,10 @@ class RoundLoop(Rounds):
         self._slots.clear()
 
     def leave(self, sequence: Sequence) -> None:
-        """Free the sequence's slot, if it has one. Results of rounds in flight are then ignored."""
+        """Free the sequence's slot, if any. Results of rounds in flight are then ignored."""
         member = self.on_device.pop(sequence, None)
         if member is not None:
-            self._free.append(member.slot)  # later rounds do not read the slot before it is filled again
+            self._free.append(member.slot)  # later rounds do not read the slot until it is filled again
             self._slots.clear()
             sequence.in_flight = 0
 
@@ -161,10 +160,10 @@ class RoundLoop(Rounds):
             sequence.in_flight += num_draft + 1
 
     def _catch_up(self, wanted: dict[Sequence, Work]) -> list[int]:
-        """Feed the draft what it has missed of the sequences that get drafts; return the number of tokens of each.
+        """Feed the draft the missing tokens of the sequences that get drafts; return their number per sequence.
 
-        If the draft is behind, the round in flight adds exactly one token, so the draft has to read `tokens[:-1]`. A
-        sequence that is not done within a chunk gets no drafts yet.
+        If the draft is behind, the round in flight adds exactly one token, so the draft must read `tokens[:-1]`. A
+        sequence that does not catch up within a chunk gets no drafts yet.
         """
         feeds, room = list[Feed](), self._chunk
         for sequence, member in self.on_device.items():
@@ -178,24 +177,24 @@ class RoundLoop(Rounds):
             room -= len(chunk)
             member.draft_caught_up = cursor.kv_len == stop
         if feeds:
-            assert self._drafter is not None, "drafts were asked for, and there is no draft model"
+            assert self._drafter is not None, "drafts without a draft model"
             self._drafter.forward(feeds)
         return [len(feed.tokens) for feed in feeds]
 
     def _prepare(self, member: DeviceSequence, num_draft: int, k: int) -> None:
-        """Write changes of its pages and its K to its slot."""
+        """Write changes of the sequence's pages and K to its slot."""
         sequence = member.sequence
         self.state.target.enter(member.slot, sequence.target.page_table)
         self.state.draft.enter(member.slot, sequence.draft.page_table)
         if min(member.num_draft, k) != num_draft:
             member.num_draft = self._most_drafts if num_draft == k else num_draft
             self.state.set_num_draft(member.slot, member.num_draft)
-        if member.draft_caught_up and not num_draft:  # a round without drafts, or without pages for drafts
+        if member.draft_caught_up and not num_draft:  # no drafts in this round, or no pages for them
             member.draft_caught_up = False
             sequence.draft.kv_len = max(0, min(sequence.draft.kv_len, len(sequence.tokens) - 2))
 
     def _laid_out(self, size: int) -> Tensor:
-        """The slot at each of `size` places; uploaded only when a sequence came or left."""
+        """The slot at each of `size` places; uploaded only when a sequence was added or removed."""
         if size not in self._slots:
             slots = [member.slot for member in self.on_device.values()] + [IDLE] * (size - len(self.on_device))
             self._slots[size] = send(torch.tensor(slots, dtype=torch.int64), self.state.tracks.length.device)
@@ -209,7 +208,7 @@ class RoundLoop(Rounds):
     # --------------------------------------------------------------------------------------------------- reading
 
     def read(self) -> list[RoundResult]:
-        """Results of all rounds but the one that was just launched. Their tokens are already counted by the cursors."""
+        """Results of all rounds except the one just launched. The cursors already include their tokens."""
         round_results = []
         while len(self._pending) > self._has_launched:
             round_results.append(self._land(self._pending.popleft()))

@@ -1,4 +1,4 @@
-"""Results of rounds on the device, on their way to the host. Knows no model and launches nothing."""
+"""Results of rounds on the device and their transfer to the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.stats import Clock, Forward
 from engine.step import Work
 from engine.types import Sequence
 
-Progress = Callable[[str], None]  # gets a message for each stage of loading
+Progress = Callable[[str], None]  # receives a message for each stage of loading
 
 
 def no_progress(_: str) -> None:
@@ -30,7 +30,7 @@ class DeviceSequence:
 
     sequence: Sequence
     slot: int
-    num_draft: int = 0  # as stored in its slot; a round's K is a bound too
+    num_draft: int = 0  # as stored in its slot; also bounded by the round's K
     draft_caught_up: bool = False  # the draft's K/V covers all tokens but the last two, tokens in flight included
 
 
@@ -49,17 +49,17 @@ class RoundEntry:
 
     member: DeviceSequence
     work: Work
-    num_draft: int  # at most what the work asks for
+    num_draft: int  # at most the requested number
     draft_caught_up: bool
 
     def settle(self, row: list[int]) -> Work:
         """Move the sequence's cursors past its tokens of the round; `row` is its row of the results."""
         *drawn, num_fresh, num_accepted, ended = row
         assert num_fresh or ended, "the device reports that a live sequence had ended"
-        problem = "the model's output was not a number" if ended == UNSOUND else None
+        problem = "the model's logits were not finite" if ended == UNSOUND else None
         sequence = self.member.sequence
         sequence.in_flight -= self.num_draft + 1
-        taken = max(0, min(self.num_draft, sequence.max_len - len(sequence.tokens) - 1))  # as the device knew
+        taken = max(0, min(self.num_draft, sequence.max_len - len(sequence.tokens) - 1))  # as seen by the device
         length = len(sequence.tokens) + num_fresh
         sequence.target.advance(length - 1)
         if self.draft_caught_up:
@@ -70,17 +70,17 @@ class RoundEntry:
 
 
 class Rounds:
-    """How sequences decode on a device, as a step needs it. Here none does: every one takes part in plain steps."""
+    """The interface of rounds for a step. This base class has none: all sequences decode in plain steps."""
 
     name = "plain"
 
     def takes(self, sequence: Sequence) -> bool:
-        """Whether a new sequence decodes here."""
+        """Whether a new sequence decodes in rounds."""
         return False
 
     def launch(self, works: Seq[Work]) -> None:
         """Launch a round of exactly these sequences."""
-        assert not works, "a sequence waits for a round, and there are no rounds"
+        assert not works, "a round is planned, but there are no rounds"
 
     def read(self) -> list[RoundResult]:
         """Results of all rounds but the one that was just launched."""
@@ -90,22 +90,22 @@ class Rounds:
         """Free the sequence's slot, if it has one."""
 
     def record(self, progress: Progress = no_progress, *, later: bool = False) -> None:
-        """Record rounds of every size and K; with `later` only what the others can run in meanwhile."""
+        """Record rounds of every size and K; with `later` only those that can replace the others."""
 
     def record_missing(self) -> bool:
-        """While the engine is idle: record a round that is missing; whether another one is left."""
+        """While idle: record a missing round; return whether another is left."""
         return False
 
 
 class DeviceTimer:
-    """Times by the device's own clock; taking them makes the host wait for nothing."""
+    """Timestamps of the device's clock, taken without blocking the host."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self._is_cuda, self._clock = device.type == "cuda", clock
         self._marks = list[Any]()
 
     def mark(self) -> None:
-        """Take the time; on a GPU, when its queue reaches this point."""
+        """Record a timestamp; on a GPU, when its stream reaches this point."""
         self._marks.append(torch.cuda.Event(enable_timing=True) if self._is_cuda else self._clock())
         if self._is_cuda:
             self._marks[-1].record()
@@ -117,12 +117,12 @@ class DeviceTimer:
 
 @dataclass(slots=True)
 class PendingRound:
-    """A launched round whose results the host has not read: they are copied behind it, and `read` waits for them."""
+    """A launched round with unread results: their copy is queued behind it, and `read` waits for it."""
 
     k: int
     size: int  # places of the batch
     entries: list[RoundEntry]  # in the order of their places
-    fed: list[int]  # tokens that the draft was fed before the round, of each sequence that had to catch up
+    fed: list[int]  # tokens of the draft's catch-up pass before the round, per sequence
     timer: DeviceTimer  # marks: before drafting, before verification, after it
     result: Committed
     _rows: Tensor = field(init=False)  # [B, K + 4]: tokens drawn; how many are new, and accepted; whether it ended

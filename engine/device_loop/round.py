@@ -1,7 +1,7 @@
-"""One round of speculative decoding as a function of state on the device: the host reads nothing and sends nothing.
+"""One round of speculative decoding as a function of device state, without transfers to or from the host.
 
-The plain loop (`engine.engine`) is the specification, and both give the same tokens: under the coupled rule always,
-under the rejection rule for the same drafts (docs/adr/0021-rounds-on-the-device.md, 0025-mixed-batches.md).
+The plain loop (`engine.engine`) is the specification. Both give the same tokens: with the coupled rule always, with the
+rejection rule for the same drafts (docs/adr/0021-rounds-on-the-device.md, 0025-mixed-batches.md).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from engine.sampling.distribution import draw, probabilities
 from engine.sampling.noise import Stream
 from engine.verify import NO_DRAFT, rejection
 
-Run = Callable[[Tensor, Callable[[], None]], Committed]  # slots, and what to call between drafting and verification
+Run = Callable[[Tensor, Callable[[], None]], Committed]  # slots, and a callback between drafting and verification
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOps:
-    """What a round is made of besides the models and `distribution.draw`: kernels, or plain torch."""
+    """The operations of a round besides the models and `distribution.draw`: kernels, or plain torch."""
 
     attend: Attend
     commit: Callable[[Tensor, Tensor, Tensor, Tensor, Tracks], Committed]
@@ -36,14 +36,14 @@ class RoundOps:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of a round, and the distributions that they were drawn from, where a rule needs them."""
+    """The drafts of a round, and their distributions, if a rule needs them."""
 
     tokens: Tensor  # [B, K] int64
     probs: Tensor | None  # [B, K, vocab] float64
 
 
 class Round:
-    """B places, K drafts. `state` and the arenas are changed in place; the same addresses in every call.
+    """B places, K drafts. `state` and the arenas are changed in place, at the same addresses in every call.
 
     `truncated`: whether any sequence may have a top-k, top-p or min-p; `rejects`: whether any uses the rejection rule.
     """
@@ -65,14 +65,14 @@ class Round:
         self._no_drafts = torch.full((size, k), NO_DRAFT, device=self.device)
 
     def __call__(self, slots: Tensor, between: Callable[[], None]) -> Committed:
-        """Operation by operation, with a call `between` drafting and verification."""
+        """Run the round operation by operation, and call `between` between drafting and verification."""
         drafts = self.propose(slots)
         between()
         return self.verify(slots, drafts)
 
     @torch.inference_mode()
     def propose(self, slots: Tensor) -> Drafts:
-        """The draft's own draws: with the noise that the target will draw with, or apart under the rejection rule.
+        """Sample drafts: with the target's noise under the coupled rule, with separate noise under the rejection rule.
 
         `slots` int64 `[B]`, `resident.IDLE` for idle places.
         """
@@ -95,7 +95,7 @@ class Round:
 
     @torch.inference_mode()
     def verify(self, slots: Tensor, drafts: Drafts) -> Committed:
-        """Verify and commit what stays. A draft that could only be followed by nothing is not looked at."""
+        """Verify and commit. Drafts beyond the sequence's maximum length are not verified."""
         tracks, layout = self._state.tracks, self._target
         laid = layout.of(slots)
         each = layout.sequences(laid)
@@ -121,7 +121,7 @@ class Round:
     def _judged(
         self, logits: Tensor, samplers: SamplerRows, drafts: Tensor, draft_probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The rejection rule in words that a commit knows: tokens `[B, K + 1]`, and the drafts that equal them."""
+        """The rejection rule in the form that commit expects: tokens `[B, K + 1]`, and the drafts that equal them."""
         shape = self.size, self.k + 1, -1
         target_probs = probabilities(logits, samplers, truncated=self._truncated).view(shape)
         accept = noise.uniform(samplers.seed, samplers.position, Stream.ACCEPT).view(self.size, -1)[:, : self.k]

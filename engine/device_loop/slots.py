@@ -1,6 +1,6 @@
-"""Sequences on the device: what a round needs of them, one slot each. Knows no model.
+"""Sequences on the device: the data of a round, one slot per sequence.
 
-The host writes a slot when a sequence is placed, and what has changed before a round; `send` copies it there
+The host writes a slot when a sequence is placed, and changes before each round; `send` copies them to the device
 (docs/adr/0021-rounds-on-the-device.md).
 """
 
@@ -19,15 +19,15 @@ from engine.kernels.paging import send
 from engine.params import SamplingParams
 from engine.sampling.distribution import signed
 
-_ALIGNED = 16  # words, and columns: a kernel that finds a tensor at another alignment would be compiled anew
+_ALIGNED = 16  # words, and columns: a kernel would be compiled again for another alignment
 
 
 class StagedWrites:
-    """Tensors in one stretch of device memory, of 32-bit words.
+    """Tensors in one block of device memory, in 32-bit words.
 
-    `tensor[i] = 5` on CUDA is a copy from memory that is not pinned, for which the host waits until the device has
-    done all it has to do. So `write` only notes a number, and `send` copies all that were noted in one copy and one
-    scatter, which take their place behind what was launched before: or does nothing, if nothing was noted.
+    `tensor[i] = 5` on CUDA is a copy from pageable memory, for which the host waits until the device has finished all
+    work. So `write` only stages a number, and `send` sends all staged numbers in one copy and one scatter, queued
+    behind earlier launches; without staged numbers it does nothing.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> None:
@@ -43,22 +43,22 @@ class StagedWrites:
         self._new = defaultdict[str, dict[int, float]](dict)  # by name, and by place in the flattened tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor, as the device has it."""
+        """A tensor on the device."""
         return self._tensors[name]
 
     def write(self, name: str, first: int, *numbers: float) -> None:
-        """Note numbers for places from `first` on of a tensor that is thought of as flat; the last one noted counts."""
+        """Stage numbers for the elements from `first` on of a flattened tensor; later writes override earlier ones."""
         self._new[name].update(enumerate(numbers, first))
 
     def send(self) -> None:
-        """Copy what was noted to the device."""
+        """Copy the staged numbers to the device."""
         if not self._new:
             return
         at, numbers = list[Tensor](), list[Tensor]()
         for name, new in self._new.items():
             dtype = self._tensors[name].dtype
             width = dtype.itemsize // 4
-            # The words of places 3 and 5 of 64-bit numbers from word 10 on: 16, 17, 20, 21.
+            # The words of elements 3 and 5 of 64-bit numbers from word 10 on: 16, 17, 20, 21.
             first = self._starts[name] + width * torch.tensor(list(new), dtype=torch.int64)
             at.append((first[:, None] + torch.arange(width)).flatten())
             numbers.append(torch.tensor(list(new.values()), dtype=dtype).view(torch.int32))
@@ -72,17 +72,17 @@ def _words(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize // 4
 
 
-IDLE = 0  # the slot of no sequence, for the idle places of a batch
-MOST_ENDS = 8  # tokens that may end an output
+IDLE = 0  # a slot without a sequence, for idle places of a batch
+MOST_ENDS = 8  # maximum number of end tokens
 
 LENGTH, MAX_LENGTH, RUNNING, NUM_DRAFT, REJECTS, SEED, TOP_K = range(7)  # rows of `DeviceSlots.whole`
 
 
 class Tables:
-    """Which pages of one model's arena hold the sequence in each slot: `[slots, width + 1]`.
+    """The page tables of one model's arena, by slot: `[slots, width + 1]`.
 
-    Where a sequence has no page there is `spare_page`, which belongs to none and receives what is written beyond.
-    The last column is always spare, as that of position -1.
+    Unused entries are `spare_page`, which belongs to no sequence and receives writes beyond its pages. The last column,
+    for position -1, is always spare.
     """
 
     def __init__(self, staged: StagedWrites, name: str, spare_page: int) -> None:
@@ -91,11 +91,11 @@ class Tables:
 
     @property
     def width(self) -> int:
-        """Pages that a sequence may have."""
+        """Maximum number of pages of a sequence."""
         return self.pages.shape[1] - 1
 
     def enter(self, slot: int, pages: Seq[int]) -> None:
-        """Note what is new of a sequence's page table."""
+        """Stage the new entries of a sequence's page table."""
         first = self._entered[slot]
         assert len(pages) <= self.width, "more pages than the longest sequence has"
         if len(pages) > first:
@@ -103,7 +103,7 @@ class Tables:
             self._entered[slot] = len(pages)
 
     def clear(self, slot: int) -> None:
-        """Another sequence has this slot from now on. The pages of the one before may have been given away."""
+        """Clear the slot for another sequence: the pages of the previous one may have been reused."""
         self.pages[slot].fill_(self.spare_page)
         self._entered[slot] = 0
 
@@ -145,7 +145,7 @@ class DeviceSlots:
         self, slot: int, tokens: Seq[int], max_length: int, ends: Seq[int], sampling: SamplingParams, seed: int, *,
         num_draft: int = 0, rejects: bool = False,
     ) -> None:  # fmt: skip
-        """Fill a slot, all but its pages. Its tokens go up at once, the rest with `send`. `rejects`: the rule is so."""
+        """Fill a slot except its pages. Copies tokens immediately, the rest by `send`. `rejects`: rejection rule."""
         self.target.clear(slot)
         self.draft.clear(slot)
         new = send(torch.tensor(tokens, dtype=torch.int64), self.tracks.tokens.device)
@@ -162,9 +162,9 @@ class DeviceSlots:
         self._staged.write("top_p", slot, sampling.least_mass)
 
     def set_num_draft(self, slot: int, num_draft: int) -> None:
-        """Drafts that this sequence takes of each round's K."""
+        """Set the number of drafts of this sequence per round, at most the round's K."""
         self._staged.write("whole", NUM_DRAFT * self._columns + slot, num_draft)
 
     def send(self) -> None:
-        """Bring up what has changed since the last time. A round that is launched before it reads what was."""
+        """Copy changes since the last call to the device. Rounds launched earlier read the old values."""
         self._staged.send()

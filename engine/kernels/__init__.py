@@ -1,7 +1,7 @@
-"""Triton kernels for CUDA, and what each of them means in plain torch.
+"""Triton kernels for CUDA, and their equivalents in plain torch.
 
-Triton is imported by the modules that hold kernels (`attention`, `plan`, `rows`, `sampling`, `truncation`, ...) and by
-nothing else, so that a machine without it can do without. `args`, `paging` and `reference` are plain torch.
+Only the modules with kernels (`attention`, `plan`, `rows`, `sampling`, `truncation`, ...) import Triton, which is
+optional. `args`, `paging` and `reference` are plain torch.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import os
 
 
 def has_triton() -> bool:
-    """Whether kernels can be built here at all; on a CPU they are then interpreted, where that is asked for."""
+    """Whether Triton is installed; on a CPU kernels are interpreted on request."""
     return importlib.util.find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run on the CPU, element by element: for tests."""
+    """Whether kernels are interpreted on the CPU, for tests."""
     return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def faults() -> tuple[type[Exception], ...]:
-    """What a kernel raises that cannot be compiled, or does not fit on this card: no RuntimeError, but Triton's own."""
+    """The errors of a kernel that cannot be compiled or does not fit on this GPU: Triton's own classes."""
     if not has_triton():
         return ()
     from triton.errors import TritonError

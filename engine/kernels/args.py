@@ -1,4 +1,4 @@
-"""What kernels are given and give back, beside single tensors."""
+"""Arguments and results of kernels."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-GROUP = 128  # inputs of a matrix in 4 bits that share a scale
+GROUP = 128  # inputs of a 4-bit matrix that share a scale
 WORDS = (
     GROUP // 4
 )  # of 16 bits, of a group: word j holds the levels of inputs j, j + 32, j + 64 and j + 96, the first low
-TILE_OUTPUTS = 64  # the fewest outputs of such a matrix that one program takes
+TILE_OUTPUTS = 64  # minimum outputs of such a matrix per program
 LARGEST = 448.0  # of 8-bit floats with 4 bits of exponent and 3 of mantissa (e4m3)
-TINIEST = 1e-12  # a row of zeros has a scale all the same
+TINIEST = 1e-12  # so that a row of zeros has a scale, too
 LARGEST_CODE = 127  # of a key or a value in int8
-TINIEST_PEAK = 1e-30  # so that a vector of zeros has a scale too
+TINIEST_PEAK = 1e-30  # so that a vector of zeros has a scale, too
 RUNNING, STOPPED, FULL, UNSOUND = range(4)  # values of `Committed.ended`
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile:
-    """What one program of a matmul takes, and how."""
+    """The tile of one program of a matmul."""
 
     rows: int  # of a mixture: places, which are rows of one expert
-    outputs: int  # of the matrix; two of them make one number where there is a gate
+    outputs: int  # of the matrix; with a gate, two of them make one number
     warps: int
     stages: int
 
@@ -49,7 +49,7 @@ class FusedWeights:
     up_bias: Tensor | None  # [E, 2 inner], or [E, inner]
     down_bias: Tensor | None  # [E, out]
     transposed: bool
-    gate: Callable[[Tensor], Tensor]  # what lies between the two, in plain torch: an `engine.native.experts.ExpertGate`
+    gate: Callable[[Tensor], Tensor]  # between the two, in plain torch: an `engine.native.experts.ExpertGate`
     numbers: tuple[float, float, float, float]  # and its fields: linear, cubic, limit, plus
     squared: bool
     ungated: bool
@@ -57,12 +57,12 @@ class FusedWeights:
 
     @property
     def inner(self) -> int:
-        """Numbers between the two matrices."""
+        """Width between the two matrices."""
         return self.down.shape[1 if self.transposed else 2]
 
     @property
     def out_features(self) -> int:
-        """Numbers of a row of the result."""
+        """Width of the result."""
         return self.down.shape[2 if self.transposed else 1]
 
 
@@ -84,12 +84,12 @@ class Committed:
     drawn: Tensor  # [B, K + 1] int64, of which the first `num_fresh` count
     num_fresh: Tensor  # [B] int64, 0 for one that is not running
     num_accepted: Tensor  # [B] int64, drafts among them
-    ended: Tensor  # [B] int64, RUNNING, STOPPED at an end token, FULL, or UNSOUND: its logits were no numbers
+    ended: Tensor  # [B] int64, RUNNING, STOPPED at an end token, FULL, or UNSOUND: its logits were NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What R rows of logits became."""
+    """The tokens drawn from R rows of logits."""
 
     token: Tensor  # [R] int64
     sound: Tensor  # [R] bool, whether the largest logit of the row is a finite number
@@ -97,7 +97,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class SamplerRows:
-    """What shapes R rows, all on the device. A row with temperature 0 is greedy and needs nothing else."""
+    """Sampling parameters of R rows, on the device. Greedy rows (temperature 0) use no other parameter."""
 
     top_k: Tensor  # [R] int64, the vocabulary size where off
     top_p: Tensor  # [R] float64, 1 where off
@@ -116,5 +116,5 @@ class SamplerRows:
         return SamplerRows(*(tensor[some] for tensor in self.tensors))
 
     def dense(self) -> SamplerRows:
-        """The same without gaps between numbers: a kernel gets the address of the first one only."""
+        """The same with contiguous tensors: a kernel gets only the address of the first element."""
         return SamplerRows(*(tensor.contiguous() for tensor in self.tensors))

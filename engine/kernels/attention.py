@@ -1,11 +1,11 @@
-"""Ragged paged attention in one kernel: verification, decoding and chunked prefill alike.
+"""Ragged paged attention in one kernel for verification, decoding and chunked prefill.
 
-A tile holds some query rows of one sequence times query heads of one K/V head, so that K and V are read once for all
+A tile is a set of query rows of one sequence times query heads of one K/V head, so that K and V are read once for all
 of them. Its keys are split by absolute position (`paging.split_of`), and the results of the splits are merged from left
-to right. One program walks all splits of a tile, or several share them and a second kernel merges: both add the same
-numbers in the same order, and no number depends on the rest of the batch.
+to right. One program processes all splits of a tile, or several share them and a second kernel merges: both add the
+same numbers in the same order, and none depends on the rest of the batch.
 
-Tiles of prompts are larger and give that up: their keys are cut into as many runs as there are programs for them.
+Tiles of prompts are larger and not batch-invariant: their keys are divided into one run per program.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from engine.kernels.plan import Plan, oldest_of, plans_of, split_at, split_start
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ITEM = tl.constexpr(ITEM)
-_AT_ONCE = tl.constexpr(8)  # parts whose loads a merge has under way together
-_MERGED_ROWS = 8  # query rows of one head that one program merges, at most
+_AT_ONCE = tl.constexpr(8)  # parts that a merge loads concurrently
+_MERGED_ROWS = 8  # maximum query rows of one head that one program merges
 _MERGED = 2048  # and their columns: the maximum that registers hold
-_WHOLE = 128  # columns up to which a head is padded, not cut
+_WHOLE = 128  # columns up to which a head is padded, not divided
 
 
 def attend(
     query: Tensor,  # [T, heads, key_dim]; rows may be strided
     k: Tensor,  # [rows, kv_heads, scaled + key_dim], the arena of one layer
-    v: Tensor,  # [rows, kv_heads, scaled + value_dim]; not dense where values are the beginning of their keys
+    v: Tensor,  # [rows, kv_heads, scaled + value_dim]; not dense if values are the beginning of their keys
     paging: Paging,
     scale: float,
     window: int | None = None,
@@ -45,9 +45,9 @@ def attend(
 ) -> Tensor:  # [T, heads, value_dim]
     """softmax(q k^T * scale + causal mask, with a sink in its denominator) v, each sequence over its own pages.
 
-    `scaled`: bytes of the float32 scale that each vector of int8 codes begins with (`kv.arena`); 0 where K and V are
-    floats. `plans` are those of `plans_of` for the same shapes, kept from another layer; else it is called, with
-    `options`. Rows of no tile stay unwritten.
+    `scaled`: bytes of the float32 scale at the beginning of each vector of int8 codes (`kv.arena`); 0 if K and V are
+    floats. `plans`: result of `plans_of` for the same shapes, from another layer; if missing, it is called with
+    `options`. Rows outside of all tiles are not written.
     """
     if plans is None:
         plans = plans_of(query, k, paging, window, chunk=chunk, value_dim=v.shape[2] - scaled, **options)
@@ -70,7 +70,7 @@ def _run(
     value_padded = padded(value_dim)
     parts = query.new_empty((plan.num_cells, value_padded), dtype=torch.float32)
     sums = query.new_empty((plan.num_cells, 2), dtype=torch.float32)
-    of_heads = -(-group // tile.heads)  # tiles beside each other that share one K/V head
+    of_heads = -(-group // tile.heads)  # adjacent tiles that share one K/V head
     shared = {"V_DIM": value_dim, "V_PADDED": value_padded, "HAS_SINKS": sinks is not None}
     _attend_kernel[(len(plan.items), kv_heads * of_heads)](
         query, k, v, sums if sinks is None else sinks, out, parts, sums, plan.items, paging.tables, scale,
@@ -89,7 +89,7 @@ def _run(
 
 
 def _sizes_of(k: Tensor, v: Tensor, scaled: int) -> dict[str, int | bool]:
-    """How a head is cut into columns that are powers of two, and how far apart rows and heads of the arena are.
+    """The division of a head into powers of two of columns, and the strides of rows and heads of the arena.
 
     Keys of 96 have 128 columns, of 192 they have 128 and 64, of 576 they have 512 and 64.
     """
@@ -107,7 +107,7 @@ def _sizes_of(k: Tensor, v: Tensor, scaled: int) -> dict[str, int | bool]:
 
 @triton.jit
 def _factors(peak, new_peak):
-    """The larger of two maxima (base 2), and what each part is scaled by; a part of no key has maximum -inf."""
+    """The larger of two maxima (base 2), and the factor of each part; a part without keys has maximum -inf."""
     largest = tl.maximum(peak, new_peak)
     ground = tl.where(largest == float("-inf"), 0.0, largest)
     return largest, tl.exp2(peak - ground), tl.exp2(new_peak - ground)
@@ -121,7 +121,7 @@ def _sum_of(x, factor, new, new_factor):
 
 @triton.jit
 def _with_sink(sinks_ptr, head, head_ok, peak, total, acc):
-    """Take one more score into the sum of weights, that of a sink, which has no value."""
+    """Add the score of a sink, which has no value, to the sum of weights."""
     sink = tl.load(sinks_ptr + head, mask=head_ok, other=0.0).to(tl.float32) * _LOG2_E
     _, old, new = _factors(peak, sink)
     return _sum_of(total, old, 1.0, new), acc * old[:, None]
@@ -138,7 +138,7 @@ def _scores(products, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _scaled(columns, ptr, row, ok, STRIDE: tl.constexpr, SCALED: tl.constexpr):
-    """Columns of codes times the scales of their rows of the arena; columns of floats as they are."""
+    """Columns of codes times the scales of their arena rows; columns of floats unchanged."""
     if SCALED > 0:
         scales_ptr = ptr.to(tl.pointer_type(tl.float32)) + row * (STRIDE // SCALED)
         columns *= tl.load(scales_ptr, mask=ok, other=0.0)[None, :]
@@ -150,7 +150,7 @@ def _piecewise(
     q_ptr, q_at, q_ok, k_ptr, k_at, k_ok,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """q k^T of float32 without tensor cores, some columns at a time: registers hold no more of them."""
+    """q k^T of float32 without tensor cores, in blocks of columns that fit into registers."""
     piece: tl.constexpr = min(COLUMNS, 32 if COLUMNS <= 128 else 16)
     products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, DIM, piece):
@@ -188,11 +188,11 @@ def _over_keys(
         n = first + tl.arange(0, BLOCK_N)
         row = page.to(tl.int64) * PAGE + n % PAGE
         at, loadable = row * K_STRIDE, (n < stop)[:, None]
-        # Pages of the block after this one are looked up here, so that its keys need not wait for them: else the
-        # compiler counts the look-up as a stage of its own, and keeps one block less in flight.
+        # Look up the pages of the next block here, so that its keys do not wait for them: otherwise the compiler makes
+        # the look-up a separate pipeline stage, and keeps one block less in flight.
         after = n + BLOCK_N
         page = tl.load(table_ptr + after // PAGE, mask=after < stop, other=0)
-        v = 0.0  # until one of the two below has them
+        v = 0.0  # until set below
         if exact or not WITHIN:
             v_ok = loadable & (of_value < V_DIM)[None, :]
             v = tl.load(v_ptr + (row * V_STRIDE + SCALED)[:, None] + of_value[None, :], mask=v_ok, other=0).to(kind)
@@ -208,8 +208,8 @@ def _over_keys(
                 rest_ok = loadable & (of_rest < DIM)[None, :]
                 k_rest = tl.load(k_ptr + k_at[:, None] + of_rest[None, :], mask=rest_ok, other=0).to(kind)
                 products = tl.dot(q_rest, tl.trans(k_rest), products)
-        products = _scaled(products, k_ptr, row, n < stop, K_STRIDE, SCALED)  # codes are whole numbers in any type
-        visible = n[None, :] <= position[:, None]  # no key from `stop` on: it ends a block, or lies behind all rows
+        products = _scaled(products, k_ptr, row, n < stop, K_STRIDE, SCALED)  # codes are exact in any type
+        visible = n[None, :] <= position[:, None]  # masks keys from `stop` on: it ends a block, or is beyond all rows
         if WINDOW > 0:
             visible = visible & (n[None, :] > position[:, None] - WINDOW)
         if CHUNK > 0:
@@ -243,7 +243,7 @@ def _over_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     SPLIT: tl.constexpr, PER_LEVEL: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Every `turns`-th split: all of them merged, if there is one turn; else each is stored as the part that it is."""
+    """Every `turns`-th split: merged if there is one turn, else each stored as a separate part."""
     begin = split_at(oldest, SPLIT, PER_LEVEL, LEVELS)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -275,7 +275,7 @@ def _attend_kernel(
     SPLIT: tl.constexpr, PER_LEVEL: tl.constexpr, LEVELS: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """One item for one tile of heads: either the tile's whole answer, or the parts of it that are this program's."""
+    """One item for one tile of heads: the tile's result, or this program's parts of it."""
     item_ptr = items_ptr + tl.program_id(0) * _ITEM
     rows = tl.load(item_ptr + 1)
     if rows > 0:
@@ -284,7 +284,7 @@ def _attend_kernel(
         parts, cell = tl.load(item_ptr + 6), tl.load(item_ptr + 7)
         head = tl.program_id(1) // OF_HEADS
         table_ptr = tables_ptr + table.to(tl.int64) * width
-        # What is as large as an arena or a batch goes into the pointers, so that the offsets of a tile are short.
+        # Large offsets (arena, batch) are added to the pointers, so that offsets within a tile are small.
         q_ptr += first_row.to(tl.int64) * q_stride + head * (GROUP * DIM)
         k_ptr += head * (SCALED + DIM)
         v_ptr += head * (SCALED + V_DIM)
@@ -320,7 +320,7 @@ def _attend_kernel(
             if HAS_SINKS:
                 total, acc = _with_sink(sinks_ptr, head * GROUP + of_head, row_ok, peak, total, acc)
             out_ptr += first_row.to(tl.int64) * (KV_HEADS * GROUP * V_DIM)
-            acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # a row before position 0 sees nothing, and gets 0
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # a row before position 0 has no keys and becomes 0
             out_ok = row_ok[:, None] & (d < V_DIM)[None, :]
             tl.store(out_ptr + (at * V_DIM)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_ok)
 
@@ -330,7 +330,7 @@ def _merge_kernel(
     parts_ptr, sums_ptr, out_ptr, sinks_ptr, items_ptr, merges_ptr,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one head of a shared tile: its parts from left to right, as one program would have merged them."""
+    """Merge rows of one head of a shared tile: its parts from left to right, as one program would."""
     item = tl.load(merges_ptr + tl.program_id(0))
     if item >= 0:
         item_ptr = items_ptr + item * _ITEM
@@ -346,7 +346,7 @@ def _merge_kernel(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, V_PADDED], tl.float32)
         for first in range(0, parts, _AT_ONCE):
-            # Written out, so that the loads of all come before the sums of any. What is beyond the last adds nothing.
+            # Unrolled, so that all loads precede the sums. Parts beyond the last add nothing.
             for i in tl.static_range(_AT_ONCE):
                 part, there = at * parts + first + i, row_ok & (row * 0 + first + i < parts)
                 new_peak = tl.load(sums_ptr + 2 * part, mask=there, other=float("-inf"))

@@ -1,9 +1,9 @@
 """All experts of a mixture: the places of a batch are grouped by expert on the device, and matmuls run group by group.
 
 A place is a row of the batch and one of its chosen experts; a tile is some places of one expert. A program multiplies
-one tile by some outputs of its expert's matrix. It adds all inputs in their order, so a row's sums are the same in any
-tile of that size. Nothing is read on the host, and shapes depend on the number of places only: there are as many tiles
-as there might be, and programs of those that are empty end at once.
+one tile by a block of outputs of its expert's matrix. It adds all inputs in order, so a row's sums are equal in any
+tile of that size. Nothing is read on the host, and shapes depend only on the number of places: the maximum number of
+tiles is launched, and programs of empty ones end immediately.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.kernels.args import FusedWeights, MatmulTile
 
-_SEEN = 512  # places that a program looks at together
-_SUMMED = 512  # outputs of one row that one program adds up
+_SEEN = 512  # places per block of a program
+_SUMMED = 512  # outputs of one row per program of the sum
 
 
 _FEW, _MANY = MatmulTile(16, 64, 4, 5), MatmulTile(64, 128, 8, 3)
@@ -25,14 +25,14 @@ _INPUTS = 64  # of one step of a sum
 
 def mix(
     x: Tensor,  # [T, in], its rows dense
-    chosen: Tensor,  # [T, k] integers; what is no expert adds nothing
+    chosen: Tensor,  # [T, k] integers; invalid experts add nothing
     weights: Tensor,  # [T, k]
     stacks: FusedWeights,
 ) -> Tensor:  # [T, out]
-    """As `reference.mix`. A row's bits depend on other rows only where their number decides the tile size.
+    """As `reference.mix`. A row's bits depend on other rows only through the tile size, which their number selects.
 
-    The larger tile is for tensor cores, in passes in which the experts meet as many places, on average, as the smaller
-    one holds.
+    The larger tile uses tensor cores; it is selected if experts have, on average, at least as many places as the
+    smaller tile.
     """
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
     (rows, each), out = chosen.shape, torch.empty((len(x), stacks.out_features), dtype=x.dtype, device=x.device)
@@ -51,7 +51,7 @@ def mix(
         (x, stacks.up, stacks.up_bias, inner, each, halves), (inner, stacks.down, stacks.down_bias, given, 1, -1)
     ):  # fmt: skip
         inputs, outputs = matrix.shape[1:] if stacks.transposed else matrix.shape[:0:-1]
-        assert inputs * outputs < 2**31, "a matrix too large for offsets of 32 bits"
+        assert inputs * outputs < 2**31, "a matrix too large for 32-bit offsets"
         _experts_kernel[(triton.cdiv(outputs, tile.outputs), tiles)](
             source, matrix, bias if bias is not None else source, target, order, table, *stacks.numbers,
             INPUTS=inputs, OUTPUTS=outputs, EACH=shared, TRANSPOSED=stacks.transposed, HAS_BIAS=bias is not None,
@@ -87,13 +87,13 @@ def _tiles_kernel(
     chosen_ptr, starts_ptr, table_ptr, num_places, num_tiles,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count the places of each expert, compute their starts in order, and split them into tiles."""
+    """Count the places of each expert, compute their offsets, and split them into tiles."""
     counts = tl.zeros([BINS], tl.int32)
     for first in range(0, num_places, BLOCK):
         p = first + tl.arange(0, BLOCK)
         expert = tl.load(chosen_ptr + p, mask=p < num_places, other=EXPERTS).to(tl.int32)
         is_known = (expert >= 0) & (expert < EXPERTS)
-        counts += tl.histogram(tl.where(is_known, expert, EXPERTS), BINS)  # the bin behind the last is for the others
+        counts += tl.histogram(tl.where(is_known, expert, EXPERTS), BINS)  # an additional bin for invalid ones
     expert = tl.arange(0, BINS)
     counts = tl.where(expert < EXPERTS, counts, 0)
     starts = tl.cumsum(counts) - counts
@@ -125,14 +125,14 @@ def _order_kernel(chosen_ptr, starts_ptr, order_ptr, num_places, BLOCK: tl.const
 
 @triton.jit
 def _bent(x, linear, cubic, SQUARED: tl.constexpr):
-    """The activation of a gate; `x` is cut to its limit already."""
+    """The activation of a gate; `x` is already clamped to its limit."""
     over = tl.maximum(x, 0.0)
     return over * over if SQUARED else x / (1.0 + tl.exp(-(linear * x + cubic * x * x * x)))
 
 
 @triton.jit
 def _gated(acc, linear, cubic, limit, plus, GATE: tl.constexpr, SQUARED: tl.constexpr):
-    """Outputs by places, as in `ExpertGate`: gates and ups take turns (1), or come one after the other (2)."""
+    """Outputs by places, as in `ExpertGate`: gates and ups alternate (1), or are concatenated (2)."""
     if GATE == 0:
         acc = _bent(tl.minimum(acc, limit), linear, cubic, SQUARED)
     elif GATE > 0:
@@ -154,7 +154,7 @@ def _experts_kernel(
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, SQUARED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile times some outputs of its expert's matrix, which is the left operand: it is the one with many rows."""
+    """One tile times a block of outputs of its expert's matrix, which is the left operand because it has more rows."""
     tile_ptr = table_ptr + tl.program_id(1) * 3
     expert = tl.load(tile_ptr)
     if expert >= 0:
@@ -162,7 +162,7 @@ def _experts_kernel(
         m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
         real_m = m < places
         place = tl.load(order_ptr + first + m, mask=real_m, other=0)
-        # In a block of both halves the first are gates, and their ups as far behind as there are gates.
+        # A block of both halves has its gates first, followed by their ups.
         block, c = tl.program_id(0) * BLOCK_N, tl.arange(0, BLOCK_N)
         width: tl.constexpr = OUTPUTS // 2 if GATE > 0 else OUTPUTS  # of the result
         span: tl.constexpr = BLOCK_N // 2 if GATE > 0 else BLOCK_N
@@ -195,14 +195,14 @@ def _sum_kernel(
     given_ptr, chosen_ptr, weights_ptr, out_ptr,
     EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the experts of one row gave, times their weights, in the order in which they were chosen."""
+    """The sum of the results of one row's experts times their weights, in the order of selection."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for i in range(EACH):
         place = row * EACH + i
         expert, weight = tl.load(chosen_ptr + place) + n * 0, tl.load(weights_ptr + place).to(tl.float32)
-        is_known = (expert >= 0) & (expert < EXPERTS)  # of others nothing was given: there may be any numbers
+        is_known = (expert >= 0) & (expert < EXPERTS)  # rows of invalid experts are uninitialised
         given = tl.load(given_ptr + place * OUTPUTS + n, mask=(n < OUTPUTS) & is_known, other=0.0)
         total += tl.where(is_known, weight, 0.0) * given.to(tl.float32)
     tl.store(out_ptr + row * OUTPUTS + n, total.to(out_ptr.dtype.element_ty), mask=n < OUTPUTS)

@@ -1,7 +1,7 @@
-"""Where the rows of a batch and their keys lie, as device tensors that attention reads; and how it is cut for a card.
+"""The locations of a batch's rows and keys, as device tensors for attention; and its tile sizes by GPU.
 
-`tuning.json` beside this file holds what a sweep on a card found best; what is not in it has defaults, which were
-chosen by what the compiler reports of registers and shared memory (docs/adr/0020-triton-kernels.md).
+`tuning.json` contains the best values of sweeps on GPUs; other cases use defaults, chosen by the compiler's use of
+registers and shared memory (docs/adr/0020-triton-kernels.md).
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch
 from torch import Tensor
 
 SPLIT = 256  # keys in one of the first splits
-PER_LEVEL = 16  # splits of one size; those that follow are twice as long
+PER_LEVEL = 16  # splits of one size; later ones are twice as long
 LEVELS = 12  # 16 million positions
-ITEM = 9  # numbers that describe one program of the attention kernel
-PROMPT_ROWS = 32  # rows of a sequence from which on they are a prompt's: more than any verification has
-_DECODE_ROWS = 8  # query rows that share one reading of K/V: a verification of up to 7 drafts
-_DECODE_SIZE = 64  # query rows times heads, at most
-DECODE_SUMS = _DECODE_SIZE * 256  # rows times heads times numbers of a value: a program holds two of each sum
+ITEM = 9  # fields that describe one program of the attention kernel
+PROMPT_ROWS = 32  # minimum rows of a sequence that are treated as a prompt: more than any verification has
+_DECODE_ROWS = 8  # query rows that share one read of K/V: a verification of up to 7 drafts
+_DECODE_SIZE = 64  # maximum of query rows times heads
+DECODE_SUMS = _DECODE_SIZE * 256  # maximum of rows times heads times value size: a program holds two of each sum
 _PROMPT_SIZE = 128
-SCRATCH = 128 << 20  # bytes, at most, for results of programs that share tiles; what does not fit is not shared
-_SUMS = 2  # float32 numbers of a cell of scratch beside its values: the maximum and the sum of weights
+SCRATCH = 128 << 20  # maximum bytes for results of programs that share tiles; tiles beyond that are not shared
+_SUMS = 2  # float32 numbers of a scratch cell besides its values: the maximum and the sum of weights
 
 
 def send(numbers: Tensor, device: torch.device) -> Tensor:
-    """To the device. From pinned memory a copy takes its place behind what the device has to do; others wait for it."""
+    """Copy to the device. Copies from pinned memory are queued; others block until the device is idle."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def send_together(tensors: Seq[Tensor], device: torch.device) -> list[Tensor]:
-    """Small tensors to the device in one copy, which costs more than its bytes; those of wider numbers come first."""
+    """Copy small tensors to the device in one transfer, those with wider elements first."""
     if device.type == "cpu":
         return list(tensors)
-    # A view as bytes needs a stride of 1, which `contiguous` does not give to a single number.
+    # A view as bytes needs a stride of 1, which `contiguous` does not set for a single number.
     flat = [tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8) for tensor in tensors]
     parts = send(torch.cat(flat), device).split([len(part) for part in flat])
     return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
@@ -45,10 +45,10 @@ def send_together(tensors: Seq[Tensor], device: torch.device) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Query rows of one sequence times query heads of one K/V head: what one program reads K/V for."""
+    """Query rows of one sequence times query heads of one K/V head, processed by one program."""
 
     rows: int
-    heads: int  # where the K/V head has more, several tiles beside each other share it
+    heads: int  # if the K/V head has more, several adjacent tiles share it
 
     @property
     def size(self) -> int:
@@ -57,9 +57,9 @@ class Tile:
 
 
 def tile_of(group: int, *, prompt: bool = False) -> Tile:
-    """The tile of a model with `group` query heads to a K/V head: for decoding and verification, or for prompts.
+    """The tile of a model with `group` query heads per K/V head, for decoding and verification or for prompts.
 
-    The same for every batch: on a GPU another size may be another instruction, with another order of sums.
+    It is the same for every batch: another size may use another instruction, with another order of sums.
     group 1 -> 8 rows x 1 head, 4 -> 8 x 4, 16 -> 4 x 16, 48 -> 1 x 48, 71 -> 1 x 36; prompts 4 -> 32 x 4, 71 -> 3 x 36.
     """
     heads = -(-group // -(-group // _DECODE_SIZE))
@@ -69,7 +69,7 @@ def tile_of(group: int, *, prompt: bool = False) -> Tile:
 
 
 def split_of(position: int, split: int = SPLIT, per_level: int = PER_LEVEL) -> int:
-    """The split that a key position belongs to: a function of the position only.
+    """The split of a key position, a function of the position only.
 
     With splits of 4, two per level: positions 0..3 -> 0, 4..7 -> 1, 8..15 -> 2, 16..23 -> 3, 24..39 -> 4.
     """
@@ -81,8 +81,8 @@ def split_of(position: int, split: int = SPLIT, per_level: int = PER_LEVEL) -> i
 class PlanSizes:
     """Lengths of a plan's lists and the size of unmerged results, which do not depend on sequence lengths."""
 
-    wanted: int  # programs of a K/V head, were they as many as asked for
-    items: int  # programs of a K/V head: the first of each tile, and the others
+    wanted: int  # requested programs per K/V head
+    items: int  # programs per K/V head: the first of each tile, and the others
     merges: int  # tiles that several programs may share
     cells: int  # of scratch: one row of one head of one part
 
@@ -90,7 +90,7 @@ class PlanSizes:
 def plan_sizes(
     num_tiles: int, tile: Tile, num_rows: int, heads: int, kv_heads: int, dim: int, max_splits: int, programs: int
 ) -> PlanSizes:
-    """For `programs` in all, each tile's as many as its keys are of all keys, and at least one, at most its splits.
+    """Sizes for `programs` in total, divided among tiles by their keys: at least one, at most their splits.
 
     One tile, 8 K/V heads, 24 splits, 528 programs: 24 of each head, one tile to merge. 32 tiles, 81 splits: 98, 32.
     """
@@ -102,7 +102,7 @@ def plan_sizes(
 
 
 def scratch_bytes(num_rows: int, heads: int, dim: int, max_kv: int) -> int:
-    """The most that one layer's attention takes beside its result, for `num_rows` rows that see up to `max_kv` keys.
+    """Maximum temporary bytes of one layer's attention, for `num_rows` rows with up to `max_kv` keys.
 
     32 heads of 128: 1 row at 131072 keys 1.3 MB, 5 rows at 8192 keys 2 MB, 160 rows at 131072 keys all there is.
     """
@@ -111,7 +111,7 @@ def scratch_bytes(num_rows: int, heads: int, dim: int, max_kv: int) -> int:
 
 
 def padded(dim: int) -> int:
-    """Columns that a kernel has for a head: a power of two, and the least that a matmul takes."""
+    """Columns of a head in a kernel: a power of two, at least the minimum of a matmul."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -121,7 +121,7 @@ def _cell_bytes(dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """N tiles and M of prompts over B sequences; everything that changes from step to step is in the tensors.
+    """N tiles and M tiles of prompts over B sequences; everything that changes between steps is in the tensors.
 
     Two sequences, tiles of two query rows, A feeds three rows from position 5 on, B one row at position 9:
 
@@ -129,21 +129,21 @@ class Paging:
         tiles [[0, 2], [0, 0], [1, 0]]            a tile of sequence -1 is idle
     """
 
-    tiles: Tensor  # [N, 2] int32: the sequence, and which of its new rows the tile begins with
+    tiles: Tensor  # [N, 2] int32: the sequence, and the first of its new rows in the tile
     spans: Tensor  # [B, 4] int32: first row in the batch, number of rows, position of the first, row of `tables`
     tables: Tensor  # [S, W] int32, arena pages
     page_size: int
-    max_kv: int  # no sequence is longer; a bound for the host, which changes no result
-    prompts: Tensor | None = None  # [M, 2] int32 as `tiles`, larger ones, for sequences that feed many rows
+    max_kv: int  # a bound on sequence lengths, for the host; does not change results
+    prompts: Tensor | None = None  # [M, 2] int32 like `tiles`, but larger tiles, for sequences with many rows
 
     @classmethod
     def of(
         cls, num_rows: Seq[int], starts: Seq[int], tables: Seq[Seq[int]], page_size: int, group: int,
         device: torch.device, *, fixed: bool = False,
     ) -> Paging:  # fmt: skip
-        """Lay out sequences that feed `num_rows` rows each from position `starts` on, in one upload.
+        """Lay out sequences with `num_rows` rows each from position `starts`, in one upload.
 
-        `fixed` gives every row a tile of decoding, so that its bits do not depend on how many come with it.
+        `fixed`: use decoding tiles for all rows, so that a row's bits do not depend on their number.
         """
         large = [not fixed and n >= PROMPT_ROWS for n in num_rows]
         tiles = _tiles_of([0 if big else n for n, big in zip(num_rows, large, strict=True)], tile_of(group).rows)
@@ -172,7 +172,7 @@ class Paging:
 
 
 def _tiles_of(num_rows: Seq[int], step: int) -> list[tuple[int, int]]:
-    """[3, 1] in steps of 2 -> [(0, 2), (0, 0), (1, 0)]: those that see the most keys, and take longest, come first."""
+    """[3, 1] in steps of 2 -> [(0, 2), (0, 0), (1, 0)]: those with the most keys, which take longest, come first."""
     return [(i, first) for i, n in enumerate(num_rows) for first in reversed(range(0, n, step))]
 
 
@@ -181,16 +181,16 @@ def _tiles_of(num_rows: Seq[int], step: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What changes the speed of attention; of its results at most the last bits, the same for every batch."""
+    """Parameters that change attention's speed, and of its results at most the last bits, equally for every batch."""
 
-    block_n: int  # keys that a program takes at a time, a power of two
+    block_n: int  # keys per block of a program, a power of two
     num_warps: int
-    num_stages: int = 3  # 3 keeps two blocks of K and of V in shared memory: one is loaded while the other is worked on
-    programs: int = 528  # wanted at least, if sequences are long: four for each multiprocessor of a large card
+    num_stages: int = 3  # 3 keeps two blocks of K and of V in shared memory: one is loaded while the other is processed
+    programs: int = 528  # minimum for long sequences: four per multiprocessor of a large GPU
 
 
 def tuning_for(dtype: torch.dtype, group: int, dim: int, prompt: bool) -> Tuning:
-    """What a sweep found for this card, or the default; `group` query heads to a K/V head, `prompt` for large tiles."""
+    """The result of a sweep for this GPU, or the default; `group` query heads per K/V head, `prompt`: large tiles."""
     found = _recorded().get(key_of(_capability(), dtype, group, dim, prompt))
     return found or default_for(dtype, group, dim, prompt)
 
@@ -201,7 +201,7 @@ def key_of(capability: str, dtype: torch.dtype, group: int, dim: int, prompt: bo
 
 
 def default_for(dtype: torch.dtype, group: int, dim: int, prompt: bool) -> Tuning:
-    """The widest of which nothing is spilled and, for decoding, two programs fit on a multiprocessor."""
+    """The widest without register spills and, for decoding, with two programs per multiprocessor."""
     if dtype.itemsize > 2 or dim > 256:
         return Tuning(16, 8)
     is_large = group > 4 and not prompt  # decoding in tiles of 64 rows, on four warps

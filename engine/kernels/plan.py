@@ -1,6 +1,6 @@
-"""Which program reads which keys: programs for the tiles of a pass, by their number of keys. Made once for all layers.
+"""Assigns programs to the keys of each tile of a pass, by their number. Computed once for all layers.
 
-It is made on the device, which may be the only place that has lengths: a graph's launches have one shape for all.
+It is computed on the device, because lengths may exist only there and a graph's launches have fixed shapes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from engine.kernels import paging as cuts
 from engine.kernels.paging import ITEM, LEVELS, PER_LEVEL, SPLIT, Paging, Tile, Tuning
 
 _ITEM = tl.constexpr(ITEM)
-_PLANNED = 256  # tiles that the plan looks at together
-_ALL = 1 << 30  # programs: more than there can be splits
+_PLANNED = 256  # tiles per block of the plan
+_ALL = 1 << 30  # programs: more than the maximum number of splits
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which program reads which keys of which tile: the same for all layers of a pass with one shape and one reach."""
+    """The keys and tile of each program: the same for all layers of a pass with equal shape and reach."""
 
     items: Tensor  # [W, ITEM] int32, one for each program of a K/V head; see `_plan_kernel`
     merges: Tensor  # [M] int32, items whose tiles are shared by several programs; -1: none
-    num_cells: int  # unmerged results of shared tiles: one row of one head is a cell
+    num_cells: int  # unmerged results of shared tiles: one cell per row and head
     tile: Tile
     is_prompt: bool
     tuning: Tuning
@@ -46,10 +46,10 @@ def plans_of(
     per_level: int = PER_LEVEL,
     tuning: Tuning | None = None,
 ) -> tuple[Plan, ...]:
-    """A plan for the tiles of each kind, made on the device: lengths may exist there only.
+    """A plan for the tiles of each kind, computed on the device.
 
-    `spread` shares the keys of each tile among as many programs as it has splits, or leaves them to one; by default
-    as lengths are. `value_dim` is the size of a value, by default that of a key. `split` and `per_level` are
+    `spread`: divide the keys of each tile among one program per split, or assign them to one program; default: by
+    length. `value_dim` is the size of a value, by default that of a key. `split` and `per_level` are
     `paging.split_of`'s.
     """
     num_rows, heads, dim = query.shape
@@ -63,12 +63,12 @@ def plans_of(
         if tiles is None or not len(tiles):
             continue
         tile = cuts.tile_of(group, prompt=is_prompt)
-        if not is_prompt:  # fewer heads where values are wide: 4 rows x 16 heads of 512 -> 4 x 8
+        if not is_prompt:  # fewer heads if values are wide: 4 rows x 16 heads of 512 -> 4 x 8
             tile = Tile(
                 tile.rows, max(1, min(tile.heads, cuts.DECODE_SUMS // cuts.padded(value_dim or dim) // tile.rows))
             )
         chosen = tuning or cuts.tuning_for(query.dtype, group, dim, is_prompt)
-        if k.dtype == torch.int8 and not is_prompt:  # codes become floats in registers: larger blocks spill
+        if k.dtype == torch.int8 and not is_prompt:  # codes become floats in registers: larger blocks would spill
             chosen = replace(chosen, block_n=min(chosen.block_n, 32))
         programs = chosen.programs if spread is None else _ALL if spread else 0
         sizes = cuts.plan_sizes(len(tiles), tile, num_rows, heads, kv_heads, value_dim or dim, max_splits, programs)
@@ -103,7 +103,7 @@ def split_start(split, SPLIT: tl.constexpr, PER_LEVEL: tl.constexpr):
 
 @triton.jit
 def oldest_of(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first key that a row at `position` sees: of its window, and of its chunk."""
+    """The first key that a row at `position` sees, by its window and its chunk."""
     oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
     return tl.maximum(oldest, position // CHUNK * CHUNK) if CHUNK > 0 else oldest
 
@@ -117,11 +117,10 @@ def _plan_kernel(
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, PER_LEVEL: tl.constexpr, LEVELS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Give each tile one program, and those with many keys more: `wanted` in proportion to all keys.
+    """Assign each tile one program, and further ones of `wanted` in proportion to its keys.
 
     An item is: first row in the batch, rows (0: idle), position of the first, row of `tables`, the program's turn,
-    turns, parts of the tile, its first cell, the end of the keys that it sees. Item t is the first of tile t, and
-    behind these come the others.
+    turns, parts of the tile, its first cell, the end of its keys. Item t is the first of tile t; the others follow.
     """
     total = tl.zeros([BLOCK], tl.int64)
     for first in range(0, num_tiles, BLOCK):

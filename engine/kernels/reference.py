@@ -1,7 +1,7 @@
-"""What each kernel means, in plain torch: the oracle of the tests, and what runs where there is no Triton.
+"""Each kernel in plain torch: the oracle of the tests, and the implementation without Triton.
 
-No function here reads a tensor's value on the host or makes a tensor on it, so that a loop made of these can be held
-to that on a machine without a GPU.
+No function reads a tensor's value on the host or creates one there, so that tests without a GPU can check that the loop
+does not, either.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def attend(
     sinks: Tensor | None = None,  # [heads]
     scaled: int = 0,
 ) -> Tensor:  # [T, heads, value_dim]
-    """As `attention.attend`, but rows of no sequence become 0. Gathers `max_kv` keys for every row: for small sizes."""
+    """As `attention.attend`, but rows without a sequence become 0. Gathers `max_kv` keys per row: for small sizes."""
     sequence, position = _rows_of(paging, len(query))
     key = torch.arange(min(paging.max_kv, paging.tables.shape[1] * paging.page_size), device=query.device)
     table = paging.tables[paging.spans[sequence, 3].long()].long()  # [T, W]
@@ -60,20 +60,20 @@ def attend(
         sink = sinks.float().view(*scores.shape[1:3], 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
     weights = scores.softmax(-1)[..., : len(key)].masked_fill(hidden, 0)
-    # A hidden row of the arena may hold anything: 0 times NaN would be NaN.
+    # Masked arena rows may contain anything: 0 times NaN would be NaN.
     values = _numbers(v[where], scaled).masked_fill(~visible[:, :, None, None], 0)
     return torch.einsum("tkgj,tjkd->tkgd", weights, values).flatten(1, 2).to(query.dtype)
 
 
 def _numbers(heads: Tensor, scaled: int) -> Tensor:
-    """Vectors in float32; `scaled`: bytes of the scale that each vector of codes begins with."""
+    """Vectors in float32; `scaled`: bytes of the scale at the beginning of each vector of codes."""
     if not scaled:
         return heads.float()
     return heads[..., scaled:] * heads[..., :scaled].contiguous().view(torch.float32)
 
 
 def _rows_of(paging: Paging, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Of each row of the batch its sequence (-1: none) and its position, int64 `[T]`."""
+    """The sequence (-1: none) and the position of each row of the batch, int64 `[T]`."""
     row = torch.arange(num_rows, device=paging.spans.device)
     first, rows, start, _ = paging.spans.long().unbind(1)
     mine = (row[:, None] >= first) & (row[:, None] < first + rows)  # [T, B]
@@ -103,7 +103,7 @@ def round_heads(heads: Tensor) -> Tensor:
     """
     x = heads.float()
     peak = x.abs().amax(-1, keepdim=True).clamp_min_(TINIEST_PEAK)
-    scale = peak * (1 / LARGEST_CODE) + (x - x).sum(-1, keepdim=True)  # 0, but NaN where there is no number
+    scale = peak * (1 / LARGEST_CODE) + (x - x).sum(-1, keepdim=True)  # 0, but NaN for invalid scales
     codes = (x * (1 / peak * LARGEST_CODE)).round_().nan_to_num_(0, 0, 0).to(torch.int8)
     return torch.cat([scale.view(torch.int8), codes], -1)
 

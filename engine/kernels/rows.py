@@ -1,4 +1,4 @@
-"""Small operations on rows, each fused into one kernel: rotary positions with the K/V write, norms, gates, rounding."""
+"""Row operations, each fused into one kernel: rotary positions with the K/V write, norms, gates, rounding."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor
 from engine.kernels.args import LARGEST, LARGEST_CODE, TINIEST, TINIEST_PEAK, Fp8Rows
 
 Activation = Literal["silu", "gelu_tanh"]
-_BLOCK = 1024  # numbers of a gate that one program takes
+_BLOCK = 1024  # elements of a gate per program
 _LARGEST, _TINIEST = tl.constexpr(LARGEST), tl.constexpr(TINIEST)
 _LARGEST_CODE, _TINIEST_PEAK = tl.constexpr(float(LARGEST_CODE)), tl.constexpr(TINIEST_PEAK)
-_WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float32 near it is whole: adding it rounds to nearest, the even one of two
+_WHOLE = tl.constexpr(1.5 * 2.0**23)  # adding it to a float32 rounds to the nearest integer, ties to even
 
 
 def rotate_and_write(
     projected: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]: q, k, v side by side; rows may be strided
-    cos: Tensor,  # [T, rotary_dim]; the head's numbers behind rotary_dim stay as they are
+    cos: Tensor,  # [T, rotary_dim]; the elements of a head beyond rotary_dim are unchanged
     sin: Tensor,
-    kv_rows: Tensor,  # [T] int64, the arena row of each; of padding, a spare one
+    kv_rows: Tensor,  # [T] int64, the arena row of each; a spare one for padding
     k: Tensor,  # [rows, kv_heads, scaled + head_dim], the arena of one layer, written in place
     v: Tensor,
-    norms: tuple[Tensor, Tensor] | None = None,  # scales of q and k, float32 [head_dim], of families that norm heads
+    norms: tuple[Tensor, Tensor] | None = None,  # norm weights of q and k, float32 [head_dim]
     eps: float = 0.0,
     scaled: int = 0,
 ) -> Tensor:  # [T, heads, head_dim]
-    """Rotate q and k, store k and v at `kv_rows`, give back q. Computed in float32, rounded once.
+    """Rotate q and k, store k and v at `kv_rows`, return q. Computed in float32, rounded once.
 
-    `scaled` as in `attention.attend`: above 0, k and v are rounded again, to int8 as `reference.round_heads` does it.
-    On a GPU a code may differ from that by 1 where it lies halfway between two: its product is not rounded before it.
+    `scaled` as in `attention.attend`: above 0, k and v are then rounded to int8, as by `reference.round_heads`. On a
+    GPU a code halfway between two may differ from it by 1, because the product is not rounded first.
     """
     num_rows, width = projected.shape
     kv_heads, dim = k.shape[1], k.shape[2] - scaled
@@ -79,7 +79,7 @@ def _rotate_kernel(
     else:
         row = tl.load(rows_ptr + t) * KV_HEADS
         if SCALED > 0:
-            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)  # as it is where keys and values are floats
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)  # unchanged if keys and values are floats
         if head < HEADS + KV_HEADS:
             _store_head(k_ptr + (row + head - HEADS) * (SCALED + DIM), x, d, inside, SCALED)
         else:
@@ -88,13 +88,13 @@ def _rotate_kernel(
 
 @triton.jit
 def _store_head(ptr, x, d, inside, SCALED: tl.constexpr):
-    """A key or a value: as it is, or the bytes of its scale and its codes behind them."""
+    """Store a key or a value unchanged, or the bytes of its scale followed by its codes."""
     if SCALED > 0:
         peak = tl.maximum(tl.max(tl.abs(x), 0), _TINIEST_PEAK)
         fault = tl.sum(x - x, 0)  # 0, but NaN where there is no number
         byte = tl.arange(0, SCALED)
         scale = (peak * (1.0 / _LARGEST_CODE) + fault).to(tl.int32, bitcast=True)
-        tl.store(ptr + byte, (scale >> 8 * byte).to(tl.int8))  # byte by byte: it may begin anywhere
+        tl.store(ptr + byte, (scale >> 8 * byte).to(tl.int8))  # byte by byte, because it may be unaligned
         codes = x * (tl.math.div_rn(1.0, peak) * _LARGEST_CODE) + _WHOLE - _WHOLE
         x = tl.where(fault == 0.0, codes, 0.0)
     tl.store(ptr + SCALED + d, x.to(ptr.dtype.element_ty), mask=inside)
@@ -105,8 +105,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """`sum = x + residual` and RMSNorm(sum): `[..., size]` each, of the type of `x`, the sum rounded before the norm.
 
-    `scale` float32 `[size]`, what the normed row is multiplied by. Without `residual` the sum is `x` itself. With
-    `before`, the scale and eps of another norm, that norm of `x`, rounded, takes the place of `x`.
+    `scale` float32 `[size]`, the factor of the normalised row. Without `residual` the sum is `x`. With `before`, the
+    scale and eps of another norm, `x` is first normalised with it and rounded.
     """
     normed = torch.empty_like(x.reshape(-1, x.shape[-1]))
     return normed.view(x.shape), _norm(x, residual, scale, eps, before, normed, None)
@@ -115,13 +115,13 @@ def add_norm(
 def add_norm_round(
     x: Tensor, residual: Tensor | None, scale: Tensor, eps: float, before: tuple[Tensor, float] | None = None
 ) -> tuple[Fp8Rows, Tensor]:
-    """As `add_norm`, its normed rows as `round_rows` has them."""
+    """As `add_norm`, with normalised rows in the form of `round_rows`."""
     rounded = _unwritten(x)
     return rounded, _norm(x, residual, scale, eps, before, rounded.rows, rounded.scale)
 
 
 def _unwritten(x: Tensor, size: int | None = None) -> Fp8Rows:
-    """As many rows as `x` has, each `size` wide."""
+    """An uninitialised tensor with the rows of `x`, each `size` wide."""
     shape = torch.Size((*x.shape[:-1], size or x.shape[-1]))
     rows = torch.empty((shape.numel() // shape[-1], shape[-1]), dtype=torch.float8_e4m3fn, device=x.device)
     return Fp8Rows(rows, torch.empty((len(rows), 1), dtype=torch.float32, device=x.device), shape, x.dtype)
@@ -134,7 +134,7 @@ def _norm(
     eps: float,
     before: tuple[Tensor, float] | None,
     normed: Tensor,  # [R, size], written
-    steps: Tensor | None,  # [R, 1], written, where rows are rounded
+    steps: Tensor | None,  # [R, 1], written if rows are rounded
 ) -> Tensor:
     """Returns the sum."""
     size = x.shape[-1]
@@ -153,7 +153,7 @@ def _norm(
 
 
 def _warps(block: int) -> int:
-    """So many that a thread has at most 32 numbers of a row in its registers, as far as a block goes."""
+    """Number of warps for at most 32 elements of a row per thread, within the limit of a block."""
     return min(32, max(1, block // 512))
 
 
@@ -189,7 +189,7 @@ def _normed(x, scale_ptr, eps, d, inside, SIZE: tl.constexpr):
 
 @triton.jit
 def _rounded(x, step_ptr, dtype: tl.constexpr):
-    """A whole row in 8-bit floats; its scale is stored. Divisions are exact, as in plain torch."""
+    """A whole row in 8-bit floats; stores its scale. Divisions are exact, as in plain torch."""
     wide = x.to(tl.float32)
     step = tl.math.div_rn(tl.maximum(tl.max(tl.abs(wide), 0), _TINIEST), _LARGEST)
     tl.store(step_ptr, step)
@@ -197,7 +197,7 @@ def _rounded(x, step_ptr, dtype: tl.constexpr):
 
 
 def round_rows(x: Tensor) -> Fp8Rows:
-    """Rows `[..., size]` in 8-bit floats, each with the scale that makes its largest number the largest there is."""
+    """Rows `[..., size]` in 8-bit floats, each with a scale that maps its largest element to the format's maximum."""
     rounded, rows = _unwritten(x), x.reshape(-1, x.shape[-1])
     if len(rows):
         size = rows.shape[1]
@@ -226,14 +226,14 @@ def gate(both: Tensor, activation: Activation) -> Tensor:
 
 
 def gate_round(both: Tensor, activation: Activation) -> Fp8Rows:
-    """As `gate`, its rows as `round_rows` has them; a program takes a whole row, whose largest number it must know."""
+    """As `gate`, with rows in the form of `round_rows`; a program processes a whole row to find its maximum."""
     rounded = _unwritten(both, both.shape[-1] // 2)
     _gate(both, activation, rounded.rows, rounded.scale)
     return rounded
 
 
 def _gate(both: Tensor, activation: Activation, out: Tensor, steps: Tensor | None) -> None:
-    """Write `out` `[R, size]`, and `steps` `[R, 1]` where rows are rounded."""
+    """Write `out` `[R, size]`, and `steps` `[R, 1]` if rows are rounded."""
     size, rows = out.shape[1], both.reshape(-1, both.shape[-1])
     if len(rows):
         block = _BLOCK if steps is None else triton.next_power_of_2(size)

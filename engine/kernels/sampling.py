@@ -1,9 +1,9 @@
-"""From logits to tokens, with the bits of `engine.sampling.noise`; and which tokens of a round stay.
+"""Sampling with the bits of `engine.sampling.noise`, and the commit of a round's tokens.
 
-A token is the argmax of scaled logits plus Gumbel noise; a logit of -inf masks its token. A batch may mix greedy rows,
-rows without and rows with truncation, which differ in their parameters. `kernels.truncation` finds where a row ends.
-Ten launches with it, three without. `commit` is `engine.verify.coupled` and `engine.engine.Engine._keep` in one small
-kernel, for a loop that the host does not watch.
+A token is the argmax of scaled logits plus Gumbel noise; a logit of -inf masks its token. A batch may mix greedy rows
+and rows with and without truncation, which differ only in their parameters. `kernels.truncation` finds the last kept
+token of a row. Ten launches with it, three without. `commit` combines `engine.verify.coupled` and
+`engine.engine.Engine._keep` in one small kernel, for rounds on the device.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from engine.kernels.args import Committed, Drawn, SamplerRows, Tracks
 from engine.kernels.truncation import NEVER, ONCE, Search, clear, find_ends, largest_of, ranks
 
-_BLOCK = 2048  # tokens that one program looks at
+_BLOCK = 2048  # tokens per program
 
 
 def choose(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
     """One token per row of `logits` `[R, vocab]`, the tokens of `engine.sampling.distribution.choose`.
 
-    `truncated`: whether any row may have a top-k, top-p or min-p; where none has, most kernels are skipped. Nothing but
-    the vocabulary, the type of the logits and whether their rows are aligned makes Triton compile anew.
+    `truncated`: whether any row may have a top-k, top-p or min-p; otherwise most kernels are skipped. Triton compiles
+    again only for another vocabulary, another type of logits or another alignment of their rows.
     """
     num_rows, vocab = logits.shape
     samplers = samplers.dense()
@@ -55,16 +55,16 @@ def choose(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> 
 
 @triton.jit
 def _first_largest(value, at):
-    """The largest value and the lowest id that has it; a value that is no number is passed over."""
+    """The largest value and the lowest id that has it; NaN is ignored."""
     largest = tl.max(value, 0)
     return largest, tl.min(tl.where(value == largest, at, NEVER), 0)
 
 
 @triton.jit(**ONCE)
 def _peaks_kernel(logits_ptr, peaks_ptr, at_ptr, bins_ptr, stride, vocab, blocks, truncated, BLOCK: tl.constexpr):
-    """The largest logit of a block and the first token that has it; zeros for the search to come.
+    """The largest logit of a block and the first token that has it; clears the bins of the search.
 
-    What is no number counts as infinite, as in `argmax`, so that the largest of a row shows whether it is sound.
+    NaN counts as infinite, as in `argmax`, so that the maximum of a row shows whether it is valid.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -78,14 +78,14 @@ def _peaks_kernel(logits_ptr, peaks_ptr, at_ptr, bins_ptr, stride, vocab, blocks
 
 @triton.jit
 def _gumbel(high, low):
-    """As `engine.sampling.noise._gumbel`, to the last bit but for how two libraries round a logarithm."""
+    """As `engine.sampling.noise._gumbel`, bit for bit except for the libraries' rounding of logarithms."""
     bits = (high.to(tl.int64) << 20) | (low >> 12).to(tl.int64)
     return -tl.log(-tl.log((bits.to(tl.float64) + 0.5) * 2.220446049250313e-16))
 
 
 @triton.jit
 def _earlier(tie, other_tie, ties_ptr, block, BLOCKS: tl.constexpr):
-    """How many tokens of the last rank come before each pair of this block."""
+    """The number of tokens of the last rank before each pair of this block."""
     b = tl.arange(0, BLOCKS)
     pair = (tie.to(tl.int32) + other_tie.to(tl.int32)).to(tl.int32)
     return tl.sum(tl.load(ties_ptr + b, mask=b < block, other=0), 0) + tl.cumsum(pair, 0) - pair
@@ -96,7 +96,7 @@ def _noise_kernel(
     logits_ptr, temperature_ptr, min_p_ptr, seed_ptr, position_ptr, stream_ptr, peaks_ptr, last_ptr, allowed_ptr,
     ties_ptr, best_ptr, best_at_ptr, stride, vocab, blocks, truncated, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The best of a block of tokens of one row under noise; one Philox call feeds two neighbouring tokens."""
+    """The best token of a block of one row with noise; one Philox call serves two adjacent tokens."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
@@ -136,7 +136,7 @@ def _first_kernel(
     temperature_ptr, peaks_ptr, at_ptr, best_ptr, best_at_ptr, token_ptr, sound_ptr, vocab, blocks,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Of the blocks of a row the best one's token."""
+    """The best token of all blocks of a row."""
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     inside, i = b < blocks, row * blocks + b
@@ -145,16 +145,16 @@ def _first_kernel(
     if tl.load(temperature_ptr + row) > 0:
         noisy = tl.load(best_ptr + i, mask=inside, other=float("-inf"))
         token = _first_largest(noisy, tl.load(best_at_ptr + i, mask=inside, other=NEVER))[1]
-    # A row without any number has no largest one: `verify_rows` reports it, and until then a token must be a token.
+    # A row of NaN has no maximum: `verify_rows` reports it, but until then the token must be a valid id.
     tl.store(token_ptr + row, tl.minimum(token, vocab - 1).to(tl.int64))
     tl.store(sound_ptr + row, tl.abs(largest) < float("inf"))
 
 
 def commit(drawn: Tensor, drafts: Tensor, num_sound: Tensor, slots: Tensor, tracks: Tracks) -> Committed:
-    """Keep drafts while they equal what was drawn, up to an end token or the longest length; append, move, end.
+    """Keep drafts while they equal the drawn tokens, up to an end token or the maximum length; append, advance, end.
 
-    `drawn` int64 `[B, K + 1]`, the target's own tokens; `drafts` int64 `[B, K]`, -1 where there is none;
-    `num_sound` int64 `[B]`, leading rows of logits that were numbers; `slots` int64 `[B]`, each at most once.
+    `drawn` int64 `[B, K + 1]`, the target's tokens; `drafts` int64 `[B, K]`, -1: none; `num_sound` int64 `[B]`, leading
+    rows of logits without NaN; `slots` int64 `[B]`, each at most once.
     """
     num, width = drawn.shape
     found = [torch.empty_like(slots) for _ in range(3)]
@@ -181,7 +181,7 @@ def _commit_kernel(
     i = tl.arange(0, BLOCK)
     drawn = tl.load(drawn_ptr + b * drawn_stride + i, mask=i < width, other=-2)
     draft = tl.load(drafts_ptr + b * drafts_stride + i, mask=i < width - 1, other=-1)
-    num_kept = tl.min(tl.where(drawn == draft, BLOCK, i), 0)  # one beyond the drafts is never equal
+    num_kept = tl.min(tl.where(drawn == draft, BLOCK, i), 0)  # the entry beyond the drafts never matches
     length, running = tl.load(length_ptr + slot), tl.load(running_ptr + slot)
     ends = i < 0
     for e in tl.static_range(ENDS):

@@ -1,10 +1,10 @@
-"""Where top-k, and then top-p of what is left, cut off the distribution of a row, without sorting anything.
+"""Top-k, then top-p of the rest, of each row without sorting.
 
-Scores (logits over temperature, the best at 0) have ranks: the bits of how far a score lies below 0, so that likelier
-tokens have smaller ranks. A distribution is all tokens up to a last rank, and of that rank the first few by id. The
-last rank of top-k is found in three steps of 9, 11 and 11 bits, and that of top-p in three more: all blocks of a row
-add to the row's bins, and the next launch takes the last bin before which there is less than the limit. Integers are
-added, tokens or weights in units of 2**-44, so a row's bins do not depend on the order.
+Scores (logits over temperature, the best at 0) have ranks: the bits of their distance below 0, so that likelier tokens
+have smaller ranks. The kept tokens are those up to a last rank, and of that rank the first few by id. The last rank of
+top-k is found in three steps of 9, 11 and 11 bits, and that of top-p in three more: all blocks of a row add to the
+row's bins, and the next launch takes the last bin before which the sum is below the limit. Sums are integers, tokens or
+weights in units of 2**-44, so they do not depend on the order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from engine.kernels.args import SamplerRows
 
-BLOCK = 4096  # tokens that one program adds to the bins
-LARGEST_VOCAB = 2**19  # whose weights, 1 at most each, fit into int64
-NEVER = tl.constexpr(0x7FFFFFFF)  # a rank behind that of every score; a number that no count of tokens reaches
+BLOCK = 4096  # tokens per program
+LARGEST_VOCAB = 2**19  # whose total weight, at most 1 each, fits into int64
+NEVER = tl.constexpr(0x7FFFFFFF)  # a rank beyond all scores; a number above every count of tokens
 _UNIT = tl.constexpr(float(2**44))  # of a weight of 1
-_WEIGHTLESS = tl.constexpr(0x42000000)  # the rank of score -32: beyond it no weight is half a unit
+_WEIGHTLESS = tl.constexpr(0x42000000)  # the rank of score -32: weights beyond it round to 0
 _STEPS = 3  # of a search
 _GROUP = tl.constexpr(32)  # bins
 _GROUPS = tl.constexpr(64)
@@ -31,7 +31,7 @@ _WIDTH = tl.constexpr(64 + 64 * 32)  # sums of groups, then bins
 _ROW = tl.constexpr(2 * 3 * (64 + 64 * 32))  # two searches
 _PEELS = tl.constexpr(12)
 
-# Nothing of these makes Triton compile a kernel of a draw anew.
+# Arguments on which Triton does not specialise.
 ONCE: dict[str, Any] = {
     "do_not_specialize": ["blocks", "step", "truncated"],
     "do_not_specialize_on_alignment": [
@@ -45,19 +45,19 @@ ONCE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What the launches of one draw leave to each other. Empty where no row is cut."""
+    """The buffers shared by the launches of one draw. Empty if no row is truncated."""
 
-    bins: Tensor  # [R, 2, 3, 2112] int64: top-k and top-p, their steps; zeros at first
+    bins: Tensor  # [R, 2, 3, 2112] int64: top-k and top-p, their steps; initially zero
     rank: Tensor  # [R, 2, 3] int32, where the bins of a step begin
     before: Tensor  # [R, 2, 3] float64, tokens or weight before that
-    limit: Tensor  # [R] float64, the weight that top-p may hold
+    limit: Tensor  # [R] float64, the maximum weight of top-p
     last: Tensor  # [R] int32, the last rank that is kept
-    allowed: Tensor  # [R] int32, how many tokens of that rank are kept; NEVER where all are
-    ties: Tensor  # [R, blocks] int32, tokens of that rank in each block, where not all do
+    allowed: Tensor  # [R] int32, the number of kept tokens of that rank; NEVER: all
+    ties: Tensor  # [R, blocks] int32, tokens of that rank in each block, if not all are kept
 
     @classmethod
     def empty(cls, num_rows: int, blocks: int, device: torch.device) -> Search:
-        """Nothing in it is set."""
+        """An uninitialised search."""
 
         def made(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty((num_rows, *shape), dtype=dtype, device=device)
@@ -70,9 +70,9 @@ class Search:
 
 
 def find_ends(logits: Tensor, samplers: SamplerRows, peaks: Tensor, search: Search, ties_block: int) -> None:
-    """Set `last`, `allowed` and `ties` of `search`, whose bins are zeros, for all rows that are drawn.
+    """Set `last`, `allowed` and `ties` of `search`, whose bins are zero, for all drawn rows.
 
-    `logits` `[R, vocab]` with adjacent columns, `samplers` without gaps, `peaks` float32 `[R, blocks]`, the largest of
+    `logits` `[R, vocab]` with adjacent columns, `samplers` contiguous, `peaks` float32 `[R, blocks]`, the maximum of
     each `ties_block` tokens.
 
     Raises:
@@ -80,7 +80,7 @@ def find_ends(logits: Tensor, samplers: SamplerRows, peaks: Tensor, search: Sear
     """
     (num_rows, vocab), blocks = logits.shape, peaks.shape[1]
     if vocab >= LARGEST_VOCAB:
-        raise ValueError(f"top-k and top-p of {vocab} tokens: the limit of these kernels is {LARGEST_VOCAB - 1}")
+        raise ValueError(f"the vocabulary has {vocab} tokens; top-k and top-p support at most {LARGEST_VOCAB - 1}")
     size = triton.next_power_of_2(blocks)
     grid = num_rows, triton.cdiv(vocab, BLOCK)
     found = search.bins, search.rank, search.before
@@ -98,7 +98,7 @@ def find_ends(logits: Tensor, samplers: SamplerRows, peaks: Tensor, search: Sear
 
 @triton.jit
 def ranks(value, token, vocab, largest, temperature):
-    """Scores and ranks of some logits of a row."""
+    """Scores and ranks of logits of a row."""
     score = tl.div_rn(value - largest, tl.maximum(temperature, 1.1754943508222875e-38))
     rank = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return score, tl.where(token < vocab, rank, NEVER)
@@ -121,7 +121,7 @@ def _ranked(logits_ptr, peaks_ptr, row, block, vocab, blocks, temperature, BLOCK
 
 @triton.jit
 def clear(bins_ptr, row, block, blocks):
-    """This program's share of the bins of a row: zeros."""
+    """Clear this program's share of a row's bins."""
     i = tl.arange(0, 1024)
     for first in range(block * 1024, _ROW, blocks * 1024):
         tl.store(bins_ptr + row * _ROW + first + i, 0, mask=first + i < _ROW)
@@ -129,14 +129,14 @@ def clear(bins_ptr, row, block, blocks):
 
 @triton.jit
 def _weight(rank):
-    """exp(score) in whole units, 0 of a score that is no finite number."""
+    """exp(score) in integer units; 0 if the score is not finite."""
     weight = tl.exp(-(rank.to(tl.float32, bitcast=True)).to(tl.float64))
     return (tl.where(rank < 0x7F800000, weight, 0.0) * _UNIT + 0.5).to(tl.int64)
 
 
 @triton.jit
 def _last(sums_ptr, before, limit, SIZE: tl.constexpr):
-    """The last of some sums before which there is less than `limit`, and what lies before it."""
+    """The index of the last sum before which the total is below `limit`, and that total."""
     i = tl.arange(0, SIZE)
     sums = tl.load(sums_ptr + i)
     up_to = before + (tl.cumsum(sums, 0) - sums).to(tl.float64)
@@ -160,10 +160,10 @@ def _stand(bins_ptr, rank_ptr, before_ptr, step, limit):
 
 @triton.jit
 def _tally(bins_ptr, rank, start, step, mine, WEIGHS: tl.constexpr):
-    """Add those tokens that are `mine` and within 2048 bins from `start` to these bins, or their weights.
+    """Add the tokens that are `mine` and within 2048 bins from `start` to these bins, or their weights.
 
-    A block has few different leading digits and many tokens of each: those are summed here, one digit after the other.
-    Of later digits it has hardly any tokens, or many different ones: these are added one by one.
+    A block has few distinct leading digits and many tokens of each: they are summed here, digit by digit. Later digits
+    have few tokens, or many distinct values: these are added one by one.
     """
     bin_of = (rank >> (22 - 11 * step)) - (start >> (22 - 11 * step))
     bin_of = tl.where(mine & (bin_of >= 0) & (bin_of < _GROUPS * _GROUP), bin_of, NEVER)
@@ -185,7 +185,7 @@ def _tally(bins_ptr, rank, start, step, mine, WEIGHS: tl.constexpr):
 
 @triton.jit
 def _end_of_top_k(top_k, vocab, bins_ptr, rank_ptr, before_ptr):
-    """The last rank, how many tokens of it are in, and how many are not."""
+    """The last rank, and the numbers of its kept and dropped tokens."""
     last, allowed, surplus = vocab * 0 + NEVER, top_k.to(tl.float64), tl.full((), 0, tl.int64)
     if top_k < vocab:
         last, before, within = _stand(bins_ptr, rank_ptr, before_ptr, vocab * 0 + 3, top_k.to(tl.float64))
@@ -199,9 +199,9 @@ def _search_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, peaks_ptr, bins_ptr, rank_ptr, before_ptr, limit_ptr, stride,
     vocab, blocks, step, WEIGHS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One step of the search for the end of top-k, or, with weights, of top-p: what each next digit of ranks has.
+    """One step of the search for the end of top-k, or, with weights, of top-p: the total of each next digit of ranks.
 
-    Tokens are counted by their ranks; what top-k has left of them is weighed.
+    Top-k counts tokens; top-p sums the weights of those that top-k keeps.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -213,7 +213,7 @@ def _search_kernel(
             last, _, surplus = _end_of_top_k(top_k, vocab, bins_ptr, rank_ptr, before_ptr)
             bins_ptr, rank_ptr, before_ptr = bins_ptr + 3 * _WIDTH, rank_ptr + 3, before_ptr + 3
             limit = tl.full((), 0, tl.float64)
-            if step == 1:  # the bins of the first step have everything up to the last rank of top-k
+            if step == 1:  # the bins of the first step include all ranks up to the last of top-k
                 total = tl.sum(tl.load(bins_ptr + tl.arange(0, _GROUPS)), 0) - surplus * _weight(last)
                 limit = top_p * total.to(tl.float64)
                 if block == 0:
@@ -235,7 +235,7 @@ def _end_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, peaks_ptr, bins_ptr, rank_ptr, before_ptr, limit_ptr, last_ptr,
     allowed_ptr, ties_ptr, stride, vocab, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The last kept token; where it is among tokens of one rank, how many of these each block has."""
+    """The last kept rank; if it is partly kept, the number of its tokens in each block."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_p = tl.load(temperature_ptr + row), tl.load(top_p_ptr + row)
     if temperature > 0:

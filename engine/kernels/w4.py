@@ -1,4 +1,4 @@
-"""Rows in 16 bits times a matrix in 4 bits (W4A16): levels become floats in registers, on the way to tensor cores."""
+"""Rows in 16 bits times a matrix in 4 bits (W4A16): levels are converted to floats in registers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.kernels import is_interpreted
 from engine.kernels.args import GROUP, TILE_OUTPUTS, WORDS, MatmulTile
 
 MERGED_ROWS = 64  # maximum number of rows for which the groups of one output may be split among programs
-_PROGRAMS = 396  # three for each multiprocessor of an H100: with fewer, part of the memory's bandwidth lies idle
+_PROGRAMS = 396  # three per multiprocessor of an H100: fewer would not use the full memory bandwidth
 _FEWEST = 4  # groups of a split
 
 
@@ -26,9 +26,9 @@ def w4_matmul(
     bias: Tensor | None,  # [out]
     arrived: Tensor,  # [at least out / TILE_OUTPUTS] int32, zeros before and after; one for each matrix
 ) -> Tensor:  # [M, out]
-    """As `reference.w4_matmul`. The order of a row's sums depends on which of three tiles M rows get.
+    """As `reference.w4_matmul`. The order of a row's sums depends on the tile, one of three, selected by M.
 
-    Not for two passes at the same time: programs that share outputs count in `arrived` which of them is the last.
+    Not for concurrent passes: programs that share outputs count in `arrived` to find the last one.
     """
     rows, (groups, outputs, _) = len(x), words.shape
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -84,7 +84,7 @@ def _w4_kernel(
     GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Some rows, some outputs, some groups of inputs. The matrix is the left operand, which may come from registers."""
+    """A block of rows, outputs and groups of inputs. The matrix is the left operand, which may be in registers."""
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -97,7 +97,7 @@ def _w4_kernel(
     scale_ptr += n
     scale = tl.load(scale_ptr + first * outputs, mask=real_n, other=0.0)
     for group in range(first, last + 1):
-        # One ahead: these loads are not among those that the compiler lets run ahead.
+        # Loaded one iteration ahead, because the compiler does not prefetch these.
         next_scale = tl.load(scale_ptr + tl.minimum(group + 1, last) * outputs, mask=real_n, other=0.0)
         word = tl.load(words_ptr + group * outputs * WORDS, mask=real_n[:, None], other=0)
         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -111,12 +111,12 @@ def _w4_kernel(
     if splits > 1:
         every = rows.to(tl.int64) * outputs
         tl.store(parts_ptr + split * every + at, acc, mask=real)
-        tl.debug_barrier()  # all of this program's numbers are written before it signals that
+        tl.debug_barrier()  # all results of this program are written before it signals
         is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
         if is_last:
             tl.store(arrived_ptr + tile, 0)
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for i in range(splits):  # in this order, whichever program was last
+            for i in range(splits):  # in a fixed order, whichever program is last
                 acc += tl.load(parts_ptr + i * every + at, mask=real, other=0.0, cache_modifier=".cg")
     else:
         is_last = True

@@ -1,11 +1,11 @@
-"""Stores keys and values in arena rows. `pages.py` decides which sequence has which rows.
+"""Stores keys and values in arena rows. `pages.py` assigns rows to sequences.
 
 There is one arena per model, allocated once. A sequence's position p is stored in arena row
 `page_table[p // page_size] * page_size + p % page_size`, the same row in every layer.
 
-In int8 each vector has a scale of its own, which depends on no other vector. A vector of `dim` numbers takes
-`dim + SCALE_BYTES` bytes: first its float32 scale, then its codes. The scale comes first so that values that are the
-beginning of their keys (MLA) are a view of these.
+In int8 each vector has its own scale. A vector of `dim` numbers takes `dim + SCALE_BYTES` bytes: first its float32
+scale, then its codes. The scale comes first, so that values that are the beginning of their keys (MLA) are a view of
+them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def is_rounded(heads: Tensor) -> bool:
 
 
 def width_of(heads: Tensor) -> int:
-    """Numbers in each vector of `[..., stored]`, however they are stored."""
+    """The number of elements of each vector of `[..., stored]`, in any storage."""
     return heads.shape[-1] - (SCALE_BYTES if is_rounded(heads) else 0)
 
 
 def floats_of(heads: Tensor, dtype: torch.dtype) -> Tensor:
-    """Vectors `[..., stored]` as numbers of `dtype` `[..., dim]`: code times scale where they are rounded."""
+    """Vectors `[..., stored]` as floats of `dtype` `[..., dim]`, dequantised if rounded."""
     if not is_rounded(heads):
         return heads.to(dtype)
     scale = heads[..., :SCALE_BYTES].contiguous().view(torch.float32)
@@ -44,23 +44,23 @@ def floats_of(heads: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """What one layer keeps of one position: `heads` keys of `key_dim` and values of `value_dim` numbers."""
+    """The K/V of one layer and position: `heads` keys of `key_dim` and values of `value_dim` elements."""
 
     heads: int
     key_dim: int
     value_dim: int
-    is_latent: bool = False  # the value is the beginning of the key, and is not stored again (MLA)
-    source: int | None = None  # an earlier layer whose keys and values this one reads; it keeps none of its own
+    is_latent: bool = False  # the value is the beginning of the key, and is not stored separately (MLA)
+    source: int | None = None  # an earlier layer whose keys and values this one reads instead of its own
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Bytes that one position takes."""
+        """Bytes per position."""
         kept = (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
         return 0 if self.source is not None else self.heads * sum(_stored(dim, dtype) * dtype.itemsize for dim in kept)
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of K/V, layer by layer; None for a layer without attention, which keeps nothing by position."""
+    """The shape of K/V by layer; None for a layer without attention."""
 
     layers: tuple[LayerKV | None, ...]
     dtype: torch.dtype  # int8: every vector has a scale
@@ -72,19 +72,19 @@ class KVLayout:
 
     @property
     def same(self) -> LayerKV | None:
-        """The shape of a layer, where all layers have the same and keys are as wide as values; else None."""
+        """The shape of a layer, if all layers are equal and keys are as wide as values; else None."""
         first = self.layers[0] if len(set(self.layers)) == 1 else None
         return first if first is not None and first.key_dim == first.value_dim and not first.is_latent else None
 
     @property
     def heads(self) -> int | None:
-        """K/V heads of a layer, where all layers attend and have as many; else None."""
+        """K/V heads of a layer, if all layers attend and have the same number; else None."""
         found = {layer.heads if layer is not None else None for layer in self.layers}
         return found.pop() if len(found) == 1 else None
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V that one position takes over all layers."""
+        """Bytes of K and V per position, over all layers."""
         return sum(layer.bytes_in(self.dtype) for layer in self.layers if layer is not None)
 
     @property
@@ -92,26 +92,26 @@ class KVLayout:
         return self.dtype == torch.int8
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether our C writes keys and values of this type into such an arena, as they are or rounded."""
+        """Whether our C can write keys and values of this type into such an arena, rounded or not."""
         return self.is_rounded or self.dtype == dtype
 
     def stored_as(self, kind: KVType) -> KVLayout:
-        """The layout of the same K/V under the option `kv_cache_dtype`."""
+        """The layout of the same K/V with the option `kv_cache_dtype`."""
         return self if kind == "auto" else replace(self, dtype=torch.int8)
 
 
 class KVArena:
     """Keys and values of every sequence of one model: per layer `k` and `v` of `[rows, kv_heads, head_dim]`.
 
-    In int8 the last dimension is that of `round_heads`. A layer without attention has empty ones; a layer that
-    reads those of an earlier layer has the same tensors.
+    In int8 the last dimension is that of `round_heads`. A layer without attention has empty tensors; a layer that reads
+    those of an earlier layer shares its tensors.
     """
 
     def __init__(
         self, layout: KVLayout, num_pages: int, page_size: int, device: torch.device, spare_rows: int = 0
     ) -> None:
         self.layout, self.num_pages, self.page_size = layout, num_pages, page_size
-        # Spare rows are behind the last page and belong to no sequence: padding may write there.
+        # Spare rows follow the last page and belong to no sequence: padding may write there.
         rows = num_pages * page_size + spare_rows
         pairs: list[tuple[Tensor, Tensor]] = []
         for layer in layout.layers:
@@ -125,7 +125,7 @@ class KVArena:
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
         """Store `key` and `value` `[tokens, kv_heads, head_dim]` in place at `rows` `[tokens]`.
 
-        A layer that reads those of an earlier layer, or whose values are part of its keys, does not store them again.
+        A layer that reads those of an earlier layer does not store them, nor values that are part of their keys.
         """
         shape = self.layout.layers[layer]
         assert shape is not None, "attention in a layer without keys and values"
@@ -146,21 +146,21 @@ def _pair(layer: LayerKV, rows: int, dtype: torch.dtype, device: torch.device) -
 
 
 def _stored(dim: int, dtype: torch.dtype) -> int:
-    """The numbers of `dtype` that a vector of `dim` numbers takes."""
+    """The stored size of a vector of `dim` elements, in elements of `dtype`."""
     return dim + (SCALE_BYTES if dtype == torch.int8 else 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like `torch.zeros`, but on a CPU the system zeroes each page at first access, so start-up waits for none.
+    """Like `torch.zeros`, but on a CPU the system zeroes each page at first access, so start-up does not wait for it.
 
-    Small pages, as one token may be the first of a page in every layer: large ones made it wait for half a second.
+    Small pages, because one token may be the first of a page in every layer: with large ones it waited half a second.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.zeros(shape, dtype=dtype)
-    # From the system, not from memory that was freed: that the C library would have to zero.
+    # New memory from the system, not freed memory, which the C library would have to zero.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     zeros = torch.frombuffer(memory, dtype=torch.uint8)
     in_pages(zeros, large=False)

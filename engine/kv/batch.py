@@ -30,18 +30,18 @@ class Feed:
     page_table: Seq[int]
     num_logits: int = 1
     table: int = 0  # the number of the rotary table, for a model that has two
-    state: StateSpan | None = None  # for a model with states that a length cannot roll back
+    state: StateSpan | None = None  # for a model with recurrent states
     adapter: int = 0  # the number of the low-rank adapter of these rows; 0: none
 
     @classmethod
     def begun(cls, tokens: Seq[int], number: int, num_logits: int) -> Feed:
-        """A sequence from its start, as tests at load feed it: page `number` is its own, and slot `number` + 1."""
+        """A sequence from its start, for self-tests at load: it has page `number` and slot `number` + 1."""
         state = StateSpan(EMPTY_STATE, 0, number + 1, len(tokens))
         return cls(tokens, 0, [number], num_logits, state=state)
 
     @property
     def kv_len(self) -> int:
-        """Valid K/V rows after this pass has written its own."""
+        """Valid K/V rows after this pass."""
         return self.start + len(self.tokens)
 
 
@@ -69,11 +69,11 @@ class RaggedBatch:
     page_size: int
     is_contiguous: tuple[bool, ...]  # [B], whether the sequence's pages are consecutive
     states: tuple[StateSpan | None, ...] = ()  # [B]
-    has_adapters: bool = False  # whether any row has one: then code that skips modules cannot run the pass
+    has_adapters: bool = False  # whether any row has an adapter: then the pass must run module by module
     _worked_out: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, work_out: Callable[[], T]) -> T:
-        """Compute a value that is the same for all layers (masks, row tables) at the first call, and keep it."""
+        """Compute a value shared by all layers (masks, row tables) at the first call, and cache it."""
         if key not in self._worked_out:
             self._worked_out[key] = work_out()
         found: T = self._worked_out[key]
@@ -95,7 +95,7 @@ class RaggedBatch:
             kv_rows += [feed.page_table[p // page_size] * page_size + p % page_size for p in span]
             logit_rows += range(len(ids) - feed.num_logits, len(ids))
             cu_seqlens.append(len(ids))
-        # One upload for all arrays: on a GPU each small copy costs more than all their bytes.
+        # One upload for all arrays: on a GPU the number of copies costs more than their size.
         packed = send(torch.tensor(ids + positions + kv_rows + logit_rows + position_ids, dtype=torch.int64), device)
         total, end = len(ids), 3 * len(ids) + len(logit_rows)
         return cls(

@@ -1,10 +1,10 @@
 """Pages of an arena: free, held by a sequence, or kept for later requests that start with the same tokens.
 
 The prefix cache: a full page whose K/V is written is entered under the key (predecessor, its own tokens). Keys are
-exact: tokens are compared themselves and not by a hash, so no collision can give one caller the keys and values of
-another. The predecessor is the number of the page before, and a number is never used twice; the predecessor of the
-first page is the caller's salt. So equal prompts share pages only under equal salts, and a page whose predecessor was
-removed can never be found.
+exact: tokens are compared instead of hashes, so no collision can give one caller the keys and values of another. The
+predecessor is the number of the previous page, and numbers are never reused; the predecessor of the first page is the
+caller's salt. So equal prompts share pages only with equal salts, and a page whose predecessor was removed can never be
+found.
 
 This module uses no tensors.
 """
@@ -21,14 +21,14 @@ from engine.kv.states import StatePool
 from engine.stats import CacheChange
 from engine.types import KVCursor
 
-Key = tuple[int | None, Any, tuple[int, ...]]  # what a `CacheChange` has besides its number
+Key = tuple[int | None, Any, tuple[int, ...]]  # the fields of a `CacheChange` besides its number
 
 
 class PagePool:
-    """The pages of one arena: each is free, or held by page tables, or kept only by the prefix cache (I5).
+    """The pages of one arena: each is free, held by page tables, or kept only by the prefix cache (I5).
 
-    For a model with states that a length cannot roll back, `states` are theirs: a cursor has slots there while it has
-    pages, and cached pages can be used as far as the state after them is kept.
+    For a model with recurrent states, `states` is their pool: a cursor has slots there while it has pages, and cached
+    pages can be used up to the last one whose state is kept.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class PagePool:
         self._holders = [0] * num_pages
         self._numbers = count()
         self._pages: dict[Key, int] = {}  # the prefix cache
-        self._entries: dict[int, CacheChange] = {}  # by page: what entered it
+        self._entries: dict[int, CacheChange] = {}  # by page: its key
         self._kept: OrderedDict[int, None] = OrderedDict()  # cached pages that no page table holds, oldest first
-        self._changes: list[CacheChange] | None = None  # of the prefix cache, not taken yet; None: not watched
+        self._changes: list[CacheChange] | None = None  # changes of the prefix cache, not taken yet; None: not watched
 
     @property
     def num_free(self) -> int:
-        """Available pages: free ones, and those that only the prefix cache keeps."""
+        """Available pages: free ones, and those kept only by the prefix cache."""
         return len(self._free) + len(self._kept)
 
     @property
     def has_slots(self) -> bool:
-        """Whether one more sequence could have what it needs besides pages."""
+        """Whether another sequence could get state slots, if it needs any."""
         return self.states is None or self.states.has_room
 
     def has_empty(self, num_sequences: int, num_tokens: int) -> bool:
@@ -80,7 +80,7 @@ class PagePool:
 
     def release(self, cursor: KVCursor) -> None:
         """Take all pages back and reset the cursor to an empty one."""
-        for page in reversed(cursor.page_table):  # the last page is reused first: the others are useful without it
+        for page in reversed(cursor.page_table):  # the last page is evicted first: the others are usable without it
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._put_away(page)
@@ -91,7 +91,7 @@ class PagePool:
             self.states.close(cursor)
 
     def _take(self, previous: int | None) -> int:
-        """Take a free page; the one after `previous` if it is free, so that most K/V of a sequence is contiguous."""
+        """Take a free page, preferably the one after `previous`, so that most K/V of a sequence is contiguous."""
         if not self._free:
             oldest, _ = self._kept.popitem(last=False)
             self._remove(oldest)
@@ -116,7 +116,7 @@ class PagePool:
     # -------------------------------------------------------------------------------------------- the prefix cache
 
     def find(self, tokens: Seq[int], salt: Hashable) -> list[int]:
-        """The cached pages that hold the beginning of `tokens`, in order; they never cover the newest token."""
+        """The cached pages of the beginning of `tokens`, in order; they never include the newest token."""
         found: list[int] = []
         before: int | None = None
         while self.prefix_cache and (len(found) + 1) * self.page_size < len(tokens):
@@ -130,11 +130,11 @@ class PagePool:
         return found[: self.states.num_covered([self._entries[page].number for page in found])]
 
     def num_kept(self, pages: Iterable[int]) -> int:
-        """How many of these pages are kept only by the prefix cache, and so count as free."""
+        """The number of these pages that are kept only by the prefix cache and therefore count as free."""
         return sum(page in self._kept for page in pages)
 
     def adopt(self, cursor: KVCursor, pages: Seq[int]) -> None:
-        """Begin an empty page table with cached pages, whose K/V is already written and does not change."""
+        """Begin an empty page table with cached pages."""
         assert not cursor.page_table, "only an empty page table can adopt cached pages"
         for page in pages:
             self._kept.pop(page, None)
@@ -155,7 +155,7 @@ class PagePool:
             self.states.keep(cursor, self.page_size)
 
     def forget(self, cursor: KVCursor) -> None:
-        """Remove these pages from the prefix cache, because their content cannot be trusted."""
+        """Remove these pages from the prefix cache, because their content may be invalid."""
         for page in cursor.page_table:
             if page in self._entries:
                 self._remove(page)
@@ -163,16 +163,16 @@ class PagePool:
         cursor.reset_states()
 
     def watch(self) -> None:
-        """Keep the changes of the prefix cache from now on; the first ones enter the pages that are in it already."""
+        """Record the changes of the prefix cache from now on, beginning with the pages that are already in it."""
         self._changes = [*self._entries.values()]  # in the order of their numbers
 
     def take_changes(self) -> tuple[CacheChange, ...]:
-        """The changes since the last call, in order; none where they are not watched."""
+        """The changes since the last call, in order; empty if they are not watched."""
         changes, self._changes = self._changes, None if self._changes is None else []
         return tuple(changes or ())
 
     def _enter(self, key: Key, page: int) -> int:
-        """Enter a page under `key` and return the number of the entry; an existing entry with this key stays."""
+        """Enter a page under `key` and return the number of the entry; an existing entry is kept."""
         known = self._pages.get(key)
         if known is None:
             known, entry = page, CacheChange(next(self._numbers), *key)
@@ -188,14 +188,14 @@ class PagePool:
             self._changes.append(CacheChange(entry.number))
 
     def _key(self, before: int | None, salt: Hashable, tokens: Seq[int], i: int) -> Key:
-        """Of page i of a text: only the first one, which has no predecessor, has the salt."""
+        """The key of page i of a text; only the first one, which has no predecessor, has the salt."""
         span = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
         return before, salt if before is None else None, span
 
     def check_invariants(self, cursors: Iterable[KVCursor]) -> None:
-        """Check I5: free, kept and held pages are disjoint and together all; no `kv_len` exceeds its page table.
+        """Check I5: free, kept and held pages are disjoint and complete; no `kv_len` exceeds its page table.
 
-        The same for slots of states, and that a slot leads to each `kv_len` (I8).
+        The same for state slots, and that a slot covers each `kv_len` (I8).
         """
         cursors = list(cursors)
         if self.states is not None:

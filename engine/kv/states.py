@@ -1,14 +1,14 @@
-"""States that a length cannot roll back: which slot of an arena holds the state of which sequence at which position.
+"""Recurrent states, which a length cannot roll back: the slot and position of each sequence's state.
 
 A recurrent layer (Mamba, gated delta rules) or a short convolution keeps no K/V by position but one state per sequence,
-which every token changes. Rollback remains an integer all the same. A slot holds the state at a position `base`, and
-what the tokens of the positions since do to it, its *log*. Only tokens that are never taken back move `base`; drafts
-are only logged. The next pass reads the newest slot whose `base` is not beyond its first position, applies from the log
-what was kept of the drafts, and continues. It writes to another slot than the one it reads, so a pass can be repeated.
+which every token changes. Rollback is still an integer. A slot holds the state at a position `base` and a *log* of the
+changes by later tokens. Only accepted tokens move `base`; drafts are only logged. The next pass reads the newest slot
+whose `base` is not beyond its first position, applies the accepted part of the log, and continues. It writes to a
+different slot than it reads, so a pass can be repeated.
 
 Example: a slot with base 10; a pass feeds the newest token (position 10) and three drafts. It writes the state after
-position 10 to the other slot, base 11, with a log of positions 11, 12, 13. Of the drafts one is kept: the next pass
-starts at position 12, reads base 11 and the log of position 11, and feeds from there.
+position 10 to the other slot, base 11, with a log of positions 11, 12, 13. One draft is accepted: the next pass starts
+at position 12, reads base 11 and the log of position 11, and continues from there.
 
 This module uses no tensors.
 """
@@ -23,12 +23,12 @@ from engine.types import EMPTY_STATE, KVCursor, StateSlot
 
 
 def slots_per_sequence(*, snapshots: bool) -> int:
-    """Slots that a sequence may write: one is read, one written; with `snapshots` one more, for page boundaries."""
+    """Slots per sequence: one is read, one written; with `snapshots` another one, for page boundaries."""
     return 3 if snapshots else 2
 
 
 class StatePool:
-    """The slots of one arena of states: each is free, or held by sequences, or kept with a page of the prefix cache.
+    """The slots of one state arena: each is free, held by sequences, or kept with a page of the prefix cache.
 
     With `snapshots` the prefix cache keeps the states at page boundaries.
     """
@@ -39,11 +39,11 @@ class StatePool:
         self._snapshots = snapshots
         self._free = set(range(num_slots)) - {EMPTY_STATE}
         self._holders = [0] * num_slots  # cursors that hold or read it
-        self._kept: OrderedDict[int, int] = OrderedDict()  # by number of a page in the prefix cache, oldest first
+        self._kept: OrderedDict[int, int] = OrderedDict()  # by page number in the prefix cache, oldest first
 
     @property
     def num_free(self) -> int:
-        """Slots that a new sequence could get: free ones, and those that only the prefix cache keeps."""
+        """Available slots: free ones, and those kept only by the prefix cache."""
         return len(self._free) + sum(not self._holders[slot] for slot in self._kept.values())
 
     @property
@@ -70,20 +70,20 @@ class StatePool:
         cursor.pending = None
 
     def num_covered(self, numbers: Seq[int]) -> int:
-        """How many of the cached pages `numbers`, in order, can be used: up to the last one whose state is kept."""
+        """The number of usable pages of the cached pages `numbers`: up to the last one whose state is kept."""
         return max((i + 1 for i, number in enumerate(numbers) if number in self._kept), default=0)
 
     def adopt(self, cursor: KVCursor, number: int, base: int) -> None:
-        """Begin with the state that is kept with the cached page `number`, which ends at position `base`."""
+        """Begin with the state of the cached page `number`, which ends at position `base`."""
         slot = self._kept[number]
         self._kept.move_to_end(number)
         self._holders[slot] += 1
         cursor.states.append(StateSlot(slot, base, base, is_own=False))
 
     def keep(self, cursor: KVCursor, page_size: int) -> None:
-        """Keep the states that `cursor` has at ends of its cached pages; it gets other slots for them where there are.
+        """Keep the states of `cursor` at the ends of its cached pages, and give it other slots for them, if available.
 
-        Without a free slot the state is not kept, and a later request computes it again.
+        Without a free slot the state is not kept, and later requests compute it again.
         """
         for i, state in enumerate(cursor.states):
             page, rest = divmod(state.base, page_size)
@@ -98,7 +98,7 @@ class StatePool:
         self._drop_unread(cursor)
 
     def _drop_unread(self, cursor: KVCursor) -> None:
-        """Let go of kept slots that the cursor does not read any more."""
+        """Release kept slots that the cursor no longer reads."""
         newest = max((s.base for s in cursor.states if s.base <= cursor.kv_len <= s.end), default=None)
         for state in [s for s in cursor.states if not s.is_own and s.base != newest]:
             cursor.states.remove(state)
@@ -118,7 +118,7 @@ class StatePool:
             self._free.add(slot)
 
     def check_invariants(self, cursors: Iterable[KVCursor]) -> None:
-        """Check I5 for states: free, kept and held slots are all there are, and no two sequences write to one."""
+        """Check I5 for states: free, kept and held slots are complete, and no two sequences write to one slot."""
         holders, writers = [0] * self.num_slots, [0] * self.num_slots
         for cursor in cursors:
             assert not cursor.states or sum(s.is_own for s in cursor.states) == self.per_sequence, "slots are missing"

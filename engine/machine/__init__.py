@@ -1,1 +1,1 @@
-"""The machine resources of this process: threads, mapped files, a cache folder, and its rank among processes."""
+"""The machine resources of this process: threads, mapped files, and its rank."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DONTNEED, _HUGEPAGE, _NOHUGEPAGE = 4, 14, 15  # MADV_*, of Linux
-_PAGES, _MAPS = Path("/proc/self/pagemap"), Path("/proc/self/maps")  # of pages there are 8 bytes for each
+_PAGES, _MAPS = Path("/proc/self/pagemap"), Path("/proc/self/maps")  # 8 bytes per page
 _SWAPPED, _OF_FILE, _PRESENT = (1 << bit for bit in (62, 61, 63))
 
 
@@ -29,7 +29,7 @@ class ReadProgress:
     """Reports every two seconds how much of the weights of a checkpoint has been read, and in how many seconds."""
 
     def __init__(self, what: str, size: Callable[[], int], report: Callable[[str], None]) -> None:
-        """`size` is called at each report, because files of a hub may not be downloaded earlier."""
+        """`size` is called at each report, because hub files may not be downloaded before."""
         self._what, self._size, self._report = what, size, report
         self._bytes, self._began = 0, time.monotonic()
         self._reported = self._began
@@ -68,7 +68,7 @@ def reading() -> ReadProgress | None:
 
 
 def release_mapped(tensor: Tensor) -> None:
-    """Release the memory of a tensor that is mapped from a file and will hardly be read again (madvise).
+    """Release the memory of a tensor that is mapped from a file and rarely read again (madvise).
 
     The pages stay in the system's file cache as long as there is memory, so the next process that starts finds them
     there. Only tensors whose pages are all unchanged pages of a file are released, so written data is never lost.
@@ -82,9 +82,9 @@ def release_mapped(tensor: Tensor) -> None:
 
 
 def release_libraries() -> None:
-    """Release the pages of all code, as `release_mapped` those of a tensor: what is run again is mapped again.
+    """Release the pages of all code, like `release_mapped`; pages that are needed again are mapped again.
 
-    Most of what importing torch reads, 75 of 90 MB, is run once.
+    Most of the code that importing torch reads, 75 of 90 MB, runs only once.
     """
     advise = _madvise()
     if advise is None:
@@ -97,14 +97,14 @@ def release_libraries() -> None:
 
 
 def release_freed() -> None:
-    """Return memory that the C library holds free to the system, where it can; holds no lock of the interpreter."""
+    """Return free memory of the C library to the system, if supported; does not hold the GIL."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def in_pages(tensor: Tensor, *, large: bool) -> None:
-    """Ask the system for large or small pages for a tensor that has not been written yet. This is only a hint."""
+    """Advise the system to use large or small pages for a tensor that has not been written yet."""
     advise, (start, length) = _madvise(), _pages(tensor)
     if advise is not None and length and tensor.is_cpu:
         advise(start, length, _HUGEPAGE if large else _NOHUGEPAGE)
@@ -117,7 +117,7 @@ def _pages(tensor: Tensor) -> tuple[int, int]:
 
 
 def _lie_in_file(start: int, length: int) -> bool:
-    import numpy as np  # late: a front end uses `release_freed` only
+    import numpy as np  # imported late: a front end uses only `release_freed`
 
     try:
         with _PAGES.open("rb", buffering=0) as file:

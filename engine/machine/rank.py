@@ -13,11 +13,11 @@ from engine.errors import ModelError
 class RankInfo:
     """The rank of a process that torchrun started, and the numbers of processes; without torchrun, a single process."""
 
-    rank: int = 0  # 0 leads: it has the requests
+    rank: int = 0  # rank 0 serves the requests
     size: int = 1
     local_rank: int = 0  # among the processes on this machine: the number of its GPU
     local_size: int = 1
-    attempt: int = 0  # how often torchrun has restarted all processes
+    attempt: int = 0  # number of restarts by torchrun
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> RankInfo:
@@ -34,11 +34,11 @@ class RankInfo:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that has the requests."""
+        """Whether this process serves the requests."""
         return self.rank == 0
 
     def check(self, tensor_parallel_size: int) -> None:
-        """Raise ModelError unless there are as many processes as shards."""
+        """Raise ModelError unless the numbers of processes and shards are equal."""
         if self.size != tensor_parallel_size:
             raise ModelError(
                 f"tensor_parallel_size is {tensor_parallel_size}, but WORLD_SIZE (number of processes) is "

@@ -27,14 +27,14 @@ _POOL = _Pool()  # one per process, like torch's thread pool
 
 
 def use_threads(threads: int | None) -> int:
-    """Compute on `threads` threads, or on as many as the cores this process may use; returns how many.
+    """Compute on `threads` threads, default one per available core; returns the number.
 
-    torch uses all of them. Our C (`native/pool.c`) uses as many of them as are fastest.
+    torch uses all of them. Our C (`native/pool.c`) uses the number that is fastest.
     """
     count = threads or cores()
     torch.set_num_threads(count)
     _POOL.most, _POOL.adapts = count, True
-    # Passes run one after the other, so a second pool would only take cores from the first. Torch allows one setting.
+    # Passes are sequential, so a second pool would only take cores from the first. Torch has one setting per process.
     if torch.get_num_interop_threads() != 1:
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(1)

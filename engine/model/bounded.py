@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.errors import ModelError
 from engine.model.gguf.container import file_from_hub, gguf_file
 
-_MOST = 1 << 22  # bytes of configs and chat templates; published ones have a quarter of it at most
+_MOST = 1 << 22  # bytes of configs and chat templates; published ones have at most a quarter
 _LARGER = {  # twice those of the largest published, or more
     "tokenizer.json": 1 << 26,
     "model.safetensors.index.json": 1 << 25,
@@ -21,7 +21,7 @@ def bounded(path: Path) -> Path:
     """The path, whose file may be missing. Raises ModelError if it is not a regular file, or too large."""
     try:
         status = path.stat()
-    except OSError:  # the error of opening it has the reason
+    except OSError:  # opening it raises the error
         return path
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} is not a regular file")

@@ -1,4 +1,4 @@
-"""Reads configs of checkpoints in a local folder or on the hub, and reports what is wrong. Loads no weights."""
+"""Reads and validates configs of checkpoints in a local folder or on the hub. Loads no weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _LENGTH = 8  # bytes of a safetensors file that contain the length of its header
-_ABOUT = "__metadata__"  # the one entry of a header that is no tensor
+_ABOUT = "__metadata__"  # the only entry of a header that is not a tensor
 _MOST_HEADER = 1 << 24  # bytes of the header of a safetensors file: 100,000 tensors
 _LARGEST = (1 << 31) - 1
-# Fields of configs with the least and the most that a whole number may be; a model may have no experts.
+# Config fields with the minimum and maximum of integers; a model may have no experts.
 _WHOLE = (
     dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), (1, 512))
     | dict.fromkeys(("max_position_embeddings", "max_seq_len"), (2, _LARGEST))
@@ -38,19 +38,19 @@ _WHOLE = (
     | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, _LARGEST))
 )
 _POSITIVE = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "rope_theta", "factor")
-_OTHER_PARTS = ("vision", "audio")  # of multimodal models; they are not built
+_OTHER_PARTS = ("vision", "audio")  # of multimodal models, not loaded
 _LIMITS = ("max_position_embeddings", "max_seq_len")  # fields of configs, MPT's among them
-_UNBOUNDED = 1 << 17  # positions of a model whose config names no limit, as of one without attention
+_UNBOUNDED = 1 << 17  # positions of a model whose config has no limit, for example without attention
 
 
 def read_config(name: str, revision: str | None, *, of_transformers: bool = False) -> PreTrainedConfig:
     """Read the config of a causal language model, without running the checkpoint's own code.
 
-    Of a multimodal model it is the config of its language model. That of a well-known family is read without
-    transformers (`families/described.py`) and has the same fields; with `of_transformers` it is always transformers'.
+    For a multimodal model, the config of its language model. That of a well-known family is read without transformers
+    (`families/described.py`) and has the same fields; with `of_transformers` it is always transformers'.
 
     Raises:
-        ModelError: there is no config, or it describes another kind of model.
+        ModelError: the config is missing, or describes another kind of model.
     """
     gguf = open_gguf(name, revision)
     if gguf is not None:
@@ -80,17 +80,17 @@ def read_config(name: str, revision: str | None, *, of_transformers: bool = Fals
 
 
 def refuse_missing_folder(name: str) -> None:
-    """Refuse the name of a folder that is not there, which is no hub id either."""
+    """Refuse the name of a missing folder, which cannot be a hub id."""
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelError(f"cannot load model {name!r}: no such folder")
 
 
 def _described(name: str, revision: str | None) -> PreTrainedConfig | None:
-    """The config of a family that is read without transformers; None of any other, or where there is none."""
+    """The config of a family that is read without transformers; None for others, or if it is missing."""
     try:
         path = find_file(name, "config.json", revision)
         table = None if path is None else json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError, ModelError):  # transformers reports what is wrong
+    except (OSError, ValueError, RecursionError, ModelError):  # transformers reports the error
         return None
     if not isinstance(table, dict):
         return None
@@ -100,7 +100,7 @@ def _described(name: str, revision: str | None) -> PreTrainedConfig | None:
 
 
 def _check_numbers(name: str, table: Mapping[str, Any]) -> None:
-    """Refuse a config with numbers that no language model can have, at any depth, before transformers computes."""
+    """Refuse a config with impossible numbers, at any depth, before transformers computes with them."""
     for key, value in table.items():
         if isinstance(value, dict) and not key.startswith(_OTHER_PARTS):
             _check_numbers(name, value)
@@ -112,7 +112,7 @@ def _check_numbers(name: str, table: Mapping[str, Any]) -> None:
 
 
 def read_end_tokens(name: str, revision: str | None) -> list[int] | None:
-    """The end tokens that the generation config names; None if it names none, or there is none."""
+    """The end tokens of the generation config; None if it has none, or is missing."""
     try:
         path = find_file(name, "generation_config.json", revision)
         found = None if path is None else json.loads(path.read_text("utf-8")).get("eos_token_id")
@@ -124,13 +124,13 @@ def read_end_tokens(name: str, revision: str | None) -> list[int] | None:
 
 
 def named_type(config: PreTrainedConfig) -> torch.dtype | None:
-    """The type of weights that a config names, for the whole checkpoint or its text part; None if it names none."""
+    """The type of weights in a config, for the whole checkpoint or its text part; None if missing."""
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return found if isinstance(found, torch.dtype) else None
 
 
 def end_tokens_of(config: PreTrainedConfig, generation: list[int] | int | None) -> frozenset[int]:
-    """Tokens at which the model was trained to stop: those of its generation config, or else of its config."""
+    """The end tokens of the model: those of its generation config, or else of its config."""
     found = generation
     if found is None:
         found = getattr(config.get_text_config(), "eos_token_id", None)
@@ -153,20 +153,20 @@ def has_chat_template(name: str, revision: str | None) -> bool:
 def longrope_border(config: PreTrainedConfig) -> int | None:
     """The longest sequence for which the first of two rotary tables is used (longrope), if each has its own; else None.
 
-    Only families are known whose `generate` discards K/V made with the short table at the border, so that the result of
-    a sequence depends only on its length. Others continue with K/V of both tables, and are served up to the border.
+    Includes only families whose `generate` discards K/V of the short table at the border, so that the result depends
+    only on the sequence's length. Others continue with K/V of both tables, and are served up to the border.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     border: int | None = rope.get("original_max_position_embeddings")
     if config.model_type != "phi3" or rope.get("rope_type") != "longrope" or border is None:
         return None
-    # One of the two numbers chooses the table and the other the moment of renewal, so they must be equal.
+    # One of the two numbers selects the table and the other the time of recomputation, so they must be equal.
     return border if border == getattr(config, "original_max_position_embeddings", None) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The number of positions that a model supports in a ragged batch, and the config field that decides it."""
+    """The number of positions that a model supports in a ragged batch, and the config field that limits it."""
 
     limit: int
     reason: str
@@ -175,9 +175,9 @@ class Positions:
 def positions(config: PreTrainedConfig) -> Positions:
     """Compute how many positions a model supports in a ragged batch.
 
-    Two kinds of rotary embedding choose one frequency table for the whole pass by its largest position, so the longest
-    sequence would decide for all sequences of the batch. Up to the length of their first training they always choose
-    the same table. Beyond it we serve only models for which the decoder gives each sequence its own table.
+    Two kinds of rotary embedding select one frequency table per pass by its largest position, so the longest sequence
+    would affect all others in the batch. Up to their original training length they always select the same table. Beyond
+    it we serve only models for which the decoder uses one table per sequence.
     """
     text, border = config.get_text_config(), longrope_border(config)
     whole = next((n for n in (getattr(text, name, None) for name in _LIMITS) if isinstance(n, int)), None)
@@ -198,7 +198,7 @@ def positions(config: PreTrainedConfig) -> Positions:
 
 
 def shape_of(config: PreTrainedConfig, name: str) -> int:
-    """Read a number that the config of every supported family contains; ModelError where it is missing."""
+    """Read a number of the config that every supported family has. Raises ModelError if it is missing."""
     value = getattr(config.get_text_config(), name, None)
     if not isinstance(value, int):
         raise ModelError(f"{config.model_type} config has no {name}")
@@ -206,7 +206,7 @@ def shape_of(config: PreTrainedConfig, name: str) -> int:
 
 
 def check_weights(name: str) -> None:
-    """Refuse a folder whose weights are pickles only, because reading a pickle can run code of its author."""
+    """Refuse a folder with only pickled weights, because reading a pickle can run code of its author."""
     folder = Path(name)
     if folder.is_dir() and gguf_file(name) is None and not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for path in folder.glob("*.bin"))
@@ -215,9 +215,9 @@ def check_weights(name: str) -> None:
 
 
 def check_size(name: str, model: PreTrainedModel, stored: int) -> None:
-    """Refuse a model that is much larger than its files before it is made: transformers would draw the rest at random.
+    """Refuse a model that is much larger than its files before it is built: transformers would initialise the rest.
 
-    `model` is on the meta device; `stored` numbers are in the files. `check_complete` names what is missing of others.
+    `model` is on the meta device; `stored`: number of elements in the files. `check_complete` reports missing weights.
     """
     wanted = sum(parameter.numel() for parameter in model.parameters())
     if wanted > 2 * stored:
@@ -225,7 +225,7 @@ def check_size(name: str, model: PreTrainedModel, stored: int) -> None:
 
 
 def check_whole(path: Path) -> int:
-    """Refuse a file that ends before its tensors end, for example after an interrupted copy; return its numbers."""
+    """Refuse a truncated file, for example of an interrupted copy; return its number of elements."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = _LENGTH + int.from_bytes(file.read(_LENGTH), "little")
@@ -247,7 +247,7 @@ def check_whole(path: Path) -> int:
 
 
 def weights_size(name: str, revision: str | None) -> int:
-    """Bytes of the files with weights of a checkpoint that are on this machine."""
+    """Bytes of a checkpoint's weight files on this machine."""
     gguf = open_gguf(name, revision)
     if gguf is not None:
         return sum(path.stat().st_size for path in gguf.paths)
@@ -272,7 +272,8 @@ def check_complete(name: str, report: Mapping[str, Collection[Any]]) -> None:
 def as_model_error(name: str) -> Iterator[None]:
     """Turn any error while `name` is read into a ModelError.
 
-    Any, because transformers checks few numbers of a config: an invalid one becomes a division by 0 or an IndexError.
+    Any error, because transformers validates few config fields: an invalid one can cause a ZeroDivisionError or
+    IndexError.
     """
     try:
         yield
@@ -285,5 +286,5 @@ def as_model_error(name: str) -> Iterator[None]:
 def _short(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
         return "its class does not use the attention interface, which ragged batches require"
-    is_of_python = isinstance(error, ArithmeticError | AssertionError | IndexError)  # whose text has little information
+    is_of_python = isinstance(error, ArithmeticError | AssertionError | IndexError)  # whose message is not informative
     return repr(error) if is_of_python else str(error) or repr(error)

@@ -1,7 +1,7 @@
 """Models outside of the table of architectures (`decoder`): transformers' own module, unpatched, in floats.
 
-Attention is ours, through transformers' interface for it; a model whose class has none, or that keeps more than keys
-and values, runs in `unbatched`. Imports transformers.
+Attention is ours, through transformers' attention interface; a model whose class does not support it, or that has more
+state than keys and values, runs in `unbatched`. Imports transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.model.text_part import names_in_whole, without_load_report
 
 
 class _Dequantised:
-    """A weight of codes, dequantised when transformers takes it."""
+    """A quantised weight, dequantised when transformers reads it."""
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
         self._codes, self._dtype = codes, dtype
@@ -47,9 +47,9 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
     """Load a causal language model, without running code of its own; codes of any checkpoint are dequantised.
 
     Raises:
-        ModelError: there is no loadable checkpoint, or a weight is missing or of another shape.
+        ModelError: the checkpoint cannot be loaded, or a weight is missing or has another shape.
     """
-    logging.disable_progress_bar()  # it would write into the log of a server
+    logging.disable_progress_bar()  # it would write to the server's log
     with as_model_error(name):
         config = read_config(name, revision, of_transformers=True)
         weights = read_weights(name, revision, quantisation_of(name, config))
@@ -63,7 +63,7 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
             state_dict=given,
             dtype=dtype,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_complete` reports them in a clearer message
+            ignore_mismatched_sizes=True,  # `check_complete` has a clearer message
             key_mapping=names_in_whole(config),
         )
         with without_load_report(config):
@@ -76,7 +76,7 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
 
 
 def _read(read: Callable[..., Any], config: PreTrainedConfig) -> tuple[Any, Any]:
-    """Read a model with our attention; one that has attention of its own or insists on a pad token as it is made."""
+    """Read a model with our attention; one with its own attention, or that requires a pad token, unchanged."""
     own = copy.deepcopy(config)
     try:
         prepare(config)
@@ -92,7 +92,7 @@ def _read(read: Callable[..., Any], config: PreTrainedConfig) -> tuple[Any, Any]
 def prepare(config: PreTrainedConfig) -> None:
     """Change a config of any family so that the model can run ragged batches, and register our attention."""
     AttentionInterface.register(ATTENTION_NAME, hook)
-    # Some embeddings treat the pad token specially and read its place on the host; a ragged batch has no padding.
+    # Some embeddings treat the pad token specially and read it on the host; a ragged batch has no padding.
     if getattr(config, "pad_token_id", None) is not None:
         config.pad_token_id = None
 

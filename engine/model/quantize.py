@@ -1,4 +1,4 @@
-"""Rounds a checkpoint once and saves its codes; what is loaded from there is bitwise what would be rounded at load."""
+"""Rounds a checkpoint once and saves its codes, which are bitwise equal to those of rounding at load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from engine.native.weights import GroupedCodes
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# In `quantization_config`, so that software that does not know the method refuses the weights.
+# In `quantization_config`, so that software without support for the method refuses the weights.
 _METHODS: dict[str, Rounded] = {f"pilotfish-{weights}": weights for weights in get_args(Rounded)}
 _VERSIONS: dict[Rounded, int] = {"int8": 3, "int4": 5}
 _STACKED = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -36,10 +36,10 @@ _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 def quantised_as(config: PreTrainedConfig) -> Rounded | None:
-    """How the weights of a checkpoint that `save_quantised` wrote are rounded; None for any other checkpoint.
+    """The weight format of a checkpoint written by `save_quantised`; None for any other checkpoint.
 
     Raises:
-        ModelError: another version wrote them.
+        ModelError: it was written by an incompatible version.
     """
     found = getattr(config, "quantization_config", None)
     if not isinstance(found, dict):
@@ -59,8 +59,8 @@ def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded 
     """Round the checkpoint `name` and write it to the folder `out`.
 
     Raises:
-        ModelError: `name` cannot be loaded, is rounded already or not in the table of architectures, or `out` is not
-            empty.
+        ModelError: `name` cannot be loaded, is already rounded or is not in the table of architectures, or `out` is not
+        empty.
     """
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{str(out)!r} is not empty; expected a new folder")
@@ -83,7 +83,7 @@ def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded 
 
 
 def _rounded(name: str, revision: str | None, config: PreTrainedConfig, weights: Rounded) -> dict[str, Tensor]:
-    """All tensors of the checkpoint, by its own names; in place of each matrix that a decoder rounds its codes."""
+    """All tensors of the checkpoint, by its own names, with codes instead of each matrix that a decoder rounds."""
     architecture, renames = architecture_for(config), (names_in_whole(config) or {}).items()
     if architecture is None:
         raise ModelError(f"{name!r} is a {config.model_type} model, which is not in the table of architectures")
@@ -104,7 +104,7 @@ def _rounded(name: str, revision: str | None, config: PreTrainedConfig, weights:
 
 
 def _path_in(original: Mapping[str, str], key: str) -> str:
-    """What has the matrix `key` in the checkpoint; a part of a larger weight gets the decoder's name."""
+    """The name in the checkpoint of the matrix `key`; a part of a larger weight keeps the decoder's name."""
     path, stack = original.get(key, key), original.get(_STACKED.sub(r"\1.\3", key))
     if key not in original and stack is not None:
         path = stack.partition("layers.")[0] + key[key.index("layers.") :]
@@ -112,7 +112,7 @@ def _path_in(original: Mapping[str, str], key: str) -> str:
 
 
 def _first(key: str) -> str:
-    """The first matrix of a weight that has several (`weights.prepared`): `x.q|k.weight` -> `x.q.weight`."""
+    """The first matrix of a joined weight (`weights.prepared`): `x.q|k.weight` -> `x.q.weight`."""
     if "*" in key:
         return key.removesuffix(".t").replace("*", "0") + ".weight"
     return re.sub(r"\|[^.]*", "", key)

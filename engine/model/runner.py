@@ -37,7 +37,7 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """One model with its arena; with states if its layers keep some, and adapters that rows may have."""
+    """One model with its arena, its recurrent states, if any, and its adapters."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ModelRunner:
         during: Callable[[Seq[Feed]], AbstractContextManager[object]] = nullcontext,
         states: StateArena | None = None,
     ) -> None:
-        """`during`: within it the model runs a pass over feeds, of which each may have an adapter."""
+        """`during`: context for a pass over feeds that may have adapters."""
         self.model, self.arena, self.attend, self._during = model.eval(), arena, attend, during
         self.states = states
         self.vocab_size = vocab_size(model)
@@ -63,7 +63,7 @@ class ModelRunner:
 
 
 def logits_of(model: Any, ragged: Ragged) -> Tensor:
-    """Run a pass of a decoder or of transformers' module: `[R, vocab]`."""
+    """Run a pass of a decoder or a transformers module: `[R, vocab]`."""
     batch = ragged.batch
     ids, positions = batch.input_ids[None], batch.position_ids[None]
     if architecture_of(model) is not None:
@@ -84,7 +84,7 @@ def layout_of_model(model: Model) -> KVLayout:
 
 
 def vocab_size(model: Model) -> int:
-    """Width of the logits. Every token id must be below it, even if the tokenizer has larger ids."""
+    """Width of the logits. Token ids must be less than this, even if the tokenizer has larger ones."""
     head = model.get_output_embeddings()
     shape = matmul_shape(head)
     if shape is not None:
@@ -95,5 +95,5 @@ def vocab_size(model: Model) -> int:
 
 
 def end_tokens(model: Model) -> frozenset[int]:
-    """Tokens at which the model was trained to stop, from its generation config or its config."""
+    """The end tokens of the model, from its generation config or its config."""
     return end_tokens_of(model.config, getattr(model.generation_config, "eos_token_id", None))

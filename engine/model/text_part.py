@@ -1,6 +1,6 @@
 """The language model of a multimodal checkpoint (text only): its config, and the names of its weights.
 
-Only text is served, so the other parts need neither memory nor the libraries that prepare their inputs.
+Only text is served, so the other parts need neither memory nor preprocessing libraries.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Text parts that have no class of their own, and the families that compute the same from text alone: all three
-# coordinates of a token's position are then equal, so rotary tables by coordinate are the usual ones.
+# Text parts without a class of their own, and equivalent families for text only: all three coordinates of a token's
+# position are then equal, so rotary tables by coordinate are the usual ones.
 _SAME_AS = {"emu3_text_model": "llama", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-# What the language model is called inside of the whole, in old and new checkpoints.
+# Names of the language model within the whole model, in old and new checkpoints.
 NAMES_IN_WHOLE = {r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
           r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model."}  # fmt: skip
 
 
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the language model inside of `config`, or `config` itself where transformers has no such part.
+    """The config of the language model in `config`, or `config` itself if there is no such part.
 
-    Of the whole it has the end tokens, the type of weights, the quantisation and whether the head is the embedding.
+    It inherits end tokens, type of weights, quantisation and tied embeddings from the whole.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -36,19 +36,19 @@ def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
     for name in ("dtype", "eos_token_id", "quantization_config"):
         if getattr(config, name, None) is not None:
             setattr(part, name, getattr(config, name))
-    part.tie_word_embeddings = config.tie_word_embeddings  # where both are stored, transformers takes both
+    part.tie_word_embeddings = config.tie_word_embeddings  # if both are stored, transformers uses both
     part.part_of = config.model_type
     return part
 
 
 def names_in_whole(config: PreTrainedConfig) -> dict[str, str] | None:
-    """Regular expressions for names of weights in the whole, with what they become; None if `config` is no part."""
+    """Regular expressions for names of weights in the whole, with replacements; None if `config` is not a part."""
     return NAMES_IN_WHOLE if getattr(config, "part_of", None) else None
 
 
 @contextmanager
 def without_load_report(config: PreTrainedConfig) -> Iterator[None]:
-    """Where only the language model of a checkpoint is loaded, keep transformers from listing all other weights."""
+    """Suppress transformers' list of unused weights when only the language model is loaded."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

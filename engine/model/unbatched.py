@@ -1,12 +1,12 @@
-"""Runs a model's own code for one sequence at a time, where that code cannot run a ragged batch.
+"""Runs a model's own code one sequence at a time, for models whose code cannot run a ragged batch.
 
-Attention is then transformers' own, with the model's own masks and positions. What a sequence has been fed is in our
-arena all the same, so rollback remains an integer, and the prefix cache, chunks and preemption work as for
-others. There are two ways, which differ in the layout of the arena:
+Attention is then transformers', with the model's own masks and positions. A sequence's history is still in our arena,
+so rollback is an integer, and the prefix cache, chunks and preemption work as for other models. There are two variants,
+with different arena layouts:
 
-- *Keys and values.* The model is given a cache that reads and writes rows of the arena.
-- *Tokens.* A model without such a cache (it keeps a state in an object of its own, or transformers feeds it its whole
-  text for each token) is fed its whole text in each pass. Its arena has one number per position: the token.
+- *Keys and values.* The model uses a cache that reads and writes rows of the arena.
+- *Tokens.* A model without such a cache (it has its own state object, or transformers feeds it its whole text for each
+token) is fed its whole text in each pass. Its arena has one number per position: the token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout, LayerKV
 from engine.kv.batch import Feed
 
-_NOTHING: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer that keeps nothing; older transformers have none
-# Of an arena that keeps the tokens of each sequence and nothing else, in float32, which holds all ids below 2**24.
+_NOTHING: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer without cache; missing in older transformers
+# The layout of an arena of tokens, in float32, which represents all ids below 2**24 exactly.
 TOKENS = KVLayout((LayerKV(heads=1, key_dim=1, value_dim=1, is_latent=True),), torch.float32)
 _CACHE_NAMES = ("cache", "past_key_values")  # the second is its name before transformers 5.2x
 _NO_CACHE = "its transformers class has no key/value cache"
@@ -33,25 +33,24 @@ _PROBE = 2  # tokens of the pass that records the shapes of keys and values
 
 
 def use_own_attention(model: PreTrainedModel) -> None:
-    """Let transformers attend: its fused kernel where the model's class allows that, else its plain one."""
+    """Use transformers' attention: its fused kernel if the model's class supports it, else the plain one."""
     for name in ("sdpa", "eager"):
         try:
             model.set_attn_implementation(name)
-        except ValueError:  # the class has it not
+        except ValueError:  # not supported by the class
             continue
         if model.config._attn_implementation == name:  # noqa: SLF001 - there is no public way to read it
             return
-    # A class with attention in code of its own: only the code that makes its masks reads the name.
+    # A class with its own attention code: only its mask code reads the name.
     model.config._attn_implementation = "eager"  # noqa: SLF001  # its setter refuses such classes
 
 
 @torch.inference_mode()
 def cache_layout(model: PreTrainedModel) -> KVLayout:
-    """The layout of what `model` gives to its cache, from a pass over two tokens.
+    """The layout of the cache of `model`, recorded in a pass over two tokens.
 
     Raises:
-        ModelError: an arena cannot hold it: layers that keep anything but keys and values by position (states,
-            compressed or indexed keys) are such.
+        ModelError: layers store anything but keys and values by position (states, compressed or indexed keys).
     """
     name = _cache_name(model)
     if name is None:
@@ -67,7 +66,7 @@ def cache_layout(model: PreTrainedModel) -> KVLayout:
 
 
 def _shape_of(layer: Any) -> LayerKV | None:
-    """What a layer of transformers' cache keeps of a position; None if nothing, ModelError if it is something else."""
+    """The K/V of a layer of transformers' cache; None if it stores nothing. Raises ModelError for other contents."""
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, _NOTHING):
         raise ModelError(_NO_CACHE)
     if layer.keys is None:
@@ -78,7 +77,7 @@ def _shape_of(layer: Any) -> LayerKV | None:
 
 
 def _cache_name(model: PreTrainedModel) -> str | None:
-    """The keyword by which the model takes its cache; None if it takes none."""
+    """The keyword of the model's cache argument; None if it has none."""
     known = inspect.signature(model.forward).parameters
     return next((name for name in _CACHE_NAMES if name in known), None)
 
@@ -87,15 +86,15 @@ class ArenaLayer(CacheLayerMixin):
     """The keys and values of one layer and one sequence, as a layer of transformers' cache."""
 
     def __init__(self, k: Tensor, v: Tensor, rows: Tensor, start: int) -> None:
-        """Rows `[kv_len]` of `k` and `v` are the sequence's; those before position `start` are written already."""
+        """Rows `[kv_len]` of `k` and `v` belong to the sequence; those before position `start` are already written."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._k, self._v, self._rows, self._length = k, v, rows, start
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the arena is there."""
+        """Nothing to do: the arena exists."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write new keys and values `[1, heads, T, dim]`; all of them until now, `[1, heads, length, dim]`."""
+        """Write new keys and values `[1, heads, T, dim]`; return all so far, `[1, heads, length, dim]`."""
         rows = self._rows[self._length : self._length + key_states.shape[2]]
         self._k.index_copy_(0, rows, key_states[0].transpose(0, 1))
         self._v.index_copy_(0, rows, value_states[0].transpose(0, 1))
@@ -110,16 +109,16 @@ class ArenaLayer(CacheLayerMixin):
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Positions that a pass over `query_length` tokens sees, and the first of them: windows are in the mask."""
+        """Number of visible positions of a pass over `query_length` tokens, and the first; windows are in the mask."""
         return self._length + query_length, 0
 
     def get_max_length(self) -> int:
-        """No bound of its own."""
+        """No limit."""
         return -1
 
 
 class UnbatchedRunner:
-    """One transformers model with its arena, fed one sequence after another; its interface is `runner.Runner`."""
+    """One transformers model with its arena, run one sequence at a time; implements `runner.Runner`."""
 
     def __init__(self, model: PreTrainedModel, arena: KVArena) -> None:
         self.model, self.arena, self.device = model.eval(), arena, model.device
@@ -130,7 +129,7 @@ class UnbatchedRunner:
 
     @torch.inference_mode()
     def forward(self, feeds: Seq[Feed]) -> Tensor:
-        """Run all `feeds`, each in a pass of its own; float32 logits `[R, vocab]`, R = sum of `num_logits`."""
+        """Run all `feeds`, each in a separate pass; float32 logits `[R, vocab]`, R = sum of `num_logits`."""
         return torch.cat([self._one(feed) for feed in feeds])
 
     def _one(self, feed: Feed) -> Tensor:
@@ -162,9 +161,9 @@ class UnbatchedRunner:
 
 @torch.inference_mode()
 def plain_logits(model: PreTrainedModel, tokens: Seq[int]) -> Tensor:
-    """Logits of one text, by the model's own code without a cache: `[len(tokens), vocab]`.
+    """Logits of one text from the model's own code without a cache: `[len(tokens), vocab]`.
 
-    Positions are counted from 0, as `generate` does: RoBERTa and its kin would count on from their pad token.
+    Positions begin at 0, as in `generate`: RoBERTa-like models would otherwise begin after their pad token.
     """
     takes = inspect.signature(model.forward).parameters
     wanted = {"use_cache": False, "position_ids": torch.arange(len(tokens), device=model.device)[None]}

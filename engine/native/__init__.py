@@ -1,4 +1,4 @@
-"""C code for operations that are slow in torch on a CPU: compiled when Pilotfish is built; torch runs without it."""
+"""C code for operations that are slow in torch on a CPU, compiled when Pilotfish is built; torch is the fallback."""
 
 from engine.native.compiled import instructions, library, threads_in_use
 from engine.native.matmul import Matrix, PackedMatrices, PackedMatrix, multiplies

@@ -1,7 +1,7 @@
-"""Compiles the C of this folder: one library for each set of instructions of the processor's family, and a manifest.
+"""Compiles the C of this folder: one library per instruction set of the processor's family, and a manifest.
 
-The build of the package (`hatch_build.py`) and `make install` run this file; a server never does. It imports nothing of
-ours and nothing that is not in Python, because it runs before anything is installed.
+The build of the package (`hatch_build.py`) and `make install` run this file; a server never does. It imports only the
+standard library, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 MANIFEST = "native.json"
 FLAGS = ("-O3", "-shared", "-fPIC", "-pthread", "-std=gnu11", "-Wno-psabi")
-# For an order of instructions that is nowhere slower than -march=native's on Zen, as GCC's generic one is in float32.
+# Instruction scheduling that is never slower on Zen than -march=native's; GCC's generic one is, in float32.
 TUNING = ("-mtune=skylake",) if platform.machine() == "x86_64" else ()
 COMPILERS = ("cc", "gcc", "clang")
-ZIG = "ziglang>=0.13,<1"  # a package of PyPI that has a C compiler
+ZIG = "ziglang>=0.13,<1"  # a PyPI package with a C compiler
 PATIENCE = 600  # seconds for a library
-MOST_BYTES = 1 << 28  # of a library: a hundred times as many as one has
+MOST_BYTES = 1 << 28  # maximum bytes of a library: a hundred times the actual size
 
 
 class Level(NamedTuple):
-    """A set of instructions."""
+    """An instruction set."""
 
     name: str
-    processor: str  # to compile for; "" is the compiler's own choice
-    needs: frozenset[str]  # what /proc/cpuinfo lists where it runs
+    processor: str  # to compile for; "": the compiler's default
+    needs: frozenset[str]  # flags in /proc/cpuinfo that it requires
 
 
 class BuiltLibrary(NamedTuple):
-    """A file that was built."""
+    """A built file."""
 
     file: str
     size: int  # bytes
@@ -50,22 +50,22 @@ class BuiltLibrary(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What was built."""
+    """The result of a build."""
 
     sources: str  # their fingerprint
     compiler: str
-    levels: list[str]  # that were asked for and have not failed; the compiler may not know some
+    levels: list[str]  # requested and not failed; the compiler may not support some
     libraries: dict[str, BuiltLibrary]  # by level
 
 
 def _levels(*rows: tuple[str, str, str]) -> tuple[Level, ...]:
-    """A family's levels, the best first, from rows of (name, processor to compile for, needs), the least first."""
+    """A family's levels, best first, from rows of (name, processor to compile for, needs), worst first."""
     return tuple(Level(name, processor, frozenset(needs.split())) for name, processor, needs in reversed(rows))
 
 
 _AVX2 = "ssse3 sse4_1 sse4_2 popcnt avx avx2 fma f16c bmi1 bmi2 abm movbe"
 _AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
-# A row for each way that the sources take (`registers.h`). `needs` also has what compilers make use of by themselves.
+# A row per code path of the sources (`registers.h`). `needs` includes instructions that compilers may use on their own.
 LEVELS = {
     "x86_64": _levels(
         ("sse2", "x86-64", ""),
@@ -87,7 +87,7 @@ ALL = tuple(level.name for level in LEVELS)
 
 
 def sources(folder: Path = HERE) -> list[Path]:
-    """The files to compile; an installed package has none."""
+    """The files to compile; missing in an installed package."""
     return sorted(folder.glob("*.c"))
 
 
@@ -101,7 +101,7 @@ def fingerprint(folder: Path = HERE) -> str:
 
 
 def read_manifest(folder: Path = HERE) -> Manifest:
-    """Read what was built. Raises OSError: nothing was, or the manifest is damaged."""
+    """Read the manifest. Raises OSError if it is missing or damaged."""
     text = (folder / MANIFEST).read_bytes()
     try:
         read = json.loads(text)
@@ -115,7 +115,7 @@ def read_manifest(folder: Path = HERE) -> Manifest:
 
 
 def read_library(built: BuiltLibrary, folder: Path = HERE) -> bytes:
-    """Read a library. Raises OSError: it cannot be read, or it is not what was built."""
+    """Read a library. Raises OSError if it cannot be read, or differs from the manifest."""
     if not built.file.isprintable() or not 0 < built.size <= MOST_BYTES:
         raise OSError(f"{MANIFEST} is damaged: invalid size {built.size} of {built.file!r}")
     with (folder / built.file).open("rb") as file:
@@ -129,7 +129,7 @@ def read_library(built: BuiltLibrary, folder: Path = HERE) -> bytes:
 
 
 def is_current(folder: Path = HERE, names: Iterable[str] = ALL) -> bool:
-    """Whether libraries of these sources are there, those of `names` among them, and as they were built."""
+    """Whether intact libraries of these sources exist, including those of `names`."""
     try:
         manifest = read_manifest(folder)
         for built in manifest.libraries.values():
@@ -140,7 +140,7 @@ def is_current(folder: Path = HERE, names: Iterable[str] = ALL) -> bool:
 
 
 def compiler() -> list[str] | None:
-    """The command that compiles C: $CC, cc, gcc, clang, or that of the package ziglang; None if there is none."""
+    """The C compiler: $CC, cc, gcc, clang, or that of the package ziglang; None if there is none."""
     for command in (os.environ.get("CC", ""), *COMPILERS):
         words = shlex.split(command)
         if words and shutil.which(words[0]):
@@ -148,13 +148,13 @@ def compiler() -> list[str] | None:
     if importlib.util.find_spec("ziglang") is None:
         return None
     target = f"{platform.machine()}-linux-{'gnu' if platform.libc_ver()[0] else 'musl'}"
-    return [sys.executable, "-m", "ziglang", "cc", "-s", "-target", target]  # without a target: this very processor
+    return [sys.executable, "-m", "ziglang", "cc", "-s", "-target", target]  # without a target: this exact processor
 
 
 def build(folder: Path = HERE, names: Sequence[str] = ALL, report: Callable[[str], None] = print) -> bool:
-    """Compile the levels of `names` into a folder, unless they are there. False if a source has an error.
+    """Compile the levels of `names` into a folder, unless they exist. False if a source has an error.
 
-    Whoever loads meanwhile finds all of the old libraries or all of the new ones.
+    Concurrent readers see either all old libraries or all new ones.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -178,7 +178,7 @@ def build(folder: Path = HERE, names: Sequence[str] = ALL, report: Callable[[str
 
 
 def _compile_all(command: list[str], names: Sequence[str], to: Path, report: Callable[[str], None]) -> int:
-    """Compile levels and write their manifest; return how many have failed."""
+    """Compile levels and write their manifest; return the number of failures."""
     levels = [level for level in LEVELS if level.name in names and _is_supported(command, level, to, report)]
     words = [*command, *FLAGS, *map(str, sources()), "-lm"]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -217,18 +217,18 @@ def _is_supported(command: list[str], level: Level, to: Path, report: Callable[[
 
 
 def _run(command: list[str], to: Path) -> str:
-    """Run a compiler; return its errors, or nothing if it has succeeded."""
+    """Run a compiler; return its errors, or "" on success."""
     caches = {f"ZIG_{kind}_CACHE_DIR": str(to.parent) for kind in ("GLOBAL", "LOCAL")}
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE, "env": os.environ | caches}
     try:
-        done = subprocess.run(command, check=False, **options)  # noqa: S603  # our own words
+        done = subprocess.run(command, check=False, **options)  # noqa: S603  # our own arguments
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     return (done.stderr.strip()[-2000:] or f"its status is {done.returncode}") if done.returncode else ""
 
 
 def _publish(scratch: Path, folder: Path) -> None:
-    """Move what was made into the folder, the manifest last, and remove what no reader needs any more."""
+    """Move the new files into the folder, the manifest last, and remove obsolete ones."""
     try:
         needed = {built.file for built in read_manifest(folder).libraries.values()}
     except OSError:

@@ -1,6 +1,6 @@
-"""The library that `build.py` has made of this folder's C, loaded for what this processor can do. Compiles nothing.
+"""Loads the best library built by `build.py` that this processor supports. Compiles nothing.
 
-No code requires the library: where there is none, `library` returns None and callers use torch's operations.
+The library is optional: without it, `library` returns None and callers use torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OFF = "PILOTFISH_NATIVE is 0"
 
 
 class Loaded(NamedTuple):
-    """The library, the file that it is, and why it is none or not the best one."""
+    """The library, its file, and why it is missing or not the best one."""
 
     library: ctypes.CDLL | None
     file: str = ""
@@ -43,13 +43,13 @@ class Loaded(NamedTuple):
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled sources; or None, with the reason in the log."""
+    """The compiled library; None, with the reason in the log, if there is none."""
     return loaded().library
 
 
 @cache
 def loaded() -> Loaded:
-    """Load the best library that this processor runs and that is as it was built. What is wrong is logged."""
+    """Load the best intact library that this processor supports. Problems are logged."""
     if os.environ.get("PILOTFISH_NATIVE") == "0":
         log.info("C kernels disabled: %s; using torch (several times slower)", OFF)
         return Loaded(None, problem=OFF)
@@ -85,24 +85,24 @@ def _best() -> Loaded:
 
 
 def load(built: build.BuiltLibrary) -> ctypes.CDLL:
-    """Load a library: the very bytes that were checked, whatever becomes of the file.
+    """Load a library from exactly the bytes that were verified, even if the file changes.
 
     Raises:
-        OSError: it is not as it was built, or cannot be loaded.
+        OSError: it is damaged, or cannot be loaded.
     """
     content = build.read_library(built, FOLDER)
     try:
-        # It stays open: the loader knows libraries by their paths, and would take another of this number for this one.
+        # It stays open: the loader identifies libraries by path, and would confuse it with another of the same number.
         descriptor = os.memfd_create(built.file)
         with os.fdopen(descriptor, "wb", closefd=False) as file:
             file.write(content)
         return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
-    except OSError:  # some systems run no code that has no file
+    except OSError:  # some systems do not load code without a file
         return ctypes.CDLL(str(FOLDER / built.file))
 
 
 def runnable() -> list[build.Level]:
-    """The levels that all processors of this machine run, the best first."""
+    """The levels supported by all processors of this machine, best first."""
     lists = [set(line.split(":", 1)[1].split()) for line in _cpuinfo() if line.startswith(("flags", "Features"))]
     flags = set.intersection(*lists) if lists else set()
     return [level for level in build.LEVELS if level.needs <= flags]
@@ -113,14 +113,14 @@ def _cpuinfo() -> list[str]:
 
 
 def is_stale() -> bool:
-    """Whether the sources are there, and are not those of the libraries."""
+    """Whether the sources exist and differ from those of the libraries."""
     try:
         return bool(build.sources(FOLDER)) and build.read_manifest(FOLDER).sources != build.fingerprint(FOLDER)
     except OSError:
         return False
 
 
-# What the functions of the sources take: `p` an address, `n` an int64_t, `i` an int, `f` a float.
+# Argument types of the functions: `p` an address, `n` an int64_t, `i` an int, `f` a float.
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _ARGUMENTS = {
     "attend": "pii", "layers": "ppni", "experts": "ppi", "multiply": "pnpi", "scan": "pii",
@@ -133,9 +133,9 @@ _ARGUMENTS = {
 
 @cache
 def function(name: str) -> Callable[..., int]:
-    """Return `pilotfish_name` of the compiled sources, which must exist.
+    """Return `pilotfish_name` of the library, which must be loaded.
 
-    What it gives is a number, or of those that may lack memory whether they did; of others it means nothing.
+    It returns a number, or whether an allocation failed; other return values have no meaning.
     """
     found = getattr(library(), f"pilotfish_{name}")
     found.argtypes = [_TYPES[letter] for letter in _ARGUMENTS[name]]
@@ -143,13 +143,13 @@ def function(name: str) -> Callable[..., int]:
 
 
 def threads_in_use() -> int:
-    """Threads of our C in its last pass; 0 if it is not loaded yet or not available."""
+    """Threads of our C in its last pass; 0 if it is not loaded or not available."""
     found = library() if loaded.cache_info().currsize else None
     return 0 if found is None else int(found.pool_threads())
 
 
 def instructions() -> str:
-    """Describe the library and the instructions that it multiplies with, and faster ones; or why there is none."""
+    """Describe the library, its instructions and faster ones, or why there is no library."""
     found = loaded()
     if found.library is None:
         remedy = "" if found.problem == OFF else f"; fix: {REMEDY}"
@@ -169,7 +169,7 @@ def instructions() -> str:
 
 
 def fingerprint() -> str:
-    """A hash of what the time of our operations depends on: the processor and the libraries."""
+    """A hash of processor and libraries, which determine the time of our operations."""
     flags = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "")
     try:
         libraries = str(build.read_manifest(FOLDER).libraries)
@@ -183,7 +183,7 @@ BITS = {torch.float32: 32, torch.bfloat16: 16}
 
 
 def fields(kind: str, names: str) -> Iterator[tuple[str, type]]:
-    """Fields of a structure of the sources, all of one of the types of `_TYPES`."""
+    """Fields of a C structure, all of one type of `_TYPES`."""
     return ((name, _TYPES[kind]) for name in names.split())
 
 

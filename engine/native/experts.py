@@ -20,10 +20,10 @@ from engine.native.weights import ALIGNED
 
 @dataclass(frozen=True, slots=True)
 class ExpertGate:
-    """What lies between the two matrices of an expert, elementwise.
+    """The elementwise operation between the two matrices of an expert.
 
-    It is x * logistic(linear * x + cubic * x^3) * (up + plus), where x is the gate, cut to at most `limit`, and `up` is
-    cut to -limit .. limit. The defaults are SiLU; with others it is GELU's tanh approximation (Hendrycks and Gimpel
+    x * logistic(linear * x + cubic * x^3) * (up + plus), where x is the gate, clamped to at most `limit`, and `up` is
+    clamped to -limit .. limit. The default is SiLU; other values give GELU's tanh approximation (Hendrycks and Gimpel
     2016: 1 + tanh(z) = 2 logistic(2 z)), or the gate of gpt-oss.
 
     Attributes:
@@ -31,9 +31,9 @@ class ExpertGate:
         cubic: see above.
         limit: see above.
         plus: see above.
-        squared: max(x, 0)^2 takes the place of x * logistic(...).
-        ungated: there is no `up`, and no factor for it.
-        interleaved: gate and up take turns in a row; else all of up follows all of the gate.
+        squared: max(x, 0)^2 instead of x * logistic(...).
+        ungated: without `up` and its factor.
+        interleaved: gate and up alternate in a row; else all of up follows all of the gate.
     """
 
     linear: float = 1.0
@@ -73,7 +73,7 @@ class ExpertMatrices:
     """The packed matrices of all experts of a mixture, ready to run. A copy is the same object."""
 
     def __init__(self, ups: Seq[PackedMatrix], downs: Seq[PackedMatrix], gate: ExpertGate) -> None:
-        """Take, for every expert, the matrix before the gate and the one behind it; see `fits`."""
+        """Take, for every expert, the matrices before and after the gate; see `fits`."""
         assert self.fits(ups, downs, gate), "matrices of different forms"
         self._parts = tuple(ups), tuple(downs)  # kept alive, because C holds their addresses
         self._up, self._down = ((Matrix * len(parts))(*(part.matrix for part in parts)) for parts in self._parts)
@@ -83,7 +83,7 @@ class ExpertMatrices:
 
     @staticmethod
     def fits(ups: Seq[PackedMatrix], downs: Seq[PackedMatrix], gate: ExpertGate) -> bool:
-        """Whether C can run these: all `ups` have one form, all `downs` too, and rows are whole vectors."""
+        """Whether C supports these: all `ups` have one form, all `downs`, too, and rows are whole vectors."""
         if any(len({part.form for part in parts}) != 1 for parts in (ups, downs)):
             return False
         sizes = ups[0].out_features == downs[0].in_features * (1 if gate.ungated else 2)
@@ -93,9 +93,9 @@ class ExpertMatrices:
         return self
 
     def run(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The sum of `weights` `[T, k]` times what the experts `chosen` `[T, k]` give of `rows` `[T, in]`: `[T, out]`.
+        """The weighted sum (`weights` `[T, k]`) of the experts `chosen` `[T, k]` of `rows` `[T, in]`: `[T, out]`.
 
-        The sum of a row is in the order of its own `chosen`, in float32. An expert that is not there adds nothing.
+        A row's sum is in the order of its `chosen`, in float32. Invalid experts add nothing.
 
         Raises:
             MemoryError: the C code could not allocate working memory.

@@ -58,26 +58,26 @@ class _Pass(ctypes.Structure):
 class LayerParts:
     """The parts of a layer. Norms are (weight, eps), as for `Rows.norm`.
 
-    Matrices that read the same row are one or, where their codes are of several forms, up to three; their outputs lie
-    side by side in a row.
+    Matrices with the same input are one or, if their codes have several forms, up to three; their outputs are
+    concatenated.
     """
 
     qkv: Seq[PackedMatrix]
     out: Seq[PackedMatrix]
     gate_up: Seq[PackedMatrix]
     down: Seq[PackedMatrix]
-    norm_attention: WeightAndEps | None  # None: the matrix reads the row as it is
+    norm_attention: WeightAndEps | None  # None: the matrix reads the unnormalised row
     norm_mlp: WeightAndEps
     scale: float
     softcap: float | None
     window: int | None
     activation: Activation = SILU
-    after_attention: WeightAndEps | None = None  # of what attention gives, before it is added
-    after_mlp: WeightAndEps | None = None  # of what the MLP gives, before it is added
+    after_attention: WeightAndEps | None = None  # of attention's output, before it is added
+    after_mlp: WeightAndEps | None = None  # of the MLP's output, before it is added
     norm_query: WeightAndEps | None = None  # of each head, before it is rotated
     norm_key: WeightAndEps | None = None
-    norm_beside: WeightAndEps | None = None  # of a second row, which `qkv` reads before the layer's own
-    normed_residual: bool = False  # with `norm_beside`: the layer adds to its normed row, not to the row itself
+    norm_beside: WeightAndEps | None = None  # of a second row, which `qkv` reads before the layer's row
+    normed_residual: bool = False  # with `norm_beside`: the layer adds to the normalised row instead of the row
 
     def c_layer(self, number: int, k: Tensor, v: Tensor) -> _Layer:
         """Make the C structure of layer `number`, with its arena `k`, `v` `[rows, kv_heads, head_dim]`."""
@@ -120,7 +120,7 @@ class Layers:
         assert beside is not None or not any(part.norm_beside for part in self._parts), "a second row is missing"
         mixed = where.heads * where.dim
         joined = mixed + 2 * where.kv_heads * where.dim
-        # One allocation for all buffers between the stages; each buffer starts at a multiple of 64 bytes, for vectors.
+        # One allocation for all buffers between stages; each starts at a multiple of 64 bytes, for vectors.
         sizes = [rows * n * dtype.itemsize for n in (joined, mixed, 2 * self._inner, width)] + [rows * self._fed]
         scratch = torch.empty(sum(sizes) + 4 * rows + 64 * (len(sizes) + 1), dtype=torch.uint8)
         at = [-(-scratch.data_ptr() // 64) * 64]

@@ -42,26 +42,26 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 @cache
 def panel() -> int:
-    """The number of outputs that this processor sums together, for which a matrix is packed."""
+    """The number of outputs per panel on this processor."""
     return function("panel")()
 
 
 @cache
 def codes_from() -> int:
-    """The number that is added to codes of 8 bits in groups when they are packed for this processor."""
+    """The offset added to 8-bit codes when they are packed for this processor."""
     return function("codes_from")()
 
 
 class PackedMatrix:
     """A matrix `[out, in]` in panels. A copy is the same object, because the packed memory must not move.
 
-    A row's product has the same bits alone and in any batch, on any number of threads.
+    A row's product has the same bits in any batch and on any number of threads.
     """
 
     def __init__(
         self, dtype: torch.dtype, shape: tuple[int, int], bits: int, panels: Tensor, bias: Tensor | None
     ) -> None:
-        """Take the fields of matmul.h; `of` and `of_groups` compute them from a matrix."""
+        """Take the fields of matmul.h, which `of` and `of_groups` compute."""
         self.dtype, (self.out_features, self.in_features), self._panels = dtype, shape, panels
         # C holds the addresses of these tensors, so they must stay alive.
         padded = None if bias is None else F.pad(bias, (0, -len(bias) % panel())).contiguous()
@@ -80,7 +80,7 @@ class PackedMatrix:
 
     @classmethod
     def of_groups(cls, codes: GroupedCodes, parts: Seq[Tensor | StoredCodes] | None = None) -> PackedMatrix:
-        """Pack codes in groups as they are; `parts`: the codes of several matrices, which take the place of its own."""
+        """Pack grouped codes; `parts`: the codes of several matrices instead of its own."""
         panels, groups = panels_of_groups(codes, parts or [codes.codes], panel(), codes_from())
         bias = None if codes.bias is None else codes.bias.detach().float()
         made = cls(codes.codes.dtype, (len(codes.scale), codes.in_features), codes.bits, panels, bias)
@@ -108,12 +108,12 @@ class PackedMatrix:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What decides how rows are fed to the matrix and how many bytes its panels have."""
+        """The properties that determine the input form and the panel size."""
         return self.dtype, bytes(self.matrix.groups), self.in_features, self.out_features
 
 
 class PackedMatrices:
-    """Float matrices of one form, each for rows of its own, multiplied in one call. A copy is the same object."""
+    """Float matrices of one form, each with its own rows, multiplied in one call. A copy is the same object."""
 
     def __init__(self, parts: Seq[PackedMatrix]) -> None:
         assert len({part.form for part in parts}) == 1, "matrices of different forms"

@@ -27,7 +27,7 @@ class _Scan(ctypes.Structure):
 
 
 def scans(x: Tensor, depth: int) -> bool:
-    """Whether C runs rules over rows of this type and device, with states of this depth."""
+    """Whether C supports rows of this type and device, with states of this depth."""
     runs = x.is_cpu and x.dtype in BITS and library() is not None
     return runs and 0 < depth <= function("most_keys")()
 
@@ -45,14 +45,14 @@ def scan(
         log: of the same slots, `[slots, log_rows, log_width]`, dense, in the type of the states.
         plan: int64 `[B, 8]`, the `SequenceScan` of each sequence.
         rows: the inputs `[T, ...]`, in the order of recurrent.c; those of one type are dense rows.
-        a: float32, what does not depend on rows: decays, or a kernel.
-        d: float32, what is added to the result: per head, or per number.
+        a: float32, parameters independent of rows: decays, or a kernel.
+        d: float32, added to the result: per head, or per element.
         heads: of the rule.
         groups: of heads that share keys and queries.
-        width: numbers of a head that come out.
-        depth: numbers of the state for each of them.
-        wide: for `delta`, a decay for each number of a key; for `conv`, silu.
-        corrects: whether `delta` is a delta rule; else it adds what it is fed, as Mamba 2 does.
+        width: output size of a head.
+        depth: state size per output element.
+        wide: for `delta`, a decay per element of a key; for `conv`, SiLU.
+        corrects: whether `delta` is a delta rule; else values are added uncorrected, as in Mamba 2.
     """
     assert all(x.is_contiguous() for x in (states, log, plan)), "rows are not contiguous"
     rows = [x.contiguous() for x in rows]

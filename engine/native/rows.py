@@ -1,4 +1,4 @@
-"""Operations between matmuls in C (`rows.c`): one call where torch needs two to eight. CPU, float32, bfloat16."""
+"""Operations between matmuls in C (`rows.c`): one call instead of two to eight of torch. CPU, float32, bfloat16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.machine.threads import pool_threads
 from engine.native.compiled import BITS, fields, function, library
 
 _LANES = 16
-WeightAndEps = tuple[Tensor, float]  # of a norm x / sqrt(sum of x^2 + eps) * weight; the weight is float32
+WeightAndEps = tuple[Tensor, float]  # weight (float32) and eps of a norm x / sqrt(sum of x^2 + eps) * weight
 
 
 class Activation(ctypes.Structure):
@@ -32,7 +32,7 @@ class Norm(ctypes.Structure):
 
     @classmethod
     def of(cls, norm: WeightAndEps | None) -> Norm:
-        """Describe a norm, or that there is none; the weight must be kept alive."""
+        """Describe a norm or None; the caller must keep the weight alive."""
         return cls(None, 0.0) if norm is None else cls(_dense(norm[0]), norm[1])
 
 
@@ -46,7 +46,7 @@ class _Heads(ctypes.Structure):
 
 
 def rows_for(dtype: torch.dtype, *widths: int) -> Rows | None:
-    """The operations, for rows of this type and these widths; None where they cannot run."""
+    """The operations for rows of this type and these widths; None if not supported."""
     fits = library() is not None and dtype in BITS and not any(width % _LANES for width in widths)
     return Rows() if fits else None
 

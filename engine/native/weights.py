@@ -1,7 +1,7 @@
 """Matrices of codes in groups: rounds weights (`round.c`), splits GGUF blocks (`blocks.c`), packs panels (`panels.c`).
 
-A matrix is cut into slices of rows, and each free thread takes the next slice, so a thread that has lost its core
-delays one slice only.
+A matrix is divided into slices of rows, and each free thread takes the next slice, so a descheduled thread delays only
+one slice.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _SLICE = 2**20  # bytes of the input that a slice reads
 _FLOAT_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _TYPES = {4: torch.uint8, 5: torch.uint8, 6: torch.uint8, 8: torch.int8}  # of codes, by their bits
 ALIGNED = 16  # inputs: a whole number of vectors
-_ALIGNED = {4: ALIGNED, 5: 2 * ALIGNED, 6: ALIGNED, 8: ALIGNED}  # what groups must be multiples of, in inputs
+_ALIGNED = {4: ALIGNED, 5: 2 * ALIGNED, 6: ALIGNED, 8: ALIGNED}  # group sizes must be multiples of this, in inputs
 _BY_OUTPUT = ("scale", "offset", "bias", "steps", "zeros")  # fields of `GroupedCodes`, each a row for each output
 _OF_BLOCKS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, in the order of blocks.c
 _BLOCK_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # as `KINDS` of blocks.c
 
 
 def rounds(weight: Tensor, group: int) -> bool:
-    """Whether C can round a matrix `[out, in]` in groups of `group` inputs, in its present type, device and layout."""
+    """Whether C can round this matrix `[out, in]` in groups of `group` inputs, given its type, device and layout."""
     fits = weight.dtype in BITS and weight.is_cpu and weight.stride(1) == 1 and group in (16, 32)
     return fits and library() is not None
 
 
 def rounded(weight: Tensor, group: int, bits: int, bias: Tensor | None) -> GroupedCodes:
-    """`[out, in]` -> its codes, by C; see `model/linear/rounding.py`."""
+    """`[out, in]` -> its codes, in C; see `model/linear/rounding.py`."""
     outputs, inputs = weight.shape
     half, groups = torch.float16, inputs // group
     form = (group,) if bits == 8 else (group, bits)
@@ -78,17 +78,17 @@ def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Allocate memory for weights in large pages, which the system provides faster and addresses faster."""
+    """Allocate memory for weights in large pages, which are faster to map and to access."""
     made = torch.empty(*shape, dtype=dtype)
     in_pages(made, large=True)
     return made
 
 
 def spread(rows: int, size: int, work: Callable[[int, int], None], multiple: int = 1) -> None:
-    """Run `work(first, last)` for slices of rows of `size` bytes, each but the last a `multiple` of rows."""
+    """Run `work(first, last)` on slices of rows of `size` bytes; all but the last have a `multiple` of rows."""
     step = max(1, _SLICE // max(1, size) // multiple) * multiple
     firsts = range(0, rows, step)
-    if len(firsts) == 1:  # a thread takes longer to start than most slices
+    if len(firsts) == 1:  # starting a thread takes longer than most slices
         work(0, rows)
         return
     with ThreadPoolExecutor(min(most_threads(), len(firsts) or 1)) as threads:
@@ -104,13 +104,13 @@ class Groups(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class GroupedCodes:
-    """A matrix `[out, in]` as a checkpoint holds it: weight = code * step + offset, by output and group of inputs.
+    """A matrix `[out, in]` of a checkpoint: weight = code * step + offset, by output and group of inputs.
 
-    A copy is the same object, so that models that share weights do not hold them twice.
+    A copy is the same object, so that models that share weights store them once.
 
-    Mostly a step is `scale`, and an offset is `offset`. In two levels several groups, a block, share these floats: a
-    step is the block's `scale` times the group's `steps`, and an offset is the block's `offset` times the group's
-    `zeros`. With `zeros` only, an offset is minus the step times `zeros`: integer zero points.
+    Usually step = `scale` and offset = `offset`. With two levels, a block of several groups shares these floats: step =
+    the block's `scale` times the group's `steps`, and offset = the block's `offset` times the group's `zeros`. With
+    only `zeros`, offset = -step times `zeros`: integer zero points.
 
     Attributes:
         codes: 4 bits: uint8 `[out, in / 2]`, two codes of 0 to 15 in a byte, the first input low; 5 and 6 bits: uint8
@@ -154,19 +154,19 @@ class GroupedCodes:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What must be equal in matrices that are joined, but for the order of the inputs."""
+        """The properties that joined matrices must share, besides the order of inputs."""
         types = (None if x is None else x.dtype for x in (self.offset, self.steps, self.zeros))
         return self.bits, self.group, self.scale.shape[1], self.scale.dtype, *types
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, steps and offsets, as they are packed."""
+        """Bytes of the packed codes, steps and offsets."""
         parts = (self.scale, self.offset, self.steps, self.zeros)
         codes = len(self.codes) * self.in_features * self.bits // 8
         return codes + sum(part.nbytes for part in parts if part is not None)
 
     def worth(self) -> tuple[Tensor, Tensor | None]:
-        """The steps and the offsets as float32 `[out, groups]`; offsets are None where the middle code means 0."""
+        """Steps and offsets as float32 `[out, groups]`; offsets are None if the middle code means 0."""
         each = self.groups // self.scale.shape[1]
         step = self.scale.float().repeat_interleave(each, 1)
         step = step if self.steps is None else step * self.steps.float()
@@ -176,7 +176,7 @@ class GroupedCodes:
         return step, offset if self.zeros is None else offset * self.zeros.float()
 
     def levels(self) -> Tensor:
-        """The codes as float32 `[out, in]`, less the code that means 0."""
+        """The codes as float32 `[out, in]`, minus the code that means 0."""
         if self.bits == 8:
             return self.codes[:].float()
         plain = unpack4(self.codes[:]) if self.bits == 4 else self.codes[:]
@@ -193,7 +193,7 @@ class GroupedCodes:
 
     @classmethod
     def concatenated(cls, parts: Seq[GroupedCodes], codes: Tensor | None = None) -> GroupedCodes:
-        """The outputs of several matrices of one form, one after the other; `codes`: what to take for all of theirs."""
+        """Concatenate the outputs of several matrices of one form; `codes`: the codes of the result."""
         joined: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts])
             for name in _BY_OUTPUT
@@ -203,17 +203,17 @@ class GroupedCodes:
         return replace(parts[0], codes=whole, **joined)
 
     def dequantised(self) -> Tensor:
-        """The weights as float32 `[out, in]`, inputs in the order of the rows."""
+        """The weights as float32 `[out, in]`, with inputs in the order of rows."""
         step, offset = self.worth()
         levels = self.levels().unflatten(1, (step.shape[1], -1))
-        if self.zeros is not None and self.offset is None:  # one rounding where the scale is a float32
+        if self.zeros is not None and self.offset is None:  # one rounding if the scale is a float32
             levels, offset = levels - self.zeros[..., None], None
         groups = levels * step[..., None]
         flat = (groups if offset is None else groups + offset[..., None]).flatten(1)
         return flat if self.order is None else torch.empty_like(flat).index_copy_(1, self.order, flat)
 
     def check(self) -> None:
-        """Raise ValueError, which names the field, unless the tensors fit together."""
+        """Raise ValueError, with the field, if the tensors are inconsistent."""
         if _TYPES.get(self.bits) != self.codes.dtype:
             raise ValueError(
                 f"codes: {self.codes.dtype} with bits {self.bits}; expected uint8 with 4, 5 or 6, or int8 with 8"
@@ -232,7 +232,7 @@ class GroupedCodes:
             if x.is_floating_point() and not are_finite(x):
                 raise ValueError(f"{name}: has NaN or infinite values")
         whole = _ALIGNED[self.bits]
-        if self.group % whole and self.groups > 1:  # one group of any size is multiplied by torch
+        if self.group % whole and self.groups > 1:  # a single group of any size is multiplied by torch
             raise ValueError(f"scale: groups of {self.group} inputs, bits {self.bits}; expected a multiple of {whole}")
         if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_features)):
             raise ValueError(f"order: not a permutation of {self.in_features} inputs")
@@ -250,17 +250,17 @@ def pack4(codes: Tensor) -> Tensor:
 
 
 def are_finite(x: Tensor) -> bool:
-    """Whether all numbers are finite, in a seventh of the time of `isfinite`: NaN is the lowest and highest of any."""
+    """Whether all elements are finite, in a seventh of the time of `isfinite`: min and max propagate NaN."""
     return not x.numel() or all(bool(most.isfinite()) for most in x.aminmax())
 
 
 def panels_of_groups(
     matrix: GroupedCodes, parts: Seq[Tensor | StoredCodes], width: int, codes_from: int
 ) -> tuple[Tensor, Groups]:
-    """Pack `parts`, the codes of a matrix, and what they are worth: panels, and how C finds each number in them.
+    """Pack `parts`, the codes of a matrix, with scales and offsets: returns panels and their layout for C.
 
-    Panels are uint8 `[out / width rounded up, bytes of a panel]`. To codes of 8 bits `codes_from` is added, because
-    some processors multiply unsigned ones.
+    Panels are uint8 `[out / width rounded up, bytes of a panel]`. `codes_from` is added to 8-bit codes, because some
+    processors multiply unsigned ones.
     """
     bits, outputs, blocks, groups = matrix.bits, len(matrix.scale), matrix.scale.shape[1], matrix.groups
     words = parts[0].shape[1] // 4 // groups  # of a group's codes, as they come
@@ -289,7 +289,7 @@ def panels_of_groups(
 
 
 def _put(numbers: Seq[Tensor], panels: Tensor, width: int, at: int, per: int, block: int, each: int) -> None:
-    """Write each of `numbers` `[out, n]` from byte `at` of every panel, one after the other.
+    """Write `numbers` `[out, n]` from byte `at` of every panel.
 
     Number g of an output goes `g / per` blocks of `block` bytes and `g % per` groups of `each` bytes further.
     """
@@ -313,15 +313,15 @@ def splits(kind: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredCodes:
-    """The codes of a matrix in the blocks of a GGUF file, of which slices of rows are split when they are used.
+    """The codes of a matrix in the blocks of a GGUF file; slices of rows are decoded on use.
 
-    So there is never a copy of all codes: allocating it would take as long as all the rest.
+    So there is never a copy of all codes, whose allocation would take as long as everything else.
 
     Attributes:
-        kind: the type of the blocks, of those that are split (`splits`).
+        kind: the type of the blocks, supported by `splits`.
         blocks: uint8 `[out, blocks, bytes]`, mapped from a file.
-        one: those of one block, `[1, n]`: those of a row have as many times the numbers.
-        order: int64 `[out]`, the row of `blocks` that each output is, or None.
+        one: the codes of one block, `[1, n]`, for sizes.
+        order: int64 `[out]`, the row of `blocks` of each output, or None.
     """
 
     kind: str
@@ -350,7 +350,7 @@ class StoredCodes:
         return replace(self, order=which if self.order is None else self.order[which])
 
     def whole(self) -> GroupedCodes:
-        """The matrix: these codes, and what all of them are worth."""
+        """The matrix: these codes with all scales and offsets."""
         made = self._room(_OF_BLOCKS[1:], len(self))
 
         def work(first: int, last: int) -> None:
@@ -361,7 +361,7 @@ class StoredCodes:
         return replace(self.one, codes=self, **made)
 
     def _room(self, names: Seq[str], rows: int) -> dict[str, Any]:
-        """Memory for those of these fields that blocks have."""
+        """Memory for the fields that the blocks have."""
         found = ((name, getattr(self.one, name)) for name in names)
         blocks = self.blocks.shape[1]
         return {name: torch.empty(rows, blocks * x.shape[1], dtype=x.dtype) for name, x in found if x is not None}

@@ -1,4 +1,4 @@
-"""Proposers draft the next tokens. A proposer may be wrong; it can never change the output."""
+"""Proposers draft the next tokens. Wrong drafts cost time but never change the output."""
 
 from engine.proposers.base import Proposer
 from engine.proposers.model import ModelProposer

@@ -173,9 +173,9 @@ class Proposers:
     def _failed(self, name: str, error: Exception) -> None:
         self._num_failures += 1
         self._failures_in_a_row[name] += 1
-        log.error("proposer %s failed; this step goes on without its drafts", name, exc_info=error)
+        log.error("proposer %s failed; this step continues without its drafts", name, exc_info=error)
         if self._failures_in_a_row[name] == GIVE_UP_AFTER:
-            log.error("proposer %s failed %d times in a row; it is not asked again", name, GIVE_UP_AFTER)
+            log.error("proposer %s failed %d times in a row and is disabled", name, GIVE_UP_AFTER)
 
 
 def _num_unseen(name: str, proposer: Proposer, sequence: Sequence) -> int:

@@ -1,4 +1,4 @@
-"""Recognises what the entries of the option `draft` are, by the small files of a checkpoint. Loads no weights."""
+"""Recognises the kinds of the entries of the option `draft`, from small files of a checkpoint. Loads no weights."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def _kind(entry: str, name: str, revision: str | None) -> str:
         if Path(name).is_dir():
             listed = sorted(file.name for file in Path(name).iterdir())[:_MOST_LISTED]
             found = f"in the folder, which has {', '.join(listed) or 'no files'}"
-        raise ModelError(f"draft {entry!r} is no GGUF file and has neither config.json nor {ADAPTER_CONFIG} {found}")
+        raise ModelError(f"draft {entry!r} is not a GGUF file and has neither config.json nor {ADAPTER_CONFIG} {found}")
     with as_model_error(name):
         config = json.loads(path.read_text("utf-8"))
         if not isinstance(config, dict):
-            raise ModelError(f"draft {entry!r}: config.json holds no object")
+            raise ModelError(f"draft {entry!r}: config.json is not an object")
         return _kind_of_config(entry, config) or _kind_of_tensors(name, revision)
 
 
@@ -110,7 +110,7 @@ def _kind_of_config(entry: str, config: dict[str, Any]) -> str | None:
             return kind
     if KIND in config or not {"model_type", "architectures"} & config.keys():
         found = f"{KIND} {config[KIND]!r}" if KIND in config else f"the keys {', '.join(sorted(config)[:_MOST_LISTED])}"
-        raise ModelError(f"draft {entry!r} cannot draft: its config.json has {found}, of no model and no known head")
+        raise ModelError(f"draft {entry!r} is not supported: config.json has {found}, neither a model nor a known head")
     return None
 
 

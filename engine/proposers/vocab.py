@@ -53,7 +53,7 @@ class DraftVocabulary:
         begin = begin if begin is not None and begin < width else None
         if isinstance(tokenizer.model, models.WordPiece) or isinstance(tokenizer.decoder, decoders.WordPiece):
             raise ModelError(
-                f"model {name!r} has a WordPiece tokenizer, which keeps no spaces: its tokens have no bytes"
+                f"model {name!r} has a WordPiece tokenizer, which is not supported: its tokens do not preserve spaces"
             )
         spelling = Spelling(tokenizer)
         pieces = {i: piece for piece, i in tokenizer.get_vocab(with_added_tokens=False).items() if i < width}
@@ -95,7 +95,7 @@ class VocabMap:
                 return None
             raise ModelError(
                 f"draft {draft.name!r} has {draft.width} tokens and target {target.name!r} {target.width}; "
-                f"to map one to the other, {(draft if target.ids else target).name!r} needs a tokenizer.json"
+                f"mapping them requires a tokenizer.json in {(draft if target.ids else target).name!r}"
             )
         if target.ids == draft.ids:
             if target.width == draft.width:
@@ -109,7 +109,7 @@ class VocabMap:
         if found.num_shared < least:
             raise ModelError(
                 f"draft {draft.name!r} shares {found.num_shared} of the {found.num_tokens} tokens of target "
-                f"{target.name!r}; expected at least {least}: its drafts would hardly ever be accepted"
+                f"{target.name!r}; expected at least {least}, because its drafts would rarely be accepted"
             )
         return found
 

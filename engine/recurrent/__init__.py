@@ -1,1 +1,1 @@
-"""Layers that keep a state per sequence: recurrences and short convolutions over ragged batches, from state slots."""
+"""Recurrent layers: recurrences and short convolutions over ragged batches, with state slots."""

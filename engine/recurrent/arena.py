@@ -1,6 +1,6 @@
-"""Slots and logs of states as tensors, and what a pass does with them: which rows run, what is read and written.
+"""Slots and logs of states as tensors, and the plan of a pass: the rows to run, the slots to read and write.
 
-`engine/kv/states.py` decides which sequence has which slot. The plan of a pass is the same for all layers of a model.
+`engine/kv/states.py` assigns slots to sequences. The plan of a pass is the same for all layers of a model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from engine.types import StateSpan
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """What one convolution or recurrence keeps of a sequence: its state, and rows of a log that change it."""
+    """The state of one convolution or recurrence per sequence, and the log of its changes."""
 
     shape: tuple[int, ...]
-    log_width: int  # numbers of a row of the log
+    log_width: int  # width of a log row
     dtype: torch.dtype  # of both
 
     def num_bytes(self, log_rows: int) -> int:
@@ -30,20 +30,20 @@ class StatePart:
         return (math.prod(self.shape) + log_rows * self.log_width) * self.dtype.itemsize
 
     def tensors(self, num_slots: int, log_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """New states `[num_slots, *shape]`, zeros as the empty state is, and logs `[num_slots, log_rows, width]`."""
+        """New states `[num_slots, *shape]`, zero as the initial state, and logs `[num_slots, log_rows, width]`."""
         states = torch.zeros(num_slots, *self.shape, dtype=self.dtype, device=device)
         return states, torch.zeros(num_slots, log_rows, self.log_width, dtype=self.dtype, device=device)
 
 
 class SequenceScan(NamedTuple):
-    """The rows of one sequence: those of a log that are applied again, then new ones. Eight numbers, as our C reads it.
+    """The rows of one sequence: replayed log rows, then new ones. Eight numbers, in the layout of our C.
 
-    A sequence whose slot 3 has the state at position 7, and that goes on at 9 with one token and two drafts:
+    A sequence whose slot 3 has the state at position 7, and that continues at 9 with one token and two drafts:
 
         first 0, stop 3           its new rows in the batch, at positions 9, 10, 11
         read 3, replayed 2        positions 7 and 8 are applied from the log of slot 3
         write 4, settled 3        the state after three rows, at position 10, goes to slot 4
-                                  positions 10 and 11, which may be taken back, go to rows 0 and 1 of its log
+                                  positions 10 and 11, which may be rolled back, go to rows 0 and 1 of its log
         snapshot 5, reached 1     the state after one row, at position 8, goes to slot 5 too
     """
 
@@ -58,7 +58,7 @@ class SequenceScan(NamedTuple):
 
     @classmethod
     def of(cls, span: StateSpan, rows: range, start: int) -> SequenceScan:
-        """The scan of a sequence that is fed the positions from `start` on as these rows of the batch."""
+        """The scan of a sequence whose positions from `start` are these rows of the batch."""
         snapshot, reached = (0, span.base) if span.snapshot is None else span.snapshot
         scan = cls(
             rows.start, rows.stop, span.read, start - span.base, span.write, span.settled - span.base,
@@ -81,7 +81,7 @@ class SequenceScan(NamedTuple):
 
     @property
     def writes(self) -> list[tuple[int, int]]:
-        """Pairs of (after how many rows, slot) for each state that is written."""
+        """Pairs of (number of rows, slot) for each written state."""
         return [pair for pair in ((self.settled, self.write), (self.reached, self.snapshot)) if pair[0]]
 
 
@@ -107,7 +107,7 @@ class ScanPlan:
 
 @dataclass(frozen=True, slots=True)
 class PartSlots:
-    """All slots of a part, and what a pass does with them."""
+    """All slots of a part, and the plan of the pass."""
 
     states: Tensor  # [slots, *shape]
     log: Tensor  # [slots, log_rows, width], of the same type
@@ -115,7 +115,7 @@ class PartSlots:
 
 
 def parts_of(model: nn.Module) -> tuple[StatePart, ...]:
-    """The parts of a model's state, in the order in which a pass comes to them; only our decoder keeps any."""
+    """The parts of a model's state, in the order of the pass; only our decoder has any."""
     return getattr(model, "state", ())
 
 
@@ -125,13 +125,13 @@ def bytes_per_slot(parts: Seq[StatePart], log_rows: int) -> int:
 
 
 class PassStates:
-    """The states of a ragged batch in one pass. Parts have no names: every pass comes to them in the same order."""
+    """The states of a ragged batch in one pass. Parts are identified by their order, equal in every pass."""
 
     def __init__(self, plan: ScanPlan, arena: StateArena) -> None:
-        self._plan, self._arena, self._number = plan, arena, 0  # of the part whose turn it is
+        self._plan, self._arena, self._number = plan, arena, 0  # index of the next part
 
     def slots(self, part: StatePart) -> PartSlots:
-        """The slots of the part whose turn it is."""
+        """The slots of the next part."""
         assert part == self._arena.parts[self._number], "state parts are read in another order"
         states, log = self._arena.tensors[self._number]
         self._number += 1
@@ -147,7 +147,7 @@ class StateArena:
 
     @classmethod
     def of(cls, model: nn.Module, num_slots: int, log_rows: int, device: torch.device) -> StateArena | None:
-        """The arena of a model; None where its layers keep no state."""
+        """The arena of a model; None if it has no recurrent layers."""
         parts = parts_of(model)
         return cls(parts, num_slots, log_rows, device) if parts else None
 

@@ -1,10 +1,9 @@
-"""The rules by which states change, in plain torch: one token after another, in float32. The oracle of all others.
+"""The state updates in plain torch: token by token, in float32. The oracle of all other implementations.
 
-Every function runs the rows of each sequence from the state in the slot that the plan reads. First it applies rows of
-that slot's log, then the new ones; it writes the states that the plan wants, and logs the rows that may be taken back.
-A row of the log is not what a layer is fed but what that does to a state, so no row is computed twice. Each operation
-has the same order and the same shape at every position, so the bits of a row depend on its own sequence only, however
-its tokens were split into passes.
+Every function runs the rows of each sequence from the state in the slot that the plan reads. It first applies rows of
+that slot's log, then the new ones; it writes the planned states, and logs the rows that may be rolled back. The log
+contains state updates instead of layer inputs, so no row is computed twice. Each operation has the same order and shape
+at every position, so the bits of a row depend only on its own sequence, however its tokens were split into passes.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from engine.recurrent.arena import PartSlots
 
 
 def conv(
-    slots: PartSlots,  # of states [slots, C, k - 1], the newest inputs; logged: x
+    slots: PartSlots,  # of states [slots, C, k - 1], the latest inputs; logged: x
     x: Tensor,  # [T, C]
     weight: Tensor,  # [C, k]
     bias: Tensor | None,  # [C]
     activation: str | None,  # None or "silu"
 ) -> Tensor:
-    """A causal convolution of each channel over its own k newest inputs: `[T, C]`, in the type of `x`."""
+    """A causal depthwise convolution over the k latest inputs: `[T, C]`, in the type of `x`."""
     taps, states, log = weight.float().T, slots.states, slots.log  # [k, C]
     out, before = torch.empty_like(x), weight.shape[1] - 1
     for scan in slots.plan.scans:
@@ -105,22 +104,22 @@ def mamba1(
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x), with the same bits wherever in `x` an element is: torch's own rounds the last few differently."""
+    """x * sigmoid(x), with bits independent of an element's position: torch's rounds the last few differently."""
     return x / (1 + torch.exp(-x))
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) as in torch, but with the same bits wherever in `x` an element is."""
+    """log(1 + exp(x)) as in torch, but with bits that do not depend on an element's position."""
     return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
 
 
 def _by_head(rows: Tensor, heads: int) -> Tensor:
-    """Rows `[..., G, n]`, each of which some heads share, for each head: `[..., H, n]` float32."""
+    """Rows `[..., G, n]`, each shared by several heads, repeated per head: `[..., H, n]` float32."""
     return rows.float().repeat_interleave(heads // rows.shape[-2], -2)
 
 
 def _split(entry: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """The parts of a row of the log."""
+    """The parts of a log row."""
     parts: tuple[Tensor, ...] = entry.split(sizes)
     return parts
 
@@ -133,7 +132,7 @@ def _outer(
     change: Callable[[Tensor, int], Tensor],  # of a state and a row: [H, dv]
     out: Tensor,
 ) -> Tensor:
-    """Let states decay, add the outer product of each row's key and its change, and ask with its query."""
+    """Let states decay, add the outer product of each row's key and change, and read with its query."""
     heads, width = out.shape[1:]
     queries, sizes = _by_head(q, heads), [k[0].numel(), heads * width, g[0].numel()]
 
@@ -153,9 +152,9 @@ def _outer(
 
 def _run(
     slots: PartSlots,
-    entry: Callable[[Tensor, int], Tensor],  # of a state and a row: what the row does to it, as a row of the log
-    apply: Callable[[Tensor, Tensor], Tensor],  # of a state and a row of the log: the state after it
-    read: Callable[[Tensor, int], Tensor],  # of the state after a row, and the row: what comes out
+    entry: Callable[[Tensor, int], Tensor],  # of a state and a row: the row's update, as a log row
+    apply: Callable[[Tensor, Tensor], Tensor],  # of a state and a log row: the state after it
+    read: Callable[[Tensor, int], Tensor],  # of the state after a row, and the row: the output
     out: Tensor,
 ) -> Tensor:
     """Step through all rows of all sequences."""

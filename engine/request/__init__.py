@@ -1,4 +1,4 @@
 """A request before it becomes sequences: its validation, and the defaults for fields that it leaves unset.
 
-Knows bounds and the limits of the loaded models; knows no tensors and no steps.
+Uses the bounds of the config and the limits of the loaded models; independent of tensors and steps.
 """

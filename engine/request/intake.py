@@ -1,4 +1,4 @@
-"""Turns a request into sequences: refuses what cannot be served, and fills in defaults for unset fields."""
+"""Turns a request into sequences: validates it and fills in defaults."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class Limits:
     vocab_size: int  # width of the target's logits
     max_model_len: int  # maximum number of tokens of prompt and output together
     eos_token_ids: frozenset[int] = frozenset()
-    target_border: int | None = None  # longest sequence of the model's first rotary table; None: it has only one
+    target_border: int | None = None  # maximum length for the model's first rotary table; None: it has only one
     draft_border: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts of a loaded engine. Its process sends them to the front ends as they are."""
+    """Facts of a loaded engine, which its process sends to the front ends."""
 
     limits: Limits
-    proposer_names: tuple[str, ...]  # what a request may ask for
-    default_proposer: str  # of a request that names none
+    proposer_names: tuple[str, ...]  # names that a request may use
+    default_proposer: str  # for requests without one
     page_size: int  # tokens per page of the target's arena
     total_pages: int
-    loop: str  # how sequences decode where they can: `rounds` on the device, or `plain` steps
+    loop: str  # how sequences decode if supported: `rounds` on the device, or `plain` steps
     dtype: str  # of the target's activations, keys and values
     device: str  # of the target
 
@@ -56,13 +56,13 @@ class Intake:
 
     config: EngineConfig
     limits: Limits
-    proposers: tuple[str, ...]  # names that a request may ask for
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # the loaded ones; these change
+    proposers: tuple[str, ...]  # names that a request may use
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # the loaded ones, which change
     any_of: tuple[str, ...] = ()  # the proposers that `auto` stands for
 
     @property
     def default_proposer(self) -> str:
-        """The proposer of a request that names none."""
+        """The proposer of requests without one."""
         best_first = (name for name in (AUTO, "model", "ngram") if name in self.proposers)
         return self.config.proposer or next(best_first, "none")
 
@@ -71,7 +71,7 @@ class Intake:
 
         Raises:
             InvalidRequest: the request is invalid; the error contains all violations.
-            Unsupported: this server does not have the proposer, or is reproducible and cannot use the rule.
+            Unsupported: this server does not have the proposer, or is reproducible and does not support the rule.
         """
         found = list(violations(request, self.config, self.limits.vocab_size, self.limits.max_model_len))
         found += emitted_violations(request, self.limits.vocab_size, self._max_len(request))
@@ -88,7 +88,7 @@ class Intake:
             )
 
     def open(self, request: Request) -> list[Sequence]:
-        """Make one sequence for each output, except those that have ended, of a request that has passed `check`."""
+        """Make one sequence for each output that has not ended, of a request that has passed `check`."""
         seed = secrets.randbelow(MAX_SEED + 1) if request.sampling.seed is None else request.sampling.seed & MAX_SEED
         emitted = request.received or (ReceivedOutput(),) * request.sampling.n
         prediction = Prediction(request.prediction) if request.prediction else None
@@ -104,7 +104,7 @@ class Intake:
     def _sequence(
         self, request: Request, index: int, seed: int, emitted: tuple[int, ...], prediction: Prediction | None
     ) -> Sequence:
-        """A sequence that has been fed nothing, not even the tokens that were emitted: as after a preemption."""
+        """A sequence with `kv_len` 0, even if it has emitted tokens, as after a preemption."""
         tokens, speculation = [*request.token_ids, *emitted], self.speculation_of(request)
         candidates = self.any_of if speculation.proposer == AUTO else ()
         model_ends = frozenset() if request.sampling.ignore_eos else self.limits.eos_token_ids
@@ -130,7 +130,7 @@ class Intake:
 
     @staticmethod
     def _most_predicted(request: Request, speculation: SpeculationSettings) -> int:
-        """Maximum number of drafts of a prediction: above K if the request sets none, as long runs are accepted."""
+        """Maximum number of drafts of a prediction: above K unless the request sets K, as long runs are accepted."""
         if not request.prediction:
             return 0
         is_free = speculation.mode is SpeculationMode.AUTO and request.speculation.num_draft_tokens is None
@@ -154,7 +154,7 @@ class Intake:
 
 
 def _seed_of(seed: int, index: int) -> int:
-    """The seed of an output: the request's own for output 0, a hash for others, so that each can be repeated alone."""
+    """The seed of an output: the request's for output 0, a hash for others, so that each can be reproduced alone."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")

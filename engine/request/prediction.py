@@ -1,8 +1,8 @@
-"""Where an output is in the text that its caller predicted, and so what may come next. Knows only token ids.
+"""Aligns an output with the prediction of its caller, to draft from it. Uses only token ids.
 
-The output of an edit follows the prediction, leaves it where something was changed, and returns to it further on. Where
-the output has left it, the newest tokens are searched for in the prediction; the place with the longest match counts,
-and of equal ones the nearest. What was replaced between is remembered, because names are often changed in many places.
+The output of an edit follows the prediction, leaves it at a change, and returns to it later. After it has left, its
+last tokens are searched in the prediction; the longest match counts, and of equal ones the nearest. Replacements are
+stored, because names are often changed in many places.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from engine.params import MAX_PREDICTED_DRAFTS
 from engine.types import FinishReason
 from engine.types import Sequence as TokenSequence
 
-_CAUTIOUS = 8  # drafts while the place is not certain
-_CERTAIN = 4  # tokens in a row that make it certain
-_LONGEST = 32  # a longer match is no better
-_MOST_PLACES = 8  # that are compared in each direction
-_LONGEST_EDIT = 8  # tokens that are remembered as replaced, and that replace them
+_CAUTIOUS = 8  # drafts while the position is uncertain
+_CERTAIN = 4  # consecutive matches that make it certain
+_LONGEST = 32  # longer matches count equally
+_MOST_PLACES = 8  # maximum tokens compared in each direction
+_LONGEST_EDIT = 8  # maximum stored tokens of a replaced text and of its replacement
 
 
 def num_predicted(sequence: TokenSequence, reason: FinishReason, keep: int | None) -> int:
-    """Tokens of the prediction that an output has, of which `keep` generated tokens count; None: all.
+    """The number of the prediction's tokens in an output's first `keep` generated tokens; None: all.
 
-    It follows only from the output, which the alignment may be behind, or have followed beyond `keep`. Of an output
-    that did not come to its end none are counted.
+    It depends only on the output; the alignment may be behind, or beyond `keep`. It is 0 for an output that did not
+    finish.
     """
     alignment = sequence.alignment
     if alignment is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -46,10 +46,10 @@ class Prediction:
         pairs = ids[:-1] << np.uint64(32) | ids[1:]
         order = np.argsort(pairs, kind="stable")
         self._pairs = array("Q", pairs[order].tobytes())  # sorted
-        self._places = array("Q", (order + 2).astype(np.uint64).tobytes())  # just after each; of equal pairs in order
+        self._places = array("Q", (order + 2).astype(np.uint64).tobytes())  # positions after each pair, in order
 
     def places(self, pair: Sequence[int], near: int) -> Sequence[int]:
-        """Positions just after occurrences of two tokens: the nearest ones from `near` on, and those before it."""
+        """Positions after occurrences of two tokens: the nearest ones from `near` on, and before it."""
         wanted = pair[0] << 32 | pair[1]
         first = bisect_left(self._pairs, wanted)
         last = bisect_right(self._pairs, wanted, first)
@@ -62,29 +62,29 @@ class TextAlignment:
 
     def __init__(self, prediction: Prediction) -> None:
         self._prediction, self._text = prediction, prediction.tokens
-        self._is_predicted = bytearray()  # of each token of the output: whether the prediction has it
-        self._is_had = bytearray(len(self._text))  # of each token of the prediction: whether the output has it
-        self._num_predicted = self._num_had = 0  # how many of them are
+        self._is_predicted = bytearray()  # by token of the output: whether it is in the prediction
+        self._is_had = bytearray(len(self._text))  # by token of the prediction: whether it is in the output
+        self._num_predicted = self._num_had = 0  # number of true entries
         self._had_by_then = array("I")  # `num_had` after each token of the output
         self._at: int | None = 0  # position of the next token; None: the output has left the prediction
-        self._run = _CERTAIN  # tokens in a row that were as predicted
-        self._anchor = 0  # where the output left the prediction, or where it is while that is certain
-        self._num_since = 0  # tokens that the output has had since then
-        self._edits: dict[tuple[int, ...], tuple[int, ...]] = {}  # by what was replaced: what replaced it
-        self._begun: tuple[int, ...] = ()  # what is replaced by the replacement that the output has begun
-        self._rest: tuple[int, ...] = ()  # what is left of that
+        self._run = _CERTAIN  # consecutive predicted tokens
+        self._anchor = 0  # where the output left the prediction, or its position while certain
+        self._num_since = 0  # tokens of the output since then
+        self._edits: dict[tuple[int, ...], tuple[int, ...]] = {}  # replacements by replaced text
+        self._begun: tuple[int, ...] = ()  # text replaced by the current replacement
+        self._rest: tuple[int, ...] = ()  # remaining tokens of the current replacement
 
     @property
     def num_had(self) -> int:
-        """Tokens of the prediction that the output has; where one repeats the other, none counts twice."""
+        """Number of the prediction's tokens in the output; repeated tokens count once."""
         return min(self._num_predicted, self._num_had)
 
     def num_had_of(self, num_tokens: int) -> int:
-        """The same of the first tokens of the output, which were followed."""
+        """The same for the first tokens of the output, which must have been followed."""
         return self._had_by_then[num_tokens - 1] if num_tokens else 0
 
     def follow(self, tokens: Sequence[int], prompt_len: int, most: int) -> bool:
-        """Take what is new of a sequence's tokens, up to `most`; return whether all of them were taken."""
+        """Process a sequence's new tokens, at most `most`; return whether all were processed."""
         start = prompt_len + len(self._is_predicted)
         for i in range(start, min(len(tokens), start + most)):
             self._take(tokens, i)
@@ -92,7 +92,7 @@ class TextAlignment:
         return len(tokens) == prompt_len + len(self._is_predicted)
 
     def drafts(self, k: int) -> tuple[int, ...]:
-        """What comes next, at most `k` tokens; nothing where the output has left the prediction."""
+        """The predicted next tokens, at most `k`; empty if the output has left the prediction."""
         most = min(k, MAX_PREDICTED_DRAFTS if self._is_certain else _CAUTIOUS)
         at, found = self._place, list(self._rest)
         while at is not None and len(found) < most and at < len(self._text):
@@ -107,20 +107,20 @@ class TextAlignment:
 
     @property
     def _place(self) -> int | None:
-        """Where the next token is; where the output has just left the prediction, as if each token replaced one."""
+        """The position of the next token; just after a change, as if each token replaced one."""
         if self._at is not None:
             return self._at
         return self._anchor + self._num_since if self._num_since < _CERTAIN else None
 
     def _take(self, tokens: Sequence[int], i: int) -> None:
-        """Take the token at `i`."""
+        """Process the token at `i`."""
         token, at = tokens[i], self._place
         self._num_since += 1
         self._is_predicted.append(0)
         if self._rest and token == self._rest[0]:
             self._rest = self._rest[1:]
             return
-        if self._rest:  # the replacement that was begun is not what comes
+        if self._rest:  # the output does not follow the current replacement
             del self._edits[self._begun]
             self._rest, at = (), None
         old = () if at is None else self._replaced_at(at)
@@ -135,7 +135,7 @@ class TextAlignment:
             self._leave(tokens, i)
 
     def _come_to(self, tokens: Sequence[int], i: int, at: int, length: int) -> None:
-        """The `length` tokens up to the one at `i` are those before `at`."""
+        """Record that the `length` tokens up to `i` match those before `at`."""
         if self._at is None:
             old, new = range(self._anchor, at - length), range(i + 1 - self._num_since, i + 1 - length)
             if 0 < len(old) <= _LONGEST_EDIT and 0 < len(new) <= _LONGEST_EDIT:
@@ -149,10 +149,10 @@ class TextAlignment:
             self._anchor, self._num_since = at, 0
 
     def _leave(self, tokens: Sequence[int], i: int) -> None:
-        """The newest token is not as predicted: search where else the output may be."""
+        """The last token is not as predicted: search for the output's new position."""
         self._at, self._run = None, 0
         num_tokens = len(self._is_predicted)
-        best = (1, 0, 0)  # length of the match, nearness, place
+        best = (1, 0, 0)  # length of the match, nearness, position
         if num_tokens > 1:
             for place in self._prediction.places(tokens[i - 1 : i + 1], self._anchor):
                 length = self._match_length(tokens, i + 1, place, num_tokens)
@@ -166,7 +166,7 @@ class TextAlignment:
         return next((n for n in range(longest) if tokens[end - 1 - n] != self._text[place - 1 - n]), longest)
 
     def _replaced_at(self, at: int) -> tuple[int, ...]:
-        """What is replaced at a place, as far as is known; nothing in most."""
+        """The stored replacement at a position, if any."""
         if not self._edits:
             return ()
         longest_first = (self._text[at : at + n] for n in range(_LONGEST_EDIT, 0, -1))

@@ -1,4 +1,4 @@
-"""Validation of a request: each violation names the field and the value. Knows bounds and no model."""
+"""Validation of a request: each violation names field and value. Independent of the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.errors import ContextExcess, Violation, shown
 from engine.params import MAX_NUM_DRAFT, MAX_SEED, MIN_SEED, Guided, SamplingParams
 from engine.types import Request
 
-if TYPE_CHECKING:  # for types only: without pydantic there is another class
+if TYPE_CHECKING:  # only for types: without pydantic the class differs
     from engine.config import Bounds
 
 MAX_SALT_LENGTH = 256  # characters
@@ -41,7 +41,7 @@ def violations(request: Request, bounds: Bounds, vocab_size: int, max_model_len:
 
 
 def unknown_adapter(name: str | None, loaded: Iterable[str]) -> Iterator[Violation]:
-    """Report an adapter that is not loaded, and name those that are."""
+    """Report an adapter that is not loaded, with the loaded ones."""
     known = sorted(loaded)
     if name is not None and name not in known:
         there = f"expected one of {', '.join(map(shown, known))}" if known else "none is loaded"
@@ -49,11 +49,11 @@ def unknown_adapter(name: str | None, loaded: Iterable[str]) -> Iterator[Violati
 
 
 def _value_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Violation]:
-    values = {  # field: value, least, most
+    values = {  # field: value, minimum, maximum
         "sampling.temperature": (sampling.temperature, 0, 100),
         "sampling.top_p": (sampling.top_p, 0, 1),
         "sampling.min_p": (sampling.min_p, 0, 1),
-        "sampling.repetition_penalty": (sampling.repetition_penalty, 0.01, 10),  # a smaller one makes logits infinite
+        "sampling.repetition_penalty": (sampling.repetition_penalty, 0.01, 10),  # less makes logits infinite
         "sampling.presence_penalty": (sampling.presence_penalty, -2, 2),
         "sampling.frequency_penalty": (sampling.frequency_penalty, -2, 2),
         "sampling.top_k": (sampling.top_k, 0, None),
@@ -123,7 +123,7 @@ def _token_violations(sampling: SamplingParams, bounds: Bounds, vocab_size: int)
     if allowed is not None:
         yield from _set_violations("sampling.allowed_token_ids", allowed, vocab_size)
         if not set(allowed) - set(sampling.banned_token_ids):
-            yield Violation("sampling.allowed_token_ids", f"has {len(allowed)} ids, none of them not banned")
+            yield Violation("sampling.allowed_token_ids", f"has {len(allowed)} ids, all of which are banned")
 
 
 def _set_violations(field: str, tokens: tuple[int, ...], vocab_size: int) -> Iterator[Violation]:
@@ -143,7 +143,7 @@ def unknown_ids(field: str, tokens: Collection[int], vocab_size: int, *, by_id: 
 
 
 def _logprob_violations(request: Request, bounds: Bounds, max_model_len: int) -> Iterator[Violation]:
-    """Limit the total number of log-probabilities: prompt or output tokens times outputs times likeliest tokens."""
+    """Limit the total number of log-probabilities: prompt or output tokens times outputs times (1 + top tokens)."""
     sampling, most = request.sampling, bounds.max_total_logprobs
     num_tokens = sampling.max_tokens
     if num_tokens is None or sampling.fit_context:
@@ -152,7 +152,7 @@ def _logprob_violations(request: Request, bounds: Bounds, max_model_len: int) ->
     asked["output.prompt_logprobs"] = (sampling.prompt_logprobs, len(request.token_ids))
     for field, (top, tokens) in asked.items():
         if top is not None and tokens * (1 + top) > most:
-            yield Violation(field, f"asks for {tokens * (1 + top)} log-probabilities; the limit is {most}")
+            yield Violation(field, f"requests {tokens * (1 + top)} log-probabilities; the limit is {most}")
 
 
 def _prediction_violations(tokens: tuple[int, ...], vocab_size: int, max_model_len: int) -> Iterator[Violation]:
@@ -164,13 +164,13 @@ def _prediction_violations(tokens: tuple[int, ...], vocab_size: int, max_model_l
 
 def _guided_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Violation]:
     if sampling.ignore_eos:
-        yield Violation("stopping.ignore_eos", "is true; a guided output ends where its structure ends")
-    assert sampling.guided is not None, "asked of a request without a structure"
+        yield Violation("stopping.ignore_eos", "is true; not supported with guided decoding")
+    assert sampling.guided is not None, "a request without a structure"
     yield from structure_violations(sampling.guided, bounds.max_structure_bytes, bounds.max_choices)
 
 
 def structure_violations(guided: Guided, max_bytes: int, max_choices: int) -> Iterator[Violation]:
-    """Violations of a structure that can be found without parsing, in time at most proportional to its length."""
+    """Violations of a structure that can be found without parsing, in linear time."""
     given = [name for name in STRUCTURES if getattr(guided, name) is not None]
     if not given and guided.thinking is not None:
         return
@@ -188,13 +188,13 @@ def structure_violations(guided: Guided, max_bytes: int, max_choices: int) -> It
         try:
             total += len(text.encode())
         except UnicodeEncodeError as error:  # a lone surrogate
-            yield Violation(field, f"has {text[error.start]!r} at {error.start}, which is no character")
+            yield Violation(field, f"has {text[error.start]!r} at {error.start}, which is not a valid character")
     if total > max_bytes:
         yield Violation(structure_field(guided), f"has {total} bytes; the limit is {max_bytes}")
 
 
 def structure_texts(guided: Guided) -> list[tuple[str, str]]:
-    """Each text of a structure's source, with the name of its field."""
+    """The source texts of a structure, each with its field."""
     if guided.choice is not None:
         return [(f"guided.choice[{i}]", text) for i, text in enumerate(guided.choice)]
     return [(structure_field(guided), guided.json_schema or guided.regex or guided.grammar or "")]
@@ -209,16 +209,16 @@ FIELD = "resume.outputs"
 
 
 def emitted_violations(request: Request, vocab_size: int, max_len: int) -> Iterator[Violation]:
-    """All violations of `request.resume`; `max_len` is the most tokens of prompt and output together."""
+    """All violations of `request.resume`; `max_len`: maximum number of tokens of prompt and output."""
     emitted, n = request.received, request.sampling.n
     if not emitted:
         return
     if len(emitted) != n:
-        yield Violation(FIELD, f"has {len(emitted)} outputs; expected {n}, as sampling.n says")
+        yield Violation(FIELD, f"has {len(emitted)} outputs; sampling.n is {n}")
     if request.sampling.seed is None:
-        yield Violation("sampling.seed", "is missing; a request that is continued needs the seed with which it began")
+        yield Violation("sampling.seed", "is missing; a resumed request requires the seed of the interrupted one")
     if all(output.has_ended for output in emitted):
-        yield Violation(FIELD, f"has {len(emitted)} outputs, all of them finished: nothing is left to continue")
+        yield Violation(FIELD, f"has {len(emitted)} outputs, all finished; there is nothing to resume")
     room = max_len - len(request.token_ids)
     for index, output in enumerate(emitted):
         tokens = output.token_ids

@@ -2,7 +2,7 @@
 
 A row is one position of one sequence. Its distribution is the softmax of the processed logits (`processors`) after
 these steps in this order: temperature, top-k, top-p (of the tokens that top-k keeps), min-p. Temperature 0 puts all
-mass on the likeliest token; of equal ones, on the lowest id.
+mass on the most likely token; ties: the lowest id.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.params import SamplingParams
 from engine.sampling import noise
 from engine.sampling.noise import LogitsRow
 
-TINY = torch.finfo(torch.float32).tiny  # no positive temperature rounds to zero
+TINY = torch.finfo(torch.float32).tiny  # so that no positive temperature rounds to zero
 _HOST = torch.device("cpu")
 
 
@@ -53,9 +53,9 @@ def signed(seed: int) -> int:
 
 
 def likeliest(scores: Tensor) -> Tensor:
-    """The place of the largest of each row, the first of equal ones: `[R, n]` -> int64 `[R]`.
+    """The index of the maximum of each row, the first of equal ones: `[R, n]` -> int64 `[R]`.
 
-    Of 262,144 float32 on a CPU numpy finds it in a tenth of the time that torch takes.
+    For 262,144 float32 on a CPU, numpy takes a tenth of torch's time.
     """
     knows = scores.is_cpu and scores.dtype != torch.bfloat16
     return torch.from_numpy(scores.numpy().argmax(-1)) if knows else scores.argmax(-1)
@@ -66,7 +66,7 @@ def draw(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Dr
 
     The noise depends only on the row's seed, position and stream, so two models get the same noise for the same row:
     this is the coupling of `verify.coupled`. `logits` is `[R, vocab]`; `truncated`: whether any row may be. On CUDA our
-    kernel draws: torch's operations for the noise alone would take longer than the model's pass.
+    kernel draws, because the noise in torch would take longer than the model's pass.
     """
     if logits.is_cuda and has_triton():
         from engine.kernels import sampling  # imports Triton
@@ -76,7 +76,7 @@ def draw(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Dr
 
 
 def draw_rows(logits: Tensor, rows: Seq[LogitsRow]) -> Drawn:
-    """The same for rows of sequences; where all are greedy, no parameters are sent for nothing."""
+    """The same for rows of sequences; if all are greedy, no parameters are uploaded."""
     if all(row.sequence.request.sampling.temperature == 0 for row in rows):
         return _greedy(logits)
     samplers = samplers_of(rows, logits.shape[1], logits.device)
@@ -84,7 +84,7 @@ def draw_rows(logits: Tensor, rows: Seq[LogitsRow]) -> Drawn:
 
 
 def choose(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
-    """What `engine.kernels.sampling.choose` means, in plain torch; each row costs what its parameters need."""
+    """`engine.kernels.sampling.choose` in plain torch; rows cost only what their parameters require."""
     drawn, sampled = _greedy(logits), samplers.temperature > 0
     limited = (samplers.top_k < logits.shape[1]) | (samplers.top_p < 1) | (samplers.min_p > 0)
     cut = sampled & limited if truncated else torch.zeros_like(sampled)
@@ -96,7 +96,7 @@ def choose(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> 
 
 
 def _greedy(logits: Tensor) -> Drawn:
-    """The likeliest token of each row. It is no finite number where any is none, or all are -inf."""
+    """The most likely token of each row, and its logit, which is not finite if one is NaN or all are -inf."""
     token = likeliest(logits)
     return Drawn(token, logits.gather(1, token[:, None]).squeeze(1).isfinite())
 
@@ -137,19 +137,19 @@ def _support(logits: Tensor, params: SamplerRows) -> tuple[Tensor, Tensor]:
 
 
 def kept(scores: Tensor, params: SamplerRows) -> Tensor:
-    """Which of the sorted `scores` `[R, vocab]` truncation keeps, always the first n >= 1: bool `[R, vocab]`."""
+    """Mask of the sorted `scores` `[R, vocab]` that truncation keeps, always the first n >= 1: bool `[R, vocab]`."""
     rank = torch.arange(scores.shape[1], device=scores.device)
     by_k = rank < params.top_k[:, None]
     weight = scores.double().exp() * by_k
-    # Running sums in float64: a row's decision must not depend on rounding that its batch mates could change.
+    # Running sums in float64: a row's result must not depend on rounding that other rows of the batch could change.
     mass = weight.cumsum(-1)
     by_p = (mass - weight < params.top_p[:, None] * mass[:, -1:]) | (params.top_p[:, None] >= 1)
     by_min_p = weight >= params.min_p[:, None] * weight[:, :1]
-    return by_k & by_p & by_min_p | (rank == 0)  # a row of NaN keeps a token too, and verification reports the row
+    return by_k & by_p & by_min_p | (rank == 0)  # a row of NaN also keeps a token; verification reports the row
 
 
 def _scores(logits: Tensor, samplers: SamplerRows, *, truncated: bool) -> Tensor:
-    """Logits over temperature, the best at 0; -inf what the filters drop."""
+    """Logits over temperature, the best at 0; -inf for filtered tokens."""
     warm = replace(samplers, temperature=samplers.temperature.clamp(min=TINY))
     scores = _tempered(logits.float(), warm)
     if not truncated:

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens under the target's distribution: log-softmax of its logits, before all processors.
 
-This distribution does not depend on sampling parameters, so numbers of different requests can be compared. It is
+This distribution does not depend on sampling parameters, so values of different requests are comparable. It is
 defined at every position, with and without drafts.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.types import Logprob, Sequence, TopLogprob
 
-_ROWS = 32  # that are turned to float64 at a time: a row of 150,000 tokens takes a megabyte, several times
+_ROWS = 32  # rows converted to float64 at a time: a row of 150,000 tokens takes several megabytes
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> tuple[Logprob, ...]:
@@ -59,6 +59,6 @@ def record_prompt(sequence: Sequence, start: int, logits: Tensor) -> None:
     assert skip >= 0, "prompt positions were left out"
     tokens = sequence.request.token_ids[len(known) : start + 1 + len(logits)]
     wanted = sequence.request.sampling.prompt_logprobs
-    assert wanted is not None, "nobody asked"
+    assert wanted is not None, "not requested"
     found = token_logprobs(logits[skip : skip + len(tokens)], tokens, wanted) if tokens else ()
     sequence.prompt_logprobs = [*known, *found]

@@ -1,4 +1,4 @@
-"""Randomness as a pure function of (seed, position, stream, token): no generator, no state, no order of calls.
+"""Counter-based random numbers: a pure function of (seed, position, stream, token).
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3) in int64
 tensor arithmetic, so that CPU and CUDA compute the same bits. A word is an unsigned 32-bit number held in int64.
@@ -21,7 +21,7 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 _ROUNDS = 10
-_NUMBERS_AT_ONCE = 2**16  # on CPU: ten rounds over more do not fit in the cache and are 3 to 7 times slower
+_NUMBERS_AT_ONCE = 2**16  # on a CPU: larger blocks do not fit into the cache and are 3 to 7 times slower
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -33,7 +33,7 @@ class Stream(IntEnum):
     DRAFT = 1  # the draft's own choice under the rejection rule
     ACCEPT = 2
     RESAMPLE = 3
-    FILLER = 4  # ids that a drafting pass is fed where tokens are not known yet (`proposers.heads.uno`)
+    FILLER = 4  # placeholder ids of a drafting pass (`proposers.heads.uno`)
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
@@ -102,7 +102,7 @@ def _open_unit(high: Tensor, low: Tensor) -> Tensor:
 
 def _gumbel(uniform: Tensor) -> Tensor:
     # -log(-log(u)). The winner of an argmax has u near 1, where 52 bits still give -log(u) enough precision.
-    # It stays float64: in float32 two tokens would sometimes tie, and then the order of the tokens would decide.
+    # It stays float64: in float32 two tokens would sometimes tie, and the order of tokens would decide.
     return torch.log_(torch.log(uniform).neg_()).neg_()
 
 

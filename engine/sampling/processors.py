@@ -1,11 +1,11 @@
-"""Processors: the changes that a request makes to the model's logits before sampling. Uses only rows and their tokens.
+"""Logits processors: a request's changes to the model's logits before sampling.
 
 At every position the order is the same as in decoding one token at a time: repetition penalty, frequency and presence
 penalties, logit bias; then forbidden tokens: banned ones, all but the allowed ones, end tokens before `min_tokens`, and
 those that the structure forbids. The drafts before a position count like tokens.
 
-Tensors that follow only from a request are made once for all its outputs, whatever the number of steps and drafts: it
-may name every token of the vocabulary, and have a prompt as long as the context.
+Tensors that depend only on the request are created once for all its outputs: it may list every token of the vocabulary,
+and have a prompt as long as the context.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def advance_grammar(sequence: Sequence, tokens: Seq[int]) -> None:
 
 
 def catch_up_grammars(sequences: Seq[Sequence], seconds: float) -> None:
-    """Let states that lag behind take tokens, in turn, for `seconds` of processor time and one part more.
+    """Let grammar states that lag behind take tokens, in turn, for about `seconds` of processor time.
 
-    So the tokens that an earlier engine emitted delay no other sequence, however many they are.
+    So the tokens emitted by an earlier engine do not delay other sequences.
     """
     lagging = sorted((s for s in sequences if s.grammar_lag), key=lambda s: -s.num_missed)
     end = time.thread_time() + seconds if lagging else 0.0
@@ -75,7 +75,7 @@ def catch_up_grammars(sequences: Seq[Sequence], seconds: float) -> None:
             sequence.grammar_lag -= len(part)
             try:
                 sequence.grammar.advance(part)
-            except GrammarFault as fault:  # the next mask raises it again
+            except GrammarFault as fault:  # the next mask raises it, too
                 sequence.fault, sequence.grammar_lag = str(fault), 0
 
 
@@ -102,7 +102,7 @@ def _advance(sequence: Sequence, tokens: Seq[int]) -> int:
 def _begin_again(sequence: Sequence, fault: GrammarFault) -> None:
     """Replace a grammar state that is unusable after a fault; the new one takes the output's tokens before later steps.
 
-    A fault in drafts need not concern the output; if it does, the new state meets it again.
+    A fault in drafts may not concern the output; if it does, it recurs in the new state.
     """
     assert sequence.request.grammar is not None
     sequence.fault = str(fault)
@@ -129,7 +129,7 @@ def _counts(rows: Seq[LogitsRow], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Count each token in the prompt, and in the output before each row: two float32 tensors `[R, vocab]`.
 
     Only tokens that are new since the last step are counted; a row adds the drafts before it. The counts are small
-    whole numbers, so every order of the sums gives the same bits.
+    integers, so every order of summation gives the same bits.
     """
     pairs, sizes = list[tuple[Tensor, Tensor]](), list[int]()
     for _, run in _runs(rows):
@@ -147,7 +147,7 @@ def _counts(rows: Seq[LogitsRow], logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _output_counts(sequence: Sequence, like: Tensor) -> Tensor:
-    """Float32 `[vocab]`: how often each token was generated. Only tokens that are new since the last call are read."""
+    """Float32 `[vocab]`: generated occurrences of each token. Only tokens since the last call are read."""
     counts, start = sequence.output_counts, sequence.prompt_len + sequence.num_counted
     if counts is None or counts.shape != like.shape[1:] or counts.device != like.device:
         counts, start = torch.zeros(like.shape[1], device=like.device), sequence.prompt_len
@@ -158,7 +158,7 @@ def _output_counts(sequence: Sequence, like: Tensor) -> Tensor:
 
 
 def _counted(tokens: Iterable[int], like: Tensor) -> Tensor:
-    """Float32 `[vocab]`: how often each token occurs; [3, 3, 1] -> 2 at token 3, 1 at token 1."""
+    """Float32 `[vocab]`: occurrences of each token; [3, 3, 1] -> 2 at token 3, 1 at token 1."""
     ids = _ids(tokens, like)
     return torch.zeros(like.shape[1], device=like.device).index_add_(0, ids, torch.ones(len(ids), device=like.device))
 
@@ -185,7 +185,7 @@ def _biased(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def _bias(wanted: Mapping[int, float], like: Tensor) -> Tensor:
-    """Of each token, `[vocab]` in the type of `like`."""
+    """The bias of each token, `[vocab]` in the type of `like`."""
     values = torch.tensor(list(wanted.values()), device=like.device).to(like.dtype)
     return torch.zeros_like(like[0]).index_add_(0, _ids(wanted, like), values)
 
@@ -218,7 +218,7 @@ def _ruled_out(wanted: SamplingParams, like: Tensor) -> Tensor:
 
 
 def _once(sequence: Sequence, name: str, like: Tensor, make: Callable[[], Tensor]) -> Tensor:
-    """Return what `make` returned the first time; a draft model's logits may have another width and device."""
+    """Cache the result of `make` per width and device; a draft model's logits may differ in both."""
     key = (name, like.shape[1], like.device, like.dtype)
     found = sequence.shared.get(key)
     if found is None:
@@ -240,20 +240,21 @@ def _runs(rows: Seq[LogitsRow]) -> Iterator[tuple[int, list[LogitsRow]]]:
 
 
 def _fill(masks: Tensor, rows: Seq[LogitsRow]) -> None:
-    """Fill the masks of one sequence's rows, and note how long one of them took: the scheduler plans with it."""
+    """Fill the masks of one sequence's rows, and record the time per mask for planning."""
     began = time.thread_time()
     num_filled = _filled(masks, rows)
     rows[0].sequence.mask_seconds = (time.thread_time() - began) / num_filled
 
 
 def _filled(masks: Tensor, rows: Seq[LogitsRow]) -> int:
-    """Fill masks `[len(rows), vocab]` of one sequence's rows, each with more drafts before it than the last.
+    """Fill the masks `[len(rows), vocab]` of one sequence's rows, in order of their numbers of drafts.
 
-    Rows after the first draft that does not fit stay open: that draft is dropped, so these rows are never used. If the
-    structure fails at a row, its mask forbids all tokens; this matters only if the output reaches that row. Where the
-    state lags behind, because it failed at drafts of this step, all masks do: the sequence gets no token in this step.
+    Rows after the first draft that does not fit are not masked: that draft is dropped, so they are never used. If the
+    structure fails at a row, its mask forbids all tokens; this matters only if the output reaches that row. If the
+    state lags behind, because it failed at drafts of this step, all masks forbid everything: the sequence gets no token
+    in this step.
 
-    Returns the number of rows that were looked at, at least 1.
+    Returns the number of processed rows, at least 1.
     """
     sequence, taken = rows[0].sequence, 0
     state = sequence.grammar
@@ -271,7 +272,7 @@ def _filled(masks: Tensor, rows: Seq[LogitsRow]) -> int:
             mask.zero_()
             if row.before:
                 _begin_again(sequence, fault)
-            else:  # the output ends here: its state is not needed any more
+            else:  # the output ends here: its state is no longer needed
                 sequence.fault = str(fault)
             return i
     state.rollback(taken)
@@ -279,7 +280,7 @@ def _filled(masks: Tensor, rows: Seq[LogitsRow]) -> int:
 
 
 def _ends_too_early(row: LogitsRow, may_come: Tensor | None) -> Iterable[int]:
-    """The end tokens that `min_tokens` forbids; none where the structure is complete and allows only end tokens."""
+    """The end tokens that `min_tokens` forbids; none if the structure is complete and allows only end tokens."""
     sequence = row.sequence
     if row.position - sequence.prompt_len >= sequence.request.sampling.min_tokens:
         return ()

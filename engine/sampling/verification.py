@@ -1,4 +1,4 @@
-"""Applies to ragged logits the verification rule of each sequence. The rules themselves are in `verify.py`."""
+"""Applies the verification rule of each sequence to ragged logits. The rules are in `verify.py`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from engine.sampling.processors import process
 from engine.step import Work
 from engine.verify import NO_DRAFT, coupled, rejection
 
-# By sequence: how many drafts stay, and the token after them. By row: whether its logits are numbers, before and after
-# they were processed. All of one rule, from its rows of logits.
+# By sequence: the number of accepted drafts, and the next token. By row: whether its logits are finite, before and
+# after processing. For all sequences of one rule, from its rows of logits.
 Decided = tuple[list[tuple[int, int]], list[int], list[int]]
 
 
@@ -45,7 +45,7 @@ def verify_rows(works: Seq[Work], logits: Tensor) -> list[Work]:
 def _verified(works: Seq[Work], logits: Tensor, decide: Callable[[Seq[Work], Tensor], Decided]) -> Iterator[Work]:
     verdicts, sound, is_open = decide(works, logits)
     for before, verdict, (first, stop) in zip(works, verdicts, pairwise(_offsets(works)), strict=True):
-        # A result depends on the rows up to the one of the next token, so these must be finite.
+        # A result depends on the rows up to that of the next token, so these must be finite.
         work = _with_tokens(before, *verdict, _num_leading(sound[first:stop]), _num_leading(is_open[first:stop]))
         wanted = work.sequence.request.sampling.logprobs
         if wanted is not None and work.tokens:  # of the logits before they were processed
@@ -57,7 +57,7 @@ def _verified(works: Seq[Work], logits: Tensor, decide: Callable[[Seq[Work], Ten
 def _with_tokens(work: Work, num_accepted: int, next_token: int, num_sound: int, num_open: int) -> Work:
     tokens, problem = (*work.drafts[:num_accepted], next_token), None
     if num_sound < len(tokens) and num_sound <= num_open:
-        tokens, problem = tokens[:num_sound], "the model's output was not a number"
+        tokens, problem = tokens[:num_sound], "the model's logits were NaN"
     elif num_open < len(tokens):
         tokens = tokens[:num_open]
         if not work.sequence.grammar_lag:  # else the state of the structure lags behind
@@ -67,7 +67,7 @@ def _with_tokens(work: Work, num_accepted: int, next_token: int, num_sound: int,
 
 
 def _coupled(works: Seq[Work], logits: Tensor) -> Decided:
-    """Compare on the host what is drawn on the device: no draft is sent there for it."""
+    """Compare drafts on the host with the tokens drawn on the device, so that drafts are not uploaded."""
     places = _places(works, Stream.COUPLED)
     processed = process(logits, places)
     drawn = draw_rows(processed, places)
@@ -83,7 +83,7 @@ def _rejection(works: Seq[Work], logits: Tensor) -> Decided:
     processed, vocab, device = process(logits, _places(works, Stream.COUPLED)), logits.shape[1], logits.device
     places = _places(works, Stream.RESAMPLE)
     host, truncated = samplers_of(places, vocab), any_truncated(places)
-    # Drawn on the host: a number for each row, and on a GPU 150 launches for them all.
+    # Drawn on the host: one number per row, which on a GPU would take 150 launches.
     accept = noise.uniform(host.seed, host.position, Stream.ACCEPT)
     numbers = accept, _padded_rows(works), _padded_drafts(works), *host.tensors
     accept, rows, drafts, *sent = send_together(numbers, device)
@@ -106,12 +106,12 @@ _RULES = {Verification.COUPLED: _coupled, Verification.REJECTION: _rejection}
 
 
 def _are_numbers(logits: Tensor, is_open: Tensor, processed: Tensor) -> Tensor:
-    """Whether the largest of each row is a finite number: a NaN becomes the maximum."""
+    """Whether the maximum of each row is finite; a NaN becomes the maximum."""
     return is_open if processed is logits else logits.amax(-1).isfinite()
 
 
 def _read(*columns: Tensor) -> Iterator[list[int]]:
-    """Bring columns to the host, in one copy: the only place where a step waits for the device."""
+    """Copy columns to the host in one transfer: the only place where a step waits for the device."""
     numbers = iter(torch.cat(columns).tolist())
     return (list(islice(numbers, len(column))) for column in columns)
 

@@ -1,10 +1,10 @@
-"""Makes a row's bits independent of its batch (`reproducible`) in a model whose matmuls torch computes.
+"""Makes a model with torch matmuls batch-invariant (`reproducible`).
 
-A matmul library chooses its kernel, and with it the order of its sums, by the shape of the operands. So each matmul
-runs in tiles of `TILE` rows, the last padded with zeros: its operands never change their shape. Its bits can still
-depend on a row's place in the tile, on its neighbours there and on the number of threads. So matmuls are tested at
-load, one shape at a time; those that fail run row by row. Then the whole model is tested. Every result is
-compared with a run on one thread, so that a later start with more threads gives the same bits.
+A matmul library selects its kernel, and thereby the order of its sums, by the shape of the operands. So each matmul
+runs in tiles of `TILE` rows, the last padded with zeros, with constant shapes. Its bits can still depend on a row's
+position in the tile, on the other rows and on the number of threads. So matmuls are tested at load, by shape; those
+that fail run row by row. Then the whole model is tested. All results are compared with a run on one thread, so that a
+later start with more threads gives the same bits.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _TILED = (nn.Linear, Fp8Linear, W4Linear, FusedExperts, RowProducts)
 
 
 class Tiled(nn.Module):
-    """A row-independent module, computed `rows` rows at a time; all else is as in `inner`."""
+    """A row-independent module, computed `rows` rows at a time; otherwise like `inner`."""
 
     def __init__(self, inner: nn.Module, rows: int = TILE) -> None:
         super().__init__()
         self.inner, self.rows = inner, rows
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of `inner`: sizes, weights, what adapters read."""
+        """Attributes of `inner`: sizes, weights, and those that adapters read."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Each `[..., n]` -> `[..., out]`; tiles are copied, so that all are aligned alike."""
+        """`[..., n]` -> `[..., out]`; tiles are copied, so that all have the same alignment."""
         rows = [x.flatten(0, -2) for x in inputs]
         count = len(rows[0])
         filled = (F.pad(x, (0, 0, 0, -count % self.rows)) for x in rows)
@@ -65,19 +65,19 @@ class Tiled(nn.Module):
 
 @torch.inference_mode()
 def ensure_batch_invariance(model: Model, layout: KVLayout) -> None:
-    """Ensure that a row's bits depend only on its own context; a model whose matmuls are our C's is left as it is.
+    """Ensure that a row's bits depend only on its own context; models with our C matmuls are unchanged.
 
     Raises:
-        ModelError: the bits still depend on something else.
+        ModelError: the bits still depend on the batch.
     """
     if is_batch_invariant(model):
         return
-    with exactly(torch.get_num_threads()):  # instead of the number of threads that is fastest
+    with exactly(torch.get_num_threads()):  # instead of the fastest number of threads
         tiled, rows = dict[nn.Module, Tiled](), dict[str, int]()
         for path, parent in list(model.named_modules()):
             if isinstance(parent, HeadProducts):
                 parent.row_wise = True
-            if isinstance(parent, Tiled):  # an earlier engine of this model has made it
+            if isinstance(parent, Tiled):  # done by an earlier engine of this model
                 continue
             for name, child in parent.named_children():
                 if isinstance(child, _TILED):
@@ -87,8 +87,8 @@ def ensure_batch_invariance(model: Model, layout: KVLayout) -> None:
 
 
 def _tiled(name: str, module: nn.Module, rows: dict[str, int]) -> Tiled:
-    """`module` in tiles; `rows` has the rows of a tile by shape, and receives new ones."""
-    if not isinstance(module, nn.Linear):  # our kernels, and matrices that `_check_whole` tests
+    """`module` in tiles; `rows`: tile sizes by shape, extended by new ones."""
+    if not isinstance(module, nn.Linear):  # our kernels, and matrices tested by `_check_whole`
         return Tiled(module)
     shape = shape_of(module)
     if shape not in rows:
@@ -102,7 +102,7 @@ def _tiled(name: str, module: nn.Module, rows: dict[str, int]) -> Tiled:
 
 
 def shape_of(module: nn.Module) -> str:
-    """Describe a matmul by the properties that decide which kernel runs it."""
+    """Describe a matmul by the properties that determine its kernel."""
     weight = cast("Tensor", module.weight)
     size = " x ".join(map(str, weight.shape))
     bias = " with bias" if isinstance(module.bias, Tensor) else ""
@@ -110,7 +110,7 @@ def shape_of(module: nn.Module) -> str:
 
 
 def is_independent(matmul: Tiled) -> bool:
-    """Whether a row gets the same bits at every place of a tile, beside any rows, with one thread and with all."""
+    """Whether a row gets the same bits at every position of a tile, with any other rows and number of threads."""
     weight, generator = matmul.weight, torch.Generator().manual_seed(0)
     mine, others = torch.randn(2, 1, TILE, weight.shape[1], generator=generator).to(weight)
     with exactly(1):
@@ -126,7 +126,7 @@ def is_independent(matmul: Tiled) -> bool:
 
 
 def _check_whole(model: Model, layout: KVLayout) -> None:
-    """Test the whole model: the logits of one sequence must have the same bits wherever it is in its batch.
+    """Test the whole model: the logits of one sequence must have the same bits at any position in any batch.
 
     This covers norms, activations, attention, routers and heads.
     """
@@ -140,9 +140,9 @@ def _check_whole(model: Model, layout: KVLayout) -> None:
     _check_equal(model, runner.forward([Feed.begun(mine, 0, TILE)]), want, "the number of threads")
     for shift in _SHIFTS:
         got = runner.forward([Feed.begun(other[:shift], 1, 0), Feed.begun(mine, 0, TILE)])
-        _check_equal(model, got, want, "its neighbours in a batch")
+        _check_equal(model, got, want, "other rows in the batch")
     everywhere = runner.forward([Feed.begun(mine[:1], page, 1) for page in range(TILE)])
-    _check_equal(model, everywhere, want[:1].expand_as(everywhere), "its place in a batch")
+    _check_equal(model, everywhere, want[:1].expand_as(everywhere), "its position in the batch")
 
 
 def _check_equal(model: Model, got: Tensor, want: Tensor, on_what: str) -> None:

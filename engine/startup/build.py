@@ -1,4 +1,4 @@
-"""Turns a config into an engine: loads the models, sizes the arenas, connects the parts. No step runs this code."""
+"""Builds an engine from a config: loads the models, sizes the arenas, connects the parts."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ PAGE_SIZE = 32  # tokens; the prefix cache keeps only whole pages
 
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Engine:
-    """Load what `config` names and build an engine that is ready to step; `progress` receives the name of each stage.
+    """Load the models of `config` and build an engine that is ready to step; `progress` receives each stage.
 
-    With `tensor_parallel_size` above 1 this function returns in rank 0 only. In the other processes it runs the worker
-    loop as long as rank 0 lives, and then ends the process.
+    With `tensor_parallel_size` above 1 this function returns only in rank 0. In the other processes it runs the worker
+    loop until rank 0 ends, and then ends the process.
 
     Raises:
-        ModelError: a checkpoint cannot be served, or the target and the draft do not fit together.
+        ModelError: a checkpoint cannot be served, or target and draft are incompatible.
     """
     if config.tensor_parallel_size > 1 and not RankInfo.here().leads:
         load_shard(config, progress)()
@@ -87,16 +87,16 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
 
 
 def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Callable[[], None]:
-    """Load the shard of a rank other than 0, and return its worker loop, which runs every pass of rank 0 until it ends.
+    """Load the shard of a rank other than 0, and return its worker loop, which runs the passes of rank 0 until it ends.
 
     Raises:
-        ModelError: for the reasons given at `build_engine`.
-        RankLost: rank 0 ended before it had loaded.
+        ModelError: as in `build_engine`.
+        RankLost: rank 0 ended while loading.
     """
     device = pick_device(config.device)
     target, ranks = _load_target(config, device, progress)
     assert ranks is not None, "a shard without a process group"
-    # In the order of `assemble`: the passes of a test are of all ranks together.
+    # In the order of `assemble`, because all ranks take part in the passes of a test.
     loaded = LoadedModel.of(config, target, fixed=config.reproducible)
     if config.reproducible:
         ensure_batch_invariance(target, loaded.layout)
@@ -110,7 +110,7 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
 def _load_target(
     config: EngineConfig, device: torch.device, progress: Callable[[str], None]
 ) -> tuple[Model, Ranks | None]:
-    """Load the target, or this process's shard of it, and join the group of ranks with the other shards."""
+    """Load the target, or this process's shard of it, and join the process group."""
     shares, ranks, share = config.tensor_parallel_size, None, None
     place = RankInfo.here() if shares > 1 else RankInfo()
     use_threads(config.threads or max(1, cores() // place.local_size))
@@ -133,9 +133,9 @@ def load(
     share: Share | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Model:
-    """Load one model or a shard of it; `progress` receives how many bytes have been read.
+    """Load one model or a shard of it; `progress` receives the number of bytes read.
 
-    Weights that are already rounded in the checkpoint stay as they are; others are rounded as asked.
+    Weights that are rounded in the checkpoint are unchanged; others are rounded as configured.
 
     Raises:
         ModelError: the model cannot be loaded, or its rounded weights cannot run on this device.
@@ -157,7 +157,7 @@ def _load(
         from engine.model.fallback import load_model
 
         return load_model(name, revision, held.dtype, device)
-    in_rounds = device.type == "cpu" and config.loop == "rounds"  # our C cannot read their batches
+    in_rounds = device.type == "cpu" and config.loop == "rounds"  # not supported by our C
     made = load_decoder(
         name, revision, described, implementation.architecture, held.dtype, held.weights, held.quantisation,
         keeps_codes=held.keeps_codes or held.quantisation is None, device=device,
@@ -180,29 +180,29 @@ def assemble(
     ranks: Ranks | None = None,
     tap: Tap | None = None,
 ) -> Engine:
-    """Build an engine from models that are loaded already (with our attention: `runner.load_model`).
+    """Build an engine from loaded models.
 
     Args:
         config: the options of the engine.
         target: the target model.
         draft: the draft model.
-        sources: what else drafts (`draft_sources`).
-        extra_proposers: proposers, by name, that are added to those of the config or replace them.
+        sources: further draft sources (`draft_sources`).
+        extra_proposers: proposers, by name, added to those of the config or replacing them.
         vocab: the token map for a draft of another vocabulary.
-        wrappers: by proposer name, functions that wrap a proposer to watch it or to change its drafts.
+        wrappers: by proposer name, functions that wrap a proposer.
         ops: replaces the usual operations of rounds.
-        ranks: the group of ranks with the other shards of the target.
-        tap: reads the target for a proposer of the caller's; where heads are loaded they have one of their own.
+        ranks: the process group of a sharded target.
+        tap: reads hidden states for a proposer of the caller; loaded heads have their own.
     """
     _check_reproducible(config, target.device)
     check_allowed(config, target, sources)
-    heads = load_heads(sources, config, cast("DecoderModel", target))  # `check_allowed` guarantees it
-    # Before the self-test, which shows that it works.
+    heads = load_heads(sources, config, cast("DecoderModel", target))  # guaranteed by `check_allowed`
+    # Before the self-test, which covers it.
     tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else tap
     loaded = LoadedModel.of(config, target, fixed=config.reproducible)
     models = draft_models(config, sources, target, draft, vocab)
-    # After a draft of the target's own layers was copied: under the coupled rule its bits change no output, so it need
-    # not compute in slower tiles. It has no adapters either.
+    # After copying a draft of the target's own layers: under the coupled rule its bits do not change outputs, so it
+    # needs neither slower tiles nor adapters.
     if config.reproducible:
         ensure_batch_invariance(target, loaded.layout)
     adapters = _adapters(config, target, ranks)
@@ -238,7 +238,7 @@ def assemble(
 
 
 def _adapters(config: EngineConfig, target: Model, ranks: Ranks | None) -> Adapters:
-    """Load the adapters that the config names, and prepare for more; only a whole decoder has some."""
+    """Load the configured adapters, and prepare for more; only for an unsharded decoder."""
     changed = target if isinstance(target, DecoderModel) and ranks is None else None
     adapters = Adapters(changed, row_wise=target.device.type == "cpu" or config.reproducible)
     for name, folder in config.adapter.items():
@@ -250,22 +250,22 @@ def _adapters(config: EngineConfig, target: Model, ranks: Ranks | None) -> Adapt
 class _Memory:
     """The arenas of an engine, and their sizes."""
 
-    limit: int  # tokens of the longest sequence that the models and the config allow
+    limit: int  # maximum tokens of a sequence by models and config
     page_size: int
     num_pages: int  # of each arena
     states: StatePlan
-    arenas: Mapping[str, KVArena]  # of the target (`TARGET`), and by name of the proposers with K/V
+    arenas: Mapping[str, KVArena]  # of the target (`TARGET`), and of proposers with K/V by name
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that fits into an arena."""
+        """Maximum tokens of a sequence in an arena."""
         return min(self.limit, self.num_pages * self.page_size)
 
 
 def _allocate(
     config: EngineConfig, models: Mapping[str, LoadedModel], heads: Mapping[str, Head], ranks: Ranks | None
 ) -> _Memory:
-    """Divide the memory for keys, values and states among the target (`TARGET`) and what drafts for it."""
+    """Divide the memory for K/V and states among the target (`TARGET`) and draft sources."""
     target = models[TARGET].model
     layouts = {name: model.layout for name, model in models.items()}
     layouts |= {n: head.layout.stored_as(config.kv_cache_dtype) for n, head in heads.items() if head.layout is not None}
@@ -277,16 +277,16 @@ def _allocate(
     num_pages = pages_within(memory - states.gib, config.max_batch_size, [*layouts.values()], page_size, limit)
     if ranks is not None:
         ranks.broadcast([num_pages, page_size])
-    spare = page_size if wants_rounds(config, target.device) else 0  # for what rounds write without a sequence
+    spare = page_size if wants_rounds(config, target.device) else 0  # for writes of rounds without a sequence
     arenas = {name: KVArena(layout, num_pages, page_size, target.device, spare) for name, layout in layouts.items()}
     return _Memory(limit, page_size, num_pages, states, arenas)
 
 
 def _scheduler(config: EngineConfig, proposers: Proposers, prefill: PrefillBudget, memory: _Memory) -> Scheduler:
-    """Build a scheduler, with a pool of pages for each arena: the target's, and those of the proposers with K/V."""
+    """Build a scheduler, with a page pool for each arena: the target's, and those of proposers with K/V."""
     run, traits = -(-memory.limit // memory.page_size), proposers.traits
     make_pool = partial(PagePool, memory.num_pages, memory.page_size, run=run, prefix_cache=config.prefix_cache)
-    makers = {name: trait._replace(find=None) for name, trait in traits.items()}  # rounds look nothing up
+    makers = {name: trait._replace(find=None) for name, trait in traits.items()}  # rounds do not use lookups
     return Scheduler(
         make_pool(states=memory.states.pool(TARGET)),
         config.max_batch_size,
@@ -302,7 +302,7 @@ def _scheduler(config: EngineConfig, proposers: Proposers, prefill: PrefillBudge
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` -> cuda where there is one, else cpu; ModelError where cuda is asked for and missing."""
+    """`auto` -> cuda if available, else cpu. Raises ModelError if cuda is configured but not available."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError("device is cuda, but torch finds no CUDA device")
     if name == "auto":
@@ -311,7 +311,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
-    """The smaller of what is asked and what the models' positions allow; ModelError where more is asked."""
+    """The configured length or the models' limit. Raises ModelError if the configured length exceeds the limit."""
     known = [positions(model).limit for model in models]
     if config.max_model_len is not None and config.max_model_len > min(known):
         raise ModelError(f"max_model_len is {config.max_model_len}; the models support at most {min(known)} positions")
@@ -319,9 +319,9 @@ def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
 
 
 def pages_within(memory: float, most: int, layouts: list[KVLayout], page_size: int, max_model_len: int) -> int:
-    """Pages per arena: as many as `memory` GiB hold, but at most what `most` sequences of full length can use."""
+    """Pages per arena: those that fit into `memory` GiB, at most enough for `most` sequences of full length."""
     page_bytes = page_size * sum(layout.bytes_per_token for layout in layouts)
-    affordable = int(memory * GIB) // max(1, page_bytes)  # a model without attention keeps nothing by position
+    affordable = int(memory * GIB) // max(1, page_bytes)  # a model without attention has no K/V
     if affordable < 1:
         raise ModelError(
             f"kv_memory is {memory} GiB; one page of {page_size} tokens takes {page_bytes} bytes: "

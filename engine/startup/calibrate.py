@@ -1,4 +1,4 @@
-"""Calibration of an idle engine: measures the cost of steps of several shapes, and how many drafts are kept."""
+"""Calibration of an idle engine: measures step times of several shapes, and acceptance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.types import AUTO, FinishReason, Request
 
 @dataclass(frozen=True, slots=True)
 class CalibrationShape:
-    """A batch of sequences, the drafts and prompt tokens of each, and the number of steps to run."""
+    """A batch size, the drafts and prompt tokens per sequence, and the number of steps."""
 
     batch: int
     num_draft: int
@@ -35,17 +35,17 @@ SHAPES = tuple(
 )  # fmt: skip
 
 _GREEDY = SamplingParams()
-_NOT_CHOSEN = ("none", "ngram", AUTO)  # names that `auto` does not stand for
+_NOT_CHOSEN = ("none", "ngram", AUTO)  # names that are not part of `auto`
 
 
 class Calibration:
-    """The shapes that are still to be run, and the time that is left for them; no request notices any of it.
+    """The remaining shapes, and the remaining time; requests are not affected.
 
-    Shapes with drafts are run with each proposer that `auto` may choose, or else with the default proposer: what it
-    costs, and how often it is right, is measured of each.
+    Shapes with drafts are run with each proposer that `auto` may choose, or else with the default proposer, to measure
+    cost and acceptance of each.
 
-    Prompts are parts of `text`. Without a text, prompts are meaningless tokens, and then the measured acceptance of
-    drafts means nothing either.
+    Prompts are parts of `text`. Without a text, prompts are arbitrary tokens, and the measured acceptance is
+    meaningless.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Calibration:
         return self._left <= 0 or not self._todo
 
     def go_on(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
-        """Run one shape; if `is_wanted` after a step, break it off and begin it again the next time."""
+        """Run one shape; if `is_wanted` after a step, abandon it and start it again the next time."""
         engine, start = self._engine, self._clock()
         assert not engine.has_work, "calibration is for an idle engine"
         if not self.is_over:
@@ -76,7 +76,7 @@ class Calibration:
             self._left -= self._clock() - start
 
     def _has_room(self, shape: CalibrationShape) -> bool:
-        """Whether the shape fits beside all that the prefix caches keep for requests."""
+        """Whether the shape fits without evicting from the prefix caches."""
         engine, scheduler = self._engine, self._engine.scheduler
         batch = min(shape.batch, engine.config.max_batch_size)
         output = _longest_output(engine, [shape.prompt] * batch, shape.num_draft, shape.steps)
@@ -85,14 +85,14 @@ class Calibration:
 
 
 def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter, text: Seq[int] = ()) -> None:
-    """Run shapes until the time is over; a shape that has begun is finished. The engine must be idle."""
+    """Run shapes until the time is over, finishing the last. The engine must be idle."""
     calibration = Calibration(engine, seconds, clock, lambda: text)
     while not calibration.is_over:
         calibration.go_on()
 
 
 def drafters_of(engine: Engine) -> tuple[str | None, ...]:
-    """The proposers that requests meet unless they name one: each that `auto` may choose; or None, the default."""
+    """The proposers of requests without an explicit one: those that `auto` may choose; or None, the default."""
     if engine.facts.default_proposer != AUTO:
         return (None,)
     return tuple(name for name in engine.facts.proposer_names if name not in _NOT_CHOSEN)
@@ -102,15 +102,15 @@ def run(
     engine: Engine, prompts: Seq[int], num_draft: int, steps: int, sampling: SamplingParams = _GREEDY,
     text: Seq[int] = (), proposer: str | None = None, is_wanted: Callable[[], bool] = lambda: False,
 ) -> bool:  # fmt: skip
-    """Feed prompts of these sizes, as many and as long as fit, run `steps` steps, and cancel the rest.
+    """Feed prompts of these sizes, as far as they fit, run `steps` steps, and cancel the rest.
 
-    The number of steps is fixed, so that the time does not depend on how many drafts are accepted. Returns False if
-    `is_wanted` ended it after an earlier step.
+    The number of steps is fixed, so that the time does not depend on acceptance. Returns False if `is_wanted` ended it
+    earlier.
     """
     prompts = [min(prompt, engine.facts.limits.max_model_len - 2) for prompt in prompts[: engine.config.max_batch_size]]
     mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
     speculation = SpeculationParams(mode=mode, num_draft_tokens=num_draft, proposer=proposer)
-    # Each request has its own cache salt, so that it finds no prefix cached by another request or an earlier run.
+    # Each request has its own cache salt, so that it does not use prefixes of other requests or earlier runs.
     names, salt = [f"calibrate-{i}" for i in range(len(prompts))], token_hex(8)
     output = _longest_output(engine, prompts, num_draft, steps)
     for i, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
@@ -132,12 +132,12 @@ def run(
 def _longest_output(engine: Engine, prompts: Seq[int], num_draft: int, steps: int) -> int:
     """Tokens of each output, so that there is room for drafts in every step."""
     passes = -(-sum(prompts) // engine.config.max_batch_tokens)
-    reading = 2 * passes  # steps, approximately: the first prompts decode while the last ones are still being fed
+    reading = 2 * passes  # steps, approximately: the first prompts decode while the last are being fed
     return (reading + steps) * (1 + num_draft)
 
 
 def _prompt(engine: Engine, number: int, length: int, text: Seq[int]) -> tuple[int, ...]:
-    """Take `length` tokens of the text from an offset that differs per prompt; after its end, go on at its start."""
+    """Take `length` tokens of the text from an offset that differs per prompt, cyclically."""
     if not text:
         return tuple((7 * j + number) % engine.facts.limits.vocab_size for j in range(length))
     return tuple(text[(97 * number + j) % len(text)] for j in range(length))

@@ -1,6 +1,6 @@
-"""`pilotfish check`: whether this machine can run a pair of models, how, and if not, why.
+"""`pilotfish check`: whether and how this machine can run a pair of models.
 
-Configs are read first; weights are loaded only if asked. Errors become problems of the report, which is returned.
+Reads configs first, and loads weights only on request. Errors become problems of the returned report.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass(slots=True)
 class CheckReport:
-    """What was found, in order; `problems` are reasons why the pair cannot be served."""
+    """The findings, in order; `problems`: reasons why the pair cannot be served."""
 
     findings: list[Finding] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -86,15 +86,15 @@ class Facts:
 
     Attributes:
         config: of the checkpoint.
-        device: what it would run on.
+        device: the device on which it would run.
         layout: of its arena.
-        held: how it would be held in memory.
-        runs_in: the code that would run it.
+        held: its formats in memory.
+        runs_in: its implementation.
         weight_bytes: of all weights in memory.
-        class_name: of transformers' module; empty for a decoder.
+        class_name: of the transformers module; empty for a decoder.
         codec: its tokenizer.
         vocabulary: its tokens, and the width of the logits.
-        end_tokens: at which it was trained to stop.
+        end_tokens: its end tokens.
     """
 
     config: PreTrainedConfig
@@ -111,13 +111,13 @@ class Facts:
 
     @classmethod
     def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig) -> Facts:
-        """Read configs and tokenizer of a checkpoint, and the headers of its files where it has codes."""
+        """Read configs and tokenizer of a checkpoint, and the headers of its files if it is quantised."""
         described, device = checkpoint.read_config(name, revision), pick_device(config.device)
         runs_in, class_name = Implementation.of(config, described, device), ""
         held = held_as(config, name, revision, asked, device, described=described)
         checkpoint.check_weights(name)
         weights: Mapping[str, torch.Tensor | Codes] = {}
-        if held.quantisation is not None:  # also refuses what is not whole
+        if held.quantisation is not None:  # also refuses incomplete checkpoints
             weights = read_weights(name, revision, held.quantisation, read_headers)
         if runs_in.share is None or runs_in.architecture is None:
             from engine.model.fallback import kv_layout, on_meta
@@ -171,14 +171,14 @@ class Facts:
         yield "end tokens", self.ends() or "none: outputs end by length only"
 
     def ends(self) -> str:
-        """The end tokens, with their names where there is a tokenizer: `2 </s>`."""
+        """The end tokens, with their names if there is a tokenizer: `2 </s>`."""
         names = None if self.codec is None else self.codec.tokenizer.id_to_token
         return one_line(", ".join(f"{i} {names(i)}" if names else str(i) for i in sorted(self.end_tokens)))
 
 
 def check(config: EngineConfig, *, load: bool = True) -> CheckReport:
-    """Check the machine, each checkpoint and how they fit together, and then, with `load`, whether they run."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the report has its warnings
+    """Check the machine, each checkpoint and their compatibility, and with `load` whether they run."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are in the report
     report = CheckReport()
     with collected_problems(report):
         for name, value in environment(config):
@@ -239,9 +239,9 @@ def collected_problems(report: CheckReport) -> Iterator[None]:
     """Turn any error inside the block into a problem of the report."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # whatever an invalid checkpoint makes a library raise
+    except Exception as error:  # noqa: BLE001  # an invalid checkpoint can cause any error
         problem = one_line(str(error) if isinstance(error, _READABLE) and str(error) else repr(error))
-        if problem not in report.problems:  # one cause may make several lines fail
+        if problem not in report.problems:  # one cause may affect several lines
             report.problems.append(problem)
 
 
@@ -270,7 +270,7 @@ def _check_pair(
         add("end tokens", lambda: _ends(target, draft))
     add(
         "drafts",
-        lambda: ", ".join(f"{kind} ({source.entry})" for kind, source in sources.items()) or "from the text only",
+        lambda: ", ".join(f"{kind} ({source.entry})" for kind, source in sources.items()) or "n-grams only",
     )
     add("proposer", lambda: _proposer(config))
     add("rule", lambda: str(config.verification))
@@ -310,13 +310,13 @@ def _shares(config: EngineConfig, target: Facts) -> str:
 
 
 def _layers(layout: KVLayout) -> str:
-    """The layers of a model, and what those with attention keep of a position."""
+    """The layers of a model, and their K/V per position."""
     attending = [layer for layer in layout.layers if layer is not None]
     shapes = Counter(f"{layer.heads} K/V heads of {layer.key_dim}" for layer in attending)
     kinds = " and ".join(shapes) if len(shapes) < 2 else ", ".join(f"{n} with {shape}" for shape, n in shapes.items())
     found = len(layout.layers)
     if len(attending) < found:
-        return f"{found}, {len(attending)} of them with attention ({kinds or 'none'})"
+        return f"{found}, {len(attending)} with attention ({kinds or 'none'})"
     return f"{found}, with {kinds}" if len(shapes) == 1 else f"{found}: {kinds}"
 
 
@@ -330,7 +330,7 @@ def _pages(config: EngineConfig, models: list[Facts]) -> str:
 
 
 def _memory_after(models: list[Facts], device: torch.device) -> DeviceMemory:
-    """A GPU's memory once the weights are loaded."""
+    """A GPU's memory after loading the weights."""
     return DeviceMemory.of(device).holding(sum(model.weight_bytes for model in models))
 
 

@@ -1,4 +1,4 @@
-"""Chooses the loop: rounds on the device where they can run, else plain steps, with the reason in the log."""
+"""Chooses the loop: rounds on the device if possible, else plain steps, with the reason in the log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def wants_rounds(config: EngineConfig, device: torch.device) -> bool:
-    """Whether to use rounds if they can run. On a CPU they save no waiting, so they run only when asked for."""
+    """Whether to use rounds if possible. On a CPU they have no advantage, so they run only if configured."""
     return allows_rounds(config) and (config.loop == "rounds" or device.type == "cuda")
 
 
@@ -37,12 +37,12 @@ def rounds_for(
     config: EngineConfig, target: Runner, draft: Runner | None, longest: int, any_of: Seq[str],
     ops: RoundOps | None = None,
 ) -> RoundLoop | None:  # fmt: skip
-    """Build rounds of `target` and `draft` and try them once; None where they are not wanted or cannot run.
+    """Build rounds of `target` and `draft` and try them once; None if they are not wanted or cannot run.
 
-    Rounds draft with the draft model only; `any_of`: the proposers that `auto` stands for.
+    Rounds draft only with the draft model; `any_of`: the proposers of `auto`.
 
     Raises:
-        ModelError: rounds were asked for and cannot run.
+        ModelError: rounds are configured and cannot run.
     """
     draft = draft if isinstance(draft, ModelRunner) else None
     if config.tensor_parallel_size > 1:
@@ -55,7 +55,7 @@ def rounds_for(
         why_not = "the default on a CPU"
     elif (why_not := _why_not(config, target, draft)) is None:
         device = target.device
-        # `auto` is theirs where it has no other model or head to choose.
+        # They support `auto` if it has no other model or head.
         own = {"model", AUTO} if any_of == ("model", "suffix") else {"model"}
         rounds = RoundLoop(
             _fed(target), None if draft is None else _fed(draft), ops or ops_on(device),
@@ -80,7 +80,7 @@ def rounds_for(
 
 
 def ops_on(device: torch.device) -> RoundOps:
-    """The operations of a round: kernels, or on a CPU, where rounds are only for tests, the same in plain torch."""
+    """The operations of a round: kernels, or plain torch on a CPU, where rounds are only for tests."""
     if device.type == "cpu":
         return RoundOps(paged.attend_plainly, reference.commit)
     from engine.kernels import sampling  # imports Triton

@@ -1,4 +1,4 @@
-"""The models that draft under a config, the proposers that need no head, and the vocabulary of a draft."""
+"""Draft models, proposers without heads, and the vocabulary map of a draft."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def draft_models(
     """The models that draft, by proposer name: a draft model, and the target's own first layers.
 
     Raises:
-        ModelError: the draft does not fit this target.
+        ModelError: the draft is incompatible with this target.
     """
     models = dict[str, LoadedModel]()
     if draft is not None:
         if vocab is None and vocab_size(draft) != vocab_size(target):
             raise ModelError(
                 f"the draft model has {vocab_size(draft)} tokens and target {config.target!r} "
-                f"{vocab_size(target)}: a draft of another vocabulary needs a map"
+                f"{vocab_size(target)}: a draft with another vocabulary requires a token map"
             )
         models["model"] = LoadedModel.of(config, draft)
     if "self" in sources:
         layers = sources["self"].layers
         layers = max(1, shape_of(target.config, "num_hidden_layers") // 3) if layers is None else layers
-        first = first_layers(cast("DecoderModel", target), layers)  # `check_allowed` said so
+        first = first_layers(cast("DecoderModel", target), layers)  # ensured by `check_allowed`
         models["self"] = LoadedModel.of(config, first)
     return models
 
@@ -52,7 +52,7 @@ def draft_models(
 def model_proposers(
     runners: Mapping[str, ModelRunner | UnbatchedRunner], prefill: PrefillBudget, vocab: VocabMap | None
 ) -> dict[str, Proposer]:
-    """The proposers that need no head, by name: lookups, and the models with these `runners`; `vocab`: the draft's."""
+    """The proposers without heads, by name: lookups, and the models with these `runners`; `vocab`: the draft's."""
     by_name: dict[str, Proposer] = {"none": Proposer(), "ngram": NGramProposer(), "suffix": SuffixProposer()}
     for name, own in runners.items():
         runner: Runner = MappedRunner(own, vocab, own.device) if name == "model" and vocab is not None else own
@@ -61,7 +61,7 @@ def model_proposers(
 
 
 def match_vocabularies(config: EngineConfig, source: DraftSource, target: Model, draft: Model) -> VocabMap | None:
-    """Map the draft's token ids to the target's; None where both vocabularies are the same. `source`: of the draft.
+    """Map the draft's token ids to the target's; None if both vocabularies are equal. `source`: of the draft.
 
     Raises:
         ModelError: the vocabularies differ, and a tokenizer is missing or too few tokens are shared.
@@ -70,7 +70,7 @@ def match_vocabularies(config: EngineConfig, source: DraftSource, target: Model,
     files = [find_file(name, TOKENIZER_FILE, revision) for name, revision in names]
     models, widths = (target, draft), (vocab_size(target), vocab_size(draft))
     if files[0] and files[1] and files[0].read_bytes() == files[1].read_bytes() and widths[0] == widths[1]:
-        return None  # true for most pairs, and saves the second that reading the meaning of each token takes
+        return None  # true for most pairs; saves a second of reading vocabularies
     return VocabMap.between(
         *(
             read_vocabulary(*name, width, model.config, end_tokens(model))

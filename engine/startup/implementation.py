@@ -1,6 +1,6 @@
-"""Chooses which code runs a model: our decoder, over the table of architectures, or transformers' own module.
+"""Chooses the implementation of a model: our decoder, for the table of architectures, or transformers' module.
 
-This is the only place that chooses; loading and `check` use its result. It reads no weights.
+This is the only such place; loading and `check` use its result. Reads no weights.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """The code that runs one model.
+    """The implementation of one model.
 
     Attributes:
         model_type: the family.
-        architecture: what the decoder is built from; None where transformers' module runs the model.
-        why_not: what keeps the decoder from running it; empty where it does.
-        share: what each of the processes that hold it computes; of a whole model, the same as `architecture`.
+        architecture: of the decoder; None for transformers' module.
+        why_not: the reason against the decoder; empty if it is used.
+        share: the architecture of each shard; equal to `architecture` without sharding.
     """
 
     model_type: str
@@ -45,7 +45,7 @@ class Implementation:
 
     @classmethod
     def of(cls, config: EngineConfig, described: PreTrainedConfig, device: torch.device) -> Implementation:
-        """The code for a checkpoint that `described` is the config of, whole or sharded.
+        """The implementation of a checkpoint with the config `described`, whole or sharded.
 
         Raises:
             ModelError: it cannot be sharded.
@@ -69,7 +69,7 @@ class Implementation:
 
 
 def _changes_latents(config: EngineConfig, architecture: Architecture) -> bool:
-    """Whether an adapter that the server starts with is of the matrix that expands latents."""
+    """Whether a configured adapter changes the matrix that expands latents."""
     if not any(isinstance(layer.mixer, LatentLayer) for layer in architecture.layers):
         return False
     folders = [Path(folder) for folder in config.adapter.values()]

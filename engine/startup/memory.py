@@ -1,4 +1,4 @@
-"""Computes how much memory keys, values and recurrent states may take, from shapes and devices."""
+"""Computes the memory for keys, values and recurrent states, from shapes and devices."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-ON_A_CPU = 2.0  # GiB; a fixed size, because other processes may later need the memory that is free now
-_SHARE = 0.95  # share of a card's free memory that we use: the rest is for unforeseen needs, such as fragmentation
-_GRAPHS = 0.1  # largest share of free memory for recorded rounds; shapes beyond it run in recorded larger shapes
+ON_A_CPU = 2.0  # GiB; fixed, because other processes may later need the currently free memory
+_SHARE = 0.95  # share of a GPU's free memory that is used; the rest is a reserve, for example for fragmentation
+_GRAPHS = 0.1  # maximum share of free memory for recorded rounds; other shapes run in larger recorded ones
 _NUMBER = 8  # bytes; the noise of a draw is float64
 _COPIES = 4  # copies of the logits while tokens are drawn from them
-_LOGITS = 2  # float32 numbers for each logit, where kernels draw the tokens
+_LOGITS = 2  # float32 numbers per logit, if kernels draw the tokens
 _LONGEST = 1 << 20  # tokens, for a model whose config gives no limit
-_LEAST = 0.001  # GiB for keys and values, where their part is not asked for
-_WIDTHS = 6  # rows, each as wide as a layer's widest, that a pass holds at once
-TARGET = "target"  # as a key beside the names of proposers
-# States are large (megabytes per layer). Their slots share the memory for keys and values; where their part is too
-# small for all sequences, fewer run at once.
-_STATES_SHARE = 0.5  # largest part of that memory
-_SPARE = 1  # slots that no sequence gets: the empty state
+_LEAST = 0.001  # default GiB for keys and values
+_WIDTHS = 6  # rows of maximum width that a pass holds at once
+TARGET = "target"  # key besides the names of proposers
+# States are large (megabytes per layer). Their slots share the memory for keys and values; if their part is too small
+# for all sequences, fewer run at once.
+_STATES_SHARE = 0.5  # maximum part of that memory
+_SPARE = 1  # slots reserved for the empty state
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Bytes of a CUDA device."""
 
-    free: int  # including those that torch has reserved here and does not use
+    free: int  # including memory reserved but unused by torch in this process
     total: int
     held: int  # by tensors of this process
 
@@ -60,12 +60,12 @@ class DeviceMemory:
         return DeviceMemory(self.free - more, self.total, self.held + more)
 
     def part(self, engines: int) -> int:
-        """What one of `engines` may still take: 80 GiB in all, two engines, 16 GiB of weights each: 24 GiB."""
+        """The remaining part of one of `engines`: 80 GiB in total, two engines, 16 GiB of weights each: 24 GiB."""
         return min(self.free, self.total // engines - self.held)
 
 
 def use_of(device: torch.device) -> MemoryUse:
-    """What is taken once torch has returned what it does not use."""
+    """Used memory after torch has returned its unused memory."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return MemoryUse(total - free, torch.cuda.memory_reserved(device))
@@ -75,10 +75,10 @@ def kv_gib(
     config: EngineConfig, device: torch.device, target: PreTrainedConfig,
     memory: Callable[[torch.device], DeviceMemory] = DeviceMemory.of,
 ) -> float:  # fmt: skip
-    """GiB for keys and values: as asked; else, on CUDA, this engine's part of the memory minus what passes will need.
+    """GiB for keys and values: as configured; else, on CUDA, this engine's part minus the needs of passes.
 
     Raises:
-        ModelError: no memory is left; or several engines share the device, and more than this one's part is asked for.
+        ModelError: no memory is left, or several engines share the device and this one's part is exceeded.
     """
     engines, asked = config.engines_per_device, config.kv_memory
     if device.type != "cuda" or (asked is not None and engines == 1):
@@ -96,7 +96,7 @@ def kv_gib(
         return asked
     if found <= needed:
         raise ModelError(
-            f"{found:.1f} GiB are free on {device} and passes need up to {needed:.1f}, so none is left for keys and "
+            f"{found:.1f} GiB are free on {device} and passes need up to {needed:.1f}, which leaves none for keys and "
             "values: use a smaller model, reduce max_batch_size or max_batch_tokens, or set kv_memory"
         )
     log.info("%.1f GiB free on %s; at most %.1f GiB for K/V", found / _SHARE, device, found - needed)
@@ -115,13 +115,13 @@ def graph_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:
 
 
 def graph_budget(config: EngineConfig, target: PreTrainedConfig, device: torch.device) -> MemoryBudget:
-    """Memory for recorded rounds after K/V are allocated: as planned, or what passes leave free if that is less."""
+    """Memory for recorded rounds after allocating K/V: as planned, or what passes leave free if that is less."""
     left = DeviceMemory.of(device).part(config.engines_per_device) - pass_bytes(config, target)
     return MemoryBudget(min(graph_bytes(config, target), left), lambda: use_of(device))
 
 
 def pass_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:
-    """Bytes that the largest pass holds beside weights and K/V.
+    """Bytes of the largest pass besides weights and K/V.
 
     These are its rows between layers, its logits, the work space of draws, and the partial results of one layer's
     attention. A shard of a target has fewer heads and needs less.
@@ -140,7 +140,7 @@ def _widest(target: PreTrainedConfig) -> int:
 
 
 def _shared_attention(rows: int, config: EngineConfig, text: PreTrainedConfig) -> int:
-    """Bytes of one layer's partial attention results, where long sequences are split among kernel programs."""
+    """Bytes of one layer's partial attention results, if long sequences are split among programs."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     widest = max(head_dim, *(getattr(text, name, None) or 0 for name in ("kv_lora_rank", "global_head_dim")))
     longest = config.max_model_len or getattr(text, "max_position_embeddings", None) or _LONGEST
@@ -154,14 +154,14 @@ class StatePlan:
     parts: Mapping[str, tuple[StatePart, ...]]
     slots: Mapping[str, int]  # of each arena
     log_rows: int
-    prefix_cache: bool  # whether it keeps states of the target
+    prefix_cache: bool  # whether the prefix cache keeps states of the target
 
     @classmethod
     def of(cls, config: EngineConfig, models: Mapping[str, Model], memory: float) -> StatePlan:
         """Plan for `models`, by `TARGET` and by proposer name, within `memory` GiB for states, keys and values.
 
         Raises:
-            ModelError: not even one sequence has room.
+            ModelError: there is no room for a single sequence.
         """
         parts = {name: found for name, model in models.items() if (found := parts_of(model))}
         log_rows, most = max(1, config.num_draft_tokens), config.max_batch_size
@@ -182,17 +182,17 @@ class StatePlan:
 
     @property
     def gib(self) -> float:
-        """GiB that all arenas of states take."""
+        """GiB of all state arenas."""
         return sum(bytes_per_slot(parts, self.log_rows) * self.slots[name] for name, parts in self.parts.items()) / GIB
 
     def arena(self, name: str, device: torch.device) -> StateArena | None:
-        """The arena of a model; None where its layers keep no state."""
+        """The state arena of a model; None if it has no recurrent layers."""
         if name not in self.parts:
             return None
         return StateArena(self.parts[name], self.slots[name], self.log_rows, device)
 
     def pool(self, name: str) -> StatePool | None:
-        """A new pool of the slots of a model; None where it keeps no state."""
+        """A new slot pool of a model; None if it has no recurrent layers."""
         if name not in self.parts:
             return None
         return StatePool(self.slots[name], self.log_rows, snapshots=self.prefix_cache and name == TARGET)

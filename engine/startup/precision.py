@@ -1,7 +1,6 @@
-"""Chooses how a checkpoint is held in memory: the rounding of its matrices, the type of everything else, and why.
+"""Chooses a checkpoint's formats in memory: the rounding of matrices and the type of everything else.
 
-This is the only place that chooses a type; loading, `check` and the sizes of arenas use its result. It reads no
-weights.
+This is the only such place; loading, `check` and the sizes of arenas use its result. Reads no weights.
 """
 
 from __future__ import annotations
@@ -35,34 +34,34 @@ Multiplies = Callable[[torch.dtype], bool]
 
 _OWN = "the checkpoint's own"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Types by their names in safetensors headers.
+# Types by name in safetensors headers.
 _STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROUNDED_WEIGHTS = {
     "int8": "weights to 8 bits in groups of 32 inputs",
     "int4": "weights to 4 bits (the output head 8) in groups of 32 inputs",
 }
-_ROW_WISE = ("auto", "native", "rows", "fixed")  # attention that gives a row of bfloat16 the same bits in any batch
+_ROW_WISE = ("auto", "native", "rows", "fixed")  # batch-invariant attention in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPrecision:
-    """How one model is held in memory."""
+    """The formats of one model in memory."""
 
-    weights: Weights  # how matrices of floats are held; native where they stay floats
+    weights: Weights  # format of float matrices; native: unchanged
     dtype: torch.dtype  # of activations, K/V, and all weights that are not rounded
     why: str
-    quantisation: Quantisation | None = None  # of a checkpoint that others have quantised
-    keeps_codes: bool = False  # whether our integer kernels multiply the codes of such a checkpoint
+    quantisation: Quantisation | None = None  # of a published quantised checkpoint
+    keeps_codes: bool = False  # whether our integer kernels multiply its codes
 
     @property
     def matrices(self) -> str:
-        """How matrices are held, where they are not floats: `int8`, `gptq codes`; else native."""
+        """The format of matrices: `int8`, `gptq codes`; native for floats."""
         codes = [f"{self.quantisation.method} codes"] if self.quantisation and self.keeps_codes else []
         rounded = [self.weights] if self.weights != "native" else []
         return " and ".join([*codes, *rounded]) or "native"
 
     def rounding(self, device: torch.device) -> str:
-        """A description of what is rounded: weights and rows."""
+        """A description of the rounding of weights and rows."""
         weights = _ROUNDED_WEIGHTS.get(self.weights)
         if device.type != "cpu":
             return {"int4": "weights to 4 bits in groups of 128 inputs", "fp8": "weights and rows to fp8"}.get(
@@ -93,13 +92,13 @@ def held_as(
     multiplies: Multiplies = multiplies,
     described: PreTrainedConfig | None = None,
 ) -> HeldPrecision:
-    """How the checkpoint `name` will be held on `device`, with weights as `asked` unless they are rounded already.
+    """The formats of the checkpoint `name` on `device`, with weights as `asked` unless already rounded.
 
-    `multiplies` reports which types our C multiplies on this machine. `described` is the checkpoint's config, where it
-    has been read already.
+    `multiplies`: whether our C multiplies a type on this machine. `described`: the checkpoint's config, if already
+    read.
 
     Raises:
-        ModelError: there is no such checkpoint, or the device cannot run it as asked.
+        ModelError: there is no such checkpoint, or the device does not support the configuration.
     """
     described = read_config(name, revision) if described is None else described
     quantisation = quantisation_of(name, described)
@@ -131,7 +130,7 @@ def _type(
     rounded: str,
     multiplies: Multiplies,
 ) -> tuple[torch.dtype, str]:
-    """The type of everything that is not rounded, and why; `rounded` is how matrices are, native if they are not."""
+    """The type of unrounded weights, with the reason; `rounded`: format of matrices, native if not rounded."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype), "configured"
     if rounded == "fp8":
@@ -152,7 +151,7 @@ def _type(
 
 
 def weights_of(name: str, saved: Weights | None, asked: Weights, device: torch.device) -> Weights:
-    """The type that matrices of floats will be rounded to; ModelError where the device cannot multiply that type."""
+    """The format for rounding float matrices. Raises ModelError if the device does not support it."""
     if asked == "dequantised":
         if saved:
             raise ModelError(
@@ -171,7 +170,7 @@ def weights_of(name: str, saved: Weights | None, asked: Weights, device: torch.d
 
 
 def _own(name: str, revision: str | None, described: PreTrainedConfig) -> tuple[torch.dtype, str]:
-    """The checkpoint's own type, and where it was found."""
+    """The checkpoint's own type, and its source."""
     own, why = named_type(described), _OWN
     if own is None:
         counts = Counter[str]()
@@ -187,7 +186,7 @@ def _own(name: str, revision: str | None, described: PreTrainedConfig) -> tuple[
 
 
 def _against_bfloat16(config: EngineConfig, described: PreTrainedConfig, multiplies: Multiplies) -> str | None:
-    """Why bfloat16 on a CPU would let batch mates or drafts change a request's tokens; None if it would not.
+    """Why bfloat16 on a CPU would not be batch-invariant, so that drafts could change tokens; None if it is.
 
     Our C gives a row the same bits in any batch. torch rounds a row differently for each batch shape. In bfloat16 this
     changes which of two almost equal logits wins; in float32 it almost never does.

@@ -1,7 +1,7 @@
-"""How far what would be served is from float32 of the same checkpoint, on given texts.
+"""Compares the served model with float32 of the same checkpoint, on given texts.
 
-Both models read the same tokens: the checkpoint in float32, by transformers' own code and without any of ours, and the
-engine as it would serve. Their distributions of the next token are compared at every position.
+Both models read the same tokens: the checkpoint in float32, by transformers' own code, and the engine as configured.
+Their next-token distributions are compared at every position.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.engine import Engine
 
-_ROWS = 64  # positions that are compared at once: a distribution over 262,144 tokens takes a megabyte
+_ROWS = 64  # positions per block: a distribution over 262,144 tokens takes a megabyte
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The distance of what is served to float32. Logarithms are natural: nats.
+    """The differences between the served model and float32. Logarithms are natural: nats.
 
     Attributes:
-        tokens: positions that were compared.
+        tokens: number of compared positions.
         kl: mean of sum p log(p / q), p the distribution in float32 and q the served one.
-        kl_99: the value that 99 of 100 positions do not exceed.
-        same_top: share of positions at which both have the same most likely token.
+        kl_99: the 99th percentile over positions.
+        same_top: share of positions with the same most likely token.
         reference_nll: mean negative log-probability of the text's next token in float32.
-        served_nll: the same as served.
+        served_nll: the same of the served model.
         log_probability_difference: mean absolute difference of the two log-probabilities of the text's next token.
     """
 
@@ -57,7 +57,7 @@ class Quality:
 
     @property
     def perplexities(self) -> tuple[float, float]:
-        """In float32, and as served."""
+        """Of float32, and of the served model."""
         return math.exp(self.reference_nll), math.exp(self.served_nll)
 
 
@@ -67,10 +67,10 @@ def measure(
     reference: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Quality:
-    """Compare what `config` would serve with float32 of its target, or of the checkpoint `reference`.
+    """Compare the engine of `config` with float32 of its target, or of the checkpoint `reference`.
 
     `texts` are token ids of separate texts, each at most `max_model_len` long. Adapters, drafts and heads
-    are left out: drafts change no output.
+    are ignored.
 
     Raises:
         ModelError: a checkpoint cannot be loaded, or the target has rounded weights and there is no `reference`.
@@ -85,7 +85,7 @@ def compare(
     wanted: Callable[[Seq[int]], Tensor],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Quality:
-    """Compare what `config` would serve with the logits `[len(text), vocab]` that are `wanted` of each text."""
+    """Compare the engine of `config` with the logits `[len(text), vocab]` `wanted` of each text."""
     served = config.model_copy(
         update={"draft": (), "adapter": {}, "proposer": None, "prefix_cache": False, "max_batch_size": 1}
     )
@@ -133,7 +133,7 @@ class Differences:
             p, q = (x[first : first + _ROWS].double().log_softmax(-1) for x in (reference, served))
             self._kl.append((p.exp() * (p - q)).sum(-1))
             self._same += int((p.argmax(-1) == q.argmax(-1)).sum())
-            rows = len(p) if first + len(p) < len(text) else len(p) - 1  # nothing follows the last token
+            rows = len(p) if first + len(p) < len(text) else len(p) - 1  # the last position has no next token
             chosen = ids[first : first + rows, None]
             wanted, found = p[:rows].gather(1, chosen), q[:rows].gather(1, chosen)
             self._pairs += rows

@@ -1,10 +1,10 @@
-"""How the models of an engine run: all sequences in one pass, or one sequence at a time where a model's code cannot.
+"""Chooses how a model runs: all sequences in one pass, or one sequence at a time.
 
-A decoder runs ragged batches. A module of transformers is tried in them first, and then one sequence at a time, with
-transformers' own attention: with its keys and values in our arena, or recomputing the whole sequence in every pass. A
-self-test decides each time by the same comparisons: a model with its own attention code, or with state besides K/V,
-would load and run, but it would mix the contexts of requests; one whose attention needs more than our hook receives
-would give wrong results. A few passes over tiny sequences detect both. A model that fails them never serves a request.
+A decoder runs ragged batches. A transformers module is tried with ragged batches first, then one sequence at a time
+with transformers' own attention: with its K/V in our arena, or recomputing the whole sequence in every pass. A
+self-test decides: a model with its own attention code, or with state besides K/V, would load and run but mix the
+contexts of requests; one whose attention needs more arguments than our hook receives would give wrong results. A few
+passes over tiny sequences detect both.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own c
 
 log = logging.getLogger(__name__)
 
-_LENGTH, _PAGE = 12, 5  # tokens of each sequence of the self-test, in pages of a size that divides no part of it
+_LENGTH, _PAGE = 12, 5  # tokens of each sequence of the self-test, with a page size that does not divide any part
 _MINE, _OTHER = (4, 0, 2), (1, 3, 5)  # their pages
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _NEVER = {"xlm": "treats tokens equal to its pad token as padding"}  # by model type
-# What the code of a model raises that is not made for a batch or a cache like ours.
+# Errors of a model's code that does not support our batches or caches.
 _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model and how it runs.
+    """A model and its mode of execution.
 
     Attributes:
         model: the model, or this process's shard of it.
         layout: of its arena.
-        attend: its attention in ragged batches; None where it runs one sequence at a time.
+        attend: its attention in ragged batches; None: one sequence at a time.
     """
 
     model: Model
@@ -65,10 +65,10 @@ class LoadedModel:
 
     @classmethod
     def of(cls, config: EngineConfig, model: Model, *, fixed: bool = False) -> LoadedModel:
-        """Choose how a model runs; with `fixed` its attention sums in the same order in any batch.
+        """Choose how a model runs; `fixed`: batch-invariant attention.
 
         Raises:
-            ModelError: it cannot run; the message gives all reasons.
+            ModelError: it cannot run; the message has all reasons.
         """
         if isinstance(model, DecoderModel):
             layout, row_wise = layout_of_model(model).stored_as(config.kv_cache_dtype), is_batch_invariant(model)
@@ -98,14 +98,14 @@ class LoadedModel:
 
 
 def check_allowed(config: EngineConfig, target: Model, sources: Mapping[str, DraftSource]) -> None:
-    """Raise ModelError, which names the option, for what transformers' modules do not support.
+    """Raise ModelError, with the option, for features that transformers' modules do not support.
 
-    Of `sources` they support only a draft model.
+    Of `sources` they support only draft models.
     """
     if isinstance(target, DecoderModel):
         return
     asked = {
-        "reproducible": config.reproducible,  # the order of its sums depends on the number of tokens of a pass
+        "reproducible": config.reproducible,  # not batch-invariant
         "loop = rounds": config.loop == "rounds",
         **{f"draft {source.entry!r}": kind != "model" for kind, source in sources.items()},
         "adapter": bool(config.adapter),
@@ -126,7 +126,7 @@ def check_allowed(config: EngineConfig, target: Model, sources: Mapping[str, Dra
 
 
 def _run_once(model: DecoderModel, layout: KVLayout, attend: Attend) -> None:
-    """Attend from one row in each kind of layer: kernels are compiled when they first run."""
+    """Run attention of one row in each kind of layer, to compile the kernels."""
     if getattr(attend, "func", attend) is native.attend:
         return
     arena = KVArena(layout, num_pages=1, page_size=_PAGE, device=model.device)
@@ -142,7 +142,7 @@ def _run_once(model: DecoderModel, layout: KVLayout, attend: Attend) -> None:
 
 
 def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> None:
-    """Refuse a model whose logits in ragged batches are not those of its own plain pass.
+    """Refuse a model whose logits in ragged batches differ from those of its own plain pass.
 
     Raises:
         ModelError: the model fails; the message has the reason.
@@ -152,7 +152,7 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
         raise ModelError(f"{_name(model)} does not use the attention interface, which ragged batches require")
     text = model.config.get_text_config()
-    # Some types of layers differ from ours only beyond the length of the self-test.
+    # Some layer types differ from ours only beyond the length of the self-test.
     kinds = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         known = ", ".join(sorted(_LAYER_TYPES))
@@ -174,7 +174,7 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
     _check_logits(model, runner, plain)
-    # Each layer passes on the window of the config; otherwise only transformers' mask would contain it.
+    # Each layer must pass the configured window; otherwise only transformers' mask would contain it.
     for layer, k in enumerate(arena.k):
         windows, wanted = asked[k.data_ptr()], _window(text, layer)
         if windows != {wanted}:
@@ -189,15 +189,15 @@ def _window(text: PreTrainedConfig, layer: int) -> int | None:
 
 
 def _layout_alone(model: PreTrainedModel, reason: str) -> KVLayout:
-    """What the arena of a model holds that runs one sequence at a time; `reason`: why it runs in no other way.
+    """The arena layout of a model that runs one sequence at a time; `reason`: why it cannot run in batches.
 
     Raises:
-        ModelError: it does not run so either.
+        ModelError: it cannot run in this way, either.
     """
     from engine.model.unbatched import TOKENS, UnbatchedRunner, cache_layout, plain_logits, use_own_attention
 
     never = _NEVER.get(model.config.model_type)
-    # By name what shows only in texts unlike those of the self-test, or there by an error of torch alone.
+    # Problems by model that the self-test does not show, or only as an error of torch.
     if "lsh" in (getattr(model.config.get_text_config(), "attn_layers", None) or ()):
         never = "has layers of type lsh, which are not supported"
     if never is not None:
@@ -219,9 +219,9 @@ def _layout_alone(model: PreTrainedModel, reason: str) -> KVLayout:
 
 
 def _check_logits(model: PreTrainedModel, runner: Runner, plain: Tensor) -> None:
-    """Refuse a model whose logits depend on other sequences, on drafts taken back or on borders of chunks.
+    """Refuse a model whose logits depend on other sequences, on dropped drafts or on chunk boundaries.
 
-    `plain` are the logits of its own plain pass over the first text: `[_LENGTH, vocab]`.
+    `plain`: logits of its own plain pass over the first text, `[_LENGTH, vocab]`.
     """
     mine, other = _tokens(model)[:_LENGTH], _tokens(model)[_LENGTH:]
     whole = runner.forward([Feed(mine, 0, _MINE, _LENGTH), Feed(other, 0, _OTHER, 0)])
@@ -229,7 +229,7 @@ def _check_logits(model: PreTrainedModel, runner: Runner, plain: Tensor) -> None
     parts = [
         runner.forward([Feed(mine[:4], 0, _MINE, 4)]),
         runner.forward([Feed(other[:1], _LENGTH, _OTHER, 0), Feed([*mine[4:6], *other[:3]], 4, _MINE, 5)])[:2],
-        runner.forward([Feed(mine[6:-1], 6, _MINE, _LENGTH - 7)]),  # over the three drafts, which are taken back
+        runner.forward([Feed(mine[6:-1], 6, _MINE, _LENGTH - 7)]),  # over the three drafts, which are rolled back
         runner.forward([Feed(mine[-1:], _LENGTH - 1, _MINE, 1)]),
     ]
     problem = "its logits depend on how a sequence is split into passes, or on later tokens"
@@ -237,10 +237,10 @@ def _check_logits(model: PreTrainedModel, runner: Runner, plain: Tensor) -> None
 
 
 def _check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, problem: str) -> None:
-    """Raise a ModelError that states `problem` where logits differ by more than rounding."""
+    """Raise a ModelError with `problem` if logits differ by more than rounding."""
     spread, off = max(float(want.std()), 1e-3), (got - want).abs()
-    # bfloat16 keeps 8 bits, and another batch shape rounds otherwise in every layer; a wrong context gives a far larger
-    # error. We compare the error of a whole row: among the logits of a large vocabulary one is always an outlier.
+    # bfloat16 has 8 bits, and another batch shape rounds differently in every layer; a wrong context causes a much
+    # larger error. The error of a whole row is compared, because a large vocabulary always has an outlier.
     is_exact = model.dtype == torch.float32
     furthest = off.max() if is_exact else off.square().mean(-1).sqrt().max()
     if not furthest <= (1e-3 if is_exact else 0.1) * spread:

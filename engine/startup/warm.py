@@ -1,4 +1,4 @@
-"""Turns a config into a ready engine. What only makes later requests faster may be left to its idle time."""
+"""Builds a ready engine from a config. Work that only speeds up later requests may be deferred to idle time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # Tokens: attention runs over one split of the keys, over two splits, and over splits of two sizes.
 _SHORT, _MIDDLE, _LONG = 16, 300, 5000
 _STEPS = 2
-# Share of the calibration time where an earlier process saved its results: the machine may be slower now.
+# Share of the calibration time if an earlier process saved its results; the machine may be slower now.
 _REPETITION = 0.125
 _GREEDY = SamplingParams()
 _CUT = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=0)
@@ -35,7 +35,7 @@ _WHOLE = SamplingParams(temperature=1.0, seed=0)
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Prompts of these sizes, fed and decoded together, with `num_draft` drafts each."""
+    """Prompts of these sizes, processed together, with `num_draft` drafts each."""
 
     prompts: Seq[int]
     num_draft: int = 0
@@ -43,9 +43,9 @@ class Rehearsal:
 
 
 def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
-    """Plain passes of every kind that kernels are compiled for.
+    """Plain passes of every kind for which kernels are compiled.
 
-    The engine runs plain passes for prompts beside rounds, and for sequences that cannot decode on the device.
+    The engine runs plain passes for prompts beside rounds, and for sequences that rounds do not support.
     """
     config, longest = engine.config, engine.facts.limits.max_model_len - _STEPS * (1 + engine.config.num_draft_tokens)
     chunk, drafts = config.max_batch_tokens, config.num_draft_tokens
@@ -65,55 +65,55 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
 
 def load(
     config: EngineConfig, progress: Progress = no_progress, *, calibrates: bool = True, is_successor: bool = False,
-    rests: bool = False,
+    defers: bool = False,
 ) -> Engine:  # fmt: skip
     """Build an engine and make it ready; with `calibrates`, calibrate it for `warm_up_seconds`.
 
-    A successor takes what an earlier engine of this server learned; on CUDA it compiles its passes all the same.
+    A successor reuses values learned by an earlier engine of this server; on CUDA it still compiles its passes.
 
-    `rests`: the caller calls `Engine.rest` while the engine is idle, which then does what requests can be served
-    without: on a CPU the calibration, of a successor only if nothing was saved; on CUDA the rounds. An engine that
-    calibrates on CUDA measures its rounds, and has them all recorded before.
+    `defers`: the caller calls `Engine.idle_tick` while the engine is idle, which then runs work that requests do not
+    depend on: on a CPU the calibration, of a successor only if nothing was saved; on CUDA the recording of rounds. An
+    engine that calibrates on CUDA first records all rounds.
 
     Raises:
-        ModelError: for the reasons given at `build_engine`.
+        ModelError: as in `build_engine`.
     """
     engine = build_engine(config, progress)
     is_compiled = pick_device(config.device).type == "cuda"
-    measures = calibrates and not (is_successor and (is_compiled or not rests))
+    measures = calibrates and not (is_successor and (is_compiled or not defers))
     make_ready(
         engine, config.warm_up_seconds if measures else 0.0, progress, is_compiled=is_compiled,
-        uses_saved_calibration=config.warm_up_seconds > 0, is_successor=is_successor, rests=rests,
+        uses_saved_calibration=config.warm_up_seconds > 0, is_successor=is_successor, defers=defers,
     )  # fmt: skip
     return engine
 
 
 def make_ready(
     engine: Engine, seconds: float = 0.0, progress: Progress = no_progress, *, is_compiled: bool = False,
-    uses_saved_calibration: bool = False, is_successor: bool = False, rests: bool = False,
+    uses_saved_calibration: bool = False, is_successor: bool = False, defers: bool = False,
 ) -> None:  # fmt: skip
-    """Compile, record, run one request, and calibrate for `seconds`, or for a part of them if it is a repetition.
+    """Compile, record, run one request, and calibrate for `seconds`, or for a part of them if results were saved.
 
     Args:
         engine: an idle engine.
         seconds: the time for calibration; 0 for none.
         progress: receives the name of each stage.
         is_compiled: passes are compiled for each kind of shape, as on CUDA.
-        uses_saved_calibration: load what an earlier process learned, and save what this one learns for a later process.
-        is_successor: an earlier engine has run here; if nothing has to be compiled, no request is run.
-        rests: leave to `Engine.rest` what it does later, as in `load`.
+        uses_saved_calibration: load the values learned by an earlier process, and save those of this one.
+        is_successor: an earlier engine has run; if nothing has to be compiled, no request is run.
+        defers: defer work to `Engine.idle_tick`, as in `load`.
     """
     if is_compiled:
         _rehearse(engine, progress)
-        engine.rounds.record(progress, later=rests and not seconds)
+        engine.rounds.record(progress, later=defers and not seconds)
     if is_compiled or not is_successor:
         progress("warming up")
-        with engine.rehearsing(), engine.practising():  # a first run takes longer, so its time must not be learned
+        with engine.rehearsing(), engine.practising():  # the first run takes longer, so its time must not be learned
             _run(engine, Rehearsal([_SHORT], engine.config.num_draft_tokens))
     if uses_saved_calibration and engine.recall():
         seconds *= 0.0 if is_successor else _REPETITION
     calibration = Calibration(engine, seconds, text=cache(partial(_text, engine)))
-    if rests and not is_compiled:
+    if defers and not is_compiled:
         engine.calibrate = _in_parts(engine, calibration, saves=uses_saved_calibration, recalls=is_successor)
         return
     while not calibration.is_over:
@@ -125,9 +125,9 @@ def make_ready(
 def _in_parts(
     engine: Engine, calibration: Calibration, *, saves: bool, recalls: bool
 ) -> Callable[[Callable[[], bool]], bool]:
-    """`calibration` for `Engine.rest`. At its end what was learned is saved.
+    """`calibration` in parts for `Engine.idle_tick`. At its end the learned values are saved.
 
-    `recalls`: before, see whether another engine has saved something since this one was loaded; then nothing is left.
+    `recalls`: first load values that another engine has saved since this one was loaded; then there is nothing to do.
     """
 
     def go_on(is_wanted: Callable[[], bool]) -> bool:
@@ -155,7 +155,7 @@ def _text(engine: Engine) -> Seq[int]:
     found = Codec.load(engine.config.target, engine.config.revision, kept=False)
     tokens = () if found is None else [t for t in found.encode(CALIBRATION_TEXT) if t < engine.facts.limits.vocab_size]
     del found
-    release_freed()  # the tokenizer itself may take more memory than a model
+    release_freed()  # the tokenizer may take more memory than a model
     return tokens
 
 
@@ -169,7 +169,7 @@ def _rehearse(engine: Engine, progress: Progress) -> None:
 
 
 def _run(engine: Engine, one: Rehearsal) -> None:
-    """Run a rehearsal with each proposer that requests may meet; without drafts where there is none."""
+    """Run a rehearsal with each proposer that requests may use, or without drafts."""
     names = drafters_of(engine) if one.num_draft else ()
     for name in names or (None,):
         run(engine, one.prompts, one.num_draft if names else 0, _STEPS, one.sampling, proposer=name)

@@ -1,4 +1,4 @@
-"""Text at the border of the engine: the tokenizer's codec with stop strings, and structures compiled from their source.
+"""Text: the tokenizer with stop strings, and the compilation of structures.
 
 A step uses only token ids and the protocol `engine.types.GrammarState`.
 """

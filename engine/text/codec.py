@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, one token at a time. Knows a tokenizer, and no model, request or network."""
+"""Converts text to token ids, and token ids to text incrementally."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from engine.text.spelling import Spelling, steps_of
 from engine.text.stops import NO_ASIDES, NO_STOPS, Asides, StopSearch, StopStrings
 
 TOKENIZER_FILE = "tokenizer.json"
-# Code and prose of our own, like what callers send: for calibration before the first request.
+# Sample code and prose, for calibration before the first request.
 CALIBRATION_TEXT = (Path(__file__).parents[1] / "types.py").read_text("utf-8")[:9000]
-_SHORT = 2000  # characters or tokens: converting more takes longer than a millisecond
+_SHORT = 2000  # characters or tokens that are converted within a millisecond
 
 
 class Codec:
-    """A checkpoint's tokenizer. Special tokens have no text where nothing else is asked for.
+    """A checkpoint's tokenizer. By default special tokens have no text.
 
     Args:
-        added_tokens: ids of the tokens that were added to the vocabulary, special or not, by their texts.
-        special_tokens: ids of the special tokens, which have no text where they are skipped.
+        added_tokens: ids of the tokens added to the vocabulary, special or not, by text.
+        special_tokens: ids of the special tokens, which have no text if they are skipped.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        # A checkpoint may ask for padding or truncation, which are for training and wrong for a single prompt.
+        # A checkpoint may enable padding or truncation, which are for training and wrong for a single prompt.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer = tokenizer
@@ -41,18 +41,18 @@ class Codec:
         self.added_tokens = {token.content: i for i, token in added.items()}
         self.special_tokens = frozenset(i for i, token in added.items() if token.special)
         self.spelling = Spelling(tokenizer)
-        release_freed()  # what a tokenizer is made of takes several times its own memory
+        release_freed()  # building a tokenizer takes several times its memory
 
     @cached_property
     def longest_token(self) -> int | None:
-        """Maximum bytes of text of one token; None where unknown. Reads all tokens."""
+        """Maximum bytes of text of one token; None if unknown. Reads all tokens."""
         return _longest_token(self.tokenizer, self.tokenizer.get_added_tokens_decoder().values())
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None, *, kept: bool = True) -> Codec | None:
-        """Load the tokenizer of a checkpoint; None if there is none: then only token ids can be served.
+        """Load the tokenizer of a checkpoint; None if there is none.
 
-        `kept`: later loads return the same one.
+        `kept`: cache it for later loads.
         """
         of_container, of_file = (_of_container, _of_file) if kept else (_of_container.__wrapped__, _of_file.__wrapped__)
         gguf = open_gguf(source, revision)
@@ -65,19 +65,19 @@ class Codec:
         """Token ids of a prompt, with the special tokens that the tokenizer adds, or without them if `bare`."""
         if len(text) <= _SHORT:
             return tuple(self.tokenizer.encode(text, add_special_tokens=not bare).ids)
-        # A batch of one, because only batches are encoded without the interpreter's lock.
+        # A batch of one, because only batches are encoded without the GIL.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=not bare)
         return tuple(encoding.ids)
 
     def excess(self, text: str, most: int) -> str | None:
-        """Return why a text certainly has more than `most` tokens, without encoding it; None if it may have fewer."""
+        """Return why a text has certainly more than `most` tokens, without encoding it; None if it may have fewer."""
         if self.least_tokens(text) <= most:
             return None
         limit = most * (self.longest_token or 0)
-        return f"has {_size(text)} bytes, which are more than {most} tokens; the limit is {limit} bytes"
+        return f"has {_size(text)} bytes, more than {most} tokens can have; the limit is {limit} bytes"
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens a text certainly has, without encoding it; 0 where that is not known."""
+        """The minimum number of tokens of a text, without encoding it; 0 if unknown."""
         return 0 if self.longest_token is None else -(-_size(text) // self.longest_token)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -90,7 +90,7 @@ class Codec:
 
 
 def structure_problem(codec: Codec | None, vocab_size: int, end_tokens: Sequence[int]) -> str | None:
-    """Why the outputs of a model cannot have a structure; None if they can. `vocab_size`: width of its logits."""
+    """Why a model does not support structures; None if it does. `vocab_size`: width of its logits."""
     if codec is None:
         return "the checkpoint has no tokenizer"
     if not end_tokens:
@@ -103,7 +103,7 @@ def structure_problem(codec: Codec | None, vocab_size: int, end_tokens: Sequence
     return None if codec.spelling.has_bytes else "the tokenizer's decoder is not of bytes"
 
 
-# A target's and a draft's: they are requested several times while a model is loaded.
+# Those of target and draft, which are requested several times during loading.
 @lru_cache(maxsize=2)
 def _of_container(container: Container) -> Codec | None:
     tokenizer = tokenizer_in(container)
@@ -121,22 +121,22 @@ def _size(text: str) -> int:
 
 
 def _longest_token(tokenizer: Tokenizer, added: Collection[AddedToken]) -> int | None:
-    """Maximum bytes of text of one token; None where unknown.
+    """Maximum bytes of text of one token; None if unknown.
 
-    It is known of byte-pair encodings that have a token for every byte: each byte of a text is part of one token, and
-    tokens are spelt with at least one character or byte for each. What is done before must not shorten the text.
+    It is known for byte-level BPE with a token for every byte: each byte of a text is part of one token, which is spelt
+    with at least one character per byte. Normalisation must not shorten the text.
     """
     model, normalizer = tokenizer.model, tokenizer.normalizer
     try:
         steps = [*steps_of(normalizer), *steps_of(tokenizer.pre_tokenizer)]
-    except Exception:  # noqa: BLE001  # a part that is written in Python; the library raises bare Exception
+    except Exception:  # noqa: BLE001  # a component in Python; the library raises bare Exception
         return None
     is_of_bytes = any(step["type"] == "ByteLevel" for step in steps)
     if not isinstance(model, BPE) or not (is_of_bytes or model.byte_fallback):
         return None
     every = pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
     is_complete = all(model.token_to_id(byte) is not None for byte in every)
-    # A token that takes the white space around it has no longest text.
+    # A token that includes surrounding white space has no maximum length.
     if not is_complete or not all(map(_keeps_length, steps)) or any(token.lstrip or token.rstrip for token in added):
         return None
     texts = tokenizer.get_vocab(with_added_tokens=False)
@@ -146,7 +146,7 @@ def _longest_token(tokenizer: Tokenizer, added: Collection[AddedToken]) -> int |
 
 
 def _keeps_length(step: Mapping[str, Any]) -> bool:
-    """Whether what the step returns has at least as many bytes as what it was given."""
+    """Whether the step's result has at least as many bytes as its input."""
     match step:
         case {"type": "ByteLevel" | "Digits" | "Metaspace" | "Prepend"}:
             return True
@@ -172,7 +172,7 @@ class Decoder:
         self._held: list[int] = []  # the tokens since then
 
     def push(self, token: int) -> str:
-        """Take a token and return the text that it completes, often the text of the token itself."""
+        """Add a token and return the text that it completes, usually that of the token itself."""
         piece = self._step(token)
         self._held.append(token)
         if piece:
@@ -201,12 +201,12 @@ class Decoder:
 
 
 class OutputText:
-    """The text of one output, cut where a stop string completes, as if tokens came one by one.
+    """The text of one output, cut where a stop string completes, as if tokens arrived one by one.
 
     The joined pieces and the final `flush` are the decoded tokens up to the stop string. Only text that may still
     change is held back: bytes of an unfinished character, and the longest end of the text that begins a stop string.
-    A token that ends the output by its id has no text and is not pushed. A stop string that completes within the first
-    `min_tokens` tokens is ordinary text, and so is one in `asides`.
+    A token that ends the output by its id has no text and is not pushed. Stop strings that complete within the first
+    `min_tokens` tokens, or in `asides`, are ordinary text.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class OutputText:
         self.stop: str | None = None  # the stop string that has cut the text
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, ...]:
-        """Take tokens up to the one that completes a stop string, if any; return the text that is ready after each."""
+        """Add tokens up to the one that completes a stop string, if any; return the new text after each."""
         assert self.stop is None, "text after a stop string"
         texts = list[str]()
         for token in token_ids:
@@ -235,9 +235,9 @@ class OutputText:
         return tuple(texts)
 
     def flush(self) -> str:
-        """Return the text that was held back, after the last token. A truncated character completes no stop string.
+        """Return the held-back text, after the last token. A truncated character completes no stop string.
 
-        Where it had to be known first whether the reasoning begins, `stop` may be set now.
+        `stop` may be set here, if it was unknown until now whether the text is reasoning.
         """
         if self._search is not None and self.stop is None:
             self._cut(self._search, self._search.end())

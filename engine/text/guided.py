@@ -1,7 +1,7 @@
-"""Compiles the structure that a request asks for to a grammar. Knows source text and limits, and nothing of the step.
+"""Compiles the structure of a request to a grammar, within limits.
 
-Which documents a JSON Schema allows, and how they may be written, `engine/text/schemas/rules.py` says. Any tokenization
-of an allowed text is allowed.
+`engine/text/schemas/rules.py` defines the documents that a JSON Schema allows. Any tokenization of an allowed text is
+allowed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from engine.text.schemas.rules import SchemaRules
 from engine.text.thinking import Budgeted
 from engine.types import Grammar
 
-# Where only one text can follow, the library would allow only its usual tokens, and mask other tokens that it accepts.
+# Without this, the library would allow only the canonical tokenization if only one text can follow.
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-_FIRST_STEPS = 4  # tokens tried when compiling; an object with too many optional properties fails at its second token
+_FIRST_STEPS = 4  # tokens tried after compiling; an object with too many optional properties fails at the second
 _MULTIPLES = re.compile(r'"multipleOf": (\d{1,9})')
-_MAX_MULTIPLES = 50_000  # of a structure: the library takes some 10 us and 1 kB for each of 1 to the multiple
-_SHOWN = 40  # characters of a source in an error
+_MAX_MULTIPLES = 50_000  # of a structure: the library takes about 10 us and 1 kB per unit of a multiple
+_SHOWN = 40  # characters of a source quoted in an error
 
 COMPILE_SECONDS = 5.0
 _BOUNDS = Bounds.model_validate({})  # the defaults
@@ -45,24 +45,23 @@ _Result = CompiledGrammar | Unrestricted | Violation
 
 @dataclass(frozen=True, slots=True)
 class _CachedStructure:
-    """A structure in the cache, with its present or future result."""
+    """A structure in the cache, with the future of its result."""
 
     result: Future[_Result]
-    started: float  # when it was first asked for: from then on every caller's time counts
+    started: float  # time of the first request, from which all callers' time limits count
 
 
 class GrammarCompiler:
-    """Compiles structures for one tokenizer, and keeps them. Its methods may be called from any thread; they block.
+    """Compiles and caches structures for one tokenizer. Thread-safe; its methods block.
 
     Args:
         codec: the tokenizer; byte-level and byte-fallback ones are supported.
         vocab_size: the width of the logits, at least the tokenizer's.
         eos_token_ids: tokens that end an output; at least one, because otherwise no output could end.
         bounds: of a structure's size.
-        compile_seconds: the longest wait for a structure, counted from the first request for it; a caller may have
-            another limit.
-        compile_threads: how many structures compile at the same time.
-        cache_entries: how many structures, compiled or refused, are kept.
+        compile_seconds: maximum wait for a structure, from the first request for it; callers may set another limit.
+        compile_threads: maximum number of concurrent compilations.
+        cache_entries: maximum number of cached structures, compiled or refused.
     """
 
     def __init__(
@@ -72,13 +71,13 @@ class GrammarCompiler:
         self._bounds, self._seconds, self._most = bounds, compile_seconds, cache_entries
         self._codec, ends = codec, tuple(dict.fromkeys(eos_token_ids))
         self._vocabulary = GrammarVocabulary(codec, vocab_size, ends)
-        # The library releases the GIL while it compiles, so a thread after its deadline does not slow other threads.
+        # The library releases the GIL during compilation, so abandoned compilations do not slow down other threads.
         self._threads = ThreadPoolExecutor(compile_threads, thread_name_prefix="guided")
         self._lock = threading.Lock()
         self._entries: OrderedDict[Guided, _CachedStructure] = OrderedDict()
 
     def ready(self, guided: Guided) -> Grammar | None:
-        """Return the grammar if it is compiled and in the cache, without waiting; None also for a wrong structure."""
+        """Return the cached grammar without waiting; None if it is not compiled, or invalid."""
         with self._lock:
             entry = self._entries.get(replace(guided, thinking=None))
         if entry is None or not entry.result.done() or _is_useless(entry.result):
@@ -89,10 +88,10 @@ class GrammarCompiler:
     def compile(self, guided: Guided, seconds: float | None = None) -> Grammar:
         """Return the grammar, compiled or from the cache. `seconds`: default `compile_seconds`.
 
-        The first call takes a second longer with a large tokenizer, which does not count as time to compile.
+        The first call takes a second longer with a large tokenizer, which does not count as compilation time.
 
         Raises:
-            InvalidRequest: it does not compile, or not in time.
+            InvalidRequest: compilation failed, or timed out.
             Unsupported: the library cannot use the tokenizer.
         """
         if wrong := list(structure_violations(guided, self._bounds.max_structure_bytes, self._bounds.max_choices)):
@@ -105,7 +104,7 @@ class GrammarCompiler:
             result = entry.result.result(max(0.0, entry.started + limit - time.monotonic()))
         except TimeoutError:
             self._abandon(replace(guided, thinking=None), entry)
-            raise InvalidRequest([_violation(guided, f"it did not compile within {limit:g} s")]) from None
+            raise InvalidRequest([_violation(guided, f"compilation took more than {limit:g} s")]) from None
         if isinstance(result, Violation):
             raise InvalidRequest([result])
         return self._budgeted(result, guided)
@@ -125,14 +124,14 @@ class GrammarCompiler:
             return entry
 
     def _abandon(self, guided: Guided, entry: _CachedStructure) -> None:
-        """Cancel a compilation that has not begun; a running one goes on, and later requests can use its result."""
+        """Cancel a compilation that has not started; a running one continues, and later requests can use its result."""
         with self._lock:
             if entry.result.cancel() and self._entries.get(guided) is entry:
                 del self._entries[guided]
 
 
 def _is_useless(result: Future[_Result]) -> bool:
-    """Whether to compile again: it never ran, our code failed, or the grammar's shared lexer has met a limit."""
+    """Whether to compile again: it never ran, failed by an internal error, or the shared lexer reached a limit."""
     if not result.done():
         return False
     if result.cancelled() or result.exception():
@@ -162,7 +161,7 @@ def _compile(vocabulary: GrammarVocabulary, guided: Guided) -> _Result:
 
 
 def _take_first_steps(grammar: CompiledGrammar) -> None:
-    """Try a few tokens: GrammarFault if nothing matches or a mask costs too much. This also warms the first masks."""
+    """Try a few tokens: GrammarFault if nothing matches or a mask is too costly. This also warms the first masks."""
     state, end_tokens = grammar.start(), list(grammar.vocabulary.end_tokens)
     mask = np.empty(grammar.vocabulary.vocab_size, dtype=np.bool_)
     for _ in range(_FIRST_STEPS):
@@ -174,20 +173,20 @@ def _take_first_steps(grammar: CompiledGrammar) -> None:
 
 
 def _source(guided: Guided) -> str:
-    """The structure in the library's own notation; a ValueError explains what is wrong with it."""
+    """The structure in the library's notation. Raises ValueError if it is invalid."""
     own = guided.grammar
     source = f"start: {rule_of(guided)}" if own is None else _with_own_schemas(own)
     if sum(map(int, _MULTIPLES.findall(source))) > _MAX_MULTIPLES:
-        raise ValueError(f"multipleOf has large numbers at many places; the limit of their sum is {_MAX_MULTIPLES}")
-    # At the end, so that errors have the caller's line numbers.
+        raise ValueError(f"the sum of all large multipleOf exceeds the limit of {_MAX_MULTIPLES}")
+    # Appended, so that errors have the caller's line numbers.
     return LLMatcher.grammar_from_lark(f"{source}\n{_NO_FORCING}\n")
 
 
 def rule_of(guided: Guided) -> str:
-    """The structure as the right-hand side of a Lark rule, as a part of a larger structure.
+    """The structure as the right-hand side of a Lark rule, for use in a larger structure.
 
     Raises:
-        ValueError: the structure is wrong.
+        ValueError: the structure is invalid.
     """
     if guided.json_schema is not None:
         return json_rule(guided.json_schema)
@@ -202,19 +201,19 @@ def json_rule(schema: str, *, is_object: bool = False, lenient: bool = False, qu
 
     Args:
         schema: the text of the schema.
-        is_object: only objects are valid.
-        lenient: a keyword that would be refused is ignored.
+        is_object: allow only objects.
+        lenient: ignore unsupported keywords.
         quote: a token around strings; empty: the documents are JSON. See `SchemaRules`.
 
     Raises:
-        ValueError: the schema is wrong, or cannot be followed exactly.
+        ValueError: the schema is invalid, or cannot be enforced exactly.
     """
     root = parsed(schema)
     return SchemaRules(root, lenient=lenient, quote=quote).text(root, {"type": "object"} if is_object else True)
 
 
 def _with_own_schemas(grammar: str) -> str:
-    """A grammar with our rules in place of `%json {...}`; they come last, so that errors have the caller's lines."""
+    """A grammar with our rules instead of `%json {...}`; they are appended, so that errors have the caller's lines."""
     parts, rules, at = list[str](), list[str](), 0
     for found in re.finditer(r"%json\s*", grammar):
         if found.start() >= at:

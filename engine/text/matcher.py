@@ -1,8 +1,8 @@
-"""The state of one output in a compiled structure, based on llguidance. Knows token ids, no request and no cache.
+"""The state of one output in a compiled structure, based on llguidance.
 
-All copies of a matcher share one lexer, and when that lexer meets a limit, every copy fails. But a fault must end only
-one request. So a state whose lexer fails continues with its own new matcher, which is fed the tokens so far. Only if
-this matcher fails as well, the request itself has caused the fault.
+All copies of a matcher share one lexer, and when that lexer reaches a limit, every copy fails. But a fault must end
+only one request. So a state whose lexer fails continues with its own new matcher, which is fed the tokens so far. Only
+if this matcher also fails is the request itself at fault.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ INITIAL_LEXER_FUEL = 1_000_000
 MAX_LEXER_STATES = 50_000
 MAX_GRAMMAR_SIZE = 20_000
 
-# The library goes from rule to rule by recursion, without a limit: some 3 kB for each rule of a chain, and a crash of
-# the process where they do not fit. Only what is used takes memory.
+# The library recurses from rule to rule without a limit: about 3 kB of stack per rule of a chain, and a crash if the
+# stack is full. Only used stack takes memory.
 _STACK_BYTES = 256 * 2**20
-_STACK_LOCK = threading.Lock()  # the size is one of the process
+_STACK_LOCK = threading.Lock()  # the size is a process-wide setting
 
-RENEWAL_SECONDS = 0.1  # longest time inside a step to give one state its own matcher
+RENEWAL_SECONDS = 0.1  # maximum seconds within a step to give one state its own matcher
 _T = TypeVar("_T")
-_NAME = b"\xff"  # begins the name of a token that is no text
+_NAME = b"\xff"  # prefix of the name of a token without text
 _LEXER_FAILED = "lexer error"  # how the library's report begins; the stop reason is always `InternalError`
 
 
@@ -56,30 +56,30 @@ def parser_limits(initial_lexer_fuel: int = INITIAL_LEXER_FUEL) -> LLParserLimit
         step_max_items=STEP_MAX_ITEMS,
         max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=MAX_GRAMMAR_SIZE,
-        verbose_errors=False,  # verbose ones quote the structure
+        verbose_errors=False,  # verbose messages would quote the structure
     )
 
 
 class GrammarVocabulary:
-    """The tokens in the library's form; ids of the logits beyond the tokenizer's are never allowed."""
+    """The vocabulary in the library's form; logits ids beyond the tokenizer's are never allowed."""
 
     def __init__(self, codec: Codec, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
-        """Make nothing yet: the library's form takes a second and much memory. ModelError: see `structure_problem`."""
+        """Lazy: the library's form takes a second and much memory. Raises ModelError: see `structure_problem`."""
         if problem := structure_problem(codec, vocab_size, end_tokens):
-            raise ModelError(f"no structured output: {problem}")
+            raise ModelError(f"guided decoding is not supported: {problem}")
         self.vocab_size, self.end_tokens = vocab_size, end_tokens
         self._codec, self._lock = codec, threading.Lock()
-        self._made: LLTokenizer | str | None = None  # or why it cannot be made
+        self._made: LLTokenizer | str | None = None  # or the error
 
     def prepare(self) -> LLTokenizer:
-        """The library's form, which the first call makes; Unsupported if it cannot be made.
+        """The library's form, created at the first call. Raises Unsupported if that fails.
 
-        The library holds the interpreter's lock meanwhile: up to a second with 262,144 tokens.
+        The library holds the GIL meanwhile, up to a second with 262,144 tokens.
         """
         with self._lock:
             self._made = self._made or self._make()
         if isinstance(self._made, str):
-            raise Unsupported(f"structured output cannot use this tokenizer: {self._made}")
+            raise Unsupported(f"guided decoding does not support this tokenizer: {self._made}")
         return self._made
 
     def _make(self) -> LLTokenizer | str:
@@ -91,11 +91,11 @@ class GrammarVocabulary:
                 raise
             return first_line(str(error))
         finally:
-            tokens.tokens.clear()  # the library keeps the object, and has a copy of these
+            tokens.tokens.clear()  # the library keeps the object, and copies these
             release_freed()
 
     def matcher(self, source: str) -> LLMatcher:
-        """Make a matcher with its own lexer; its `get_error` reports what is wrong with `source`."""
+        """Make a matcher with its own lexer; its `get_error` reports errors of `source`."""
         tokenizer = self.prepare()
         with ThreadPoolExecutor(1, thread_name_prefix="matcher") as thread:
             with _STACK_LOCK:
@@ -108,13 +108,13 @@ class GrammarVocabulary:
 
 
 class _Tokens:
-    """What the library asks of a tokenizer. Its own reader of tokenizer.json would keep all merges a second time."""
+    """The tokenizer interface of the library. Its own reader of tokenizer.json would store all merges again."""
 
     bos_token_id = None
     special_token_ids = ()
 
     def __init__(self, codec: Codec, vocab_size: int, end_token: int) -> None:
-        """The bytes of tokens; special ones and those that look like it are names, which no text is taken for."""
+        """The bytes of tokens; special ones and similar ones have names that no text matches."""
         spell, names = codec.spelling.bytes_of, {i: t for t, i in codec.added_tokens.items() if i < vocab_size}
         named = {i for i, text in names.items() if i in codec.special_tokens or (text[:1], text[-1:]) == ("<", ">")}
         self.tokens = [spell(i) or b"" for i in range(vocab_size)]
@@ -130,7 +130,7 @@ class _Tokens:
 class CompiledGrammar:
     """A compiled structure; `source` is in the library's own notation. See `engine.types.Grammar`.
 
-    Raises ValueError with the library's reason if the structure cannot be used.
+    Raises ValueError with the library's message if the structure cannot be used.
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, source: str) -> None:
@@ -141,22 +141,22 @@ class CompiledGrammar:
         if self._first.is_error():
             raise ValueError(self._first.get_error())
         self.compile_seconds = time.perf_counter() - started
-        self.worn = False  # its shared lexer has met a limit: a cache should compile the structure again
+        self.worn = False  # its shared lexer reached a limit: a cache should compile the structure again
 
     def start(self) -> MatcherState:
         return MatcherState(self, self._first.deep_copy())
 
     def renew(self) -> LLMatcher | None:
-        """Make a matcher that shares nothing with the others; None if this would delay a step too long."""
+        """Make an independent matcher; None if this would delay a step too long."""
         self.worn = True
         return self.vocabulary.matcher(self._source) if self.compile_seconds <= RENEWAL_SECONDS else None
 
 
 class Unrestricted:
-    """No structure: every text, which may end everywhere. See `engine.types.Grammar` and `GrammarState`."""
+    """No structure: any text, which may end anywhere. See `engine.types.Grammar` and `GrammarState`."""
 
     def start(self) -> Unrestricted:
-        """The same: it has no state."""
+        """Return self, which is stateless."""
         return self
 
     def fill(self, mask: Tensor) -> None:
@@ -166,31 +166,31 @@ class Unrestricted:
         return len(tokens)
 
     def rollback(self, num_tokens: int) -> None:
-        """There is nothing to take back."""
+        """Do nothing."""
 
 
 class MatcherState:
     """The state of one output in a structure. See `engine.types.GrammarState`.
 
     This class handles end tokens itself, because the library accepts none after a structure is complete. An end token
-    ends the output where the structure may end. It is never text, even if its id has some.
+    is allowed where the structure may end. It is never text, even if its id has one.
     """
 
     def __init__(self, grammar: CompiledGrammar, matcher: LLMatcher) -> None:
         self._grammar = grammar
         self._vocabulary = grammar.vocabulary
         self._matcher = matcher
-        self._shared = True  # whether the lexer is shared with all states of this grammar that never failed
+        self._shared = True  # whether the lexer is shared with other states of this grammar
         self._tokens: list[int] = []  # accepted tokens, without an end token
         self._ended = False
         self._bits = np.zeros(-(-self._vocabulary.vocab_size // 32), dtype=np.int32)
 
     def fill(self, mask: Tensor) -> None:
-        """Write which tokens may come next; after an end token the end tokens, so that the distribution is not zero."""
+        """Write the allowed next tokens; after an end token the end tokens, so that the distribution is not zero."""
         self.mark(mask.numpy())
 
     def mark(self, allowed: NDArray[np.bool_]) -> None:
-        """Do the same for an array, because structures are also compiled where there are no tensors."""
+        """The same for an array, because structures are also compiled without tensors."""
         assert allowed.shape == (self._vocabulary.vocab_size,), f"a mask of shape {allowed.shape}"
         if self._ended:
             allowed[:] = False
@@ -204,7 +204,7 @@ class MatcherState:
             raise GrammarFault(f"after {len(self._tokens)} tokens no token is allowed")
 
     def advance(self, tokens: Seq[int]) -> int:
-        """Accept the longest leading part that fits; returns its length. Nothing fits after an end token."""
+        """Accept the longest valid prefix of the tokens; return its length. Nothing is valid after an end token."""
         if self._ended:
             return 0
         ends = (i for i, token in enumerate(tokens) if token in self._vocabulary.end_tokens)
@@ -216,7 +216,7 @@ class MatcherState:
         return taken + self._ended
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted tokens, including an end token."""
+        """Roll back the last `num_tokens` accepted tokens, including an end token."""
         assert num_tokens <= len(self._tokens) + self._ended, f"taking back {num_tokens} of {len(self._tokens)} tokens"
         num_text = num_tokens - (self._ended and num_tokens > 0)
         self._ended = self._ended and num_tokens == 0
@@ -225,7 +225,7 @@ class MatcherState:
             del self._tokens[-num_text:]
 
     def _tried(self, ask: Callable[[LLMatcher], _T]) -> _T:
-        """Ask the matcher, and if it has failed a new one."""
+        """Try the matcher, and if it has failed a new one."""
         found = ask(self._matcher)
         if self._matcher.is_error():
             self._renew()
@@ -240,7 +240,7 @@ class MatcherState:
 
     def _renew(self) -> None:
         """Continue with a separate lexer, because the shared one failed, perhaps on another request's tokens."""
-        # Only the lexer is shared. If the parser has met a limit, a new one would meet it again at the same cost.
+        # Only the lexer is shared. If the parser reached a limit, a new one would reach it again at the same cost.
         if not self._shared or not self._matcher.get_error().startswith(_LEXER_FAILED):
             self._check()
         deadline = time.perf_counter() + RENEWAL_SECONDS

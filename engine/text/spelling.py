@@ -12,14 +12,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _BYTE = re.compile(b"<0x[0-9A-Fa-f]{2}>")
-_REPLACED = "\ufffd"  # what a decoder writes in place of bytes that are no character
+_REPLACED = "\ufffd"  # a decoder's replacement of invalid bytes
 _Write = Callable[[bytes], bytes]
 
 
 class Spelling:
-    """Spells tokens one by one: their bytes, joined, are those of the text that the decoder makes of all of them.
+    """The bytes of single tokens; concatenated, they are the bytes of the decoded text.
 
-    Decoders of SentencePiece drop the space before the first token of a text; so that token has other bytes there.
+    SentencePiece decoders drop the space before the first token of a text, so that token has different bytes there.
     `has_bytes`: there are tokens for parts of characters.
     """
 
@@ -33,7 +33,7 @@ class Spelling:
         self.has_bytes = any(step["type"] in ("ByteLevel", "ByteFallback") for step in steps)
 
     def bytes_of(self, token: int, *, leads: bool = False) -> bytes | None:
-        """Return the bytes of a token; None where they are not known. `leads`: it is the first of a text."""
+        """Return the bytes of a token; None if unknown. `leads`: it is the first of a text."""
         text, writers = self._tokenizer.id_to_token(token), self._first if leads else self._others
         if text is None:
             return None
@@ -47,7 +47,7 @@ class Spelling:
 
 
 def steps_of(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder in their order, in the words of tokenizer.json."""
+    """The steps of a normalizer, pre-tokenizer or decoder, in order, as in tokenizer.json."""
     waiting, found = [] if part is None else [json.loads(part.__getstate__())], []
     while waiting:
         step = waiting.pop()
@@ -58,7 +58,7 @@ def steps_of(part: Any) -> list[dict[str, Any]]:
 
 
 def _writers(steps: list[dict[str, Any]], *, leads: bool) -> list[_Write]:
-    """What the steps write of the bytes of one token; nothing if one of them is not known."""
+    """The functions of the steps on the bytes of one token; empty if one of them is not supported."""
     writers = [_writer(step, leads=leads) for step in steps]
     return [] if None in writers else [write for write in writers if write is not None]
 
@@ -83,7 +83,7 @@ def _writer(step: Mapping[str, Any], *, leads: bool) -> _Write | None:
 def _of_byte_level(data: bytes) -> bytes:
     try:
         return data.decode().translate(_BYTES).encode("latin-1")
-    except UnicodeError:  # it has another character, as some added tokens do: it is spelt as it is
+    except UnicodeError:  # it has other characters, like some added tokens: literal
         return data
 
 
@@ -97,8 +97,8 @@ def _stripped(char: bytes, most: int, data: bytes) -> bytes:
     return data
 
 
-# For the characters of a byte-level vocabulary their bytes: themselves if they can be printed. A
-# byte that is spelt in another way becomes what has no byte.
+# The byte of each character of a byte-level vocabulary: itself if printable. Other characters with a printable byte
+# have none.
 _PRINTED = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTES = dict.fromkeys(_OTHERS, 0xFFFF) | {256 + i: byte for i, byte in enumerate(_OTHERS)}

@@ -1,4 +1,4 @@
-"""Where stop strings cut a text that comes in parts: anywhere in it, or in the answer only."""
+"""Finds stop strings in a text that arrives in parts: anywhere in it, or only in the answer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 
 class StopStrings:
-    """Finds strings in text that comes in parts, however many strings there are.
+    """Finds any of several strings in text that arrives in parts.
 
-    The only state of a text is its longest end that begins a string; the caller keeps it. For the stop strings "abab"
-    and "ba", and the text "xaba", this is "aba"; "ba" was completed.
+    The only state is the longest suffix of the text that is a prefix of a string; the caller stores it. For the stop
+    strings "abab" and "ba", and the text "xaba", it is "aba"; "ba" was completed.
     """
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
@@ -22,10 +22,10 @@ class StopStrings:
         return bool(self._stops)
 
     def step(self, end: str, char: str) -> tuple[str, str]:
-        """Return the stop string that `char` completes, and the new end.
+        """Return the stop string that `char` completes, and the new suffix.
 
-        "": it completes none. Of several the first listed one counts. A complete stop string is ordinary text for the
-        new end.
+        "": it completes none. Of several the first listed one is returned. A complete stop string is ordinary text for
+        the new suffix.
         """
         end += char
         completed = next(filter(end.endswith, self._stops)) if end.endswith(self._stops) else ""
@@ -39,16 +39,16 @@ NO_STOPS = StopStrings()
 
 @dataclass(frozen=True, slots=True)
 class Asides:
-    """Parts of a text that are no answer: reasoning, and calls of functions. Stop strings are not looked for in them.
+    """The parts of a text outside of the answer: reasoning and calls. Stop strings are not searched in them.
 
-    Nor are they in white space that follows such a part, which no reader gets.
+    Nor in white space after such a part, which is not sent.
 
     Args:
-        leading: marks of which one may begin the text, after white space.
-        closes: marks of which each ends what a leading mark has begun; without any it lasts to the end.
-        opens: marks of which each begins a part anywhere in the answer.
-        resumes: marks of which each ends such a part; without any it lasts to the end.
-        is_open: the text begins as if after a leading mark.
+        leading: markers, one of which may begin the text, after white space.
+        closes: markers that end a part begun by a leading marker; without any it lasts to the end.
+        opens: markers that begin a part anywhere in the answer.
+        resumes: markers that end such a part; without any it lasts to the end.
+        is_open: the text begins as if after a leading marker.
     """
 
     leading: tuple[str, ...] = ()
@@ -62,21 +62,22 @@ NO_ASIDES = Asides()
 
 
 class StopSearch:
-    """Looks for stop strings in one text, character by character.
+    """Searches stop strings in one text, character by character.
 
-    What may begin a mark can be part of a stop string, too. Then it is known only later which of the two it is, and the
-    stop string is reported then. `num_held`: how many characters at the end of the text may belong to a stop string; a
-    reported one begins that many characters before the end.
+    The beginning of a marker can also be part of a stop string, which is then reported later, when it is certain.
+    `num_held`: number of characters at the end of the text that may belong to a stop string; a reported one begins that
+    many characters before the end.
     """
 
     def __init__(self, stops: StopStrings, asides: Asides = NO_ASIDES) -> None:
         self._stops, self._asides = stops, asides
-        # The ends of the text that may begin a stop string, the mark of a part, and the mark that ends the part.
+        # The suffixes of the text that may begin a stop string, the marker of a part, and the marker that ends the
+        # part.
         self._stop = self._open = self._close = ""
-        self._lead: list[tuple[str, bool]] | None = [] if asides.leading else None  # what may be a leading mark
-        self._closes: StopStrings | None = None  # of the part that the text is in
-        self._is_gap = False  # after a part, nothing but white space has come
-        self._found, self._age = "", 0  # a stop string, and how many characters came after it
+        self._lead: list[tuple[str, bool]] | None = [] if asides.leading else None  # a possible leading marker
+        self._closes: StopStrings | None = None  # of the current part
+        self._is_gap = False  # only white space since the end of a part
+        self._found, self._age = "", 0  # a stop string, and the number of characters after it
         if asides.is_open:
             self._begin(asides.closes)
 
@@ -87,7 +88,7 @@ class StopSearch:
         return len(self._stop if self._lead is None else self._lead)
 
     def read(self, char: str, *, counts: bool) -> str:
-        """Read a character; return the stop string that is certain now, "" if none is. `counts`: one may end here."""
+        """Read a character; return the stop string that is now certain, or "". `counts`: one may end here."""
         if self._closes is not None:
             ended, self._close = self._closes.step(self._close, char)
             if ended:
@@ -99,11 +100,11 @@ class StopSearch:
         return self._answer(char, counts=counts) if self._lead is None else self._leads(char, counts=counts)
 
     def end(self) -> str:
-        """The text has ended: return the stop string that is certain now, "" if none is."""
+        """End the text: return the stop string that is now certain, or ""."""
         return self._replay() or self._found
 
     def _leads(self, char: str, *, counts: bool) -> str:
-        assert self._lead is not None, "the beginning is over"
+        assert self._lead is not None, "not at the beginning"
         self._lead.append((char, counts))
         text = "".join(char for char, _ in self._lead).lstrip()
         if text in self._asides.leading:
@@ -113,7 +114,7 @@ class StopSearch:
         return "" if any(mark.startswith(text) for mark in self._asides.leading) else self._replay()
 
     def _replay(self) -> str:
-        """What has come is the beginning of the answer."""
+        """Treat the text so far as the beginning of the answer."""
         lead, self._lead = self._lead or [], None
         for i, (char, counts) in enumerate(lead, 1):
             if found := self.read(char, counts=counts):
@@ -134,6 +135,6 @@ class StopSearch:
         return ""
 
     def _begin(self, closes: StopStrings) -> None:
-        """A part begins that is no answer."""
+        """Begin a part outside of the answer."""
         self._closes = closes
         self._stop = self._open = self._close = self._found = ""

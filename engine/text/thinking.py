@@ -1,7 +1,7 @@
 """A limit on the reasoning at the beginning of an output.
 
-The end of the reasoning is found in the text, so it may come inside of an accepted run of drafts, in any tokenization
-and together with other text in one token. Like every structure's, the state is a function of the output's tokens.
+The end of the reasoning is found in the text, so it may occur within accepted drafts, in any tokenization and within a
+token. Like every structure's, the state is a function of the output's tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Budgeted:
-    """A structure whose outputs have a maximum number of tokens of reasoning. See `engine.types.Grammar`."""
+    """A structure with a maximum number of reasoning tokens. See `engine.types.Grammar`."""
 
     def __init__(self, inner: Grammar, budget: ThinkingBudget, codec: Codec) -> None:
         self.budget, self._inner, self.codec = budget, inner, codec
@@ -29,19 +29,19 @@ class Budgeted:
 
 
 class BudgetedState:
-    """Where one output is: in its reasoning, in the end that follows the budget, or beyond.
+    """The state of one output: in its reasoning, in the forced end, or after it.
 
-    See `engine.types.GrammarState`. After the budget only the end of the reasoning may come, token by token; if a
-    character is not complete then, and the structure wants it complete, after that.
+    See `engine.types.GrammarState`. After the budget only the end of the reasoning is allowed, token by token; if a
+    character is incomplete, and the structure requires it, it is completed first.
     """
 
     def __init__(self, grammar: Budgeted, inner: GrammarState) -> None:
         self._grammar, self._inner = grammar, inner
-        # After each token in the reasoning and its end: as much of the text as the rest of a mark may follow.
+        # After each token of the reasoning and its end: the suffix of the text that may begin a marker.
         self._tails: list[str] = []
         self._num_beyond = 0  # tokens after the reasoning
-        self._num_begin = 0 if grammar.budget.begin is None else None  # tokens that begin it; None: it has not begun
-        self._num_free: int | None = None  # tokens after which the end has to come; None: not yet
+        self._num_begin = 0 if grammar.budget.begin is None else None  # tokens of its beginning; None: it has not begun
+        self._num_free: int | None = None  # number of tokens after which the end is forced; None: not yet
         self._is_reasoning = True
         self._begin_end()
 
@@ -79,13 +79,13 @@ class BudgetedState:
 
     @property
     def _required(self) -> int | None:
-        """The only token that may come next; None where the budget requires none."""
+        """The only allowed next token; None if the budget does not force one."""
         if self._num_free is None or not self._is_reasoning:
             return None
         return self._grammar.end_ids[len(self._tails) - self._num_free]
 
     def _begin_end(self) -> None:
-        """Require the end from here on, if the budget is used up and the structure lets the end come."""
+        """Force the end from here, if the budget is used up and the structure allows the end."""
         if self._num_free is not None or self._num_begin is None or not self._is_reasoning:
             return
         first = self._grammar.end_ids[:1]
@@ -94,7 +94,7 @@ class BudgetedState:
             self._num_free = len(self._tails)
 
     def _read(self, text: str) -> None:
-        """Take the text of a token: the reasoning begins, continues or ends, or there is none."""
+        """Process the text of a token: the reasoning begins, continues or ends, or there is none."""
         budget, seen = self._grammar.budget, (self._tails[-1] if self._tails else "") + text
         if budget.begin is not None and self._num_begin is None:
             seen = seen.lstrip()

@@ -1,5 +1,5 @@
-"""Makes an EAGLE-3 head for a target: its texts, its hidden states while it wrote them, a head, and its training.
+"""Trains an EAGLE-3 head for a target, on texts that the target generates and their hidden states.
 
-Contains the text and features of a run, the head with its gradients, and the state from which a run continues. It uses
-an engine as any caller does; nothing that serves imports it.
+Contains the text and features of a run, the head with its gradients, and the checkpoints of a run. It uses an engine
+like any caller; serving code does not import it.
 """

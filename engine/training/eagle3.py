@@ -2,10 +2,10 @@
 
 The head is fed (hidden states of position t at three places of the target, token t + 1) and predicts token t + 2. From
 there it continues with its own features. Training simulates that ("training-time test"): `unroll` makes several drafts
-from every position at once. As in form 3.1 each of the three hidden states is normalised before they are joined, and
-what is fed back is normalised: otherwise its size drifts with depth.
+from every position. As in form 3.1 each of the three hidden states is normalised before they are joined, and the
+feature that is fed back is normalised: otherwise its magnitude drifts with depth.
 
-Parameters are named as in the published checkpoints, so that `state_dict` is one.
+Parameters are named as in published checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Eagle3Shape:
 
     @classmethod
     def fitting(cls, hidden_size: int, **others: int) -> Eagle3Shape:
-        """Attention as usual for this hidden size: heads of 64 where it allows that, up to four to a pair of K/V."""
+        """The usual attention for this hidden size: heads of 64 if possible, up to four per K/V head."""
         dim = next(size for size in (64, 32, 16, 8, 4, 2) if hidden_size % size == 0 and hidden_size // size > 1)
         heads = hidden_size // dim
         shared = next(n for n in (4, 2, 1) if (heads % n == 0 and heads // n > 1) or n == 1)
@@ -62,7 +62,7 @@ class TrainedRMSNorm(nn.Module):
 
 
 class TrainedAttention(nn.Module):
-    """Attention whose query of draft j, made from position t, sees the true positions up to t and its own chain."""
+    """Attention in which the query of draft j from position t sees the true positions up to t and its own chain."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class TrainedLayer(nn.Module):
 
 
 class TrainedEagle3(nn.Module):
-    """The whole head but for the embedding, which is the target's."""
+    """The whole head except the embedding, which is the target's."""
 
     def __init__(self, shape: Eagle3Shape, kept: Tensor, output: Tensor) -> None:
         """Make a head that drafts the tokens `kept`, ascending ids; its output begins with rows of the target's."""
@@ -172,7 +172,7 @@ class TrainedEagle3(nn.Module):
         self._begin(output[kept])
 
     def _begin(self, output: Tensor) -> None:
-        """Random matrices; the layer begins as the identity, and the output matrix as the target's."""
+        """Initialise: random matrices; the layer is the identity, and the output matrix the target's."""
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.5 * parameter.shape[1] ** -0.5)
@@ -183,16 +183,16 @@ class TrainedEagle3(nn.Module):
 
     @property
     def kept(self) -> Tensor:
-        """Ids of the tokens that it can draft, int64 `[draft_vocab]`."""
+        """Ids of the draftable tokens, int64 `[draft_vocab]`."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def unroll(self, hidden: Tensor, embedded: Tensor, drafts: int) -> Iterator[Tensor]:
-        """Yield the logits of draft j in turn, `[batch, length - j, draft_vocab]`; row t is of token t + 2 + j.
+        """Yield the logits of each draft j, `[batch, length - j, draft_vocab]`; row t predicts token t + 2 + j.
 
         Args:
             hidden: the target's hidden states of positions t, `[batch, length, 3 * hidden]`.
             embedded: the embedding of the token after each, `[batch, length, hidden]`.
-            drafts: how many.
+            drafts: number of drafts.
         """
         joined = [norm(part) for norm, part in zip(self.fc_norm, hidden.chunk(NUM_PLACES, -1), strict=True)]
         feature, past = self.fc(torch.cat(joined, -1)), list[KV]()
@@ -227,9 +227,9 @@ def config_of(shape: Eagle3Shape, places: Seq[int], positions: int) -> dict[str,
 
 
 def export_head(head: TrainedEagle3, config: dict[str, Any], out: Path) -> None:
-    """Write a head in the published layout of EAGLE-3; the weights come last, and whole or not at all.
+    """Write a head in the published layout of EAGLE-3; the weights last and atomically.
 
-    The embedding is left to the target.
+    The embedding is omitted: it is the target's.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")

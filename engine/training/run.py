@@ -1,4 +1,4 @@
-"""A whole run: the target writes, the head learns, the folder can be served. Each part can be resumed."""
+"""A training run: the target generates texts, the head is trained and exported. Each part can be resumed."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from engine.training.trainer import HeadTrainer, TrainingStep
 log = logging.getLogger(__name__)
 
 PARTS, HELD_OUT = "target", "held-out"
-_LARGEST_VOCAB = 32000  # tokens that a head drafts where nothing else is asked for, as the published ones do
-_FEWEST = 4  # windows of text that a run needs
+_LARGEST_VOCAB = 32000  # default draft vocabulary, as of published heads
+_FEWEST = 4  # minimum windows of text of a run
 
 
 class RunObserver(Protocol):
     """Receives the progress of a run."""
 
     def wrote(self, done: int, total: int, tokens: int) -> None:
-        """`done` of `total` texts are written; `tokens` of them since this process began."""
+        """`done` of `total` texts are generated; `tokens`: since this process began."""
 
     def trained(self, report: TrainingStep) -> None:
         """A step is done."""
@@ -44,16 +44,16 @@ class RunObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What `train_draft` is asked for: a target, its prompts, the schedule, and a folder.
+    """The settings of `train_draft`: a target, its prompts, the schedule, and a folder.
 
     Attributes:
-        engine: how the target is loaded and run while it writes.
-        out: the folder of the run, in which the head is written.
-        prompts: what it continues; if empty it writes its own prompts from `opening` on.
-        held_out: prompts that are not trained on; if empty the last tenth of `prompts`, or further prompts of its own.
-        opening: tokens that its own prompts begin with.
-        as_prompt: makes a prompt of what it wrote from `opening` on, or nothing; None: a prompt is opening and text.
-        vocab: tokens that the head can draft; None: 32,000, or all where the target has fewer.
+        engine: config of the target for generation.
+        out: the folder of the run and of the head.
+        prompts: to be continued; if empty the target generates its own prompts from `opening`.
+        held_out: prompts for measuring acceptance; if empty the last tenth of `prompts`, or further generated ones.
+        opening: first tokens of generated prompts.
+        as_prompt: makes a prompt of a text generated from `opening`, or None; default: opening plus text.
+        vocab: number of draftable tokens; None: 32,000, or all if the target has fewer.
     """
 
     engine: EngineConfig
@@ -67,7 +67,7 @@ class TrainingJob:
     schedule: Schedule = field(default_factory=Schedule)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that a run's folder keeps: a run continues only with the same ones."""
+        """The settings stored in a run's folder: a run is resumed only with equal ones."""
         given = json.dumps([self.prompts, self.held_out, self.opening])
         named = ("target", "revision", "device", "dtype", "weights", "kv_cache_dtype", "threads", "max_model_len")
         loaded = {name: getattr(self.engine, name) for name in named}
@@ -76,10 +76,10 @@ class TrainingJob:
 
 
 def train_draft(job: TrainingJob, observer: RunObserver) -> HeadTrainer:
-    """Make an EAGLE-3 head and write it into `job.out`; a run that was stopped there continues.
+    """Train an EAGLE-3 head and write it to `job.out`; an interrupted run is resumed.
 
     Raises:
-        ModelError: the target cannot be served or read, there is too little text, or the folder holds something else.
+        ModelError: the target is not supported, there is too little text, or the folder has other content.
     """
     folder = RunFolder(job.out, job.settings())
     with folder.locked():
@@ -93,7 +93,7 @@ def _run(job: TrainingJob, folder: RunFolder, observer: RunObserver) -> HeadTrai
     found = sum(len(text.rows) for text in texts)
     needed = _FEWEST * job.schedule.window
     if found < needed:
-        raise ModelError(f"the target wrote {found} tokens; training requires at least {needed}: increase texts")
+        raise ModelError(f"the target generated {found} tokens; training requires at least {needed}: increase texts")
     parts, notes = folder.load(PARTS)
     target = TargetParts(parts["embedding"], parts["output"], **json.loads(notes["law"]))
     trainer = _trainer(job, folder, texts, target)
@@ -104,7 +104,7 @@ def _run(job: TrainingJob, folder: RunFolder, observer: RunObserver) -> HeadTrai
 
 
 def _write(job: TrainingJob, folder: RunFolder, observer: RunObserver) -> list[str]:
-    """Let the target write what is not there yet; the names of all files of texts."""
+    """Generate the missing texts; return the names of all text files."""
     plan = job.text
     names = [f"{number:05}" for number in range(-(-plan.texts // plan.together))]
     missing = [number for number, name in enumerate(names) if not folder.has(f"{name}.texts")]
@@ -138,12 +138,12 @@ def _texts(job: TrainingJob, writer: Writer, prompts: Seq[Tokens], number: int) 
         own = own_prompts(writer, job.opening, plan, number, as_prompt=job.as_prompt)
         return continued(writer, own[: len(chosen)], plan, number)
     given = [prompts[i % len(prompts)][-plan.prompt_tokens :] for i in chosen]
-    again = first >= len(prompts)  # the same prompt once more would be continued greedily in the same way
+    again = first >= len(prompts)  # a repeated prompt would have the same greedy continuation
     return continued(writer, given, replace(plan, greedy=0.0) if again else plan, number)
 
 
 def _split(job: TrainingJob) -> tuple[Seq[Tokens], Seq[Tokens]]:
-    """Prompts to train on, and those that measure acceptance: the last tenth where none are given."""
+    """Prompts for training and for measuring acceptance; default of the latter: the last tenth."""
     if job.held_out or not job.prompts:
         return job.prompts, job.held_out
     apart = min(job.text.held_out, len(job.prompts) // 10)
@@ -164,6 +164,6 @@ def _trainer(job: TrainingJob, folder: RunFolder, texts: Seq[WrittenText], parts
 
 
 def _kept(texts: Seq[WrittenText], vocab: int, number: int) -> Tensor:
-    """The `number` tokens that the target writes most often, by ascending id."""
+    """The `number` most frequent tokens of the target, by ascending id."""
     counts = torch.bincount(torch.cat([text.tokens[text.prompt :] for text in texts]), minlength=vocab)
     return counts.argsort(descending=True, stable=True)[:number].sort().values

@@ -1,6 +1,6 @@
 """The folder of a run: texts with the target's hidden states, the training state, and the settings of the run.
 
-A run uses no folder with other content, and continues only a run with the same settings.
+A run refuses a folder with other content, or of a run with other settings.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _LOCK = "lock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPlan:
-    """What the target writes. A text is a prompt and the target's continuation."""
+    """The texts to generate. A text is a prompt and the target's continuation."""
 
     texts: int = 4096
     tokens: int = 128  # of each continuation
-    prompt_tokens: int = 384  # most tokens of a prompt that are kept: its last ones
-    greedy: float = 0.75  # share of the texts that continue greedily; the rest is drawn at `temperature`
+    prompt_tokens: int = 384  # maximum tokens of a prompt; the last ones are kept
+    greedy: float = 0.75  # share of greedy texts; the rest is sampled at `temperature`
     temperature: float = 1.0
-    held_out: int = 32  # prompts that are never trained on, whose greedy continuations measure acceptance
+    held_out: int = 32  # prompts whose greedy continuations measure acceptance, never trained on
     held_out_tokens: int = 64
-    together: int = 64  # texts that are written at a time, and kept in one file
+    together: int = 64  # texts per file, generated concurrently
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How a head is trained. The learning rates warm up, hold, and fall to zero over the last 60 % of the steps."""
+    """The training schedule. Learning rates warm up, stay constant, and fall to zero over the last 60 % of steps."""
 
     steps: int = 4000
     batch_tokens: int = 2048
     window: int = 320  # positions of a training sequence
-    unroll: int = 4  # drafts in a row that training simulates ("training-time test")
-    early_unroll: int = 1  # of the first steps, which learn more from more text than from deeper drafts
-    early: float = 0.65  # share of the steps that do so
-    decay: float = 0.9  # weight of each deeper draft: it is used only if all drafts before it were right
+    unroll: int = 4  # consecutive drafts simulated in training ("training-time test")
+    early_unroll: int = 1  # the same in the first steps, which learn more from more text than from deeper drafts
+    early: float = 0.65  # share of these steps
+    decay: float = 0.9  # loss weight per depth: a draft is used only if all before it were accepted
     matrix_lr: float = 0.02  # Muon
     other_lr: float = 1e-3  # AdamW: output matrix and norms
     warmup: int = 50
@@ -65,12 +65,12 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class WrittenText:
-    """One text of the target.
+    """One generated text.
 
     Attributes:
         tokens: int64 `[n]`, the prompt first.
-        prompt: how many of them are the prompt's.
-        rows: bfloat16 `[n - 1, (places + 1) * hidden]`, the target's hidden states at all positions but the last.
+        prompt: number of prompt tokens.
+        rows: bfloat16 `[n - 1, (places + 1) * hidden]`, the target's hidden states at all positions except the last.
     """
 
     tokens: Tensor
@@ -80,7 +80,7 @@ class WrittenText:
 
 @dataclass(frozen=True, slots=True)
 class TargetParts:
-    """What training needs of the target: two matrices in bfloat16, `[vocab, hidden]` each, and how it makes logits.
+    """The parts of the target for training: two matrices in bfloat16, `[vocab, hidden]` each, and logits scaling.
 
     Logits are x * factor, then cap * tanh(x / cap), where x is the product of features and the output matrix.
     """
@@ -100,7 +100,7 @@ class RunFolder:
     """Files of one run below `out`."""
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        """Open or create the folder. Raises ModelError if it has anything else than a run with these settings."""
+        """Open or create the folder. Raises ModelError if it has anything but a run with these settings."""
         self.out, self.folder = out, out / STATE
         manifest = self.folder / "run.json"
         if not manifest.exists() and not _is_hardly_begun(out):
@@ -120,7 +120,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the folder, which the system releases when this process ends.
+        """Context that holds the lock of the folder, which the system releases when this process ends.
 
         Raises:
             ModelError: another run holds it.
@@ -135,7 +135,7 @@ class RunFolder:
     def save_texts(self, name: str, texts: list[WrittenText]) -> None:
         """Write texts as one file, atomically. Raises ModelError if there are none."""
         if not texts:
-            raise ModelError("the target ends its texts immediately: use other prompts")
+            raise ModelError("the target generates only empty texts: use other prompts")
         tensors = {
             "tokens": torch.cat([text.tokens for text in texts]).int(),
             "rows": torch.cat([text.rows for text in texts]),
@@ -145,7 +145,7 @@ class RunFolder:
         self.save(f"{name}.texts", tensors)
 
     def load_texts(self, name: str) -> Iterator[WrittenText]:
-        """The texts of this name; their rows stay in the file until they are read."""
+        """The texts of this name; rows are memory-mapped."""
         tensors, _ = self.load(f"{name}.texts")
         lengths: list[int] = tensors["lengths"].tolist()
         tokens = tensors["tokens"].long().split(lengths)
@@ -157,14 +157,14 @@ class RunFolder:
         return (self.folder / f"{name}.safetensors").exists()
 
     def save(self, name: str, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
-        """Write a file of tensors, whole or not at all."""
+        """Write a file of tensors atomically."""
         path = self.folder / f"{name}.safetensors"
         unfinished = path.with_suffix(".unfinished")
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, unfinished, notes or {})
         unfinished.replace(path)
 
     def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors and notes of a file, mapped from it. Raises ModelError if it cannot be read."""
+        """The tensors and metadata of a file, memory-mapped. Raises ModelError if it cannot be read."""
         path = self.folder / f"{name}.safetensors"
         try:
             with safe_open(path, framework="pt") as file:
@@ -174,7 +174,7 @@ class RunFolder:
 
 
 def _is_hardly_begun(out: Path) -> bool:
-    """Whether the folder is none, or empty, or what a run leaves that was stopped before it wrote its settings."""
+    """Whether the folder is missing, empty, or of a run that was interrupted before writing its settings."""
     if not out.exists():
         return True
     inside = {path.relative_to(out).as_posix() for path in out.rglob("*")}
@@ -188,7 +188,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _differences(found: dict[str, Any], asked: dict[str, Any]) -> Iterator[str]:
-    """Name each setting that differs, inside of others as well: `schedule.steps 6, not 7`."""
+    """List the settings that differ, including nested ones: `schedule.steps 6, not 7`."""
     for key in sorted({*found, *asked}):
         old, new = found.get(key), asked.get(key)
         if isinstance(old, dict) and isinstance(new, dict):

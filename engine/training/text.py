@@ -1,8 +1,8 @@
-"""What the target writes: prompts of its own if none are given, and continuations, with its hidden states.
+"""Generates training texts: prompts if none are given, and continuations, with the target's hidden states.
 
-A draft must predict the target's text, so it learns from text that the target wrote (Zhou et
-al. 2023, "DistillSpec", arXiv 2310.08461). The target writes through an engine, as it does for any caller, so
-whatever is served can be learned from: rounded weights, GGUF files, layers with states.
+A draft must predict the target's text, so it is trained on text that the target generates (Zhou et al. 2023,
+"DistillSpec", arXiv 2310.08461). The target generates in an engine, so everything that can be served is supported:
+rounded weights, GGUF files, recurrent layers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from engine.training.store import TargetParts, TextPlan, WrittenText
 from engine.types import Request
 
 Tokens = tuple[int, ...]
-SHORTEST = 8  # tokens of a text that is worth learning from
+SHORTEST = 8  # minimum tokens of a text
 _RECORDER = "recorder"  # its name among proposers
 
 
 def places_of(depth: int) -> tuple[int, int, int]:
-    """The places of a target that a head reads: those of the published heads, or fitting ones of a shallow target.
+    """The places of a target that a head reads, as for published heads; for a shallow target others.
 
     >>> places_of(32), places_of(4)
     ((2, 16, 29), (1, 2, 3))
@@ -45,18 +45,18 @@ def places_of(depth: int) -> tuple[int, int, int]:
 
 
 class RowRecorder(Proposer):
-    """A proposer that drafts nothing and keeps hidden states by request: bfloat16 `[positions, (places + 1) * hidden]`.
+    """A proposer without drafts that records hidden states by request: bfloat16 `[positions, (places + 1) * hidden]`.
 
-    The last part is that after `FINAL`. The engine continues without an observer that fails, so `Writer.write` checks
-    that every position was recorded.
+    The last part is that of `FINAL`. The engine drops failing observers, so `Writer.write` checks that every position
+    was recorded.
     """
 
     def __init__(self, tap: Tap, places: Seq[int]) -> None:
         self._tap, self._places = tap, (*places, FINAL)
-        self.kept: dict[str, Features] = {}  # of the requests that are recorded
+        self.kept: dict[str, Features] = {}  # recorded rows by request
 
     def observe(self, passed: Seq[Passed]) -> None:
-        """Copy what was just fed; a sequence that is fed again after a preemption replaces its rows."""
+        """Record the rows of a pass; recomputed rows after a preemption replace earlier ones."""
         hidden = self._tap.read(self._places)
         assert hidden is not None, "the target has not run"
         hidden = hidden.to("cpu", torch.bfloat16)
@@ -67,13 +67,13 @@ class RowRecorder(Proposer):
 
 
 class Writer:
-    """A target in an engine that records what it computes."""
+    """A target in an engine that records hidden states."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the target of `config`. Raises ModelError if it cannot be served, or its hidden states not read."""
+        """Load the target of `config`. Raises ModelError if it, or reading its hidden states, is not supported."""
         use_threads(config.threads)
         own = {"proposer": _RECORDER, "speculation": SpeculationMode.FIXED, "num_draft_tokens": 1, "loop": "plain"}
-        asked = config.model_copy(update={**own, "prefix_cache": False})  # its hits would not be recorded
+        asked = config.model_copy(update={**own, "prefix_cache": False})  # cached positions would not be recorded
         loaded = load(asked, config.target, config.revision, config.weights, pick_device(config.device))
         if architecture_of(loaded) is None:
             kind = loaded.config.model_type
@@ -85,12 +85,12 @@ class Writer:
         self.engine: Engine = assemble(asked, loaded, extra_proposers={_RECORDER: self._recorder}, tap=tap)
 
     def write(self, prompts: Seq[Tokens], sampling: Seq[SamplingParams], *, records: bool = True) -> list[WrittenText]:
-        """Continue all prompts at once; without `records` the texts have no rows.
+        """Continue all prompts in one batch; without `records` the texts have no rows.
 
-        What is longer than the target's context has room for is cut: a prompt at its beginning.
+        Texts that exceed the context are cut, prompts at their beginning.
 
         Raises:
-            ModelError: the engine failed at one of them, or its passes did not show all positions.
+            ModelError: the engine failed on one of them, or positions were not recorded.
         """
         limit, texts = self.engine.facts.limits.max_model_len, dict[str, list[int]]()
         for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
@@ -117,10 +117,10 @@ class Writer:
 
     @torch.inference_mode()
     def parts(self) -> TargetParts:
-        """What a head learns from beside texts; embeddings are those that the target's layers receive.
+        """The target's matrices for training; embeddings as received by its layers.
 
         Raises:
-            ModelError: no head fits: the target's logits are no product of one matrix with features as wide as states.
+            ModelError: unsupported: the target's logits are not a product of one matrix with its hidden states.
         """
         made, device = self.model.architecture, self.model.device
         kind = self.model.config.model_type
@@ -140,10 +140,10 @@ class Writer:
 def own_prompts(
     writer: Writer, opening: Tokens, plan: TextPlan, number: int, *, as_prompt: Callable[[Tokens], Tokens | None] | None
 ) -> list[Tokens]:
-    """Prompts that the target writes itself from `opening` on, sampled at temperature 1; those of file `number`.
+    """Prompts generated by the target from `opening`, sampled at temperature 1, for file `number`.
 
-    `as_prompt` makes a prompt of what was written, for instance the opening of an answer to it; without it a prompt is
-    the opening and what was written. A text that ends at once makes no prompt.
+    `as_prompt` converts a generated text to a prompt, for instance with the opening of an answer; without it a prompt
+    is the opening plus the text. Empty texts are dropped.
     """
     length = plan.prompt_tokens // 4
     params = [_drawn(plan, (number, i, 1), length, temperature=1.0) for i in range(plan.together)]
@@ -156,7 +156,7 @@ def own_prompts(
 
 
 def continued(writer: Writer, prompts: Seq[Tokens], plan: TextPlan, number: int) -> list[WrittenText]:
-    """Continuations of the prompts of file `number`, greedy or sampled; texts shorter than `SHORTEST` are left out."""
+    """Continuations of the prompts of file `number`, greedy or sampled; texts shorter than `SHORTEST` are dropped."""
     dice = random.Random(f"{plan.seed} {number}")  # noqa: S311 - a mixture of data, no secret
     sampling = [
         SamplingParams(max_tokens=plan.tokens)

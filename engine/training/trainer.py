@@ -1,7 +1,7 @@
 """Training of a head on texts with the target's hidden states: batches, loss, optimisers, and checkpoints.
 
-The data of a step depends only on the step and the seed, so a run that was stopped ends with the same bytes as one that
-was not, on one machine and with one number of threads.
+The data of a step depends only on the step and the seed, so an interrupted run ends with the same bytes as an
+uninterrupted one, on one machine and with the same number of threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.training.store import RunFolder, Schedule, TargetParts, WrittenText
 
 @dataclass(frozen=True, slots=True)
 class HeldOutAcceptance:
-    """Drafts made and kept at each position of a chain, without serving a head: from greedy texts of the target."""
+    """Drafted and accepted tokens by chain position, computed offline from greedy texts of the target."""
 
     drafted: tuple[int, ...]
     kept: tuple[int, ...]
@@ -34,7 +34,7 @@ class HeldOutAcceptance:
 
     @property
     def by_position(self) -> tuple[float, ...]:
-        """The share at each position; a draft is kept only if all before it are."""
+        """The acceptance rate by position; a draft is accepted only if all before it are."""
         return tuple(kept / max(1, drafted) for kept, drafted in zip(self.kept, self.drafted, strict=True))
 
     def __str__(self) -> str:
@@ -45,14 +45,14 @@ class HeldOutAcceptance:
 def measure_acceptance(
     head: TrainedEagle3, texts: Seq[WrittenText], embedding: Tensor, drafts: int, device: torch.device
 ) -> HeldOutAcceptance:
-    """Walk through the continuation of each greedy text as decoding would, with `drafts` drafts in each step.
+    """Simulate decoding of each greedy text, with `drafts` drafts in each step.
 
-    A chain of drafts is right as long as it is the text, so all chains can be made at once, fed with the text.
+    A chain of drafts is accepted while it equals the text, so all chains are computed at once, fed with the text.
     """
     drafted, kept = [0] * drafts, [0] * drafts
     for text in texts:
         right = _right(head, text, embedding, drafts, device)
-        known = text.prompt + 1  # the first token comes with the prompt
+        known = text.prompt + 1  # the first token follows from the prompt
         while known < len(text.tokens):
             wanted = min(drafts, len(text.tokens) - known)
             good = next((j for j in range(wanted) if not right[j][known - 2]), wanted)
@@ -66,7 +66,7 @@ def measure_acceptance(
 def _right(
     head: TrainedEagle3, text: WrittenText, embedding: Tensor, drafts: int, device: torch.device
 ) -> list[list[bool]]:
-    """For draft j of the chain from position t, whether it is token t + 2 + j of the text."""
+    """Whether draft j of the chain from position t equals token t + 2 + j of the text."""
     tokens, width = text.tokens.to(device), embedding.shape[1]
     hidden = text.rows.to(device)[None, :, : NUM_PLACES * width]
     with torch.autocast(device.type, torch.bfloat16):
@@ -81,7 +81,7 @@ SAVE_EVERY = 200  # steps
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """The result of a step: losses in nats, one for each draft in a row; held-out acceptance where it was measured."""
+    """The result of a step: losses in nats, one per draft depth; held-out acceptance if it was measured."""
 
     step: int
     losses: tuple[float, ...]
@@ -104,7 +104,7 @@ class TrainingBatch:
 
 
 def windows(texts: Seq[WrittenText], schedule: Schedule, first: int) -> Iterator[tuple[int, TrainingBatch]]:
-    """The steps from `first` on and their batches: texts are drawn in proportion to their lengths, a piece of each."""
+    """The steps from `first` and their batches: windows of texts, drawn in proportion to their lengths."""
     lengths = np.array([len(text.rows) for text in texts])
     weights = lengths / lengths.sum()
     for step in range(first, schedule.steps):
@@ -124,7 +124,7 @@ class HeadTrainer:
     def __init__(
         self, head: TrainedEagle3, parts: TargetParts, schedule: Schedule, folder: RunFolder, device: torch.device
     ) -> None:
-        """Continue the run in `folder`, or start it. Raises ModelError if its state cannot be read."""
+        """Resume or start the run in `folder`. Raises ModelError if its state cannot be read."""
         self.head, self.schedule, self._folder, self._device = head.to(device), schedule, folder, device
         kept = self.head.kept
         self._logits = parts.logits
@@ -151,11 +151,11 @@ class HeadTrainer:
             report(TrainingStep(self.step, losses, self.acceptance(held_out) if is_kept else None))
 
     def acceptance(self, held_out: Seq[WrittenText]) -> HeldOutAcceptance:
-        """How many of the head's drafts the target keeps in texts that it was not trained on."""
+        """The head's acceptance on held-out texts."""
         return measure_acceptance(self.head, held_out, self._embedding, self.schedule.unroll, self._device)
 
     def losses(self, batch: TrainingBatch, unroll: int) -> list[Tensor]:
-        """KL(target || head) in nats, averaged over positions, of each of `unroll` drafts in a row.
+        """KL(target || head) in nats, averaged over positions, for each of `unroll` draft depths.
 
         Both distributions are over the tokens that the head can draft, and sum to 1 over these.
         """
@@ -199,7 +199,7 @@ class HeadTrainer:
             for j, parameter in enumerate(optimiser.param_groups[0]["params"]):
                 mark = f"{i}.{j}."
                 own = {key.removeprefix(mark): value for key, value in tensors.items() if key.startswith(mark)}
-                # A count of steps stays on the host, as the optimiser made it.
+                # Step counts stay on the host, where the optimiser creates them.
                 optimiser.state[parameter] = {
                     k: v.clone() if k == "step" else v.clone().to(self._device) for k, v in own.items()
                 }

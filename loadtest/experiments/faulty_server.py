@@ -123,14 +123,14 @@ def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False
     replace(target_pass, "verify_rows", _not_a_number)
     for proposer in engine.proposers.by_name.values():
         replace(proposer, "propose", _in_draft)
-    replace(engine, "rest", partial(_after_a_check, engine))
+    replace(engine, "idle_tick", partial(_after_a_check, engine))
     return engine
 
 
-def _after_a_check(engine: Engine, rest: Any) -> Any:
+def _after_a_check(engine: Engine, idle_tick: Any) -> Any:
     def checked(*wanted: Any) -> Any:
         engine.check_invariants()  # an AssertionError ends the process, and the number of restarts is then wrong
-        return rest(*wanted)
+        return idle_tick(*wanted)
 
     return checked
 

@@ -85,7 +85,7 @@ class Admission:
         self, driver: Driver, leave: Callable[[], None], trace: Trace, stream: OutputStream, late: bool
     ) -> None:
         """End the call after its reader has gone: end the request if it is live, so that its pages are freed."""
-        leave()  # it counts no more against its caller's quota
+        leave()  # it no longer counts against its caller's quota
         trace.end(stream)
         if not stream.ended:
             if not late:
@@ -93,7 +93,7 @@ class Admission:
             driver.end(stream, FinishReason.DEADLINE if late else FinishReason.CANCELLED)
 
     def stalled(self, streams: Sequence[OutputStream], problem: str) -> Aborted:
-        """End streams whose reader takes nothing; return the error that they end with."""
+        """End streams whose reader has stalled; return the error that they end with."""
         self._metrics.requests.stalls.inc()
         error = Aborted(problem)
         self.abort(streams, error)
@@ -106,7 +106,7 @@ class Admission:
 
     @contextmanager
     def conversion(self, caller: Caller) -> Iterator[None]:
-        """Count a call that generates nothing as an arriving request, and its refusal (QueueFull) too."""
+        """Count a call that generates nothing as an arriving request, and count its refusal (QueueFull), too."""
         with ExitStack() as counted:
             try:
                 counted.callback(self._quotas.enter(caller))
@@ -132,7 +132,7 @@ class Admission:
             arriving.add(caller.share, -1)
 
     async def _in_parts(self, parts: Iterator[None]) -> None:
-        """Do work on what the caller has received. It can be long, so others have their turns between its parts."""
+        """Process the tokens that the caller has received. They can be many, so other tasks run between the parts."""
         is_over = object()
         while await self.slow.run(next, parts, is_over, is_slow=True) is not is_over:
             pass
@@ -161,9 +161,7 @@ class Admission:
         if guided is None:
             return request
         if model.compile_grammar is None:  # a structure that was asked for is refused before this
-            raise Unsupported(
-                "the format of the calls or of the reasoning is a structure; this model is served without"
-            )
+            raise Unsupported("parsing calls or reasoning needs guided decoding, which is not available for this model")
         compiler = model.compile_grammar
 
         async def require(guided: Guided, received: Sequence[tuple[int, ...]] = ()) -> None:
@@ -176,10 +174,10 @@ class Admission:
                 raise
             answer = await self._with_sound_parts(answer, require)
             guided = structure_of(answer, model.format)
-            assert guided is not None, "the same parts have a structure"
+            assert guided is not None, "the parts and their compilations have equal length"
             try:
                 await require(guided)
-            except InvalidRequest as invalid:  # what is wrong is of all parts together, which no field has
+            except InvalidRequest as invalid:  # the problem concerns all parts together: no field
                 whole = "messages.tools" if answer.tools else "guided"
                 raise InvalidRequest([replace(v, field=whole) for v in invalid.violations]) from None
         received = [output.token_ids for output in request.received]
@@ -188,7 +186,7 @@ class Admission:
         return with_structure(request, guided)
 
     async def _with_sound_parts(self, answer: Answer, require: Callable[[Guided], Awaitable[None]]) -> Answer:
-        """Find the part that is wrong: a tool that is not strict is relaxed to any object; another part is an error."""
+        """Find the invalid part: relax a tool that is not strict to any object; for another part raise the error."""
         for i, part in answer.parts:
             try:
                 await require(part)
@@ -202,7 +200,7 @@ class Admission:
         return answer
 
     async def checked(self, read: Reader, model: ServedModel) -> tuple[Request, Answer | None]:
-        """Encode the text of a request, and check it. Nobody's turn waits for that. Compiles no structure."""
+        """Encode the text of a request and check it, without blocking other requests. Compiles no structure."""
         found = list[Violation]()
         try:
             request, prompt, prediction = await self.slow.run(read, model, found)
@@ -220,10 +218,10 @@ class Admission:
             release_turn()
 
     async def text_of(self, prompt: Prompt, request: Request, model: ServedModel, found: list[Violation]) -> str | None:
-        """Return the text of the prompt; a template may be slow for a small conversation, too."""
+        """Return the text of the prompt. A template may be slow even for a short conversation."""
         is_chat = isinstance(prompt, Conversation)
         return await self.slow.run(check.text_of, prompt, request, model, found, is_slow=is_chat)
 
     async def encoded(self, text: str, codec: Codec, *, bare: bool) -> tuple[int, ...]:
-        """Return the tokens of a text. `bare`: it has its special tokens, as that of a template has."""
+        """Return the tokens of a text. `bare`: add no special tokens; a chat template has written them."""
         return await self.slow.encode(text, partial(codec.encode, bare=bare))

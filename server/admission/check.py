@@ -1,6 +1,6 @@
-"""The one check of a request: what it lacks is filled in, and all violations are raised in one error.
+"""Validates a request: fills in defaults, and raises all violations in one error.
 
-Knows no protocol, no network and no time.
+Independent of protocol, network and time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from server.errors import NotFound, ResumeRefused
 from server.formats.structure import Answer, structure_of
 from server.model import ServedModel
 
-Prompt: TypeAlias = str | Conversation | None  # None: the request has the tokens of its prompt
+Prompt: TypeAlias = str | Conversation | None  # None: the request already contains the tokens of its prompt
 
-NO_TOKENS = (0,)  # in place of a prompt that cannot be used, so that the rest of the request can be checked
+NO_TOKENS = (0,)  # replaces an unusable prompt, so that the rest of the request can be checked
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -35,7 +35,7 @@ def require_model(name: str | None, model: ServedModel) -> None:
 
 
 def text_of(prompt: Prompt, request: Request, model: ServedModel, found: list[Violation]) -> str | None:
-    """Return the text that has to be encoded: the prompt, or the conversation as the chat template writes it.
+    """Return the text to encode: the prompt, or the conversation rendered by the chat template.
 
     None if there is none, or if it cannot be used; violations of its length and of the template are added to `found`.
     Raises NotFound if the request names another model.
@@ -60,7 +60,7 @@ def text_of(prompt: Prompt, request: Request, model: ServedModel, found: list[Vi
 
 
 def prediction_of(text: str | None, model: ServedModel, found: list[Violation]) -> str | None:
-    """Return the text of a prediction, which has to be encoded; None if there is none, or if it cannot be used."""
+    """Return the text of a prediction to encode; None if there is none, or if it cannot be used."""
     if text is None:
         return None
     if model.codec is None:
@@ -75,22 +75,22 @@ def prediction_of(text: str | None, model: ServedModel, found: list[Violation]) 
 def checked(
     request: Request, prompt: Prompt, text: str | None, model: ServedModel, known: Iterable[Violation] = ()
 ) -> tuple[Request, Answer | None]:
-    """Return the request with all that it leaves open, and what the answer of a conversation may be.
+    """Return the request with all defaults filled in, and the constraints on the answer of a conversation.
 
-    The tokens of a prompt or prediction that is text are in the request already; `text` is that of the prompt. This
-    compiles no structure.
+    The request already contains the tokens of a prompt or prediction that was text; `text` is that of the prompt.
+    Compiles no structure.
 
     Raises:
         NotFound: the adapter that the request names is not loaded.
-        InvalidRequest: the request is invalid; the error lists all violations, also those `known` before.
-        Unsupported: this server or model lacks something that the request needs; the error lists all of it.
+        InvalidRequest: the request is invalid; the error lists all violations, including those in `known`.
+        Unsupported: this server or model lacks features that the request needs; the error lists all of them.
         ResumeRefused: the request continues a stream of another model.
     """
     found, unsupported, answer = list(known), list[str](), None
     found += _violations(request, prompt, model)
     request = _complete(request, prompt, text, model, found)
     if request.sampling.guided is not None and model.compile_grammar is None:
-        unsupported.append("guided asks for a structure of text; this model is served without")
+        unsupported.append("guided decoding is not available for this model")
     try:
         if isinstance(prompt, Conversation):
             request, answer = _with_answer(request, prompt, model, text)
@@ -101,7 +101,7 @@ def checked(
     try:
         model.engine.check(request)
     except InvalidRequest as invalid:
-        # The engine has two counts of top log-probabilities, for output and prompt; callers have one.
+        # The engine has separate counts of top log-probabilities for output and prompt; the API has one.
         names = {"output.prompt_logprobs": "output.top_logprobs"}
         found += (replace(v, field=names.get(v.field, v.field)) for v in invalid.violations)
     except Unsupported as error:
@@ -114,7 +114,7 @@ def checked(
 
 
 def _violations(request: Request, prompt: Prompt, model: ServedModel) -> Iterator[Violation]:
-    """Yield violations that depend on the text of a model; the engine checks all other fields."""
+    """Yield violations that depend on tokenizer or chat template; the engine checks all other fields."""
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         yield Violation("request_id", f"is {shown(request.request_id)}; expected 1 to 128 of A-Z a-z 0-9 . _ : -")
     if isinstance(prompt, str) and model.codec is None:
@@ -128,9 +128,10 @@ def _violations(request: Request, prompt: Prompt, model: ServedModel) -> Iterato
 def _complete(
     request: Request, prompt: Prompt, text: str | None, model: ServedModel, found: list[Violation]
 ) -> Request:
-    """Fill in id, seed, model and adapter. A continued request may name a proposer of another server: it is left out.
+    """Fill in id, seed, model and adapter.
 
-    Under the coupled rule no token depends on the proposer.
+    A resumed request may name a proposer that only another server has: it is dropped, because under coupled
+    verification no token depends on it.
     """
     adapter = _adapter_of(request, model, found)
     sampling, speculation, output = request.sampling, request.speculation, request.output
@@ -178,7 +179,7 @@ def _with_answer(
     try:
         guided = structure_of(answer, model.format)
     except (ValueError, RecursionError) as error:  # the schema of a strict tool that the format of calls cannot express
-        raise InvalidRequest.of("messages.tools", f"cannot be called as this model writes calls: {error}") from error
+        raise InvalidRequest.of("messages.tools", f"is not supported in this model's call format: {error}") from error
     size = 0 if guided is None or guided == answer.content else len((guided.grammar or "").encode())
     most = model.engine.config.max_structure_bytes
     if size > most:

@@ -1,4 +1,4 @@
-"""Conversations: what the chat template is given, and what the answer may be. Knows no tokens and no protocol."""
+"""Conversations: inputs of the chat template and constraints on the answer. Independent of tokens and protocol."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from server.formats.reasoning import PlainFormat
 from server.formats.structure import Answer
 from server.model import ServedModel
 
-_NO_JSON = "INVALID_JSON"  # holds the text of a call's arguments that are no JSON object, as agents do it
+_NO_JSON = "INVALID_JSON"  # key of arguments that are not a JSON object, as agents send them
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-_NO_VARIABLES = ("chat_template", "tokenize")  # of what renders conversations elsewhere: here they would do nothing
+_NO_VARIABLES = ("chat_template", "tokenize")  # arguments of other renderers, without effect here
 
 
 def text_of_conversation(asked: Conversation, model: ServedModel) -> str:
-    """Return the conversation as the chat template writes it. Raises InvalidRequest if it is wrong, or is refused."""
+    """Return the conversation rendered by the chat template. Raises InvalidRequest if that is impossible."""
     assert model.chat is not None, "refused before this"
     found, arguments = list(_violations(asked)), dict[str, Any]()
     try:
@@ -44,13 +44,13 @@ def text_of_conversation(asked: Conversation, model: ServedModel) -> str:
         opens_turn=not continues if opens is None else opens,
         continues=continues,
     )
-    if _SURROGATE.search(text):  # JSON can name one by an escape
+    if _SURROGATE.search(text):  # JSON can contain one as an escape
         raise InvalidRequest.of("messages", "contain an unpaired surrogate")
     return text
 
 
 def starts_in_reasoning(asked: Conversation, text: str, model: ServedModel) -> bool:
-    """Whether the rendered `text` ends inside of the model's reasoning."""
+    """Whether the rendered `text` ends within the model's reasoning."""
     marks = model.format.reasoning
     if marks is None:
         return False
@@ -61,9 +61,9 @@ def starts_in_reasoning(asked: Conversation, text: str, model: ServedModel) -> b
 
 
 def answer_of(asked: Conversation, guided: Guided | None, model: ServedModel, text: str | None) -> Answer:
-    """Return what the answer may be; `text` is the rendered conversation, None if it could not be rendered.
+    """Return the constraints on the answer; `text` is the rendered conversation, None if it could not be rendered.
 
-    Raises InvalidRequest for a wrong schema or budget of reasoning, Unsupported if the format of calls is not known.
+    Raises InvalidRequest for an invalid schema or thinking budget, Unsupported if the format of calls is unknown.
     """
     answer = Answer(
         tools=asked.callable_tools,
@@ -83,10 +83,10 @@ def answer_of(asked: Conversation, guided: Guided | None, model: ServedModel, te
 
 
 def _sound(answer: Answer, model: ServedModel) -> Answer:
-    """Check the parts of the structure. A tool that is not strict may have any object if its schema is wrong."""
+    """Check the parts of the structure. A tool that is not strict accepts any object if its schema is invalid."""
     found, sound = list[Violation](), answer
     if answer.thinking_budget is not None and model.format.reasoning is None:
-        problem = f"is {answer.thinking_budget}; the model marks no reasoning"
+        problem = f"is {answer.thinking_budget}; this model has no reasoning markers"
         found.append(Violation("messages.thinking_budget", problem))
     for i, part in answer.parts if answer.has_structure else ():
         wrong = list(_part_violations(answer.field_of(i), part, model.engine.config))
@@ -100,7 +100,7 @@ def _sound(answer: Answer, model: ServedModel) -> Answer:
 
 
 def _part_violations(field: str, part: Guided, bounds: Bounds) -> Iterator[Violation]:
-    """Violations of a part of a structure; `field` is empty where the part names its own."""
+    """Violations of a part of a structure; `field` is empty if the error names the field."""
     found = list(structure_violations(part, bounds.max_structure_bytes, bounds.max_choices))
     try:
         if not found:
@@ -112,31 +112,31 @@ def _part_violations(field: str, part: Guided, bounds: Bounds) -> Iterator[Viola
 
 
 def record_of(turn: ChatMessage) -> dict[str, Any]:
-    """Convert a turn to the record that templates expect, without what it does not have."""
+    """Convert a turn to the record that templates expect, without absent fields."""
     record: dict[str, Any] = {"role": turn.role, "content": turn.content}
     named = {"name": turn.name, "tool_call_id": turn.tool_call_id}
     record |= {name: value for name, value in named.items() if value is not None}
     if turn.tool_calls:
         record["tool_calls"] = [*map(_called, turn.tool_calls)]
-    if turn.reasoning is not None:  # families name it in different ways
+    if turn.reasoning is not None:  # families use different names
         record |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), turn.reasoning)
     return record
 
 
 def _called(call: ToolCall) -> dict[str, Any]:
-    """Convert a call. Its arguments are repaired as those of a model; what is no object then is the text in one."""
+    """Convert a call. Its arguments are repaired like a model's, and wrapped in an object if they still are none."""
     found = object_in(value_in(call.arguments.strip() or "{}") or "")
     arguments = {_NO_JSON: call.arguments} if found is None else found
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _template_arguments(asked: Conversation, template: ChatTemplate) -> dict[str, Any]:
-    """Decode the variables of the template. Raises InvalidRequest if some names are those of something else."""
+    """Decode the variables of the template. Raises InvalidRequest for reserved names."""
     field = "messages.template_arguments"
     arguments = json_object(field, asked.template_arguments)
     whose = {
-        "for which the request has a field": _OWN_FIELDS,
-        "which is no variable of a chat template": _NO_VARIABLES,
+        "which is a field of the request": _OWN_FIELDS,
+        "which is not a variable of a chat template": _NO_VARIABLES,
         "which is a function of chat templates": template.functions,
     }
     found = [(name, why) for why, names in whose.items() for name in sorted(arguments.keys() & set(names))]
@@ -155,7 +155,7 @@ def _violations(asked: Conversation) -> Iterator[Violation]:
                 f"messages.tools[{i}].name", f"is {shown(tool.name)}; expected 1 to 128 of A-Z a-z 0-9 . _ -"
             )
         if tool.name in names:
-            yield Violation(f"messages.tools[{i}].name", f"is {shown(tool.name)}, which is there twice")
+            yield Violation(f"messages.tools[{i}].name", f"is {shown(tool.name)}, which occurs twice")
         names.add(tool.name)
         field = f"messages.tools[{i}].parameters"
         try:

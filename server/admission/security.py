@@ -38,7 +38,7 @@ class Caller:
 
     @property
     def share(self) -> str:
-        """The key for fair sharing: the name, or without tokens the network, of which a caller has few."""
+        """The key for fair sharing: the name, or without tokens the network, because one caller has few."""
         return self.name or self.network
 
     def key(self, request_id: str) -> str:
@@ -101,7 +101,7 @@ class Callers:
         if scheme.lower() != "bearer" or not token:
             raise Unauthenticated("authorization is missing; expected 'Bearer TOKEN'")
         given = _digest(token.strip())
-        # All digests are compared completely, so that the duration reveals nothing about the tokens.
+        # All digests are compared in full, so that the duration reveals nothing about the tokens.
         matches = [caller for digest, caller in self._by_digest.items() if hmac.compare_digest(digest, given)]
         if not matches:
             raise Unauthenticated("authorization has an unknown token")
@@ -135,7 +135,7 @@ def _digest(token: str) -> bytes:
 
 
 class TokenBuckets:
-    """A token bucket for each caller. It fills at `per_second` and holds the tokens of one second, at least one."""
+    """A token bucket per caller. It refills at `per_second` and holds one second's worth of tokens, at least one."""
 
     def __init__(self, per_second: float) -> None:
         self.per_second, self._capacity = per_second, max(1.0, per_second)
@@ -147,7 +147,7 @@ class TokenBuckets:
         return min(self._capacity, held + (now - then) * self.per_second)
 
     def take(self, caller: str, n: int, now: float) -> None:
-        """Take `n` tokens. More than the bucket holds are allowed, and are paid back before it fills again."""
+        """Take `n` tokens. More than the bucket holds are allowed: its balance is then negative."""
         self._held[caller] = (self.held(caller, now) - n, now)
 
     def forget_full(self, now: float) -> None:
@@ -184,7 +184,7 @@ class Quotas:
         return leaving.close
 
 
-AT_ONCE = 20  # refusals of one caller that are answered immediately, and per second after that
+AT_ONCE = 20  # immediate refusals per caller: burst, then rate per second
 LONGEST = 2.0  # seconds, the maximum delay of an answer
 _SHARE = 0.5  # the maximum delay as a share of the time until the caller's deadline
 

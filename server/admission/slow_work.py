@@ -1,9 +1,9 @@
 """Processes inputs by size: small ones on the event loop, others on threads, large ones one at a time.
 
-Parsing and validation hold the GIL. One thread does one such task at a time, usually the smallest, and starts the next
-one only after the event loop has seen the last one end. So the event loop waits for at most one task, however many
-callers send large inputs at once. A large input has exclusive use of the memory ("its turn") from parsing until its
-entries are counted or its text is extracted, because four megabytes can become a hundred when they are parsed.
+Parsing and validation hold the GIL. One thread runs one such task at a time, usually the smallest, and starts the next
+only after the event loop has processed the result of the last. So the event loop waits for at most one task, however
+many callers send large inputs at once. A large input has exclusive use of the memory ("its turn") from parsing until
+its entries are counted or its text is extracted, because four megabytes can become a hundred when they are parsed.
 
 Tokenization releases the GIL, but can take seconds; it has its own threads, so that parsing does not wait for it.
 """
@@ -28,16 +28,16 @@ Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 MAX_BYTES_ON_LOOP = 2 << 10  # this many bytes are processed in less than a millisecond
-MAX_MIDDLE_BYTES = 256 << 10  # this many in some tens of milliseconds, and tokenized in a quarter of a second
+MAX_MIDDLE_BYTES = 256 << 10  # this many in tens of milliseconds, and tokenized in a quarter of a second
 PIECES_PER_OLDEST = 4  # every fourth task is the oldest one, so that small ones cannot starve it
 TRIM_SECONDS = 0.5  # after a large input, until freed memory is returned to the system
 MAX_PENDING = 64  # grammars that are being compiled or wait for it
-RETRY_SECONDS = 1.0  # after which the queue of grammars is likely to be shorter
+RETRY_SECONDS = 1.0  # by then the queue of grammars is likely to be shorter
 
 
 @dataclass(slots=True)
 class InputTurn:
-    """The size of the input that an asyncio task serves, and how its turn ends if it is a large one."""
+    """The size of an asyncio task's input, and the function that ends its turn if the input is large."""
 
     size: int = 0
     release: Callable[[], None] = lambda: None  # starts the turn of the next large input; repeated calls do nothing
@@ -47,9 +47,9 @@ _turn: ContextVar[InputTurn] = ContextVar("turn")
 
 
 class SlowWork:
-    """One thread for work that holds the GIL, two that tokenize, the places of grammars in compilation, and the turn.
+    """One thread for work that holds the GIL, two that tokenize, the slots for grammar compilation, and the turn.
 
-    Places are given in the order of arrival.
+    Slots are assigned in order of arrival.
     """
 
     def __init__(self, max_compiling: int = 2, max_pending: int = MAX_PENDING) -> None:
@@ -84,7 +84,7 @@ class SlowWork:
 
     def _trim(self) -> None:
         self._is_trim_due = False
-        with suppress(RuntimeError):  # the server has stopped meanwhile
+        with suppress(RuntimeError):  # the server stopped in the meantime
             self._long.thread.submit(_give_memory_back)
 
     async def run(self, work: Callable[[*Args], T], /, *args: *Args, is_slow: bool = False) -> T:
@@ -139,11 +139,11 @@ class SlowWork:
             self._num_waiting -= 1
 
     def _compiled(self, compiling: asyncio.Future[None]) -> None:
-        """Free the place of a structure: when it is compiled, not when its caller leaves."""
+        """Free the slot of a structure when it is compiled, not when its caller disconnects."""
         self._compiling.remove(compiling)
         self._places.release()
         if not compiling.cancelled():
-            compiling.exception()  # whose caller may have gone
+            compiling.exception()  # its caller may have disconnected
 
     def close(self) -> None:
         for compiling in self._compiling:

@@ -90,7 +90,7 @@ def refusal(error: PilotfishError) -> Refusal:
 
 
 def shortened(violations: Sequence[Violation]) -> list[Violation]:
-    """Return the violations that fit into an error, each truncated; the last one gives the number of omitted ones."""
+    """Return the violations that fit into an error, each truncated; the last one is the number of omitted ones."""
     found: list[Violation] = []
     room = MAX_VIOLATIONS
     for violation in violations:

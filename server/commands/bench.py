@@ -50,7 +50,7 @@ class BenchRow:
     gain: float  # speed-up over plain decoding: median over rounds of the ratio within a round
     acceptance_rate: float | None  # None if nothing was drafted
     acceptance_length: float | None
-    same_tokens: bool  # as plain decoding; rounding may decide near-ties differently
+    same_tokens: bool  # as plain decoding; rounding can change near-ties
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _prompts(engine: Engine, codec: Codec | None, batch: int) -> list[Tokens]:
 
 
 def _turn(llm: LLM, prompts: list[Tokens], tokens: int, way: SpeculationMode) -> BenchTurn:
-    """Decode all prompts, with a new cache salt, so that no turn reuses prompts that another one has cached."""
+    """Decode all prompts, with a new cache salt, so that no turn reuses prompts cached by another."""
     sampling, speculation = SamplingParams(max_tokens=tokens, ignore_eos=True), SpeculationParams(mode=way)
     start = time.perf_counter()
     outputs = llm.generate(prompts, sampling, speculation=speculation, cache_salt=f"bench-{next(_salts)}")
@@ -136,6 +136,6 @@ def as_text(rows: Sequence[BenchRow], title: str) -> str:
         rate = "" if row.acceptance_rate is None else f"{row.acceptance_rate:.2f}"
         length = "" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
         speed = f"{row.batch:>5}  {row.speculation:<11}  {row.tokens_per_second:>8.1f}  {row.gain:>5.2f}"
-        other = "" if row.same_tokens else "  (not the tokens of plain decoding: near-ties)"
+        other = "" if row.same_tokens else " (tokens differ from plain decoding at near-ties)"
         lines.append(f"{speed}  {rate:>5}  {length:>12}{other}")
     return "\n".join(lines)

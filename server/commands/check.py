@@ -44,5 +44,5 @@ def as_text(report: CheckReport) -> str:
     width = max(len(finding.name) for finding in report.findings)
     for section, findings in groupby(report.findings, key=lambda finding: finding.section):
         lines += ["", section, *(f"  {finding.name:<{width}}  {finding.value}" for finding in findings)]
-    verdict = "It works." if report.works else "It does not work:"
+    verdict = "This machine can serve the model." if report.works else "This machine cannot serve the model:"
     return "\n".join([*lines[1:], "", verdict, *(f"  - {problem}" for problem in report.problems)])

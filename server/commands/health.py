@@ -9,7 +9,7 @@ from pathlib import Path
 
 from client import Client, RequestFailedError, Tls
 
-ERRORS = (OSError,)  # of certificates that cannot be read
+ERRORS = (OSError,)  # certificates that cannot be read
 
 
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:

@@ -56,7 +56,7 @@ def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str,
 
 
 def _cut(texts: Sequence[Sequence[int]], length: int, tokens: int) -> list[list[int]]:
-    """Cut into pieces of at most `length` tokens, the first of every text before any second one, `tokens` in total."""
+    """Cut texts into pieces of at most `length` tokens, `tokens` in total, beginning with the first of every text."""
     whole = [list(text) for text in texts]
     starts = range(0, max(map(len, whole), default=0), length)
     left, taken = tokens, list[list[int]]()
@@ -81,7 +81,7 @@ def default_texts() -> list[str]:
 def as_text(found: Quality) -> str:
     """Format the results as aligned lines."""
     reference, served = found.perplexities
-    loss = f"{found.served_nll:.4f} nats a token; float32 {found.reference_nll:.4f}"
+    loss = f"{found.served_nll:.4f} nats per token; float32 {found.reference_nll:.4f}"
     lines = [
         ("tokens", f"{found.tokens}"),
         ("KL to float32", f"{found.kl:.5f} nats (99% of tokens at most {found.kl_99:.5f})"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.training.run import TrainingJob
     from engine.training.trainer import TrainingStep
 
-_SMOOTH = 0.03  # weight of the newest loss in the mean that is shown
+_SMOOTH = 0.03  # weight of the latest loss in the displayed mean
 
 
 ERRORS = (ModelError, InvalidRequest, OSError, ValueError)  # a ValidationError is a ValueError, too
@@ -97,7 +97,7 @@ def job_of(arguments: Sequence[str]) -> TrainingJob:
 
 
 class TrainingBars(Progress):
-    """Two bars, of texts and of steps, and a line for each measurement of acceptance."""
+    """Progress bars of texts and steps, and a line for each measurement of acceptance."""
 
     def __init__(self, texts: int, steps: int) -> None:
         name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")
@@ -127,7 +127,7 @@ def _rendered(codec: Codec, chat: ChatTemplate, turns: list[dict[str, Any]]) -> 
 
 
 def _opening(target: str, revision: str | None, codec: Codec | None, chat: ChatTemplate | None) -> Tokens:
-    """Return the first tokens of the target's own prompts: the opening of a user's turn, or of any text."""
+    """Return the first tokens of generated prompts: the opening of a user's turn, or of any text."""
     if codec is not None:
         turn = [{"role": "user", "content": ""}]
         opening = "" if chat is None else chat.render(turn, opens_turn=False, continues=True)
@@ -136,11 +136,11 @@ def _opening(target: str, revision: str | None, codec: Codec | None, chat: ChatT
     text = read_config(target, revision).get_text_config()
     begins = [token for name in ("bos_token_id", "eos_token_id") if isinstance(token := getattr(text, name, None), int)]
     if not begins:
-        raise ModelError("the target has no beginning-of-text token; --prompts is required")
+        raise ModelError("the target has no beginning-of-text token, so --prompts is required")
     return (begins[0],)
 
 
 def _answered(codec: Codec, chat: ChatTemplate, turn: Tokens) -> Tokens | None:
-    """Return a prompt of the tokens of a user's turn; None if the turn is empty."""
+    """Return a prompt from the tokens of a user's turn; None if the turn is empty."""
     text = codec.decode(turn).strip()
     return _rendered(codec, chat, [{"role": "user", "content": text}]) if text else None

@@ -46,7 +46,7 @@ _TEXTS = (
     "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n",
 )
 _LENGTHS = (5, 23, 61)  # of prompts without a tokenizer
-_BEYOND = 51  # tokens by which the longest prompt exceeds a step's budget, so that it is processed in chunks
+_BEYOND = 51  # tokens by which the longest prompt exceeds a step's budget, to test chunked prefill
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -118,7 +118,7 @@ def default_prompts(info: ModelInfo, tokens: int, tokenize: Tokenize | None) -> 
     room = max(1, info.max_model_len - 4 * tokens)
     longest = min(info.max_batch_tokens + _BEYOND, room)
     if tokenize is None:
-        draw = Random(0)  # noqa: S311  # to be repeated, not to be secret
+        draw = Random(0)  # noqa: S311  # reproducible, not secret
         lengths = (min(length, room) for length in (*_LENGTHS, longest))
         return [tuple(draw.randrange(info.vocab_size) for _ in range(length)) for length in lengths]
     lines = (
@@ -195,7 +195,7 @@ def ask(client: Client, case: VerifyCase, options: GenerateOptions, way: Way, cu
             left -= len(event.token_ids) if isinstance(event, Delta) else 0
             if left <= 0:
                 left = math.inf
-                with suppress(StopIteration):  # everything had arrived
+                with suppress(StopIteration):  # the stream was already complete
                     error = errors.UnavailableError(StatusCode.UNAVAILABLE, "interrupted by `verify`")
                     events.append(stream.throw(error))
     ends = {event.index: event for event in events if isinstance(event, Finished)}
@@ -347,7 +347,7 @@ class VerifyReport:
 
     @property
     def tolerance(self) -> float:
-        """Return by how much rounding may change a log-probability (docs/reproducibility.md)."""
+        """The maximum difference of log-probabilities that rounding may cause (docs/reproducibility.md)."""
         if self.is_reproducible:
             return 0.0
         return 1e-4 if self.info.dtype == "float32" else 0.1

@@ -1,1 +1,1 @@
-"""How families of models write reasoning and calls of functions: one module per format, chosen by `detect`."""
+"""The formats of reasoning and tool calls: one module per format, selected by `detect`."""

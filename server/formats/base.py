@@ -1,7 +1,7 @@
-"""Chat formats: how a family of models writes reasoning and calls of functions into its text.
+"""Chat formats: the notation of reasoning and tool calls in a model family's text.
 
 A format has two matching parts: a `Parser` that reads the model's text incrementally, and Lark rules that constrain the
-text where calls are required. It handles text only, no tokens, requests or protocol.
+text where calls are required. Independent of tokens, requests and protocol.
 """
 
 from __future__ import annotations
@@ -207,13 +207,13 @@ class Trimmed:
         return passed
 
     def pause(self) -> None:
-        """Record that something else stands here. White space around it is kept if there is text on both sides."""
+        """Record that something else follows here. White space around it is kept if there is text on both sides."""
         self._is_kept = False
         if self._is_empty:
             self._leading, self._space = True, []
 
     def end(self, *, keep: bool) -> str:
-        """End the text; return the held-back white space if it is to be kept. The next `add` starts a new text."""
+        """End the text; return the held-back white space if it must be kept. The next `add` starts a new text."""
         space = "".join(self._space) if keep and self._is_kept else ""
         self._space, self._leading, self._is_kept = [], True, True
         return space

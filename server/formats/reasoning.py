@@ -164,8 +164,12 @@ class Parser:
         self._scanner.forget()
 
     def _call(self, marker: str) -> Steps[bool]:
-        """Read calls after a marker; return whether all text taken since the last complete one belongs to them."""
-        raise NotImplementedError
+        """Read calls after a marker; return whether all text taken since the last complete one belongs to them.
+
+        By default there are none, as in formats without calls: the text is content.
+        """
+        yield from ()
+        return False
 
     def _start_call(self, name: str) -> None:
         self._name, self._arguments = name, []

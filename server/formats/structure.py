@@ -71,7 +71,7 @@ def structure_of(answer: Answer, chat_format: ChatFormat) -> Guided | None:
         return None if thinking is None else Guided(thinking=thinking)
     is_plain = marks is None and not chat_format.prefix(has_reasoned=False)
     if is_plain and answer.content is not None and not answer.tools:
-        return answer.content  # unchanged, so that errors refer to the caller's source
+        return answer.content  # unchanged, so that errors refer to the caller's text
     return Guided(grammar="\n".join([*_start(answer, chat_format), *_rules(answer, chat_format)]), thinking=thinking)
 
 

@@ -24,7 +24,7 @@ from server.formats.reasoning import Parser, Steps
 _FORMAT = "this model's format of calls"
 STRING = frozenset({"string"})
 SPACE = " \t\r\n"
-_PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates show the calls of the past with these words
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates render past calls with these words
 # Keywords about all arguments together, which cannot be enforced because arguments are written one by one.
 _UNWRITABLE = ("minProperties", "maxProperties", "patternProperties")
 _SPACE = r"[ \t\r\n]*"

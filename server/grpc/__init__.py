@@ -1,1 +1,1 @@
-"""The gRPC front end: its server, interceptors and services. Knows messages, but no engine."""
+"""The gRPC front end: server, interceptor and services. Independent of the engine."""

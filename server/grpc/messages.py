@@ -1,4 +1,4 @@
-"""The protocol at the door of gRPC: messages to requests, and events to messages. Knows no network and no time."""
+"""Converts gRPC messages to requests, and events to messages. Independent of network and time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from server.turns import max_len_of
 
 Values = TypeVar("Values", bound=Sized)
 
-MAX_AT_ONCE = 100  # tokens whose log-probabilities are converted before others have a turn; each has many candidates
+MAX_AT_ONCE = 100  # tokens whose log-probabilities are converted before other tasks run; each has many candidates
 _MODES = {pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.name}"): mode for mode in SpeculationMode}
 _RULES = {pb.Verification.Value(f"VERIFICATION_{rule.name}"): rule for rule in Verification}
 _CHOICES = {pb.TOOL_CHOICE_MODE_NONE: "none", pb.TOOL_CHOICE_MODE_REQUIRED: "required"}  # all others: "auto"
@@ -43,10 +43,10 @@ _CHOICES = {pb.TOOL_CHOICE_MODE_NONE: "none", pb.TOOL_CHOICE_MODE_REQUIRED: "req
 def request_of(
     message: pb.GenerateRequest, model: ServedModel, found: list[Violation]
 ) -> tuple[Request, Prompt, str | None]:
-    """Return the request of a message, and its prompt and prediction where they are text.
+    """Return the request of a message, and its prompt and prediction if they are text.
 
-    A message can have millions of entries: they are counted before any of them is copied. What this finds wrong is
-    added to `found`; the rest of the request can still be checked.
+    A message can have millions of entries: they are counted before any is copied. Violations are added to `found`, and
+    the rest of the request is still checked.
     """
     token_ids, prompt = _input(message, model, found)
     prediction, predicted = _prediction(message, model, found)
@@ -69,17 +69,17 @@ def request_of(
 
 
 def num_outputs(message: pb.GenerateRequest) -> int:
-    """Return how many outputs a request asks for."""
+    """Return the number of requested outputs."""
     return message.sampling.n if message.sampling.HasField("n") else 1
 
 
 def _given(message: Any, name: str) -> Any:
-    """Return an optional field; None if it is not sent."""
+    """Return an optional field; None if it is unset."""
     return getattr(message, name) if message.HasField(name) else None
 
 
 def _bounded(values: Values, field: str, noun: str, most: int, found: list[Violation]) -> Values | tuple[()]:
-    """Return a repeated field or a map; nothing, and one more violation, if it has more entries than `most`."""
+    """Return a repeated field or a map. If it has more entries than `most`, add a violation and return nothing."""
     if len(values) <= most:
         return values
     found.append(Violation(field, f"has {len(values)} {noun}; the limit is {most}"))
@@ -161,7 +161,7 @@ def _sampling(message: pb.GenerateRequest, model: ServedModel, found: list[Viola
     for name, (group, values, noun, most) in lists.items():
         if name in given:
             kept = given[name] = tuple(_bounded(values, f"{group}.{name}", noun, most, found))
-            if len(kept) < len(values):  # refused, so the default is checked in its place
+            if len(kept) < len(values):  # already a violation; check the default instead
                 del given[name]
     own: dict[str, Any] = {name: given[name] for name in given.keys() & SamplingParams.__dataclass_fields__.keys()}
     biases = _bounded(sampling.logit_bias, "sampling.logit_bias", "tokens", bounds.max_logit_bias, found)
@@ -188,7 +188,7 @@ def _guided(asked: pb.GuidedDecoding, bounds: Bounds, found: list[Violation]) ->
 def _output(message: pb.GenerateRequest, found: list[Violation]) -> OutputOptions:
     output = message.output
     if output.top_logprobs and not (output.logprobs or output.prompt_logprobs):
-        problem = f"is {output.top_logprobs}, and neither logprobs nor prompt_logprobs are asked for"
+        problem = f"is {output.top_logprobs}; expected logprobs or prompt_logprobs with it"
         found.append(Violation("output.top_logprobs", problem))
     return OutputOptions(
         token_ids=output.token_ids or not output.HasField("token_ids"),
@@ -213,10 +213,10 @@ def _speculation(asked: pb.SpeculationOptions, found: list[Violation]) -> Specul
 
 
 def _resume(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> Resume:
-    """Return what was received of each output: nothing of any where there are more than the request may have."""
+    """Return the received part of each output; empty if there are more outputs than the request may have."""
     asked, n = message.resume, num_outputs(message)
     outputs: dict[int, ReceivedOutput] = {}
-    if n > model.engine.config.max_n:  # which is refused
+    if n > model.engine.config.max_n:  # already a violation
         return Resume(fingerprint=asked.fingerprint)
     if len(asked.outputs) > n:
         found.append(Violation("resume.outputs", f"has {len(asked.outputs)} outputs; sampling.n is {n}"))
@@ -240,19 +240,19 @@ def _received_violations(
     if len(output.token_ids) > most:
         yield Violation(f"{field}.token_ids", f"has {len(output.token_ids)} tokens; the limit is {most}")
     if output.index >= n or output.index in others:
-        problem = "is there twice" if output.index in others else f"is {output.index}; expected 0 to {n - 1}"
+        problem = "occurs twice" if output.index in others else f"is {output.index}; expected 0 to {n - 1}"
         yield Violation(f"{field}.index", problem)
     if output.token_ids and output.num_tokens:
-        problem = f"is {output.num_tokens}, and there are token_ids; expected one of the two"
+        problem = f"is {output.num_tokens}, and token_ids are set; expected one of the two"
         yield Violation(f"{field}.num_tokens", problem)
 
 
 def _received(output: pb.ReceivedOutput, most: int) -> ReceivedOutput:
-    """Convert one output; `most`: tokens that the context has."""
+    """Convert one output; `most`: the context's length."""
     tokens = tuple(output.token_ids)
     return ReceivedOutput(
         token_ids=tokens,
-        # With a digest, sent tokens are compared with it as computed ones are.
+        # With a digest, received tokens are compared with it just as regenerated ones are.
         num_tokens=min(output.num_tokens or (len(tokens) if output.digest or output.recount else 0), most),
         digest=output.digest,
         tail=output.tail,
@@ -265,7 +265,7 @@ def _received(output: pb.ReceivedOutput, most: int) -> ReceivedOutput:
 
 
 async def responses(stream: OutputStream, model: ServedModel) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-    """Yield the messages of a stream: for each event its tokens if it has any, then its end if it has one."""
+    """Yield the messages of a stream: per event its tokens, if any, then its end, if any."""
     is_first = True
     async for event in stream.events():
         for message in _of_event(event, stream.request):
@@ -296,7 +296,7 @@ def _of_event(event: TokenEvent, request: Request) -> Iterator[pb.GenerateStream
 
 
 async def response(stream: OutputStream) -> pb.GenerateResponse:
-    """Return all outputs, each complete, in one message; others have turns while many log-probabilities enter."""
+    """Return all complete outputs in one message. Other tasks run while many log-probabilities are converted."""
     events, request = await stream.read_all(), stream.request
     found = pb.GenerateResponse(request_id=stream.own_id, model=request.model or "")
     _add_prompt(found, stream)
@@ -314,8 +314,8 @@ async def response(stream: OutputStream) -> pb.GenerateResponse:
 
 
 def _resume_info(request: Request, model: ServedModel) -> pb.ResumeInfo:
-    """Return what the caller needs to continue the stream of `request` on another server with this fingerprint."""
-    assert request.sampling.seed is not None, "drawn when the request was checked"
+    """Return what the caller needs to resume the stream of `request` on another server with this fingerprint."""
+    assert request.sampling.seed is not None, "set when the request was checked"
     return pb.ResumeInfo(
         fingerprint=model.fingerprint_with(request.adapter),
         seed=request.sampling.seed,
@@ -325,7 +325,7 @@ def _resume_info(request: Request, model: ServedModel) -> pb.ResumeInfo:
 
 
 def _add_prompt(message: pb.GenerateStreamResponse | pb.GenerateResponse, stream: OutputStream) -> None:
-    """Add the tokens of the prompt, if they are requested, and whether it ends inside of the reasoning."""
+    """Add the tokens of the prompt, if requested, and whether it ends within the reasoning."""
     message.starts_in_reasoning = stream.starts_in_reasoning
     if stream.request.output.prompt_token_ids:
         message.prompt_token_ids.ids.extend(stream.request.token_ids)
@@ -364,7 +364,7 @@ def _finished(index: int, end: FinishedOutput, request: Request) -> pb.Finished:
     assert timing is not None, "the stream adds it"
     message = pb.Finished(
         index=index,
-        finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{end.reason.name}"),  # an ERROR is a status instead
+        finish_reason=pb.FinishReason.Value(f"FINISH_REASON_{end.reason.name}"),  # an ERROR ends the call with a status
         usage=pb.Usage(
             accepted_prediction_tokens=end.accepted_prediction_tokens,
             rejected_prediction_tokens=len(request.prediction) - end.accepted_prediction_tokens,

@@ -1,9 +1,9 @@
 """The gRPC front end: options, port and interceptor. The interceptor authenticates calls and translates errors.
 
-All calls need a token, except those of the health service. grpc.aio answers invalid bytes and exceptions with UNKNOWN
-and a Python repr, so the interceptor parses messages and converts the errors of our services to statuses. After an
-internal error the caller receives INTERNAL without details, and the traceback is logged. The fields of a large message
-are counted before it is parsed, because two bytes can encode an empty message that takes a hundred bytes in memory
+All calls except those of the health service need a token. grpc.aio answers invalid bytes and exceptions with UNKNOWN
+and a Python repr, so the interceptor parses messages and converts errors of our services to statuses. After an internal
+error the caller receives INTERNAL without details, and the traceback is logged. The fields of a large message are
+counted before it is parsed, because two bytes can encode an empty message that takes a hundred bytes in memory
 (https://protobuf.dev/programming-guides/encoding).
 """
 
@@ -27,7 +27,7 @@ from server.config import ServerConfig
 from server.errors import Unauthenticated
 
 STREAMS_PER_CONNECTION = 1024  # besides those that can be queued
-KEEPALIVE_SECONDS = 30  # of silence, after which a client is pinged
+KEEPALIVE_SECONDS = 30  # without traffic, after which a client is pinged
 PING_TIMEOUT_SECONDS = 10  # for the answer to a ping
 MIN_PING_SECONDS = 10  # clients that ping more often are disconnected
 
@@ -86,7 +86,7 @@ Parse = Callable[[bytes], Any]
 
 
 class Boundary(grpc.aio.ServerInterceptor):
-    """Refuses unauthenticated calls, also of unknown methods, and wraps the methods of our services."""
+    """Refuses unauthenticated calls, including those of unknown methods, and wraps the methods of our services."""
 
     def __init__(self, callers: Callers, slow: SlowWork) -> None:
         self._callers, self._slow = callers, slow
@@ -136,7 +136,7 @@ def _wrap(method: Any, parse: Parse, slow: SlowWork) -> Any:
 
 
 async def refuse(refused: Refusal, message: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """End a call with a status and its details, truncated to a size that fits into headers."""
+    """End a call with a status and its details, truncated to fit into headers."""
     try:
         short = clipped(message, MAX_MESSAGE)
         await context.abort(refused.code, short, trailers(refused, short))
@@ -179,7 +179,7 @@ def require_few(data: bytes, descriptor: Descriptor) -> None:
     """
     counts: Counter[str] = Counter()
     position, end, message, path = 0, len(data), descriptor, ""
-    outer: list[tuple[int, Descriptor, str]] = []  # the messages around this one, innermost last
+    outer: list[tuple[int, Descriptor, str]] = []  # the enclosing messages, innermost last
     try:
         while position < end or outer:
             if position >= end:

@@ -1,9 +1,9 @@
-"""The services: generation, information and control, and health. `convert` interprets messages, the driver schedules.
+"""The gRPC services: generation, control and health. `messages` converts, the driver schedules.
 
-The done-callback of a call releases its request. So the engine frees the pages before its next step, whatever ended the
-call and in whatever phase. The health service `liveness` is for systems that replace failed processes: it is SERVING
-until the server has FAILED. The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and a
-change of state waits for that lock: one watcher that reads nothing would stop recovery and shutdown. Here nobody waits.
+The done-callback of a call releases its request, so the engine frees the pages before its next step, however the call
+ended. The health service `liveness` is for systems that replace failed processes: it is SERVING until the server has
+FAILED. The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and a change of state waits
+for that lock: one watcher that does not read would block recovery and shutdown. Here no change waits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
 from server.streams.stream import OutputStream
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # read for the caller of some methods
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # the caller of the current call
 
 _STATES = {
     State.STARTING: pb.SERVER_STATE_STARTING,
@@ -53,9 +53,9 @@ _STATES = {
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
-    """Implements ControlService. All calls are quick, except loads and the conversion of long texts and many token ids.
+    """Implements ControlService. Calls are quick except adapter loads and conversions of long texts or many tokens.
 
-    Conversions use threads. They count against their caller's quota and as requests that arrive.
+    Conversions use threads. They count against their caller's quota and as arriving requests.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self._clock, self._started = clock, clock()
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
-        """Return version, state and queue limits. This method works in every state of the server."""
+        """Return version, state and queue limits, in every state of the server."""
         return pb.GetServerInfoResponse(
             version=version(),
             state=_STATES[self._lifecycle.state],
@@ -97,10 +97,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """End one request, or all. The response also counts requests that end by themselves in the meantime."""
+        """End one request, or all. The response also counts requests that end on their own in the meantime."""
         driver, caller = self._driver(), self._caller(context)
         if request.all and not caller.is_operator:
-            raise Forbidden("all is true; only an operator may end everybody's requests")
+            raise Forbidden("all is true; only an operator may end all callers' requests")
         streams = driver.live() if request.all else ()
         match request.WhichOneof("target"):
             case None:
@@ -115,7 +115,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return pb.AbortResponse(aborted_requests=len(streams))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Convert a text to token ids. The text may be as long as a prompt."""
+        """Convert a text of at most a prompt's length to token ids."""
         with self._admission.conversion(self._caller(context)):
             model = self._model(request)
             codec, most = _require_codec(model), model.engine.facts.limits.max_model_len
@@ -127,7 +127,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Convert token ids to text: as many as the context has."""
+        """Convert token ids to text, at most the context's length."""
         with self._admission.conversion(self._caller(context)):
             model = self._model(request)
             codec, most = _require_codec(model), model.engine.facts.limits.max_model_len
@@ -156,7 +156,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
 def _require_codec(model: ServedModel) -> Codec:
     if model.codec is None:
-        raise Unsupported(f"{model.name} has no tokenizer: token ids only")
+        raise Unsupported(f"{model.name} has no tokenizer; it supports token ids only")
     return model.codec
 
 
@@ -174,10 +174,10 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: generation.GenerateRequest, context: Context) -> generation.GenerateResponse:
         if request.HasField("resume"):
-            raise InvalidRequest.of("resume", "continues a stream; send it to GenerateStream")
+            raise InvalidRequest.of("resume", "is set; a stream can only be resumed by GenerateStream")
         return await messages.response(await self._admit(request, context))
 
-    # The type stubs expect a generator, but a generator's cleanup may never run. So this method writes the messages.
+    # The type stubs expect a generator, but its cleanup may never run. So this method writes the messages itself.
     async def GenerateStream(  # type: ignore[override]
         self, request: generation.GenerateRequest, context: Context
     ) -> None:
@@ -189,11 +189,11 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
                     with writes:
                         await context.write(message)
         except TimeoutError:
-            problem = f"the reader took no message for {self._stall_seconds:g} seconds"
+            problem = f"the client read nothing for {self._stall_seconds:g} seconds"
             raise self._admission.stalled([stream], problem) from None
 
     async def _admit(self, message: generation.GenerateRequest, context: Context) -> OutputStream:
-        """Admit the request. Before this returns, nothing is sent, not even metadata: a refused call can be retried."""
+        """Admit the request. Before this returns, nothing is sent, not even metadata: refused calls can be retried."""
         metadata = context.invocation_metadata() or ()
         caller = self._callers.of_metadata(metadata, host_of(context.peer()))
         headers = {k: v for k, v in metadata if isinstance(v, str)}
@@ -222,7 +222,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, services: Iterable[str], state: State) -> None:
         self._names = ("", *services)
         self._statuses = self._of(state)
-        self._changed = asyncio.Event()  # of the current statuses; each change has its own
+        self._changed = asyncio.Event()  # set at the next change, then replaced
 
     async def follow(self, state: State) -> None:
         self._statuses = self._of(state)
@@ -235,13 +235,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return dict.fromkeys(self._names, status) | {LIVENESS: liveness}
 
     async def Check(self, request: Any, context: Context) -> Any:
-        """Return the status of a service; NOT_FOUND for a name that is none."""
+        """Return the status of a service; NOT_FOUND for an unknown name."""
         if request.service not in self._statuses:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return Response(status=self._statuses[request.service])
 
     async def Watch(self, request: Any, context: Context) -> None:
-        """Write the status of a service, and each later one; a slow watcher gets only the newest."""
+        """Write the status of a service and its later changes; a slow watcher receives only the newest."""
         written = None
         while True:
             changed, status = self._changed, self._statuses.get(request.service, Response.SERVICE_UNKNOWN)

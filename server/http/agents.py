@@ -1,8 +1,8 @@
-"""What the protocols of agents share: their bodies, conversations as chat templates expect them, and answers in parts.
+"""Shared by the agent protocols (Responses, Messages): bodies, conversations for chat templates, and answers in parts.
 
-The protocols have more kinds of content than chat templates have roles. So instructions before the model's first turn
-are joined to one system message at the beginning; later ones become part of a user's turn, between marks. Adjacent
-turns of the user are joined, because many templates require user and assistant to alternate.
+The protocols have more kinds of content than chat templates have roles. Instructions before the model's first turn are
+joined to one system message at the beginning; later ones become part of a user's turn, between markers. Adjacent user
+turns are joined, because many templates require user and assistant to alternate.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from server.http.pieces import CallReader, call_id
 from server.model import ServedModel
 from server.streams.stream import OutputStream
 
-ENDED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # by itself, as these protocols have it
-SEPARATOR = "\n\n"  # between texts that become one
+ENDED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # without the group of gRPC
+SEPARATOR = "\n\n"  # between joined texts
 _REMINDER = "<system-reminder>\n{text}\n</system-reminder>"
 
 
 class AgentBody(GenerationFields):
-    """A body of these routes: fields of the protocol in question, and those of `GenerationFields`."""
+    """Base of the bodies of these routes, with the fields of `GenerationFields`."""
 
     no_input = None
     usual_temperature = OPENAI_TEMPERATURE
 
     def limited(self, max_tokens: int | None) -> Request:
-        """Return a request of the fields that are no part of the conversation.
+        """Return a request without the conversation.
 
-        Without a limit an answer may be as long as the context has room for; agents expect that of a limit that is
-        larger, too.
+        Without max_tokens, or if it exceeds the context, an answer may fill the rest of the context, as agents expect.
         """
         request = super().limited(max_tokens)
         return replace(
@@ -49,7 +48,7 @@ class AgentBody(GenerationFields):
 
 
 class Turns:
-    """Builds the messages of a conversation, in the order in which its parts are given."""
+    """Builds the messages of a conversation from its parts, in order."""
 
     def __init__(self) -> None:
         self._turns: list[ChatMessage] = []
@@ -62,7 +61,7 @@ class Turns:
         return (ChatMessage(role="system", content=SEPARATOR.join(self._instructions)), *self._turns)
 
     def instruct(self, text: str) -> None:
-        """Add instructions of the developer."""
+        """Add developer instructions."""
         if any(turn.role == "assistant" for turn in self._turns):
             self.ask(_REMINDER.format(text=text))
         elif text:
@@ -75,13 +74,13 @@ class Turns:
             self._turns.append(ChatMessage(role="user", content=text))
 
     def reason(self, text: str) -> None:
-        """Add reasoning of the assistant, which begins a turn."""
+        """Add the assistant's reasoning, which begins a turn."""
         newest = self._assistants(lambda turn: not turn.content and not turn.tool_calls)
         so_far = newest.reasoning
         self._turns[-1] = replace(newest, reasoning=text if so_far is None else f"{so_far}{SEPARATOR}{text}")
 
     def answer(self, text: str) -> None:
-        """Add text of the assistant. In a turn it precedes the calls."""
+        """Add the assistant's text, which precedes the calls of the turn."""
         newest = self._assistants(lambda turn: not turn.tool_calls)
         self._turns[-1] = replace(newest, content=f"{newest.content}{SEPARATOR}{text}" if newest.content else text)
 
@@ -99,7 +98,7 @@ class Turns:
         self._turns.append(ChatMessage(role="tool", content=text, name=name, tool_call_id=call_id))
 
     def _assistants(self, has_room: Callable[[ChatMessage], bool]) -> ChatMessage:
-        """Return the newest turn if it is one of the assistant that can be extended, else a new one."""
+        """Return the last turn if it is an assistant turn that can be extended, else a new one."""
         if not self._turns or self._turns[-1].role != "assistant" or not has_room(self._turns[-1]):
             self._turns.append(ChatMessage(role="assistant"))
         return self._turns[-1]
@@ -107,7 +106,7 @@ class Turns:
 
 @dataclass
 class AnswerPart:
-    """A part of an answer, which grows. `kind` is reasoning, text or call; a call has an id and a name."""
+    """A growing part of an answer. `kind` is reasoning, text or call; a call has an id and a name."""
 
     index: int
     kind: str
@@ -118,7 +117,7 @@ class AnswerPart:
 
     @property
     def text(self) -> str:
-        """The text so far; of a call, the JSON text of its arguments."""
+        """The text so far; for a call, the JSON text of its arguments."""
         return "".join(self.texts)
 
     @property
@@ -127,7 +126,7 @@ class AnswerPart:
 
 
 class AgentAnswer(Answers):
-    """Base of the answers. Its events describe how one grows, and at the end it is complete."""
+    """Base of the answers. Its events describe how an answer grows."""
 
     last = b""
     are_named = True
@@ -154,14 +153,14 @@ class AgentAnswer(Answers):
         made = [json for piece in await self._reader.read(event) for json in self._add(piece)]
         if event.finished is None:
             return made
-        if event.finished.reason is FinishReason.DEADLINE:  # these protocols have no such reason to end
-            raise DeadlinePassed("the time of the request passed before the end")
+        if event.finished.reason is FinishReason.DEADLINE:  # these protocols have no such finish reason
+            raise DeadlinePassed("the deadline passed before the answer was complete")
         if event.finished.reason not in ENDED:
-            raise Aborted("the request was ended before its end")
+            raise Aborted("the request was aborted")
         return made + self._end(event.finished, self._reader.reasoning_tokens[0])
 
     def _add(self, piece: Piece) -> list[Json]:
-        """Add a piece to the part that it belongs to, which begins if the newest is of another kind."""
+        """Add a piece to the last part, or to a new one if the last is of another kind."""
         number = len(self._parts)
         if isinstance(piece, CallStart):
             return self._open(AnswerPart(number, "call", call_id(self._request_id, 0, piece.index), piece.name))
@@ -172,20 +171,20 @@ class AgentAnswer(Answers):
         return [*begun, *self._grown(self._parts[-1], piece.text)]
 
     def _open(self, part: AnswerPart) -> list[Json]:
-        """End the newest part, and begin one."""
+        """End the last part, and begin a new one."""
         events = self._close("completed")
         self._parts.append(part)
         return [*events, *self._opened(part)]
 
     def _close(self, status: str) -> list[Json]:
-        """End the newest part, if it has not ended."""
+        """End the last part, if it is open."""
         if not self._parts or not self._parts[-1].is_open:
             return []
         self._parts[-1].status = status
         return self._closed(self._parts[-1])
 
     # Each returns events: before the first token, at the start of a part, for more of its text, at its end, and at the
-    # end of the answer. `_whole` returns the answer as it is now.
+    # end of the answer. `_whole` returns the current answer.
 
     @abstractmethod
     def _begin(self) -> list[Json]: ...

@@ -1,7 +1,6 @@
-"""Bodies of all routes: from bytes to fields, and to requests, which `server.admission` checks; and `/generate`'s own.
+"""Bodies of all routes: bytes to fields to requests, which `server.admission` validates. Also the body of `/generate`.
 
-If some fields of a body are invalid by themselves, the other fields are still checked, so that one error lists all
-violations.
+The other fields of a body with invalid fields are still checked, so that one error lists all violations.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ from server.streams.stream import NOTHING_RECEIVED
 Input: TypeAlias = str | tuple[int, ...] | Conversation
 
 OPENAI_TEMPERATURE = 1.0
-_GROUP = re.compile(r"^(sampling|stopping|output|messages)\.")  # the groups of gRPC are not in HTTP bodies
+_GROUP = re.compile(r"^(sampling|stopping|output|messages)\.")  # HTTP bodies do not have the groups of gRPC
 
 
 class SpeculationFields(Body):
@@ -80,7 +79,7 @@ Choices = Annotated[list[Text], Field(fail_fast=True), at_most(MAX_CHOICES)]
 
 
 class TextPart(Body):
-    """A part of a message that is text."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: Text
@@ -98,7 +97,7 @@ class PredictionBody(Body):
 
 
 class StructuredOutputs(Body):
-    """A structure of the text, in one of several notations."""
+    """The structure of the text, in one of several notations."""
 
     json_: Annotated[Text | Schema, TEXT_OR_OBJECT] | None = Field(None, alias="json")
     json_object: Flag = False  # any JSON object
@@ -116,12 +115,12 @@ _SAMPLING = {field.name for field in fields(SamplingParams)} - {"guided", "max_t
 
 
 class GenerationFields(Body):
-    """Fields of every generating route, named as over gRPC, but without its groups."""
+    """Fields of every generating route, named as in gRPC, without its groups."""
 
-    # The input field, and a placeholder for an invalid input; None: only the wrong fields of a body are reported.
+    # The input field, and a placeholder for an invalid input; None: only invalid fields of a body are reported.
     no_input: ClassVar[tuple[str, Any] | None] = ("prompt", "")
     usual_temperature: ClassVar[float] = 0.0
-    # Patterns of fields that gRPC calls differently, each with what the caller calls it if the body has that field.
+    # Patterns of gRPC field names, each with the name in the body, used if the body has that field.
     names: ClassVar[dict[str, str]] = {}
 
     model: Text | None = None
@@ -151,17 +150,17 @@ class GenerationFields(Body):
     speculation: SpeculationFields = SpeculationFields()
     priority: Int32 | None = None
     stream: Flag = False
-    event_ids: Flag = False  # give events of a stream ids; see the header Last-Event-ID
+    event_ids: Flag = False  # send an id with each event, for the header Last-Event-ID
     timeout: Seconds | None = None
 
     def conflicts(self) -> Iterator[Violation]:
-        """Yield a violation for fields that are valid by themselves but exclude each other."""
+        """Yield a violation for valid fields that exclude each other."""
         given = [field for field, _ in self.structures()]
         if len(given) > 1:
             yield Violation("body", f"has {' and '.join(given)}; expected one structure")
 
     def called(self, field: str) -> str:
-        """Return what the caller calls a field of gRPC."""
+        """Return the body's name of a gRPC field."""
         field = _GROUP.sub("", field)
         for pattern, name in self.names.items():
             theirs, is_other = re.subn(rf"^({pattern})(?!\w)", name, field)
@@ -171,7 +170,7 @@ class GenerationFields(Body):
         return re.sub(r"^guided(\.\w+)*", structure, field)
 
     def structures(self) -> Iterator[tuple[str, Guided]]:
-        """Yield the structures that the text is to have, each with its field; more than one are a conflict."""
+        """Yield the requested structures of the text, each with its field; more than one is a conflict."""
         wanted = {} if self.structured_outputs is None else self.structured_outputs.model_dump(by_alias=True)
         if wanted.get("json_object"):
             yield "structured_outputs.json_object", Guided(json_schema=ANY_OBJECT)
@@ -184,7 +183,7 @@ class GenerationFields(Body):
     @property
     @abstractmethod
     def prompts(self) -> list[Input]:
-        """The prompts: one in most bodies. Raises InvalidRequest for a wrong conversation."""
+        """The prompts: one in most bodies. Raises InvalidRequest for an invalid conversation."""
 
     @property
     def predicted(self) -> str | None:
@@ -197,7 +196,7 @@ class GenerationFields(Body):
         """Return the request, without its prompt."""
 
     def limited(self, max_tokens: int | None) -> Request:
-        """Return a request of the fields that all routes have."""
+        """Return a request with the fields of all routes."""
         given = {name: getattr(self, name, None) for name in _SAMPLING}
         named: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
@@ -225,9 +224,9 @@ def _guided(kind: str, source: Any) -> Guided:
 
 
 def template_arguments(effort: str | None, verbosity: str | None = None, named: dict[str, Any] | None = None) -> str:
-    """Return more variables of the template as JSON. Those that the caller names go before those that fields imply.
+    """Return further template variables as JSON. Explicit ones override those that other fields imply.
 
-    Most templates can switch reasoning on or off, without degrees.
+    Most templates can only switch reasoning on or off.
     """
     found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     found |= {"enable_thinking": False} if effort == "none" else {}
@@ -264,7 +263,7 @@ class GenerateBody(GenerationFields):
         return [self.prompt]
 
     def request(self) -> Request:
-        """Convert the body. `k_draft` is the number of drafts in every round; 0 turns speculation off."""
+        """Convert the body. `k_draft` is the number of drafts in each round; 0 turns speculation off."""
         request = self.limited(self.max_new_tokens)
         if self.k_draft is None:
             return request
@@ -278,7 +277,7 @@ FieldsT = TypeVar("FieldsT", bound=BaseModel)
 
 @dataclass(slots=True)
 class ParsedBody(Generic[BodyT]):
-    """A body, as far as its fields are valid; its request, its prompts, and the violations known already."""
+    """The valid fields of a body, its request, its prompts, and the violations found so far."""
 
     body: BodyT
     request: Request
@@ -287,7 +286,7 @@ class ParsedBody(Generic[BodyT]):
 
     @property
     def readers(self) -> list[Reader]:
-        """What returns the request of each prompt, with the violations that are known already."""
+        """Functions that return the request of each prompt, with the violations found so far."""
         return [partial(self._read, prompt) for prompt in self.prompts]
 
     def _read(self, prompt: Input, _: ServedModel, found: list[Violation]) -> tuple[Request, Prompt, str | None]:
@@ -297,14 +296,14 @@ class ParsedBody(Generic[BodyT]):
 
     @property
     def conversation(self) -> Conversation:
-        """The prompt of a route for conversations."""
+        """The conversation of a conversation route."""
         (prompt,) = self.prompts
         assert isinstance(prompt, Conversation), "a route for conversations"
         return prompt
 
     @contextmanager
     def naming(self, prompt: int = 0) -> Iterator[None]:
-        """Within it errors have the caller's names of fields, and name the prompt if it is one of several."""
+        """Context in which errors use the body's field names, and name the prompt if there are several."""
         name = f"prompt[{prompt}]" if len(self.prompts) > 1 else ""
         try:
             yield
@@ -325,26 +324,26 @@ class ParsedBody(Generic[BodyT]):
         return replace(wrong, field=self.body.called(wrong.field), problem=problem)
 
     def resume_after(self, event_id: str, max_n: int) -> None:
-        """Continue the stream after the event with this id.
+        """Resume the stream after the event with this id.
 
-        Outputs that were finished are computed again, too, because the usage at the end includes them.
+        Finished outputs are regenerated, too, because the usage at the end includes them.
         """
         sampling = self.request.sampling
         if not self.body.stream:
-            self.refuse("Last-Event-ID", "continues a stream; it needs stream: true")
+            self.refuse("Last-Event-ID", "resumes a stream; it requires stream: true")
         if len(self.prompts) > 1:
-            self.refuse("Last-Event-ID", f"continues a stream of one prompt; the body has {len(self.prompts)}")
+            self.refuse("Last-Event-ID", f"resumes a stream with one prompt; the body has {len(self.prompts)}")
         try:
             seed, resume = parse_event_id(event_id, max_n)
         except InvalidRequest as invalid:
             self.wrong += invalid.violations
             return
         if sampling.seed not in (None, seed):
-            self.refuse("seed", f"is {sampling.seed}; the stream that Last-Event-ID names has {seed}")
+            self.refuse("seed", f"is {sampling.seed}; the stream of Last-Event-ID has seed {seed}")
         if len(resume.outputs) > sampling.n:
             self.refuse("resume.outputs", f"has {len(resume.outputs)} outputs; sampling.n is {sampling.n}")
         if self.wrong or sampling.n > max_n:
-            return  # the request is refused, and so is not compared with what this server would send
+            return  # already a violation, so the received outputs are not needed
         missing = sampling.n - len(resume.outputs)
         outputs = (*map(_computed_again, resume.outputs), *(NOTHING_RECEIVED,) * missing)
         self.request = replace(
@@ -361,7 +360,7 @@ def _computed_again(output: ReceivedOutput) -> ReceivedOutput:
 
 
 def read_body(kind: type[BodyT], data: bytes, content_type: str) -> ParsedBody[BodyT]:
-    """Return the fields, the request that they make, and what is wrong. Raises InvalidRequest if it is no object."""
+    """Return fields, request and violations. Raises InvalidRequest if the body is not an object."""
     found = read_json(data, content_type)
     try:
         return _asked(kind.model_validate(found))
@@ -369,7 +368,7 @@ def read_body(kind: type[BodyT], data: bytes, content_type: str) -> ParsedBody[B
         errors = error.errors(include_url=False)[:MAX_ERRORS]
     wrong = violations(errors)
     if any(not about["loc"] for about in errors):
-        del found  # it can have a hundred megabytes, and the traceback would keep it
+        del found  # it can be a hundred megabytes, and the traceback would keep it alive
         raise InvalidRequest(wrong)
     if kind.no_input is None:
         return ParsedBody(kind.model_construct(), Request(), [NO_TOKENS], wrong)
@@ -381,21 +380,21 @@ def read_body(kind: type[BodyT], data: bytes, content_type: str) -> ParsedBody[B
 
 
 def _asked(body: BodyT) -> ParsedBody[BodyT]:
-    """Convert a body whose fields are valid by themselves."""
+    """Convert a body whose fields are valid."""
     try:
         return ParsedBody(body, body.request(), body.prompts, list(body.conflicts()))
     except InvalidRequest as invalid:  # of a conversation
         return ParsedBody(body, Request(), [NO_TOKENS], list(invalid.violations))
 
 
-MAX_JSON_PARTS = 200_000  # strings, lists and objects: each takes up to two hundred bytes when it is made
+MAX_JSON_PARTS = 200_000  # strings, lists and objects: each takes up to two hundred bytes when parsed
 _PARTS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
-MAX_DIGITS = 1000  # of a whole number: to read one takes a time that grows with the square, and none served has more
-MAX_ERRORS = 100  # that are looked at; an answer has room for fewer
+MAX_DIGITS = 1000  # of an integer: parsing takes quadratic time, and no field needs more
+MAX_ERRORS = 100  # violations that are converted; a response has room for fewer
 
 
 def fields_of(kind: type[FieldsT], data: bytes, content_type: str) -> FieldsT:
-    """Return the fields of a body; InvalidRequest with all that is wrong with them."""
+    """Return the fields of a body. Raises InvalidRequest with all violations."""
     try:
         return kind.model_validate(read_json(data, content_type))
     except ValidationError as error:
@@ -404,31 +403,29 @@ def fields_of(kind: type[FieldsT], data: bytes, content_type: str) -> FieldsT:
 
 
 def _require_few_parts(text: str) -> None:
-    """Refuse a text of more parts than memory is worth, before any of them is made."""
+    """Limit the number of parts of a JSON text before it is parsed, to limit memory."""
     if text.count('"') // 2 + text.count("[") + text.count("{") <= MAX_JSON_PARTS:
-        return  # the usual case, which takes less time
+        return  # the usual case, a cheaper check
     found = sum(1 for _ in islice(_PARTS.finditer(text), MAX_JSON_PARTS + 1))
     if found > MAX_JSON_PARTS:
-        raise InvalidRequest.of(
-            "body", f"has more than {MAX_JSON_PARTS} strings, lists and objects, which is the limit"
-        )
+        raise InvalidRequest.of("body", f"has more than {MAX_JSON_PARTS} strings, lists and objects")
 
 
 def _whole(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise InvalidRequest.of("body", f"is no JSON that can be read: a number is too long, of {len(digits)} digits")
+        raise InvalidRequest.of("body", f"is not valid JSON: a number has {len(digits)} digits")
     return int(digits)
 
 
 def _real(digits: str) -> float:
-    """Convert as Python would, but between two numbers other threads can run."""
+    """Convert like Python's parser, but let other threads run between two numbers."""
     return float(digits)
 
 
 def read_json(data: bytes, content_type: str) -> Any:
-    """Decode JSON; the content type has to be JSON, so that no web page can send it to another site."""
+    """Decode JSON. The content type must be JSON, so that no web page can send it to another site."""
     described = Message()
-    described["content-type"] = content_type or "text/plain"  # a page can send a body of no type, too
+    described["content-type"] = content_type or "text/plain"  # a page can also send a body without a type
     subtype = described.get_content_subtype()
     if described.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
         raise InvalidRequest.of("body", f"is of type {shown(content_type)}; expected application/json")
@@ -437,9 +434,9 @@ def read_json(data: bytes, content_type: str) -> Any:
         _require_few_parts(text)
         return json.loads(text, parse_int=_whole, parse_float=_real)
     except UnicodeDecodeError as error:
-        problem = f"is no UTF-8: the byte {error.object[error.start]:#04x} at {error.start}"
+        problem = f"is not UTF-8: the byte {error.object[error.start]:#04x} at {error.start}"
         raise InvalidRequest.of("body", problem) from None
     except json.JSONDecodeError as error:
-        raise InvalidRequest.of("body", f"is no JSON: {error.msg} at {error.pos}") from None
+        raise InvalidRequest.of("body", f"is not valid JSON: {error.msg} at {error.pos}") from None
     except RecursionError:
-        raise InvalidRequest.of("body", "is no JSON that can be read: it is too deep") from None
+        raise InvalidRequest.of("body", "is not valid JSON: it is nested too deeply") from None

@@ -1,6 +1,6 @@
-"""One call over HTTP: an answer or an event stream, until the caller disconnects. Knows no format of answers.
+"""One call over HTTP: an answer or an event stream, until the caller disconnects. Independent of the format of answers.
 
-Long lists of an answer are made and encoded in parts, so that others have their turns.
+Long lists of an answer are built and encoded in parts, so that other tasks can run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ T = TypeVar("T")
 Json = dict[str, Any]
 Events = AsyncIterator[TokenEvent]
 
-MAX_AT_ONCE = 100  # entries of a long list that are made before others have a turn
+MAX_AT_ONCE = 100  # entries of a long list that are built before other tasks run
 
 
 class Answers(ABC):
-    """Conversion of a stream's events to the JSON of one format, as a whole answer and as server-sent events.
+    """Converts a stream's events to the JSON of one format, as a whole answer and as server-sent events.
 
-    One instance per call, made of the body and the streams that were admitted for its prompts.
+    One instance per call, built from the body and the streams admitted for its prompts.
     """
 
     last = b"data: [DONE]\n\n"  # of a stream
@@ -53,7 +53,7 @@ class Answers(ABC):
 
     @abstractmethod
     async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
-        """Return the whole answer, made of all outputs in the order of their indices, each as one event."""
+        """Return the whole answer; `outputs`: each as one event, ordered by index."""
 
     @abstractmethod
     def events(self, events: Events) -> AsyncIterator[list[Json]]:
@@ -69,7 +69,7 @@ class CallerGone(Exception):  # an event, so its name has no suffix `Error`
 
 
 async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Return the result of `work`. If the caller disconnects before, cancel `work` and raise CallerGone."""
+    """Return the result of `work`. If the caller disconnects first, cancel `work` and raise CallerGone."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,7 +95,7 @@ async def in_time(remaining: Remaining) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         if limit.expired():
-            raise DeadlinePassed("the timeout passed before the end") from None
+            raise DeadlinePassed("the deadline passed before the end") from None
         raise  # another timeout inside
 
 
@@ -110,7 +110,7 @@ class Calls:
         cls, admission: Admission, read: ParsedBody[Any], caller: Caller, remaining: Remaining,
         headers: Mapping[str, str],
     ) -> Calls:  # fmt: skip
-        """Admit a request for each prompt, or none. The function that gets the calls has to release them."""
+        """Admit a request for each prompt, or none. The caller of this function must release the calls."""
         calls, n = cls(admission, [], remaining), read.request.sampling.n
         try:
             async with in_time(remaining):
@@ -124,7 +124,7 @@ class Calls:
         return calls
 
     async def outputs(self) -> list[TokenEvent]:
-        """Wait for the ends and return all outputs, each as one event. The first error ends the wait."""
+        """Wait for all outputs and return each as one event. The first error ends the wait."""
         tasks = [asyncio.ensure_future(stream.read_all()) for stream in self.streams]
         try:
             return [
@@ -147,14 +147,14 @@ class Calls:
         return event if not prompt else event._replace(index=event.index + prompt * self.streams[0].request.sampling.n)
 
     def release(self) -> None:
-        """End the calls after their reader has gone; see `OutputStream.release`."""
+        """End the calls after their reader is gone; see `OutputStream.release`."""
         late = self.remaining() <= 0
         for stream in self.streams:
             stream.release(late=late)
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield what the sources yield, each with the number of its source. One is taken in advance from each."""
+    """Merge the sources: yield each item with the number of its source. One item per source is fetched in advance."""
     taking = {asyncio.ensure_future(anext(source)): number for number, source in enumerate(sources)}
     try:
         while taking:
@@ -179,11 +179,11 @@ async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-PIECE = 64 << 10  # bytes of an answer that are written at once
+PIECE = 64 << 10  # bytes of an answer per write
 
 
 class WholeAnswer(Response):
-    """The JSON of a whole response. Its call is released when it is written, so an answer nobody reads still counts."""
+    """The JSON of a whole response. Its call is released when it is written, so an unread answer counts as live."""
 
     def __init__(self, calls: Calls, data: bytes) -> None:
         super().__init__(data, media_type="application/json")
@@ -191,7 +191,7 @@ class WholeAnswer(Response):
 
     @classmethod
     async def of(cls, calls: Calls, answers: Answers) -> WholeAnswer:
-        """Wait for the whole outputs, and encode the answer."""
+        """Wait for all outputs, and encode the answer."""
         try:
             async with in_time(calls.remaining):
                 return cls(calls, encoded(await answers.answer(await calls.outputs())))
@@ -200,7 +200,7 @@ class WholeAnswer(Response):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write pieces, each when the connection has taken those before; then release the call."""
+        """Write in pieces, with the connection's back-pressure; then release the call."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             for start in range(0, len(self.body), PIECE):
@@ -211,10 +211,10 @@ class WholeAnswer(Response):
 
 
 class EventStream(Response):
-    """Server-sent events: those that `answers` makes of the streams' events, then its last one.
+    """Server-sent events: the streams' events as converted by `answers`, then its last one.
 
-    With `has_ids`, the last one of each event has an id, with which the stream can be continued after it. Events that
-    the caller received of an interrupted stream are not sent again; without `ids` there are none.
+    With `has_ids`, the last SSE event of each stream event has an id from which the stream can be resumed. Events that
+    the caller received before an interruption are not sent again; without `ids` there are none.
     """
 
     def __init__(
@@ -226,12 +226,12 @@ class EventStream(Response):
         self._ids, self._has_ids, self._is_known = ids, has_ids, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write to the end, or until the caller disconnects, stalls or passes the deadline; then release the call."""
+        """Write until the end or a disconnect, a stall or the deadline; then release the call."""
         try:
             await unless_gone(self._write(send), receive)
         except (CallerGone, TimeoutError) as error:
             if isinstance(error, TimeoutError) or scope.get("state", {}).get(STALLED):
-                problem = f"the reader took no event for {self._stall_seconds:g} seconds"
+                problem = f"the client read nothing for {self._stall_seconds:g} seconds"
                 self._calls.admission.stalled(self._calls.streams, problem)
             else:
                 logger.info("request %s: the caller has disconnected", self._calls.streams[0].request_id)
@@ -249,16 +249,16 @@ class EventStream(Response):
                         if not self._is_known:
                             await _write_pieces(send, writes, self._encoded(made, event_id))
                 last = self._answers.last
-            except PilotfishError as error:  # the status is sent already, so an event must report the error
+            except PilotfishError as error:  # the status line was already sent, so an event must report the error
                 last = self._encoded(self._answers.failure(http_error(error)))
             except Exception:
-                logger.exception("an event could not be made")
+                logger.exception("an event could not be encoded")
                 last = self._encoded(self._answers.failure(INTERNAL))
             await _write_pieces(send, writes, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _encoded(self, events: Sequence[Json], event_id: str = "") -> bytes:
-        """Encode events; the last one has the id, if there is one."""
+        """Encode events; the last one has the id, if any."""
         data = b""
         for event in events:
             identity = f"id: {event_id}\n" if event_id and event is events[-1] else ""
@@ -267,15 +267,15 @@ class EventStream(Response):
         return data
 
     async def _observed(self, events: Events, ids: EventIds) -> Events:
-        """Yield the events; note of each, before it is written, its id and whether the caller has received it."""
+        """Yield the events. Before each is written, record its id and whether the caller has already received it."""
         async for event in events:
             self._is_known = ids.observe(event)
             yield event
-        self._is_known = False  # what follows, such as the usage, is of no event
+        self._is_known = False  # later data, such as the usage, belongs to no event
 
 
 async def _write_pieces(send: Send, writes: Writes, data: bytes) -> None:
-    """Write data in pieces, each with its own limit of time."""
+    """Write data in pieces, each with its own time limit."""
     for start in range(0, len(data), PIECE):
         with writes:
             await send({"type": "http.response.body", "body": data[start : start + PIECE], "more_body": True})
@@ -287,7 +287,7 @@ encoded = msgspec.json.Encoder().encode
 async def list_of(length: int, make: Callable[[int], Any]) -> list[Any] | msgspec.Raw:
     """Return the list of `make(i)` for each i below `length`.
 
-    A long one is made and encoded in parts: others have a turn after each, and the entries take no memory at once.
+    A long list is built and encoded in parts: other tasks run after each, and not all entries are in memory at once.
     """
     if length <= MAX_AT_ONCE:
         return [*map(make, range(length))]

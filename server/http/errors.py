@@ -1,4 +1,4 @@
-"""Errors in the format that OpenAI's clients expect, a status and `{"error": {...}}`, or Anthropic's clients."""
+"""Errors in the formats of OpenAI's (a status and `{"error": {...}}`) and Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATUSES = {  # all others: 500
     grpc.StatusCode.FAILED_PRECONDITION: 412,
 }
 _INVALID = "invalid_request_error"
-_TYPES = {  # by status, OpenAI's name and Anthropic's; of all others both are `_INVALID`
+_TYPES = {  # by status: OpenAI's and Anthropic's type; `_INVALID` for all others
     401: ("authentication_error", "authentication_error"),
     403: ("permission_error", "permission_error"),
     404: (_INVALID, "not_found_error"),
@@ -40,7 +40,7 @@ _TYPES = {  # by status, OpenAI's name and Anthropic's; of all others both are `
 }
 MAX_MESSAGE = 4000  # bytes of UTF-8
 UNAVAILABLE_SECONDS = 1.0  # a retry after this time may find another state
-MESSAGES = "/v1/messages"  # routes of Anthropic's
+MESSAGES = "/v1/messages"  # Anthropic's routes
 _TAGS = re.compile(r"<\d+>|\[key\]")  # of unions, and of an object's keys
 
 
@@ -55,14 +55,14 @@ class HttpError:
     retry_seconds: float | None = None
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """Return the body in the format of the routes at this path: Anthropic's or OpenAI's."""
+        """Return the body in the format of the route at this path: Anthropic's or OpenAI's."""
         openai, anthropic = _TYPES.get(self.status, (_INVALID, _INVALID))
         if path.startswith(MESSAGES):
             return {"type": "error", "error": {"type": anthropic, "message": self.message}}
         return {"error": {"message": self.message, "type": openai, "param": self.param, "code": self.code}}
 
     def response(self, path: str) -> JSONResponse:
-        """Return the response. Its headers ask clients not to retry after an internal fault or a passed deadline."""
+        """Return the response. After an internal error or a passed deadline, its headers ask clients not to retry."""
         headers = {}
         if self.retry_seconds is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_seconds))
@@ -86,13 +86,13 @@ def http_error(error: HttpError | PilotfishError, path: str = "") -> HttpError:
     found = shortened(error.violations)
     over = next((violation for violation in found if violation.excess is not None), None)
     parts = [str(v) if v.excess is None else _context_words(path, v.field, v.excess) for v in found]
-    # By this code clients shorten the conversation, and send it again.
+    # Clients that see this code shorten the conversation and send it again.
     code, field = (refused.metric, found[0].field) if over is None else ("context_length_exceeded", over.field)
     return HttpError(status, code, "; ".join(dict.fromkeys(parts)), field)
 
 
 def _context_words(path: str, field: str, excess: ContextExcess) -> str:
-    """Report that the context is too short, in the words that clients of the API recognise."""
+    """Report that the context is too short, in a wording that clients of the API recognise."""
     num_prompt, num_output, most = excess.prompt_tokens, excess.output_tokens, excess.max_prompt_tokens
     if path.startswith(MESSAGES):
         if num_output:
@@ -111,7 +111,7 @@ def _context_words(path: str, field: str, excess: ContextExcess) -> str:
 
 
 def violations(errors: Sequence[Any]) -> list[Violation]:
-    """Convert the errors that pydantic found in a body."""
+    """Convert pydantic's errors to violations."""
     return [Violation(_path(error), _problem(error)) for error in errors]
 
 
@@ -136,7 +136,7 @@ def _problem(error: Any) -> str:
         case "model_type" | "dict_type":
             return f"is {_shown(error['input'])}; expected an object"
         case "string_unicode":  # the key of an object
-            return f"has {_shown(error['input'])}, which is no text"
+            return f"has {_shown(error['input'])}; expected a string"
     return f"is {_shown(error['input'])}; {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
@@ -145,7 +145,7 @@ _REPR.maxlist = _REPR.maxdict = _REPR.maxstring = 80
 
 
 def _shown(value: Any) -> str:
-    """`shown`; of a list or an object, which can have millions of entries, only what is reported is written."""
+    """Like `shown`, but formats only the reported part of a list or an object, which can have millions of entries."""
     if not isinstance(value, list | dict):
         return shown(value)
     text = _REPR.repr(value)

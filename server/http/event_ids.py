@@ -1,6 +1,6 @@
-"""The ids of the events of a stream over HTTP, with which a caller continues it on any server of the same model.
+"""The ids of a stream's HTTP events, with which a caller resumes it on any server of the same model.
 
-Each names all that was sent up to its event: numbers of tokens, in place of the tokens of gRPC's `Resume`.
+Each encodes everything sent up to its event: numbers of tokens instead of the tokens of gRPC's `Resume`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _OUTPUT = re.compile(r"(?P<count>[0-9a-f]{1,7})(:(?P<digest>[0-9a-f]{16}))?(?P<t
 class EventIds:
     """The ids of a stream's events. `resume`: what was sent before.
 
-    Example: "9f3a…-17-0-1c:77e0aa51c0d3e9b2,5!" is of a model's fingerprint and the seed 17, never interrupted;
+    Example: "9f3a…-17-0-1c:77e0aa51c0d3e9b2,5!" has the model's fingerprint and the seed 17, never interrupted;
     28 tokens of output 0, with their digest; output 1 has ended.
     """
 
     def __init__(self, fingerprint: str, seed: int, resume: Resume | None = None) -> None:
         times = 0 if resume is None else min(resume.interruptions + 1, MAX_INTERRUPTIONS)
         self._prefix = f"{fingerprint}-{seed}-{times}"
-        known = () if resume is None else resume.outputs  # those that end once more have ended for the caller
+        known = () if resume is None else resume.outputs  # finished for the caller, though regenerated here
         self._outputs = {
             i: replace(output, has_ended=output.has_ended or output.recount) for i, output in enumerate(known)
         }
@@ -40,7 +40,7 @@ class EventIds:
         return f"{self._prefix}-{','.join(_entry(self._outputs.get(index, NOTHING_RECEIVED)) for index in every)}"
 
     def observe(self, event: TokenEvent) -> bool:
-        """Include an event; return whether it is an end that the caller has received before."""
+        """Include an event; return whether it is an end that the caller has already received."""
         output = self._outputs.get(event.index, NOTHING_RECEIVED)
         is_known = output.has_ended and event.finished is not None
         self._outputs[event.index] = replace(
@@ -59,9 +59,9 @@ def _entry(output: ReceivedOutput) -> str:
 
 
 def parse_event_id(event_id: str, max_n: int) -> tuple[int, Resume]:
-    """Return the seed and the resumption that an event's id names. Raises InvalidRequest if it is no such id.
+    """Return the seed and the `Resume` encoded in an event's id. Raises InvalidRequest if it is invalid.
 
-    `max_n`: maximum number of outputs of a stream of this server.
+    `max_n`: maximum number of outputs of a stream on this server.
     """
     whole = None if event_id.count(",") >= max_n else _EVENT_ID.fullmatch(event_id)
     parts = [] if whole is None else [_OUTPUT.fullmatch(part) for part in whole["outputs"].split(",")]

@@ -1,7 +1,7 @@
-"""Types of the fields of HTTP bodies, and the base of the bodies. Knows no route.
+"""Field types and base class of HTTP bodies, for all routes.
 
-Unknown fields are refused by name, because most of them would change the output. A field that is null counts as
-missing. So does an unsupported field of OpenAI or of other servers if its value requests nothing.
+Unknown fields are refused by name, because most would change the output. A null field counts as missing. So does an
+unsupported field of OpenAI or other servers if its value has no effect.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ def _is_text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"has {value[error.start]!r} at {error.start}, which is no character") from None
+        raise ValueError(f"has {value[error.start]!r} at {error.start}, which is not a valid character") from None
     return value
 
 
 # Strict types: "3" and true are not accepted as numbers, and 1 is not accepted as a boolean.
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)]
-# 64 bits, of which the protocol has an unsigned number: -1 and 2**64 - 1 are one seed.
+# 64 bits, unsigned in the protocol: -1 and 2**64 - 1 are the same seed.
 Seed = Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED, strict=True), AfterValidator(lambda seed: seed & MAX_SEED)]
-TokenKey = Annotated[int, Field(ge=0, le=2**32 - 1)]  # a key of a JSON object, where keys are strings; so not strict
+TokenKey = Annotated[int, Field(ge=0, le=2**32 - 1)]  # a JSON object's key, which is a string; so not strict
 Real = Annotated[float, Field(strict=True)]
 Seconds = Annotated[float, Field(gt=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, AfterValidator(_is_text)]
 
-# Lists and objects are counted before their entries are looked at, and the first bad entry of a list ends its check.
+# Lists and objects are counted before their entries are validated; validation stops at a list's first invalid entry.
 MAX_FIELDS = 100  # of an object with known fields
 MAX_PARTS = 1024  # of a message
-MAX_TEXTS = 1024  # text parts of a message; stop strings, of which the server allows fewer
+MAX_TEXTS = 1024  # text parts of a message; stop strings, for which the server has a lower limit
 MAX_CHOICES = 65_536
 MAX_PROMPTS = 128
 MAX_BIASES = 16_384
 MAX_IDS = 1 << 20
-MAX_SCHEMA = 1 << 20  # characters and values; what the server allows is less
+MAX_SCHEMA = 1 << 20  # characters and values; the server's limit is lower
 MAX_DEPTH = 128  # of a schema
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Return a validator that refuses lists and objects of more entries before it looks at them."""
+    """Return a validator that rejects lists and objects with more entries, before validating the entries."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > most:
@@ -69,7 +69,7 @@ def at_most(most: int) -> BeforeValidator:
 
 
 def _is_schema(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a schema that is too large or too deep for any server, or contains half of a surrogate pair."""
+    """Reject a schema that is too large or too deep for any server, or contains half of a surrogate pair."""
     level, left = list[Any]([value]), MAX_SCHEMA
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -83,11 +83,11 @@ def _is_schema(value: dict[str, Any]) -> dict[str, Any]:
                 left -= len(_is_text(part))
         left -= len(inner)
         if left < 0:
-            raise ValueError(f"is larger than {MAX_SCHEMA} characters and values, which is the limit")
+            raise ValueError(f"has more than {MAX_SCHEMA} characters and values")
         if not inner:
             return value
         level = inner
-    raise ValueError(f"is deeper than {MAX_DEPTH} levels, which is the limit")
+    raise ValueError(f"has more than {MAX_DEPTH} levels")
 
 
 Schema = Annotated[dict[str, Any], AfterValidator(_is_schema)]
@@ -97,7 +97,7 @@ Texts = Annotated[list[Text], Field(fail_fast=True), at_most(MAX_TEXTS)]
 # Fields about the caller, not about the output: they are accepted and have no effect.
 IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "refusal"})
 IGNORED |= {"prompt_cache_key", "prompt_cache_retention"}
-# Values of unsupported fields that request nothing.
+# Values of unsupported fields that have no effect.
 NEUTRAL: dict[str, Any] = {
     "annotations": [],
     "background": False,
@@ -117,7 +117,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def goes_with(kind: str, field: str, name: str = "") -> Any:
-    """Return a validator of a body: `field`, to callers `name`, is set where its type is `kind` and nowhere else."""
+    """Return a validator of a body: `field` (in the API `name`) must be set for type `kind` and for no other."""
 
     def check(body: Any) -> Any:
         if (body.type == kind) != (getattr(body, field) is not None):
@@ -128,7 +128,7 @@ def goes_with(kind: str, field: str, name: str = "") -> Any:
 
 
 def text_of(content: Any, separator: str = "") -> str:
-    """Return the whole text of a content: a text, or parts that have one each. It is empty if there is none."""
+    """Return the whole text of a content, which is a text or a list of parts; "" if there is none."""
     return content or "" if isinstance(content, str | None) else separator.join(part.text for part in content)
 
 
@@ -136,7 +136,7 @@ def not_served(advice: str) -> BeforeValidator:
     """Return a validator of a field that is not supported: any value is refused, with advice."""
 
     def refuse(value: Any) -> Any:
-        given = f"is {shown(value)}" if isinstance(value, str) else "is set"  # other values can be of any size
+        given = f"is {shown(value)}" if isinstance(value, str) else "is set"  # other values can have any size
         raise ValueError(f"{given}; this field is not supported: {advice}")
 
     return BeforeValidator(refuse)
@@ -146,7 +146,7 @@ class Body(BaseModel):
     """Base of all parts of a body. It drops null fields and fields without effect, and refuses unknown ones."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    ignored: ClassVar[frozenset[str]] = frozenset()  # more fields without effect on the output, whatever they are
+    ignored: ClassVar[frozenset[str]] = frozenset()  # further ignored fields, with any value
 
     @model_validator(mode="before")
     @classmethod
@@ -169,7 +169,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Chooses a type of a union by a value: `which` returns its number. So errors concern only this type."""
+    """Selects a type of a union by a value: `which` returns its index. So errors concern only this type."""
 
     which: Callable[[Any], int]
 
@@ -178,7 +178,7 @@ class OneOf:
 
 
 def _union(schemas: list[CoreSchema], which: Callable[[Any], int]) -> CoreSchema:
-    """Return the schema of a union. Its tags are names that errors leave out of a field's path."""
+    """Return the schema of a union, with tags that errors omit from a field's path."""
     return core_schema.tagged_union_schema(
         {f"<{i}>": schema for i, schema in enumerate(schemas)}, lambda value: f"<{which(value):d}>"
     )
@@ -190,9 +190,9 @@ TEXT_OR_OBJECT = OneOf(lambda value: isinstance(value, dict))
 
 @dataclass(frozen=True, slots=True)
 class ByType:
-    """Chooses a body, of one or of a union, by the field `type` of an object, and refuses types that none has.
+    """Selects a body, or one of a union, by an object's field `type`, and rejects other types.
 
-    `default` gives the type where it is missing.
+    `default` is the type if it is missing.
     """
 
     default: Callable[[dict[str, Any]], str | None] = lambda _: None

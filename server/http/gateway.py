@@ -1,4 +1,4 @@
-"""The HTTP server on the event loop: guards, limits, the page, and routes for health, metrics and models."""
+"""The HTTP server: guards, limits, the playground, and routes for health, metrics and models."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from server.telemetry.metrics import Exposition
 
 PAGE = Path(__file__).resolve().parent / "playground"
 # Files of the page at `/`, which calls the server like any other client. They contain no secrets, so they need no
-# token; what it calls does (docs/adr/0027-a-page-without-a-build-step.md).
+# token; the page's calls do (docs/adr/0027-a-page-without-a-build-step.md).
 PAGE_FILES = {
     "/": ("index.html", "text/html"),
     "/playground.css": ("playground.css", "text/css"),
     "/playground.js": ("playground.js", "text/javascript"),
     "/pilotfish.svg": ("pilotfish.svg", "image/svg+xml"),
 }
-# No content from other hosts, no inline scripts, no frames: so text from a model cannot run as code.
+# No content from other hosts, no inline scripts, no frames, so that text from a model cannot run as code.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -52,14 +52,14 @@ OPEN_PATHS = frozenset({"/health", *PAGE_FILES})
 
 
 class Guard:
-    """The middleware around all routes. It refuses a request, or passes it on with its caller.
+    """Middleware around all routes. It refuses a request, or passes it on with its caller.
 
     - A head or body that is too large or arrives too slowly is refused before all of it is in memory. The limits in
       bytes are those of gRPC messages and metadata.
-    - A server on loopback without tokens refuses requests that name another host. A web page can let its own name lead
-      to 127.0.0.1 (DNS rebinding). The browser then takes this server for the page's own site: the page could read
-      every answer. The header Host still has the page's name.
-    - Without a known token only open paths are answered.
+    - A server on loopback without tokens refuses requests for another host. A web page can resolve its own name to
+    127.0.0.1 (DNS rebinding); the browser then treats this server as the page's own site, and the page could read every
+    answer. The header Host still has the page's name.
+    - Without a known token only open paths are served.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, callers: Callers) -> None:
@@ -67,9 +67,9 @@ class Guard:
         self._names = {"localhost", config.host} if config.host in LOOPBACK and not callers.are_known else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse, or pass on: without cookies, which FastAPI parses in a time that grows with the square.
+        """Refuse, or pass on without cookies, which FastAPI parses in quadratic time.
 
-        The route of GET answers HEAD; uvicorn leaves out the body.
+        HEAD uses the route of GET; uvicorn omits the body.
         """
         refused = self._refusal(scope)
         if refused is not None:
@@ -81,7 +81,7 @@ class Guard:
         await self._app({**scope, "headers": kept, "method": method}, counted, send)
 
     def _refusal(self, scope: Scope) -> HttpError | PilotfishError | None:
-        """Return the error of a request that is not passed on; store the caller of another one in the scope."""
+        """Return the error of a refused request; else store the caller in the scope."""
         head = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope.get("raw_path", b""))
         if head > self._config.max_header_bytes:
             problem = f"the headers have {head} bytes; the limit is {self._config.max_header_bytes}"
@@ -109,13 +109,13 @@ class Guard:
 
 
 def _credentials(headers: Headers) -> Iterable[tuple[str, str]]:
-    """Return the headers; Anthropic's `x-api-key` counts as a bearer token where there is no `authorization`."""
+    """Return the headers; without `authorization`, Anthropic's `x-api-key` counts as a bearer token."""
     if "authorization" in headers:
         return headers.items()
     return [("authorization", f"Bearer {value}") for value in headers.getlist("x-api-key")]
 
 
-LAST_RESPONSES_SECONDS = 2  # for responses that are not fully read: a stalled reader must not delay the shutdown
+LAST_RESPONSES_SECONDS = 2  # for unread responses: a stalled client must not delay the shutdown
 
 
 def gateway(
@@ -126,9 +126,9 @@ def gateway(
     callers: Callers,
 ) -> FastAPI:
     """Create the application with the routes that do not generate; `driver` returns None until the model is loaded."""
-    # Without the pages of documentation, which load scripts of others.
+    # Without FastAPI's documentation pages, which load third-party scripts.
     app, started = FastAPI(title="Pilotfish", version=version(), docs_url=None, redoc_url=None), time.monotonic()
-    created = int(time.time())  # of the server: when the model was made is not known
+    created = int(time.time())  # of the server: the model's creation time is unknown
     app.add_middleware(Guard, config=config, callers=callers)
     for path, (name, media_type) in PAGE_FILES.items() if config.playground else ():
         page = Response((PAGE / name).read_bytes(), headers=PAGE_HEADERS, media_type=media_type)
@@ -160,7 +160,7 @@ def gateway(
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """Return the served model or one of its adapters; a name may have slashes."""
+        """Return the served model or one of its adapters; a name may contain slashes."""
         loaded = driver()
         cards = {} if loaded is None else {card["id"]: card for card in _models(loaded, created)}
         if name not in cards:
@@ -171,7 +171,7 @@ def gateway(
 
 
 def _models(driver: Driver, created: int) -> list[dict[str, Any]]:
-    """Return the model as OpenAI's list has it, and the longest context; then each adapter, which names its model."""
+    """Return the model in OpenAI's format, with the maximum context; then each adapter, with its model as parent."""
     model = driver.model
     about = {
         "object": "model",
@@ -184,7 +184,7 @@ def _models(driver: Driver, created: int) -> list[dict[str, Any]]:
 
 
 def _vitals(driver: Driver) -> dict[str, Any]:
-    """Return model, settings and load. Figures of speculation are of the last steps; None before the first."""
+    """Return model, settings and load. Speculation statistics cover recent steps; None before the first."""
     model, estimates = driver.model, driver.estimates
     engine = model.engine
     return {
@@ -202,13 +202,13 @@ def _vitals(driver: Driver) -> dict[str, Any]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on a socket of ours, without its signal handlers: `app` handles signals for both front ends."""
+    """uvicorn on our own socket, without its signal handlers: `app` handles signals for both front ends."""
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         class Protocol(HttpProtocol):
             head_seconds, stall_seconds = config.body_seconds, config.stall_seconds
 
-        # h11 is selected by name: another parser, if one is installed, would have other limits.
+        # h11 is selected explicitly: another installed parser would have other limits.
         settings = uvicorn.Config(app, http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off")
         if config.tls_cert is not None:
             settings.ssl_certfile, settings.ssl_keyfile = config.tls_cert, config.tls_key
@@ -239,14 +239,14 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-ANSWER_SECONDS = 1.0  # for an answer to a body that has not arrived, before the connection is closed
-# Chunks of a body, besides one per so many bytes: each chunk takes the event loop as long as some kilobytes.
+ANSWER_SECONDS = 1.0  # for a request's body to arrive after its answer; then the connection is closed
+# Chunks of a body beyond one per this many bytes: each chunk costs as much event-loop time as a few kilobytes.
 MAX_CHUNKS, MIN_CHUNK = 1024, 512
-STALLED = "reader_stalled"  # in the state of a request's scope once its connection is aborted for its reader
+STALLED = "reader_stalled"  # set in a request's scope when its connection is aborted because the client stalled
 
 
 class _Counted:
-    """A `receive` that limits the body's size and its time to arrive; after the body's end there is no deadline."""
+    """A `receive` that limits the body's size and arrival time; after the body there is no deadline."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
         self._receive, self._max_bytes, self._seconds = receive, max_bytes, seconds
@@ -268,13 +268,13 @@ class _Counted:
 
 
 class _Connection(h11.Connection):
-    """h11's side of a connection; it refuses a body of very many small chunks."""
+    """h11's connection; it rejects a body of too many small chunks."""
 
-    problem = ""  # why a request was refused
+    problem = ""  # the error of a refused request
     _num_chunks = _num_bytes = 0
 
     def next_event(self) -> type[h11.NEED_DATA | h11.PAUSED] | h11.Event:
-        """Return what h11 parsed, and count it."""
+        """Return the next h11 event, and count it."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
@@ -287,14 +287,14 @@ class _Connection(h11.Connection):
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's protocol with limits on the time in which the head and the body of a request arrive and answers leave.
+    """uvicorn's protocol with time limits for a request's head and body to arrive and for answers to be read.
 
-    uvicorn itself has none. `Guard` answers a late body with 408; this closes the connection a little later,
-    also where the body is not read, because the answer does not depend on it.
+    uvicorn itself has none. `Guard` answers a late body with 408; this closes the connection a little later, also if
+    the route does not read the body.
 
-    A closed connection still waits until what it has written is read. So one whose reader takes nothing is aborted: a
-    little after `stall_seconds`, so that a stream which waits for its reader reports that first. A stream without
-    anything to write by then finds `STALLED` in its scope.
+    A closing connection waits until its data is read. If its client does not read, it is aborted a little after
+    `stall_seconds`, so that a stream that waits for its client reports the stall first. A stream that has nothing to
+    write at that time finds `STALLED` in its scope.
     """
 
     head_seconds = stall_seconds = 30.0
@@ -303,9 +303,9 @@ class HttpProtocol(H11Protocol):
         super().__init__(config, *args, **named)
         assert config.h11_max_incomplete_event_size is not None, "HttpServer sets it"
         self.conn: _Connection = _Connection(h11.SERVER, config.h11_max_incomplete_event_size)
-        self._unsent: asyncio.TimerHandle | None = None  # set while the other side has to send something
-        self._awaited: float | None = None  # seconds of this timer
-        self._unread: asyncio.TimerHandle | None = None  # set while the reader has to take what is written
+        self._unsent: asyncio.TimerHandle | None = None  # set while the client must send
+        self._awaited: float | None = None  # duration of this timer
+        self._unread: asyncio.TimerHandle | None = None  # set while the client must read
         self._is_lost = False
 
     def connection_made(self, transport: Any) -> None:
@@ -317,7 +317,7 @@ class HttpProtocol(H11Protocol):
         self._watch()
 
     def on_response_complete(self) -> None:
-        """Expect the next request. If the body has not arrived yet, it has a little time left."""
+        """Expect the next request. If the body has not arrived yet, it has `ANSWER_SECONDS` left."""
         super().on_response_complete()
         self._watch()
 
@@ -326,7 +326,7 @@ class HttpProtocol(H11Protocol):
         self._watch()
 
     def resume_writing(self) -> None:
-        """Let the time of the reader begin anew, if it has to take the rest before the connection closes."""
+        """Restart the client's timer, if it must read the rest before the connection closes."""
         super().resume_writing()
         self._unread = self._timer(self._unread, None, self._abort)
         self._watch()
@@ -340,7 +340,7 @@ class HttpProtocol(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Say what is wrong with the request, unless it is answered already; then close the connection."""
+        """Send the error, unless the request is already answered; then close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(self.conn.problem or msg)
         self._close()
@@ -351,9 +351,9 @@ class HttpProtocol(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        """Set the timers: for what the other side has to send, and for what it has to take, also before the end.
+        """Set the timers for what the client must send, and for what it must read before the connection closes.
 
-        At the end the size of the transport's buffer is not enough: with TLS there is another one below.
+        When closing, the size of the transport's buffer is not sufficient: with TLS there is another buffer below.
         """
         seconds = None if self._is_lost else self._seconds()
         if seconds != self._awaited:
@@ -371,7 +371,7 @@ class HttpProtocol(H11Protocol):
         return None if seconds is None else self.loop.call_later(seconds, work)
 
     def _seconds(self) -> float | None:
-        """Return the time for what the other side has to send: a head, a body, or the rest of one that is answered."""
+        """Return the time limit for what the client must send: a head, a body, or the rest of an answered one."""
         state = self.conn.their_state
         if state is h11.IDLE:
             return self.head_seconds

@@ -1,7 +1,7 @@
-"""Anthropic's Messages API: fields of the bodies, the request that they make, and answers as lists of blocks.
+"""Anthropic's Messages API: bodies, their requests, and answers as lists of blocks.
 
-Unknown fields are refused by name. Fields without effect on the output are declared, with a comment, because agents
-send them with every request.
+Unknown fields are refused by name. Fields without effect are declared, with a comment, because agents send them with
+every request.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: TextBlocks = ""
-    is_error: Flag = False  # no effect: no template has a place for it, and the text contains the error
+    is_error: Flag = False  # no effect: templates have no field for it, and the text contains the error
 
 
 class ThinkingBlock(Body):
@@ -87,7 +87,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Reasoning that another server has sealed. It has no effect."""
+    """Reasoning encrypted by another server. It has no effect."""
 
     ignored = frozenset({"data"})
     type: Literal["redacted_thinking"]
@@ -125,7 +125,7 @@ class ClientTool(FunctionBody):
 
 
 class AnyToolChoice(Body):
-    """Whether, or what, the model has to call."""
+    """Whether the model must call a tool, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
@@ -149,15 +149,15 @@ class OutputFormat(Body):
 
 
 class OutputFields(Body):
-    """What the answer has to be like."""
+    """Options of the answer."""
 
     effort: Text | None = None
     format: OutputFormat | None = None
 
 
-# What they call a choice of tools; all others are "auto".
+# Tool choices by Anthropic's names; all others are "auto".
 _CHOICES: dict[str, Any] = {"any": "required", "none": "none"}
-# Variables of the template by the type of thinking; what "adaptive" leaves to the model is left to the template.
+# Template variables by the type of thinking; for "adaptive" the template decides.
 _THINKS = {"enabled": {"enable_thinking": True}, "disabled": {"enable_thinking": False}}
 
 
@@ -199,7 +199,7 @@ class ConversationBody(AgentBody):
                 parallel_tool_calls=not choice.disable_parallel_tool_use,
                 template_arguments=template_arguments(self.output_config.effort, named=thinks),
                 continue_final_message=turns[-1].role == "assistant",
-                # For a model that marks no reasoning the budget is dropped later.
+                # For a model without reasoning markers the budget is dropped later.
                 thinking_budget=thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
             )
         ]
@@ -249,7 +249,7 @@ def _add(turns: Turns, turn: MessageTurn, field: str) -> None:
                 turns.reason(block.thinking)
 
 
-SIGNATURE = "unsigned"  # of reasoning, which clients drop from the conversation if it has none
+SIGNATURE = "unsigned"  # signature of reasoning; without one, clients drop it from the conversation
 
 
 class MessagesAnswer(AgentAnswer):
@@ -322,7 +322,7 @@ def _block(part: AnswerPart) -> Json:
 
 
 def _usage(prompt_tokens: int, cached: int = 0, completion_tokens: int = 0) -> Json:
-    """Return the usage. What was cached does not count as input here."""
+    """Return the usage. In this format input tokens exclude cached ones."""
     return {
         "input_tokens": prompt_tokens - cached,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""Events of one stream read as the model's format has it: reasoning, content and calls. Knows no format of answers."""
+"""Parses the events of a stream into reasoning, content and calls. Independent of the format of answers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from server.formats.base import (
 from server.formats.reasoning import Parser
 from server.streams.stream import OutputStream
 
-TOKENS_PER_TURN = 256  # that are read before others have a turn
+TOKENS_PER_TURN = 256  # parsed before other tasks run
 
 
 def call_id(request_id: str, output: int, number: int) -> str:
-    """Return the id of a call: the same in a whole answer and in a stream, and different from that of any other.
+    """Return the unique id of a call, equal in a whole answer and in a stream.
 
-    Some chat templates refuse a conversation whose calls have ids other than nine letters and digits.
+    Some chat templates reject call ids other than nine letters and digits.
     """
     named = f"{request_id}/{output}/{number}".encode()
     return hashlib.blake2b(named, digest_size=5).hexdigest()[:9]
@@ -47,10 +47,10 @@ def _merged(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 class CallReader:
-    """Reads the events of one stream, each output with a parser of its own.
+    """Parses the events of one stream, with one parser per output.
 
-    Without functions that the model may call, calls are content. `chat_format` is how the model writes; None: text is
-    content as it is, and nothing of it is held back.
+    Without callable functions, calls are content. `chat_format`: the model's format; None: all text is content,
+    unparsed, and none is held back.
     """
 
     def __init__(self, asked: Conversation, stream: OutputStream, chat_format: ChatFormat | None) -> None:
@@ -61,7 +61,7 @@ class CallReader:
         self.reasoning_tokens = Counter[int]()  # of each output so far
 
     async def read(self, event: TokenEvent) -> list[Piece]:
-        """Read the next event, or a whole output: neighbouring pieces differ in kind."""
+        """Parse the next event, or a whole output, into pieces whose neighbours differ in kind."""
         if self._format is None:
             return [Content(event.text)] if event.text else []
         parser = self._parsers.get(event.index)
@@ -76,7 +76,7 @@ class CallReader:
             pieces += found
             if i % TOKENS_PER_TURN == 0:
                 await asyncio.sleep(0)
-        pieces += parser.push(event.tail)  # it was held back until the end, and belongs to no token
+        pieces += parser.push(event.tail)  # held back until the end, it belongs to no token
         if event.finished is not None:
             pieces += parser.finish(is_cut=event.finished.reason is not FinishReason.STOP)
         return _merged(pieces)

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API: fields of the body, the request that they make, and answers as lists of items.
+"""OpenAI's Responses API: the body, its request, and answers as lists of items.
 
-Unknown fields are refused by name. Fields without effect on the output are declared, with a comment, because agents
-send them with every request.
+Unknown fields are refused by name. Fields without effect are declared, with a comment, because agents send them with
+every request.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from server.streams.stream import OutputStream
 
 
 class ItemPart(Body):
-    """A text in the content of a message, or in the output of a call."""
+    """A text in a message's content or in a call's output."""
 
     ignored = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})  # every prompt is cached
     type: Literal["input_text", "output_text", "text"]
@@ -61,7 +61,7 @@ Content = Annotated[Text | PartList, TEXT_OR_LIST]
 class Item(Body):
     """Base of the items of a conversation."""
 
-    # Nothing is stored, so nothing can be referred to.
+    # Nothing is stored, so items cannot be referenced.
     ignored = frozenset({"id", "status", "internal_chat_message_metadata_passthrough"})
 
 
@@ -75,7 +75,7 @@ class MessageItem(Item):
 
 
 class ReasoningPart(Body):
-    """A text of reasoning, or of a summary of it."""
+    """Text of reasoning or of its summary."""
 
     type: Literal["summary_text", "reasoning_text", "text"]
     text: Text
@@ -134,7 +134,7 @@ class FunctionTool(FunctionBody):
 
 
 class GrammarFormat(Body):
-    """The format of the input of a custom tool. A grammar is shown to the model, but it is not enforced."""
+    """The format of a custom tool's input. A grammar is shown to the model, but not enforced."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -142,7 +142,7 @@ class GrammarFormat(Body):
 
 
 class CustomTool(Body):
-    """A tool whose input is a text."""
+    """A tool with a text as input."""
 
     type: Literal["custom"]
     name: Text
@@ -151,7 +151,7 @@ class CustomTool(Body):
 
     @property
     def declared(self) -> Tool:
-        """The tool as a function with one text as its argument."""
+        """The tool as a function with one text argument."""
         parts = [self.description] if self.description else []
         if self.format.definition is not None:
             parts.append(f"The input is a text of this {self.format.syntax} grammar:\n{self.format.definition}")
@@ -162,7 +162,7 @@ InnerTool = FunctionTool | CustomTool
 
 
 class NamespaceTool(Body):
-    """Functions whose names are of their own in a namespace."""
+    """Functions in a namespace."""
 
     type: Literal["namespace"]
     name: Text
@@ -171,9 +171,9 @@ class NamespaceTool(Body):
 
 
 class SearchTool(Body):
-    """A search of the web by the server. It is not supported: the model does not see it.
+    """Web search by the server. Not supported: it is not in the prompt.
 
-    Codex offers one in every request. What it may contain is therefore of no interest.
+    Codex sends one in every request, so any content is accepted.
     """
 
     ignored = frozenset(
@@ -187,7 +187,7 @@ OfferedTool = Annotated[AnyTool, ByType()]
 
 
 class ToolName(Body):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: Literal["function", "custom"]
     name: Text
@@ -206,7 +206,7 @@ class TextFormat(Body):
 
 
 class TextFields(Body):
-    """What the text has to be like."""
+    """Options of the text."""
 
     format: Annotated[TextFormat, ByType()] | None = None
     verbosity: Text | None = None
@@ -215,7 +215,7 @@ class TextFields(Body):
 class ReasoningFields(Body):
     """How to reason."""
 
-    ignored = frozenset({"context"})  # the template decides which reasoning of earlier turns it has
+    ignored = frozenset({"context"})  # the template decides which earlier reasoning is in the prompt
     effort: Text | None = None
     summary: Text | None = None  # no effect: the reasoning itself is sent
     generate_summary: Text | None = None  # the older name of `summary`
@@ -234,7 +234,7 @@ class ResponsesBody(AgentBody):
     }
     ignored = frozenset(
         {"max_tool_calls", "prompt_cache_options", "client_metadata", "stream_options"}
-    )  # no tools of the server to be limited, and no obfuscation
+    )  # there are no server tools to limit, and no obfuscation
     input: Annotated[Text | ItemList, TEXT_OR_LIST]
     instructions: Text | None = None
     max_output_tokens: UInt32 | None = None
@@ -248,7 +248,7 @@ class ResponsesBody(AgentBody):
     previous_response_id: Annotated[None, _STORED] = None
     conversation: Annotated[None, _STORED] = None
     prompt: Annotated[None, _STORED] = None
-    background: Annotated[None, not_served("an answer is sent only on the connection that asked for it")] = None
+    background: Annotated[None, not_served("responses are sent only on the connection of their request")] = None
     top_logprobs: Annotated[None, not_served("this route sends no log-probabilities")] = None
 
     def structures(self) -> Iterator[tuple[str, Guided]]:
@@ -283,7 +283,7 @@ class ResponsesBody(AgentBody):
         ]
 
     def echo(self) -> Json:
-        """Return the fields that an answer repeats. Long ones are left out: instructions and tools."""
+        """Return the fields that an answer repeats, without the long ones (instructions and tools)."""
         wanted = self.text.format
         shape = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
         choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump()
@@ -306,7 +306,7 @@ class ResponsesBody(AgentBody):
         }
 
 
-_SEALED = "pilotfish:"  # before reasoning in `encrypted_content`; a content without it is of another server
+_SEALED = "pilotfish:"  # prefix of reasoning in `encrypted_content`; without it the content is from another server
 _CUSTOM_INPUT = "input"  # the only argument of a custom tool
 _ONE_TEXT = {
     "type": "object",
@@ -318,7 +318,7 @@ _ONE_TEXT = {
 
 @dataclass(frozen=True, slots=True)
 class OfferedFunction:
-    """A tool as the caller names it. A custom tool is to the model a function with one text as its argument."""
+    """A tool under the caller's name. For the model a custom tool is a function with one text argument."""
 
     name: str
     namespace: str | None
@@ -327,7 +327,7 @@ class OfferedFunction:
 
 
 def functions(body: ResponsesBody) -> dict[str, OfferedFunction]:
-    """Return the functions that the model sees, by their names in the prompt."""
+    """Return the functions of the prompt by their names in it."""
     found: dict[str, OfferedFunction] = {}
     for offered in body.tools:
         namespace = offered.name if isinstance(offered, NamespaceTool) else None
@@ -348,18 +348,18 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text of a custom tool's call; where the arguments were cut short, the arguments as they are."""
+    """Return the input of a custom tool's call; if the arguments are incomplete, the raw arguments."""
     text = (object_in(arguments) or {}).get(_CUSTOM_INPUT)
     return text if isinstance(text, str) else arguments
 
 
 def sealed(reasoning: str) -> str:
-    """Return reasoning as a caller keeps it that does not show it, and sends it back with the conversation."""
+    """Return reasoning encoded as `encrypted_content`, which callers send back without showing it."""
     return _SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
 def _unsealed(content: str) -> str:
-    """Return the reasoning; nothing if another server has sealed it."""
+    """Return the decoded reasoning; nothing if it is from another server."""
     if not content.startswith(_SEALED):
         return ""
     try:
@@ -438,12 +438,12 @@ class ResponsesAnswer(AgentAnswer):
         if part.kind != "call":
             delta = {"type": f"{_EVENTS[part.kind]}.delta", "content_index": 0, "delta": text, **_LOGPROBS[part.kind]}
             return self._placed(part, delta)
-        if self._functions[part.name].is_custom:  # its text is known when the JSON around it is complete
+        if self._functions[part.name].is_custom:  # the text is known when its JSON is complete
             return []
         return self._placed(part, {"type": "response.function_call_arguments.delta", "delta": text})
 
     def _closed(self, part: AnswerPart) -> list[Json]:
-        """End an item. A call is complete if its arguments are, whatever ended the answer."""
+        """End an item. A call is complete if its arguments are, even if the answer is not."""
         text = part.text
         if part.kind == "call" and object_in(text) is not None:
             part.status = "completed"
@@ -500,7 +500,7 @@ class ResponsesAnswer(AgentAnswer):
         return f"{prefix}_{self._request_id}_{part.index}"
 
     def _item(self, part: AnswerPart) -> Json:
-        """Return an item as it is now. Reasoning may be there in the form in which callers send it back, too."""
+        """Return the current state of an item, with encrypted reasoning if requested."""
         item: Callable[..., Json] = partial(dict, id=self._id(part), status=part.status)
         content = [] if part.is_open else [_content(part)]
         if part.kind == "text":

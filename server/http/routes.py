@@ -1,4 +1,4 @@
-"""The routes that generate, in each format; that answer with the tokens of a prompt; and that load adapters."""
+"""The routes for generation in each format, for tokenization, and for adapters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def add_generation(app: FastAPI, admission: Admission, stall_seconds: float) -> None:
-    """Add the routes that take prompts, and handlers that return errors in the format of each."""
+    """Add the routes with prompts, and handlers that return errors in each route's format."""
 
     def add(path: str, endpoint: Endpoint, about: str, extra: dict[str, Any] | None = None) -> None:
         name = path.removeprefix("/v1/").replace("/", "_")
@@ -62,14 +62,14 @@ def add_generation(app: FastAPI, admission: Admission, stall_seconds: float) -> 
     ):
         about = "Continue a prompt or a conversation, in OpenAI's format."
         add(path, generating(kind, answers), about, _schema(kind, path))
-        about = "Return the tokens of each prompt, as a list, or of the conversation as its template writes it."
+        about = "Return the tokens of each prompt, or of the rendered conversation."
         body = {"requestBody": {"$ref": f"#/paths/{path.replace('/', '~1')}/post/requestBody"}}
         add(f"{path}/render", _converting(admission, kind, _rendered), about, body)
-    about = "Continue a conversation, in the format of OpenAI's responses."
+    about = "Continue a conversation, in the format of OpenAI's Responses API."
     add("/v1/responses", generating(ResponsesBody, ResponsesAnswer), about)
-    about = "Continue a conversation, in the format of Anthropic's messages."
+    about = "Continue a conversation, in the format of Anthropic's Messages API."
     add("/v1/messages", generating(MessagesBody, MessagesAnswer), about)
-    about = "Return how many tokens the prompt of the same conversation has."
+    about = "Return the number of prompt tokens of a conversation."
     add("/v1/messages/count_tokens", _converting(admission, ConversationBody, _counted), about)
 
     @app.api_route("/v1/responses/{response_id}", methods=["GET", "DELETE"], include_in_schema=False)
@@ -83,7 +83,7 @@ def add_generation(app: FastAPI, admission: Admission, stall_seconds: float) -> 
 def _generating(
     admission: Admission, stall_seconds: float, kind: type[GenerationFields], made: type[Answers]
 ) -> Endpoint:
-    """Return an endpoint that answers, or streams events. What refuses a request is raised before anything is sent."""
+    """Return an endpoint that answers or streams events. Refusals are raised before anything is sent."""
 
     async def endpoint(request: Request) -> Response:
         data = await request.body()
@@ -115,7 +115,7 @@ def _converting(
     kind: type[GenerationFields],
     converted: Callable[[Admission, ParsedBody[Any]], Awaitable[Any]],
 ) -> Endpoint:
-    """Return an endpoint that generates nothing, and raises the errors that the same request would get."""
+    """Return an endpoint that generates nothing and raises the errors of the same generation request."""
 
     async def work(request: Request) -> Response:
         data = await request.body()
@@ -153,7 +153,7 @@ async def _rendered(admission: Admission, read: ParsedBody[CompletionBody | Chat
 async def _counted(admission: Admission, read: ParsedBody[ConversationBody]) -> Any:
     model = admission.driver().model
     if model.codec is None or model.chat is None:
-        raise Unsupported(f"{model.name} has no tokenizer or no chat template, so it reads no conversations")
+        raise Unsupported(f"{model.name} does not support conversations: it has no tokenizer or no chat template")
     found = list[Violation]()
     request, prompt, _ = read.readers[0](model, found)
     text = await admission.text_of(prompt, request, model, found)
@@ -164,9 +164,9 @@ async def _counted(admission: Admission, read: ParsedBody[ConversationBody]) -> 
     return {"input_tokens": len(await admission.encoded(text, model.codec, bare=True))}
 
 
-@cache  # always the same, and the most expensive step of a start
+@cache  # constant, and the most expensive step of the start
 def _schema(kind: type[GenerationFields], path: str) -> dict[str, Any]:
-    """Describe the body of a path for `/openapi.json`, with the parts that it refers to."""
+    """Describe the body of a path for `/openapi.json`, with the schemas that it references."""
     route = path.replace("/", "~1")
     parts = f"#/paths/{route}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
     schema = kind.model_json_schema(ref_template=parts)
@@ -210,7 +210,7 @@ class NativeAnswers(Answers):
 
 
 def _piece(event: TokenEvent) -> Json:
-    """Return the tokens. Text that was held back until the end belongs to no single token and is only in `text`."""
+    """Return the tokens. Text held back until the end belongs to no token and is only in `text`."""
     tokens = [
         {"id": token, "text": text, "from_draft": drafted}
         for token, text, drafted in zip(event.token_ids, event.texts, event.from_draft, strict=True)
@@ -225,7 +225,7 @@ def _figures(end: FinishedOutput) -> Json:
     return {
         "finish_reason": FINISH_REASONS.get(end.reason, "abort"),
         "tokens_per_second": end.completion_tokens / seconds if seconds > 0 else 0.0,
-        "avg_tokens_per_jump": stats.acceptance_length if stats.rounds else 1.0,  # without drafts one per round
+        "avg_tokens_per_jump": stats.acceptance_length if stats.rounds else 1.0,  # one per round, without drafts
         "latency_ms": 1000 * timing.total,
         "time_to_first_token_ms": None if first is None else 1000 * first,
         "prompt_tokens": end.prompt_tokens,
@@ -237,7 +237,7 @@ def _figures(end: FinishedOutput) -> Json:
     }
 
 
-_FIELDS = {"name": "lora_name", "path": "lora_path"}  # of the protocol, as the bodies call them
+_FIELDS = {"name": "lora_name", "path": "lora_path"}  # gRPC's fields, as named in the bodies
 
 
 class UnloadAdapterBody(Body):
@@ -253,12 +253,12 @@ class LoadAdapterBody(UnloadAdapterBody):
 
 
 def add_adapters(app: FastAPI, driver: Callable[[], Driver], root: Path | None) -> None:
-    """Add the routes; `driver` raises until the model is loaded, and `root` is the option `adapter_root`."""
+    """Add the routes; `driver` raises until the model is loaded; `root` is the option `adapter_root`."""
     calls = AdapterCalls(driver, root)
 
     @app.post("/v1/load_lora_adapter", response_model=None)
     async def load(request: Request) -> Response:
-        """Load an adapter from a folder of the server's machine."""
+        """Load an adapter from a folder on the server."""
         calls.require_allowed(request.scope["caller"])  # before anything is read
         body = fields_of(LoadAdapterBody, await request.body(), request.headers.get("content-type", ""))
         try:

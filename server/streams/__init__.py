@@ -1,1 +1,1 @@
-"""Outputs of a request between the engine and the reader. Knows tokens and text, no protocol."""
+"""Outputs of a request between engine and reader. Handles tokens and text, independent of the protocol."""

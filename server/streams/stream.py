@@ -1,4 +1,4 @@
-"""The outputs of one request between the engine and the reader, each with a buffer. Knows tokens and text, no protocol.
+"""The outputs of one request between engine and reader, each with a buffer. Independent of the protocol.
 
 The driver writes, and one reader reads. Unread events are merged into one per output, so a slow reader gets fewer and
 larger messages, and at most `n * max_tokens` tokens are buffered.
@@ -36,9 +36,9 @@ class Timeline:
 
     @property
     def timing(self) -> Timing:
-        """How long an output took that has ended."""
-        assert self.started is not None, "only what started has an end"
-        assert self.ended is not None, "it has not ended"
+        """The durations of an output that has ended."""
+        assert self.started is not None, "an end without a start"
+        assert self.ended is not None, "not ended"
         first = None if self.first_token is None else self.first_token - self.arrived
         return Timing(queue=self.started - self.arrived, first_token=first, total=self.ended - self.arrived)
 
@@ -51,7 +51,7 @@ MAX_INTERRUPTIONS = 999_999  # that are counted
 
 
 def merged(parts: list[TokenEvent]) -> TokenEvent:
-    """Return one event with all that consecutive events of an output have."""
+    """Merge consecutive events of an output into one."""
     if len(parts) == 1:  # the usual case: the reader keeps up
         return parts[0]
     lists: Any = {name: tuple(chain.from_iterable(getattr(part, name) for part in parts)) for name in _PER_TOKEN}
@@ -63,8 +63,8 @@ def merged(parts: list[TokenEvent]) -> TokenEvent:
 class OutputBuffer:
     """Unread tokens of one output, cut after a stop string.
 
-    The first tokens are readable at once; later ones when `stream_interval` tokens are unread, or at the end.
-    What was `received` on another server enters the text and the counts, and is not readable.
+    The first tokens are readable immediately; later ones when `stream_interval` tokens are unread, or at the end.
+    Tokens `received` from another server count and are part of the text, but are not readable.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OutputBuffer:
         output, resume = request.output, request.resume
         received = resume.outputs[index] if resume is not None else NOTHING_RECEIVED
         self.index, self.timeline = index, Timeline(arrived)
-        self.token_ids = array("I")  # of the output so far, up to a stop string
+        self.token_ids = array("I")  # tokens of the output so far, up to a stop string
         self.finished: FinishedOutput | None = None
         self.interruptions = 0 if resume is None else min(resume.interruptions + 1, MAX_INTERRUPTIONS)
         self._request, self._end_token_ids = request, end_token_ids
@@ -82,14 +82,14 @@ class OutputBuffer:
         self._hash = hashlib.blake2b(digest_size=8) if output.digests or received.digest else None
         self._unread: list[TokenEvent] = []
         self._num_unread = 0  # tokens
-        self._is_first = True  # whether the reader has taken nothing yet
-        self._text_length = 0  # characters that the reader has, or can read
+        self._is_first = True  # whether the reader has read nothing yet
+        self._text_length = 0  # characters that the reader has read or can read
         self._stop_string: str | None = None
 
     def replay(self) -> Iterator[None]:
-        """Take the tokens that the reader has, in parts. Their text was sent, as far as it is certain.
+        """Add the tokens that the reader has received, in parts. Their text was sent, as far as it is certain.
 
-        Raises ResumeRefused if their digest is another one.
+        Raises ResumeRefused if their digest differs.
         """
         tokens = self._received.token_ids
         with_text = len(tokens) - (tokens[-1:] != () and tokens[-1] in self._end_token_ids)
@@ -112,12 +112,12 @@ class OutputBuffer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is written: its end was written, or was received on another server."""
+        """Whether the output is complete: its end was written here or received from another server."""
         return self.finished is not None or self._received.has_ended
 
     @property
     def ready(self) -> bool:
-        """Whether the reader should get the unread events now."""
+        """Whether the unread events should be read now."""
         is_due = self._is_first or self._num_unread >= self._interval or self.finished is not None
         return is_due and bool(self._unread)
 
@@ -132,15 +132,15 @@ class OutputBuffer:
         return bool(self._unread)
 
     def push(self, event: TokenEvent) -> bool:
-        """Add the tokens of a step, and its end; return whether a stop string ended it, so the engine has to, too."""
+        """Add the tokens of a step, and the end; return whether a stop string ended it, so the engine must end it."""
         assert not self.has_ended, f"an event after the end of output {self.index}"
-        is_late = self.is_stopped  # the engine took another step before the order to stop
+        is_late = self.is_stopped  # the engine ran another step before the order to stop arrived
         stop = is_late or self._keep(event)
         if event.finished is None:
             return stop and not is_late
         if event.finished.reason in _OWN_ENDS and self.num_tokens < self._received.num_tokens:
-            raise ResumeRefused(f"output {self.index} ends after {self.num_tokens} tokens here; more were received")
-        # The engine ended the output, but its text has a stop string earlier: plain decoding would have ended there.
+            raise ResumeRefused(f"output {self.index} ends after {self.num_tokens} tokens; more were received")
+        # The engine ended the output, but an earlier stop string ends its text: plain decoding would have ended there.
         is_cut = stop and (self._stop_string is not None or self.num_tokens < event.finished.completion_tokens)
         self.close(self._stopped(event.finished) if is_cut else event.finished)
         return False
@@ -187,7 +187,7 @@ class OutputBuffer:
 
     def _store(self, event: TokenEvent, texts: tuple[str, ...]) -> None:
         kept = len(texts)
-        known = min(kept, max(0, self._received.num_tokens - self.num_tokens))  # computed again, not sent again
+        known = min(kept, max(0, self._received.num_tokens - self.num_tokens))  # regenerated, not sent again
         self._count(event.token_ids[:kept])
         self.timeline.last_token = self._clock()
         if self.timeline.first_token is None:
@@ -209,16 +209,16 @@ class OutputBuffer:
         self._num_unread += kept - known
 
     def _count(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the output. Raises ResumeRefused if those that the caller received were others."""
+        """Append tokens to the output. Raises ResumeRefused if they differ from those that the caller received."""
         self.token_ids.extend(tokens)
         if self._hash is None:
             return
-        until = self._received.num_tokens - (self.num_tokens - len(tokens))  # of `tokens`: where the digest is compared
+        until = self._received.num_tokens - (self.num_tokens - len(tokens))  # where the digest is compared
         for i, token in enumerate(tokens, 1):
             self._hash.update(token.to_bytes(4, "little"))
             if i == until and self._received.digest not in ("", self._hash.hexdigest()):
-                problem = f"the {self._received.num_tokens} tokens of output {self.index} are not those that were sent"
-                raise ResumeRefused(f"{problem}: they cannot be computed again here")
+                problem = f"the {self._received.num_tokens} tokens of output {self.index} differ from those sent before"
+                raise ResumeRefused(f"{problem}: this server cannot regenerate them")
 
     def _stopped(self, finished: FinishedOutput) -> FinishedOutput:
         return replace(
@@ -233,13 +233,13 @@ class OutputStream:
         request: what is generated, with `skip_special_tokens` resolved.
         codec: turns tokens into text; None: the events have no text.
         clock: in seconds.
-        asides: where stop strings are not looked for.
+        asides: parts in which stop strings are not searched.
         deadline: in seconds of the clock.
         end_token_ids: tokens that end an output and have no text.
-        starts_in_reasoning: the prompt ends inside of the model's reasoning.
+        starts_in_reasoning: the prompt ends within the model's reasoning.
 
-    If it continues an interrupted stream, `replay` comes before everything else. The front end that admitted the
-    request calls `release` when its reader is gone, for any reason.
+    For a resumed stream, call `replay` before everything else. The front end that admitted the request calls `release`
+    when its reader is gone, for any reason.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class OutputStream:
     ) -> None:  # fmt: skip
         self.request, self.deadline, self.starts_in_reasoning = request, deadline, starts_in_reasoning
         self.timeline = Timeline(arrived=clock())
-        self.released: Callable[[OutputStream, bool], None] = lambda _, __: None  # set by who admits it
+        self.released: Callable[[OutputStream, bool], None] = lambda _, __: None  # set at admission
         sampling, skips = request.sampling, request.output.skip_special_tokens is not False
         texts = (
             None
@@ -263,7 +263,7 @@ class OutputStream:
             for index, text in enumerate(texts)
         )
         self._timelines = (self.timeline, *(output.timeline for output in self.outputs))
-        self.num_ends = self._num_open = sum(not output.has_ended for output in self.outputs)  # that the reader gets
+        self.num_ends = self._num_open = sum(not output.has_ended for output in self.outputs)  # raised to the reader
         self._clock = clock
         self.error: PilotfishError | None = None
         self._readable = asyncio.Event()
@@ -279,11 +279,11 @@ class OutputStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the driver will write nothing more."""
+        """Whether the driver has finished writing."""
         return self.error is not None or not self._num_open
 
     def continued(self) -> Request:
-        """Return the request as an engine has to get it now: with what its outputs have emitted so far."""
+        """Return the request for a restarted engine: with the tokens that its outputs have emitted."""
         emitted = tuple(
             ReceivedOutput(token_ids=tuple(output.token_ids), has_ended=output.has_ended) for output in self.outputs
         )
@@ -291,7 +291,7 @@ class OutputStream:
         return replace(self.request, resume=None if is_new else Resume(outputs=emitted))
 
     def replay(self) -> Iterator[None]:
-        """Take what the reader has received, in parts that take some milliseconds each; see `OutputBuffer.replay`."""
+        """Add the tokens that the reader has received, a few milliseconds at a time; see `OutputBuffer.replay`."""
         for output in self.outputs:
             yield from output.replay()
 
@@ -309,12 +309,12 @@ class OutputStream:
             timeline.started = now
 
     def interrupt(self) -> None:
-        """Record that the engine was lost, and that the request goes on with another one."""
+        """Record that the engine was lost and the request continues on another one."""
         for output in self.outputs:
             output.interruptions += not output.has_ended
 
     def push(self, event: TokenEvent) -> bool:
-        """Add one event to its output; return whether a stop string ended it, so that the engine has to end it too."""
+        """Add one event to its output; return whether a stop string ended it, so the engine must end it."""
         assert not self.ended, f"an event after the end of {self.request_id}"
         output = self.outputs[event.index]
         stopped = output.push(event)
@@ -327,7 +327,7 @@ class OutputStream:
         return stopped
 
     def fail(self, error: PilotfishError) -> None:
-        """End every output with one error. The reader first gets all that is written, then `read` raises the error."""
+        """End every output with one error. `read` first returns everything written, then raises the error."""
         assert not self.ended, f"a second end of {self.request_id}"
         self.timeline.ended = self._clock()
         self.error = error
@@ -367,5 +367,5 @@ class OutputStream:
         return tuple(map(merged, parts))
 
     def release(self, *, late: bool = False) -> None:
-        """End the call after its reader has gone. `late`: because its deadline passed."""
+        """End the call after its reader is gone. `late`: because its deadline passed."""
         self.released(self, late)

@@ -1,1 +1,1 @@
-"""Metrics, traces, logs and the event loop's lag. It only observes; it changes nothing."""
+"""Metrics, traces, logs and the event loop's lag. Observes only."""

@@ -1,6 +1,6 @@
 """Publishes changes of the prefix cache to routers: K/V events in vLLM's format, over ZeroMQ.
 
-A router sends a request to the server that has the K/V of the longest prefix of its prompt. Batches of events are
+A router sends a request to the server with the longest cached prefix of its prompt. Batches of events are
 numbered from 0, and subscribers can request a replay from any number. When the log has become long, it is restarted:
 batch 0 then clears the subscriber's state and lists all cached pages.
 """
@@ -33,7 +33,7 @@ NUMBER_BYTES = 8
 MAX_UNREAD = 100_000  # queued messages per subscriber; further ones are dropped, and it has to request a replay
 LOG_EVENTS = 10_000  # the log is restarted after this many events plus twice the number of cached pages
 _END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)  # the number that ends a replay
-_MEDIUM = "GPU"  # vLLM's name for pages in the memory of the computing device, also if that is a CPU
+_MEDIUM = "GPU"  # vLLM's name for the memory of the compute device, also for a CPU
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -65,7 +65,7 @@ class CachedBlocks:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._blocks: dict[int, _Block] = {}  # by number, in order of entry, so that predecessors come first
+        self._blocks: dict[int, _Block] = {}  # by number, in order of insertion, so that predecessors come first
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -78,13 +78,13 @@ class CachedBlocks:
         return (block.stored for block in self._blocks.values())
 
     def apply(self, change: CacheChange) -> msgspec.Raw | None:
-        """Return the event of a change; None if it is of no use to a router."""
+        """Return the event of a change; None if routers cannot use it."""
         return self._enter(change) if change.tokens else self._remove(change.number)
 
     def _enter(self, change: CacheChange) -> msgspec.Raw | None:
         before = None if change.before is None else self._blocks.get(change.before)
         if change.before is not None and before is None:
-            return None  # without its predecessor it cannot be found
+            return None  # unreachable without its predecessor
         root = [self._model, change.salt] if before is None else before.hash
         digest = hashlib.sha256(_encoder.encode((root, change.tokens))).digest()
         name = int.from_bytes(digest[-HASH_BYTES:], "big")

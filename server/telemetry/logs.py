@@ -10,12 +10,12 @@ from typing import TextIO
 
 from server.config import LogFormat
 
-PROGRESS = {"is_progress": True}  # `extra` of a record that the next one may replace
+PROGRESS = {"is_progress": True}  # `extra` of a record that the next one replaces on a terminal
 CLEAR_LINE = "\r\x1b[K"
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Overwrites a progress line, of any process, with the next record."""
+    """Replaces the progress line, from any process, with the next record."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record, without a line break if it is progress."""
@@ -47,6 +47,6 @@ def configure(log_format: LogFormat) -> None:
     text = (CLEAR_LINE if rewrites else "") + "%(levelname)s %(name)s: %(message)s"
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(text))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # At INFO these repeat our own log, or are of no use to an operator.
+    # At INFO these repeat our own log or do not help an operator.
     for chatty in ("uvicorn", "httpx", "httpcore", "filelock", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -46,7 +46,7 @@ _OF_STEPS = {
     "preempted": ("preemptions", "Preemptions of sequences."),
     "prefix_lookups": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "draft_failures": ("draft_failures", "Failures of a proposer; the step continued without its drafts."),
+    "draft_failures": ("draft_failures", "Proposer failures; the step continued without its drafts."),
 }
 
 
@@ -69,8 +69,8 @@ class Metrics:
         self.registry, make = registry, _Makers(registry)
         self.steps, self.requests = StepMetrics(make), RequestMetrics(make)
         self.engine_up = make.gauge("engine_up", "1 while the engine can run steps, otherwise 0.")
-        self.restarts = make.counter("engine_restarts", "Restarts of the engine after a failure.")
-        self.model_load = make.gauge("model_load_seconds", "Time from start to ready.")
+        self.restarts = make.counter("engine_restarts", "Engine restarts after a failure.")
+        self.model_load = make.gauge("model_load_seconds", "Time from the start of the process to ready.")
         self.loop_lag = make.seconds("event_loop_lag", "Delay of a timer on the event loop, ten samples per second.")
         build = make.gauge("build_info", "Always 1; the label is the version.", ["version"])
         build.labels(version()).set(1)
@@ -142,14 +142,14 @@ class RequestMetrics:
         self.cache_config = make.gauge("cache_config_info", about, ["block_size", "num_gpu_blocks"])
         self._queue = make.seconds("queue_time", "Time from arrival to the engine.")
         self._first = make.seconds("time_to_first_token", "Time from arrival to the first token of an output.")
-        self._gap = make.seconds("inter_token_latency", "Time between two rounds of tokens of one output.")
+        self._gap = make.seconds("inter_token_latency", "Time between two deliveries of tokens of one output.")
         self._per_token = make.seconds("time_per_output_token", "Mean time per token of an output after its first.")
         self._duration = make.seconds("request_duration", "Time from arrival to the end.")
         self.disconnects = make.counter("client_disconnects", "Requests whose caller disconnected before the end.")
-        self.stalls = make.counter("stream_stalls", "Streams aborted because their reader did not read.")
-        about = "Running requests at a failure of the engine, counted at each failure."
+        self.stalls = make.counter("stream_stalls", "Streams aborted because their client did not read.")
+        about = "Requests interrupted by an engine failure, counted at each failure."
         self.interruptions = make.counter("interrupted_requests", about)
-        about = "Requests that resumed a stream which was interrupted on another server or connection."
+        about = "Requests that resumed an interrupted stream of another server or connection."
         self.resumes = make.counter("resumed_requests", about)
 
     def reject(self, reason: str) -> None:
@@ -198,12 +198,12 @@ async def watch_lag(observe: Callable[[float], None], clock: Clock, every_second
         observe(max(0.0, clock() - due))
 
 
-# vLLM's names of our metrics. Units and meanings agree, so that dashboards and autoscalers for vLLM work. Histograms
+# vLLM's names of our metrics. Units and meanings are equal, so dashboards and autoscalers for vLLM work. Histograms
 # keep our buckets.
 VLLM_NAMES = {
     "pilotfish_requests_running": "vllm:num_requests_running",
     "pilotfish_requests_waiting": "vllm:num_requests_waiting",
-    "pilotfish_kv_usage_ratio": "vllm:kv_cache_usage_perc",  # in vLLM it is also a share from 0 to 1
+    "pilotfish_kv_usage_ratio": "vllm:kv_cache_usage_perc",  # a fraction from 0 to 1, as in vLLM
     "pilotfish_cache_config_info": "vllm:cache_config_info",
     "pilotfish_prefix_cache_queries": "vllm:prefix_cache_queries",
     "pilotfish_prefix_cache_hits": "vllm:prefix_cache_hits",

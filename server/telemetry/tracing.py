@@ -22,7 +22,7 @@ EXTRA = "tracing requires OpenTelemetry: pip install 'pilotfish[otel]'"
 class Tracing:
     """Starts traces: spans named `generate`, with OpenTelemetry's attributes for generative AI where they exist.
 
-    Without a tracer none is recorded.
+    Without a tracer nothing is recorded.
     """
 
     def __init__(self, tracer: Tracer | None = None, model: str = "", clock: Clock = time.monotonic) -> None:

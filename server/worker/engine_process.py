@@ -1,8 +1,8 @@
-"""The engine's own process: one thread steps, another one reads orders. Knows no network.
+"""The engine's process: one thread steps, another reads orders.
 
-The process steps as long as there is work, at most `MAX_LEAD` outputs ahead of what the front-end process has read.
-Between two steps it executes the orders that have arrived. Structures are compiled at once, on other threads. When the
-front-end process ends, this process ends too. The only text here is the source of structures.
+The process steps while there is work, at most `MAX_LEAD` outputs ahead of the front-end process. Between two steps it
+executes the orders that have arrived. Structures are compiled immediately, on other threads. When the front-end process
+ends, this process ends, too.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Most unread outputs: enough that a step does not wait for the front ends, few enough that cancellations act soon.
+# Maximum unread outputs: enough that steps do not wait for the front ends, few enough that cancellations act soon.
 MAX_LEAD = 2
-_QUIET_SECONDS = 0.05  # without an order, after which an idle engine does what it has left for later
+_QUIET_SECONDS = 0.05  # without an order, after which an idle engine runs deferred work
 _RECEIVE_BYTES = 1 << 16
 COMPILE_THREADS = 2
-# For a structure that was compiled in time before: that this process is busier now must not end its request.
+# For a structure that was compiled in time before: its request must not fail because this process is busier now.
 AGAIN_SECONDS = 300.0
 
 
@@ -61,7 +61,7 @@ class FrontEndGone(EOFError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Compiling:
-    """A request that waits for its structure, and the ends of its outputs that were ordered meanwhile."""
+    """A request that waits for its structure, and the ends of its outputs ordered in the meantime."""
 
     request: Request
     grammar: Future[Grammar]
@@ -83,14 +83,14 @@ class Link:
         self._sending = threading.Lock()
 
     def first(self) -> wire.Start:
-        """Wait for the first message. The front ends send no other one before the answer."""
+        """Wait for the first message. The front ends send no other before its answer."""
         message = next(self._read())
         if not isinstance(message, wire.Start):
             raise wire.WireError(f"a {type(message).__name__} before the start")
         return message
 
     def listen(self, compile_structure: Callable[[wire.Compile], None]) -> None:
-        """From now on read on another thread, where also structures are compiled, or begin to be: not between steps."""
+        """Start the thread that reads messages and starts the compilation of structures, independent of steps."""
         threading.Thread(target=self._listen, args=[compile_structure], name="orders", daemon=True).start()
 
     def _listen(self, compile_structure: Callable[[wire.Compile], None]) -> None:
@@ -100,7 +100,7 @@ class Link:
                     compile_structure(message)
                 else:
                     self.received.put(message)
-        except Exception as error:  # noqa: BLE001  # the thread that steps raises it
+        except Exception as error:  # noqa: BLE001  # re-raised on the thread that steps
             self.received.put(error)
 
     def _read(self) -> Iterator[wire.Message]:
@@ -148,17 +148,17 @@ class EngineServer:
         self._lead = 0  # outputs that the front ends have not read
         self._compiling: dict[str, _Compiling] = {}  # by the id of a request whose structure is compiled again
         self._events: list[TokenEvent] = []  # not sent yet
-        self._has_chores = True  # for the engine, once nobody waits: until it says that nothing is left
-        self._is_calm = False  # whether no order has come for a while
+        self._has_idle_work = True  # whether the engine may have deferred work
+        self._is_calm = False  # whether no order has arrived for a while
         link.listen(lambda asked: structures.answer(asked, link.send))
 
     def turn(self) -> None:
-        """Execute the orders that have arrived, report their results, and take a step if there is work.
+        """Execute the orders that have arrived, report their results, and run a step if there is work.
 
-        An engine that is idle rests: one chore at a time, after a moment in which no order has come. It calibrates
-        from its first heartbeat without an order until the next order, so that a request that comes as soon as the
-        server is ready, or soon after another one, never waits for it. A standby does not: another engine needs the
-        machine. Nor does one that has not received the text for it.
+        An idle engine runs deferred work in small pieces, after a short time without orders. It calibrates between its
+        first heartbeat without an order and the next order, so that a request that arrives when the server becomes
+        ready, or soon after another one, never waits for it. A standby does not calibrate, because another engine uses
+        the machine, nor does an engine that has not received the calibration text.
         """
         reported, is_quiet = self._num_orders, True
         for message in self._link.receive(self._patience):
@@ -170,11 +170,11 @@ class EngineServer:
             self._report(self._engine.step())
             return
         is_due = self._heartbeat()
-        if self._is_idle and (is_due or (is_quiet and self._has_chores)):
+        if self._is_idle and (is_due or (is_quiet and self._has_idle_work)):
             self._is_calm |= is_due
             has_text = self._engine.calibration_text is not None
             calibrates = self._is_calm and has_text and not (self._is_successor and not self._num_orders)
-            self._has_chores = self._engine.rest(self._is_wanted if calibrates else None)
+            self._has_idle_work = self._engine.idle_tick(self._is_wanted if calibrates else None)
 
     def _heartbeat(self) -> bool:
         """Send a heartbeat if one is due; whether it was."""
@@ -184,7 +184,7 @@ class EngineServer:
         return is_due
 
     def _is_wanted(self) -> bool:
-        """Whether an order has arrived. Called after each step of a chore."""
+        """Whether an order has arrived. Called between pieces of deferred work."""
         self._heartbeat()
         return not self._link.received.empty()
 
@@ -193,7 +193,7 @@ class EngineServer:
         """Maximum seconds to wait for an order."""
         if self._may_step:
             return 0.0
-        return min(_QUIET_SECONDS if self._is_idle and self._has_chores else math.inf, self._heartbeat_seconds)
+        return min(_QUIET_SECONDS if self._is_idle and self._has_idle_work else math.inf, self._heartbeat_seconds)
 
     @property
     def _is_idle(self) -> bool:
@@ -211,7 +211,7 @@ class EngineServer:
                 self._lead -= 1
                 return
             case wire.CalibrationText():
-                self._engine.calibration_text, self._has_chores = message.token_ids, True
+                self._engine.calibration_text, self._has_idle_work = message.token_ids, True
                 return
             case _Compiling():
                 self._add_compiled(message)
@@ -228,13 +228,13 @@ class EngineServer:
                 self._engine.adapters.unload(message.name)
             case _:
                 raise wire.WireError(f"a {type(message).__name__} after the start")
-        self._num_orders, self._has_chores, self._is_calm = self._num_orders + 1, True, False
+        self._num_orders, self._has_idle_work, self._is_calm = self._num_orders + 1, True, False
 
     def _load(self, order: wire.LoadAdapter) -> str:
         return self._engine.adapters.load(order.name, Path(order.folder), order.fingerprint).fingerprint
 
     def _add(self, request: Request) -> None:
-        """Add a request, with its structure. If that is not kept, it is compiled again first, while steps go on."""
+        """Add a request, with its structure. If that is no longer cached, it is compiled again while steps continue."""
         guided = request.sampling.guided
         grammar = None if guided is None else self._structures.ready(guided)
         if guided is None or grammar is not None:
@@ -269,7 +269,7 @@ class EngineServer:
             self._events += self._engine.finish(order.request_id, order.reason, index=order.index, keep=order.keep)
 
     def _drop(self, request_id: str, reason: FinishReason) -> None:
-        """End a request whose reader is gone; discard its events that are not sent yet."""
+        """End a request whose reader is gone; discard its unsent events."""
         self._compiling.pop(request_id, None)
         self._engine.finish(request_id, reason)
         self._events = [event for event in self._events if event.request_id != request_id]
@@ -277,7 +277,7 @@ class EngineServer:
     # ------------------------------------------------------------------------------------------------- messages
 
     def _refuse(self, request: Request, error: BaseException) -> None:
-        """Store the terminal events of a request that an internal fault kept from being added to the engine."""
+        """Store the terminal events of a request that could not be added to the engine because of an internal error."""
         logger.error("request %s was not added to the engine", request.request_id, exc_info=error)
         finished = FinishedOutput(
             reason=FinishReason.ERROR,
@@ -310,7 +310,7 @@ class EngineServer:
 
 
 class Structures:
-    """Threads that compile, for callers who wait for an answer, and for requests whose structure is not kept."""
+    """Threads that compile structures, for callers that wait and for requests whose structure is no longer cached."""
 
     def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
         """`make` is called for the first structure: it reads a tokenizer, which takes time and memory."""
@@ -319,11 +319,11 @@ class Structures:
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="structure")
 
     def ready(self, guided: Guided) -> Grammar | None:
-        """Return the grammar if it is compiled and kept; at once."""
+        """Return the grammar if it is cached; does not block."""
         return None if self._compiler is None else self._compiler.ready(guided)
 
     def again(self, guided: Guided) -> Future[Grammar]:
-        """Compile what was compiled before: it is not kept any more, or an earlier engine has compiled it."""
+        """Compile a structure again that is no longer cached, or that an earlier engine compiled."""
         return self._threads.submit(lambda: self._made().compile(guided, AGAIN_SECONDS))
 
     def answer(self, asked: wire.Compile, send: Callable[[wire.Answer], None]) -> None:
@@ -356,22 +356,22 @@ def _answer(number: int, problem: str, work: Callable[[], str]) -> wire.Answer:
         return wire.Answer(number, fault=problem)
 
 
-LoadEngine = Callable[..., "Engine"]  # of a config and a progress; `is_successor`: it calibrates nothing
+LoadEngine = Callable[..., "Engine"]  # from a config and a progress callback; `is_successor`: without calibration
 MakeCompiler = Callable[["Engine", EngineConfig], "GrammarCompiler"]
 
 
 def compiler_of(engine: Engine, config: EngineConfig) -> GrammarCompiler:
-    """Make the compiler of a loaded engine, with a tokenizer of its own."""
+    """Make the compiler of a loaded engine, with its own tokenizer."""
     from engine.text.codec import Codec
     from engine.text.guided import GrammarCompiler
 
     codec = Codec.load(config.target, config.revision)
-    assert codec is not None, "the front ends refuse structures of a model that has no tokenizer"
+    assert codec is not None, "a structure for a model without a tokenizer"
     return GrammarCompiler(codec, engine.facts.limits.vocab_size, engine.facts.limits.eos_token_ids, config)
 
 
 def require_fit(received: Sequence[Sequence[int]], grammar: Grammar) -> None:
-    """Check that the tokens that were received of each output have the structure. Raises InvalidRequest."""
+    """Check that the received tokens of each output match the structure. Raises InvalidRequest."""
     for index, tokens in enumerate(received):
         field, state = f"resume.outputs[{index}].token_ids", grammar.start()
         for start in range(0, len(tokens), GRAMMAR_TOKENS):
@@ -387,7 +387,7 @@ def require_fit(received: Sequence[Sequence[int]], grammar: Grammar) -> None:
 
 
 def serve(link: Link, load: LoadEngine, make_compiler: MakeCompiler = compiler_of) -> None:
-    """Load what the first message names, and serve it until the connection is closed."""
+    """Load the models of the first message, and serve until the connection is closed."""
     start = link.first()
     logs.configure(start.log_format)
     config = EngineConfig.model_validate_json(start.config)
@@ -405,16 +405,16 @@ def serve(link: Link, load: LoadEngine, make_compiler: MakeCompiler = compiler_o
 
 
 def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> Engine:
-    """Load the engine alone: its front ends have the tokenizer and the template."""
+    """Load the engine only; the front ends load tokenizer and template."""
     from engine.startup.warm import load
 
-    return load(config, progress, is_successor=is_successor, rests=True)
+    return load(config, progress, is_successor=is_successor, defers=True)
 
 
 def main(load: LoadEngine = load_engine, make_compiler: MakeCompiler = compiler_of) -> None:
     """Run the process; its only argument is the number of an open socket. Never returns.
 
-    The fork server has set how this process handles signals, and that it ends with its parent.
+    The fork server has set the signal handlers of this process and that it ends with its parent.
     """
     code = 1
     link = Link(socket.socket(fileno=int(sys.argv[1])))  # stays open: when it closes, the status is set

@@ -1,8 +1,8 @@
-"""The fork server: a process that has imported what an engine needs, and forks the engines' processes.
+"""The fork server: a process that has imported the engine's modules, and forks the engine processes.
 
-To import torch and transformers takes seconds and 290 MB. Forked processes share both with the fork server, so another
-engine costs a fork. The fork server runs on one thread, computes nothing and loads no model. It is a child of the
-front-end process and ends with it; the engines are its children and end with it.
+Importing torch and transformers takes seconds and 290 MB. Forked processes share both, so another engine costs only a
+fork. The fork server runs on one thread, computes nothing and loads no model. It is a child of the front-end process
+and ends with it; the engines are its children and end with it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from importlib import import_module
 from server.errors import EngineCrashed
 from server.worker.garbage import importing, share_one_heap
 
-# What the engines' processes run, and what the fork server imports before it forks the first one.
+# What the engine processes run, and what the fork server imports before the first fork.
 ENGINE = "from server.worker.engine_process import main; main()"
 AHEAD = ("server.worker.engine_process", "engine.startup.warm", "engine.text.guided")
-ANSWER_SECONDS = 10.0  # a fork takes some milliseconds, on a busy machine some more
+ANSWER_SECONDS = 10.0  # a fork takes a few milliseconds, longer on a busy machine
 _FORK, _END = b"fork", b"end "  # `end` is followed by the number of the process
 _NUMBER_BYTES = 8
 
 
 class ForkServerGone(ConnectionError):
-    """Expected: the fork server has ended, and with it every process that it has forked."""
+    """Expected: the fork server has ended, and with it every forked process."""
 
 
 @dataclass(slots=True)
 class Forked:
-    """A forked process, and the front-end process's end of the sockets to it."""
+    """A forked process, and this end of the sockets to it."""
 
     server: ForkServer
     pid: int
@@ -46,7 +46,7 @@ class Forked:
     returncode: int | None = None  # as in subprocess; None until `wait`
 
     def kill(self) -> None:
-        """Kill the process if it has not been waited for; until then nobody else can have its number."""
+        """Kill the process if it has not been waited for; until then its number cannot be reused."""
         if self.returncode is None and self.server.is_alive:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -60,7 +60,8 @@ class Forked:
 class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
     """The front-end process's side. Its methods block; any thread may call them.
 
-    The thread that starts it has to live as long as this process: the kernel takes its end for that of the parent.
+    The thread that starts it must live as long as this process, because the kernel treats its end as that of the
+    parent.
     """
 
     def __init__(self, source: str = ENGINE, ahead: Sequence[str] = AHEAD) -> None:
@@ -95,7 +96,7 @@ class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
     def fork(self) -> Forked:
         """Fork a process, whose last argument is the number of its socket.
 
-        Raises ForkServerGone, or EngineCrashed if the system has no room for another process.
+        Raises ForkServerGone, or EngineCrashed if the system cannot create another process.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -117,21 +118,21 @@ class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
             return -signal.SIGKILL
 
     def close(self) -> None:
-        """Kill the process, and with it all that it has forked."""
+        """Kill the process, and with it all forked ones."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
 
     def _ask(self, order: bytes, *descriptors: int) -> int:
-        """Send an order and return the number that answers it."""
+        """Send an order and return the number in its answer."""
         with self._lock:
             try:
                 socket.send_fds(self._socket, [order], descriptors)
                 answer = self._socket.recv(_NUMBER_BYTES)
             except OSError as error:
                 self._process.kill()  # if it hangs
-                raise ForkServerGone("the fork server has ended, or does not answer") from error
-            self._socket.settimeout(ANSWER_SECONDS)  # from the second answer on: it has imported everything
+                raise ForkServerGone("the fork server has ended or does not answer") from error
+            self._socket.settimeout(ANSWER_SECONDS)  # from the second answer on, all imports are done
         if len(answer) < _NUMBER_BYTES:
             raise ForkServerGone("the fork server has ended")
         return int.from_bytes(answer, "big", signed=True)
@@ -153,9 +154,9 @@ def main(ahead: Sequence[str], source: str) -> None:
             import_module(module)
         from engine.machine.mapped import (
             release_libraries,
-        )  # it needs numpy, which takes longer than to start a process
+        )  # importing numpy takes longer than starting a process
     release_libraries()
-    running: set[int] = set()  # processes that were forked and not ended: nobody else can have their numbers
+    running: set[int] = set()  # live forked processes, whose numbers cannot be reused
     while True:
         order, descriptors, _, _ = socket.recv_fds(orders, len(_END) + _NUMBER_BYTES, 1)
         if not order:
@@ -165,11 +166,11 @@ def main(ahead: Sequence[str], source: str) -> None:
 
 
 def _fork(orders: socket.socket, descriptor: int, source: str, running: set[int]) -> int:
-    """Return the number of a new process, or minus the number of the error that the system gave."""
+    """Return the number of a new process, or minus the system's error number."""
     parent = os.getpid()
     try:
         pid = os.fork()
-    except OSError as error:  # the engines that run go on
+    except OSError as error:  # running engines continue
         os.close(descriptor)
         return -(error.errno or errno.EAGAIN)
     if pid == 0:
@@ -180,7 +181,7 @@ def _fork(orders: socket.socket, descriptor: int, source: str, running: set[int]
             sys.argv = ["-c", str(descriptor)]
             exec(compile(source, "<engine>", "exec"), {"__name__": "__main__"})  # noqa: S102  # our own program
             code = 0
-        except BaseException:  # noqa: BLE001  # nothing may run on as a second fork server
+        except BaseException:  # noqa: BLE001  # must not continue as a second fork server
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -191,7 +192,7 @@ def _fork(orders: socket.socket, descriptor: int, source: str, running: set[int]
 
 
 def _end(order: bytes, running: set[int]) -> int:
-    """Return the status of a process, which is killed; -SIGKILL for one that was ended before."""
+    """Kill a process and return its status; -SIGKILL for one that has already ended."""
     pid = int.from_bytes(order.removeprefix(_END), "big")
     if pid not in running:
         return -signal.SIGKILL
@@ -204,9 +205,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process when its parent ends, even in a step that does not end.
+    """Let the kernel kill this process when its parent ends, even during a step that hangs.
 
-    `parent`: end at once if the parent is another one, because it has ended before this call. Only Linux supports this.
+    `parent`: the expected parent; if it has already ended, end immediately. Only Linux supports this.
     On other systems the child ends when its socket is closed.
     """
     if sys.platform == "linux":

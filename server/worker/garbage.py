@@ -1,4 +1,4 @@
-"""What processes set about their memory: what collections leave out, and what goes back when it is freed."""
+"""Memory settings of processes: objects excluded from garbage collection, and when freed memory is returned."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LARGE = 128 << 10  # bytes
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import within it: nothing is collected meanwhile, and later collections leave out what there is at its end.
+    """Context for imports: disables collection, then excludes all existing objects from later collections.
 
-    Imports leave hardly any garbage, and collections would take a sixth of their time.
+    Imports produce almost no garbage, and collections would take a sixth of their time.
     """
     gc.disable()
     try:
@@ -29,8 +29,8 @@ def importing() -> Iterator[None]:
 def freeze_loaded() -> None:
     """Exclude all existing objects from later collections: models and libraries stay until the process ends.
 
-    Every token creates a few objects. With many streams they live long enough to cause full collections, and each full
-    collection would visit some hundred thousand objects of torch and transformers (docs/benchmarks/frontend.md).
+    Every token creates a few objects. With many streams they live long enough to cause full collections, each of which
+    would visit a few hundred thousand objects of torch and transformers (docs/benchmarks/frontend.md).
     """
     gc.collect()
     gc.freeze()
@@ -38,7 +38,7 @@ def freeze_loaded() -> None:
 
 
 def settle() -> None:
-    """Keep of a load what stays: other memory goes back to the system, and so do pages of code that was run once."""
+    """Return memory that is not needed after loading to the system, including pages of code that ran once."""
     from engine.machine.mapped import release_freed, release_libraries  # numpy is imported later
 
     freeze_loaded()
@@ -47,20 +47,20 @@ def settle() -> None:
 
 
 def map_large_blocks() -> None:
-    """Let freed blocks of 128 KiB and more go back to the system at once, where the C library is glibc.
+    """With glibc, return freed blocks of 128 KiB and more to the system immediately.
 
-    Else the first freed block of 4 MiB lets glibc take such blocks from its heaps, which their gaps keep large: after
-    the largest calls of all kinds a server had 80 to 190 MiB more than before, now 45. Not for processes that compute:
-    each block has to be mapped again.
+    Otherwise, after the first freed block of 4 MiB, glibc takes such blocks from its heaps, whose fragmentation keeps
+    them large: after the largest calls of all kinds a server used 80 to 190 MiB more than before, now 45. Not for
+    processes that compute, because each block must be mapped again.
     """
     _set(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def share_one_heap() -> None:
-    """Let all threads that start from now on take memory from one heap, where the C library is glibc.
+    """With glibc, let all threads that start from now on use one heap.
 
-    Else each of the first threads has a heap of its own, and what is free at the end of such a one is never given back:
-    34 MB of an engine whose layers were read by several threads.
+    Otherwise each of the first threads has its own heap, whose free end is never returned to the system: 34 MB of an
+    engine whose layers were read by several threads.
     """
     _set(_M_ARENA_MAX, 1)
 

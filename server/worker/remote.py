@@ -1,7 +1,7 @@
-"""The front-end process's view of an engine in its own process. Orders are sent at once; the engine never waits.
+"""The front-end process's view of an engine in another process. Orders are sent immediately.
 
 The engine's process is a child of the fork server, connected to this one by a pair of sockets that no other process can
-open. It is killed if it sends nothing for too long, or bytes that are not a valid message. It ends when this one ends.
+open. It is killed if it sends nothing for too long, or an invalid message. It ends when this process ends.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from server.worker.worker import Standby, Worker
 
 logger = logging.getLogger(__name__)
 
-# Maximum seconds between two messages of an engine, and how many of them are missing before it is given up.
+# Maximum seconds between two messages of an engine, and the number of missed ones after which it is killed.
 _HEARTBEAT_SECONDS, _HEARTBEATS_PER_HANG = 1.0, 4
-_LOADS = 4  # how much longer than the first engine another one may take to load: others may run beside it
+_LOADS = 4  # factor by which a later engine may take longer to load than the first: others may run beside it
 _FULL = EngineLoad(num_running=0, num_waiting=0, free_pages=0, spare_pages=0)
 
 
@@ -39,22 +39,22 @@ _FULL = EngineLoad(num_running=0, num_waiting=0, free_pages=0, spare_pages=0)
 class _RemoteRequest:
     """A request that was sent to the engine and has not ended."""
 
-    order: int  # how many orders the engine had with it: a caller may use the id of an earlier one again
+    order: int  # number of its order, because a caller may reuse the id of an earlier request
     num_sequences: int  # outputs that have not ended
     num_pages: int  # of its prompt
 
 
 class RemoteEngine:
-    """An engine in another process, to which the driver sends orders, and the last known state of that engine.
+    """An engine in another process, to which the driver sends orders, and its last reported state.
 
-    With the option `standby` a second engine is loaded, and takes over when the first is lost. Where K/V events are
+    With the option `standby` a second engine is loaded, and takes over when the first is lost. If K/V events are
     published, outputs contain the changes of the prefix cache.
     """
 
     def __init__(
         self, config: ServerConfig, forks: ForkServer | None = None, start_forks: Callable[[], ForkServer] = ForkServer
     ) -> None:
-        """`forks` is a fork server that runs already; without it, or if it ends, `start_forks` starts one."""
+        """`forks` is a running fork server; without it, or if it ends, `start_forks` starts one."""
         self.config = config.engine()
         self._forks, self._start_forks, self._has_standby = forks, start_forks, config.standby
         self._hang_seconds, self._log_format = config.hang_seconds, config.log_format
@@ -62,18 +62,18 @@ class RemoteEngine:
         self._worker: Worker | None = None
         self._standby: Standby | None = None
         self._text: wire.CalibrationText | None = None  # None: the first engine is being loaded
-        self._load_seconds = 0.0  # that another engine may take, besides `hang_seconds`
-        self._numbers = count()  # of what is to be answered
+        self._load_seconds = 0.0  # for loading another engine, besides `hang_seconds`
+        self._numbers = count()  # numbers of messages that have answers
         self._live: dict[str, _RemoteRequest] = {}
-        self.adapters: dict[str, Adapter] = {}  # that every engine has to have, as the first one found them
+        self.adapters: dict[str, Adapter] = {}  # fingerprints that every engine must have, from the first one
         self._folders = dict(self.config.adapter)  # of each of them
 
     # ---------------------------------------------------------------------------------- start and end of the process
 
     async def start(self, progress: Progress) -> ServedModel:
-        """Start the process, read the tokenizer and the like in this one, and wait until both are ready.
+        """Start the process, load the tokenizer and template in this one, and wait until both are ready.
 
-        Raises ModelError if the models cannot be served; may be cancelled.
+        Raises ModelError if the models cannot be served. Can be cancelled.
         """
         started = time.monotonic()
         reading = asyncio.ensure_future(asyncio.to_thread(read_text, self.config))
@@ -89,7 +89,7 @@ class RemoteEngine:
         return await asyncio.to_thread(ServedModel.around, self, self.compile, self.config, codec, chat)
 
     async def restart(self) -> None:
-        """Put another process in place of the lost one: the standby if it is loaded, else a new one."""
+        """Replace the lost process: by the standby if it is loaded, else by a new one."""
         started = time.monotonic()
         if self._worker is not None:
             await self._worker.close()
@@ -108,11 +108,11 @@ class RemoteEngine:
         self._worker = self._standby = self._forks = None
 
     def _use(self, worker: Worker) -> None:
-        """Let requests go to this worker from now on; it has none."""
+        """Send requests to this worker from now on; it has none."""
         self._live = {}
         self._worker, self.facts = worker, worker.facts
         intake = Intake(self.config, self.facts.limits, self.facts.proposer_names, self.adapters)
-        self.check, self.speculation_of = intake.check, intake.speculation_of  # in this process, as the engine does
+        self.check, self.speculation_of = intake.check, intake.speculation_of  # in this process, equal to the engine's
         self._align_adapters(worker)
         if self._text is not None:
             worker.send(self._text)
@@ -120,7 +120,7 @@ class RemoteEngine:
             self._standby = Standby(partial(self._loaded, _log, is_successor=True))
 
     def _align_adapters(self, worker: Worker) -> None:
-        """Let an engine have the same adapters as those before it: some were loaded or unloaded by calls meanwhile."""
+        """Give an engine the same adapters as its predecessor, including those loaded or unloaded at runtime."""
         its_own = worker.adapters
         for name, fingerprint in its_own.items():
             if name not in self.adapters or self.adapters[name].fingerprint != fingerprint:
@@ -131,7 +131,7 @@ class RemoteEngine:
                 worker.ask(order).add_done_callback(partial(self._require_aligned, adapter))
 
     def _require_aligned(self, adapter: Adapter, loading: asyncio.Future[str]) -> None:
-        """Drop an adapter whose files are not there any more, or have changed: its requests fail one by one."""
+        """Drop an adapter whose files are missing or have changed: its requests fail one by one."""
         error = None if loading.cancelled() else loading.exception()
         if isinstance(error, (ModelError, RequestFailed)):
             logger.error("an adapter is lost: %s", error)
@@ -166,10 +166,10 @@ class RemoteEngine:
                 forking.add_done_callback(_drop)
                 raise
             except ForkServerGone:
-                logger.warning("the fork server has ended; another one imports everything again")
+                logger.warning("the fork server has ended; starting another one")
                 await asyncio.to_thread(self._forks.close)
                 self._forks = None
-        raise EngineCrashed("the fork server ends as soon as it has begun")
+        raise EngineCrashed("the fork server ends immediately after its start")
 
     # -------------------------------------------------------------------------------------------- messages from it
 
@@ -198,7 +198,7 @@ class RemoteEngine:
         return self._worker
 
     def _has_reader(self, event: TokenEvent, num_orders: int) -> bool:
-        """Whether the event is one of a live request, and not of an earlier one with its id, whose reader is gone."""
+        """Whether the event belongs to a live request, not to an earlier one with the same id."""
         live = self._live.get(event.request_id)
         if live is None or num_orders < live.order:
             return False
@@ -211,7 +211,7 @@ class RemoteEngine:
     # -------------------------------------------------------------------------------------------------- orders to it
 
     def add(self, request: Request) -> None:
-        """Add a checked request before the next step. Raises wire.EncodeError if it does not fit into a message."""
+        """Add a validated request before the next step. Raises wire.EncodeError if it does not fit into a message."""
         worker = self._current
         worker.send(request)
         pages = -(-request.num_tokens // self.facts.page_size)
@@ -228,9 +228,9 @@ class RemoteEngine:
             self._current.send(wire.Finish(request_id, reason, is_dropped=True))
 
     async def compile(self, guided: Guided, received: Sequence[tuple[int, ...]] = ()) -> None:
-        """Let the engine's process compile a structure, and check that it allows the tokens `received` of each output.
+        """Let the engine's process compile a structure and check that it allows the tokens `received` of each output.
 
-        No step waits for that. Raises InvalidRequest, Unsupported, or Unavailable if the engine is lost.
+        Does not delay steps. Raises InvalidRequest, Unsupported, or Unavailable if the engine is lost.
         """
         await self._answer(wire.Compile(next(self._numbers), guided, tuple(received)), "compiled a structure")
 
@@ -250,7 +250,7 @@ class RemoteEngine:
             raise Unavailable("ENGINE_RESTARTING", f"the engine failed while it {what}") from loss
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter, which no request uses any more; a lost engine needs no order."""
+        """Unload an adapter that no request uses; nothing to do for a lost engine."""
         del self.adapters[name], self._folders[name]
         if self._worker is not None and self._worker.loss is None:
             self._worker.send(wire.UnloadAdapter(name))
@@ -264,7 +264,7 @@ class RemoteEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """The last reported one; between two engines that of a full engine."""
+        """The last reported load; between two engines that of a full engine."""
         return _FULL if self._worker is None else self._worker.newest.load
 
     @property
@@ -287,6 +287,6 @@ def _log(stage: str) -> None:
 
 
 def _drop(forking: asyncio.Future[Forked]) -> None:
-    """Close the socket of a process that nobody waits for any more: the process ends when it finds it closed."""
+    """Close the socket of an abandoned process, which then ends."""
     if not forking.cancelled() and forking.exception() is None:
         forking.result().socket.close()

@@ -1,4 +1,4 @@
-"""Restarts of an engine that failed: first at once, then after longer and longer pauses.
+"""Restarts of a failed engine: the first immediately, later ones with exponential back-off.
 
 After too many failures the server ends with an exit code, so that Kubernetes or systemd can restart it.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Restarts the engine and reports each change of state. It has the times of recent failures of the engine."""
+    """Restarts the engine and reports each change of state. Stores the times of recent failures."""
 
     def __init__(
         self, host: RemoteEngine, lifecycle: Lifecycle, metrics: Metrics, max_crashes: int,
@@ -37,11 +37,11 @@ class Supervisor:
         self._in_a_row += 1
 
     def record_step(self) -> None:
-        """Record that the engine has taken a step, so that the next restart is again at once."""
+        """Record that the engine has run a step, so that the next restart is immediate again."""
         self._in_a_row = 0
 
     def discount(self, count: int) -> None:
-        """Do not count the latest `count` failures: a request caused them, which has ended."""
+        """Remove the latest `count` failures: they were caused by a request that has ended."""
         for _ in range(min(count, len(self._times))):
             self._times.pop()
 
@@ -63,7 +63,7 @@ class Supervisor:
     async def revive(self, stopping: asyncio.Event) -> bool:
         """Restart until the engine runs; False if the server has failed or is `stopping`.
 
-        A server that drains needs an engine, too: its live streams go on.
+        A draining server needs an engine, too, for its live streams.
         """
         while self.lifecycle.state is not State.FAILED and not stopping.is_set():
             pause = self.pause()
@@ -82,12 +82,12 @@ class Supervisor:
         return False
 
     async def _restarted(self, stopping: asyncio.Event) -> bool:
-        """Try once; raises nothing."""
+        """Try once; return whether the engine runs. Raises nothing."""
         restart = asyncio.ensure_future(self.host.restart())
         await first_of(restart, stopping.wait())
         if restart.cancelled() or not restart.done():
             return False
         error = restart.exception()
         if error is not None:
-            logger.error("the engine did not begin again", exc_info=error)
+            logger.error("the engine could not be restarted", exc_info=error)
         return error is None

@@ -1,10 +1,10 @@
-"""Messages between the front-end process and the engine's process: length, kind, then MessagePack. Knows no sockets.
+"""Messages between the front-end process and the engine's process: length, kind, then MessagePack.
 
 Each field is checked when a message is read. Messages contain no code, no class names and no references. So an attacker
 who could write to the socket could only request tokens.
 
-Both processes count the orders, which are the messages that change what the engine has to do. So an output that has the
-number of orders that were executed before it needs no other reference to them.
+Both processes count the orders (messages that add or end requests), so that an output can refer to the executed orders
+by their number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WireError(PilotfishError):
 
 
 class EncodeError(PilotfishError):
-    """Expected: a request does not fit into a message: it is too large, or a value cannot be encoded.
+    """Expected: a request is too large for a message, or has a value that cannot be encoded.
 
     Only this request is refused.
     """
@@ -53,7 +53,7 @@ class Start(_Message, frozen=True):
     config: str  # an `EngineConfig` as JSON
     log_format: LogFormat  # format of the log
     heartbeat_seconds: float  # maximum time between two messages once the engine is ready and no step runs
-    # an engine with this configuration ran here before, so this one calibrates nothing at load
+    # an engine with this configuration ran before, so this one does not calibrate at load
     is_successor: bool = False
     watches_cache: bool = False  # outputs contain the changes of the prefix cache
 
@@ -61,7 +61,7 @@ class Start(_Message, frozen=True):
 class Finish(_Message, frozen=True):
     """End a request, or one of its outputs, before the next step; see `Engine.finish`. An event reports the end.
 
-    Not where the request `is_dropped`: its reader is gone, and its events are not needed.
+    Without an event if the request `is_dropped`, because its reader is gone.
     """
 
     request_id: str
@@ -72,7 +72,7 @@ class Finish(_Message, frozen=True):
 
 
 class Compile(_Message, frozen=True):
-    """Compile a structure beside the steps, and check that it allows the tokens that a caller has `received`."""
+    """Compile a structure in the background, and check that it allows the tokens that a caller has `received`."""
 
     number: int  # of the `Answer`
     guided: Guided
@@ -80,7 +80,7 @@ class Compile(_Message, frozen=True):
 
 
 class LoadAdapter(_Message, frozen=True):
-    """Load an adapter from a folder; `fingerprint` is the one that it has to have, "" for any."""
+    """Load an adapter from a folder; `fingerprint` is the required one, "" for any."""
 
     number: int  # of the `Answer`
     name: str
@@ -89,13 +89,13 @@ class LoadAdapter(_Message, frozen=True):
 
 
 class UnloadAdapter(_Message, frozen=True):
-    """Forget an adapter, which no request uses any more."""
+    """Unload an adapter that no request uses."""
 
     name: str
 
 
 class CalibrationText(_Message, frozen=True):
-    """The text with which an idle engine calibrates, in tokens: else it would read a tokenizer of its own for it."""
+    """The calibration text of an idle engine, in tokens, so that it does not need a tokenizer."""
 
     token_ids: tuple[int, ...]
 
@@ -135,11 +135,11 @@ class Answer(_Message, frozen=True):
     violations: tuple[Violation, ...] = ()  # of an `InvalidRequest`
     unsupported: str | None = None  # the message of an `Unsupported`
     refused: str | None = None  # the message of a `ModelError`
-    fault: str | None = None  # what failed without a fault of the caller's; the log has the cause
+    fault: str | None = None  # an internal error; the log has the cause
 
     @property
     def error(self) -> PilotfishError | None:
-        """What is to be raised for the caller."""
+        """The error to raise for the caller."""
         if self.violations:
             return InvalidRequest(self.violations)
         found = {Unsupported: self.unsupported, ModelError: self.refused, RequestFailed: self.fault}
@@ -162,7 +162,7 @@ _decoders: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) f
 
 
 def most_bytes(bounds: Bounds) -> int:
-    """Return the most bytes of a message of the engine if all requests are within these bounds."""
+    """Return the maximum bytes of an engine's message if all requests are within these bounds."""
     return min(MOST_ORDER_BYTES + _LOGPROB_BYTES * bounds.max_total_logprobs, _MOST_BYTES)
 
 
@@ -175,7 +175,7 @@ def framed(message: Message, limit: int = _MOST_BYTES) -> bytes | bytearray:
     try:
         _encoder.encode_into(message, frame, _LENGTH_BYTES + 1)
     except (msgspec.MsgspecError, ValueError, OverflowError) as error:
-        raise EncodeError(f"no message: {error}") from error
+        raise EncodeError(f"invalid message: {error}") from error
     size = len(frame) - _LENGTH_BYTES
     if size > limit:
         raise EncodeError(f"a message of {size} bytes; the limit is {limit}")
@@ -188,7 +188,7 @@ def read(payload: bytes) -> Message:
     try:
         message: Message = _decoders[payload[0]].decode(memoryview(payload)[1:])
     except (IndexError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"no valid message: {error}") from error
+        raise WireError(f"invalid message: {error}") from error
     return message
 
 

@@ -1,4 +1,4 @@
-"""One engine's process and the connection to it, from its fork to its end; and one that is kept beside another.
+"""An engine's process and the connection to it, from its fork to its end; and the standby.
 
 Knows no request.
 """
@@ -25,7 +25,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0  # between failures of en
 
 
 class Worker(asyncio.Protocol):
-    """A process with an engine. It is killed if it is silent for too long, or sends bytes that are no valid message."""
+    """A process with an engine. It is killed if it sends nothing for too long, or an invalid message."""
 
     def __init__(self, process: Forked, limit: int, progress: Progress) -> None:
         self.process, self._progress = process, progress
@@ -39,8 +39,8 @@ class Worker(asyncio.Protocol):
         self.num_orders = 0  # that were sent
         self._has_received = self._is_closed = False
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
-        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # nobody may wait any more
-        self._asked: dict[int, asyncio.Future[str]] = {}  # fingerprints or "" that are waited for, by their numbers
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # set when waiting is over
+        self._asked: dict[int, asyncio.Future[str]] = {}  # pending answers (a fingerprint or ""), by message number
 
     # ------------------------------------------------------------------------------------------------ the connection
 
@@ -81,7 +81,7 @@ class Worker(asyncio.Protocol):
 
         self._has_received = False
         if quiet >= 2:
-            logger.error("the engine's process has sent nothing for %g seconds; it is killed", seconds)
+            logger.error("the engine's process has sent nothing for %g seconds and is killed", seconds)
             self._lose(EngineHung(f"the engine has sent nothing for {seconds:g} seconds"))
         else:
             self._watching = asyncio.get_running_loop().call_later(seconds / 2, look)
@@ -98,7 +98,7 @@ class Worker(asyncio.Protocol):
     async def ready(self, hang_seconds: float, load_seconds: float | None = None) -> None:
         """Wait for the engine's `facts` until it is loaded, for at most `load_seconds`, and watch it from then on.
 
-        Raises EngineHung, if it was not loaded in time, or ModelError, EngineCrashed or WireError.
+        Raises EngineHung if it was not loaded in time, or ModelError, EngineCrashed or WireError.
         """
         try:
             async with asyncio.timeout(load_seconds):
@@ -110,7 +110,7 @@ class Worker(asyncio.Protocol):
         self._watch(hang_seconds)
 
     def ask(self, message: wire.LoadAdapter | wire.Compile) -> asyncio.Future[str]:
-        """Send a message. The result is that of its answer, or the error in it, or the loss of the engine."""
+        """Send a message. The future holds the result or error in its answer, or the loss of the engine."""
         self.send(message)
         answer = self._asked[message.number] = asyncio.get_running_loop().create_future()
         return answer
@@ -134,7 +134,7 @@ class Worker(asyncio.Protocol):
         logger.info("the engine's process %d has ended: %s", self.process.pid, how)
 
     def _take(self, message: wire.Message) -> None:
-        # Answers do not count: those to `Compile` also come while a step does not end.
+        # Answers do not count, because `Compile` is answered even while a step hangs.
         self._has_received |= not isinstance(message, wire.Answer)
         match message:
             case StepOutput():
@@ -149,7 +149,7 @@ class Worker(asyncio.Protocol):
                 self._lose(ModelError(message.problem))
             case wire.Answer():
                 answer = self._asked.pop(message.number, None)
-                if answer is None or answer.done():  # nobody waits any more
+                if answer is None or answer.done():  # its caller no longer waits
                     return
                 if (error := message.error) is None:
                     answer.set_result(message.fingerprint)
@@ -174,9 +174,9 @@ class Worker(asyncio.Protocol):
 
 
 class Standby:
-    """Loads an engine, and after longer and longer pauses another one when it is lost, until it is taken or closed.
+    """Keeps an engine loaded, with exponential back-off after losses, until it is taken or closed.
 
-    An engine that is refused is not loaded again.
+    An engine that fails with ModelError is not loaded again.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Standby:
         self._keeper = asyncio.ensure_future(self._keep())
 
     async def take(self) -> Worker | None:
-        """Return the engine as soon as it is loaded, and keep none from now on; None if there is none."""
+        """Return the engine as soon as it is loaded, and load no other; None if there is none."""
         self._is_wanted.set()
         await asyncio.shield(self._keeper)
         worker, self._worker = self._worker, None
@@ -213,8 +213,8 @@ class Standby:
                 logger.warning("the standby was lost: %s", self._worker.loss)
                 await self._worker.close()
                 self._worker = None
-            except ModelError as error:  # it would be refused again, and on a GPU its weights take what passes need
-                logger.error("no standby is kept: %s", error)  # noqa: TRY400  # a traceback is of no use
+            except ModelError as error:  # it would fail again, and on a GPU its weights take memory that passes need
+                logger.error("running without a standby: %s", error)  # noqa: TRY400  # a traceback is of no use
                 return
             except Exception:
                 logger.exception("the standby could not be loaded")
@@ -225,7 +225,7 @@ class Standby:
             seconds = min(2 * seconds, LONGEST_PAUSE_SECONDS)
 
 
-async def first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # the end of the time is not an error
+async def first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # no error
     """Return when the first of these is done, or after `timeout` seconds; the others are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

@@ -135,7 +135,7 @@ def test_a_broken_proposer_costs_speed_only(
     engine = fakes.fake_engine(LAW, vocab_size=VOCAB, proposers={"broken": broken}, proposer="broken")
     assert fakes.run(engine, [request()], failures=GIVE_UP_AFTER).tokens["r"] == plain_tokens()
     assert said in caplog.text
-    assert "it is not asked again" in caplog.text
+    assert "and is disabled" in caplog.text
     fakes.run(engine, [request()])
 
 
@@ -151,7 +151,7 @@ def test_a_row_that_is_no_number_ends_its_own_request_alone(rule: Verification, 
         engine, [request("sick", token_ids=(9, 2, 3), sampling=params), request("well", sampling=params)]
     )
     assert outputs.finished["sick"].reason is FinishReason.ERROR
-    assert "not a number" in outputs.finished["sick"].error
+    assert "not finite" in outputs.finished["sick"].error
     assert len(outputs.tokens["sick"]) <= 4, "tokens out of rows that were no numbers"
     assert outputs.finished["well"].reason is FinishReason.LENGTH
 
@@ -300,11 +300,11 @@ def test_an_engine_that_served_nobody_saves_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("engine.engine.learned.recall", lambda *_: True)
     engine = engine_with(clock=itertools.count(step=1000).__next__)
     engine.recall()
-    engine.rest()
+    engine.idle_tick()
     assert not saved
     fakes.run(engine, [request()])
-    engine.rest()
-    engine.rest()
+    engine.idle_tick()
+    engine.idle_tick()
     assert len(saved) == 1
 
 

@@ -112,7 +112,7 @@ class FakeEngine:
         free = self.total_pages - running
         return EngineLoad(running, 0, free, free, self.spec_gain)
 
-    def rest(self, is_wanted: object = None) -> bool:
+    def idle_tick(self, is_wanted: object = None) -> bool:
         assert not self._live
         return False
 

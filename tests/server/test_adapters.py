@@ -79,7 +79,7 @@ async def test_an_adapter_in_use_goes_with_its_last_request(root):
         await unload(server)
         assert await names(server) == []
         error = await error_of(server.inference.Generate(request(adapter="one")))
-        assert (error.code().name, error.details()) == ("NOT_FOUND", "adapter is 'one', which is not loaded any more")
+        assert (error.code().name, error.details()) == ("NOT_FOUND", "adapter is 'one', which was unloaded")
         error = await error_of(load(server))
         assert (error.code().name, "requests still use it" in error.details()) == ("ALREADY_EXISTS", True)
         engine.gate.set()

@@ -80,7 +80,7 @@ class NeverEncodes(Codec):
 
 async def test_what_cannot_fit_is_refused_by_its_size_before_it_is_converted():
     text, most = "€" * 20_000, LIMIT * len("<|end|>")
-    said = f"has 60000 bytes, which are more than {LIMIT} tokens; the limit is {most} bytes"
+    said = f"has 60000 bytes, more than {LIMIT} tokens can have; the limit is {most} bytes"
     async with serving(codec=NeverEncodes(CODEC.tokenizer)) as server:
         code, told = await ended_with(server, pb.GenerateRequest(prompt=text).SerializeToString())
         assert (code, told) == ("INVALID_ARGUMENT", [f"prompt {said}"])

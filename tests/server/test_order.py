@@ -236,7 +236,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
         server.app.driver.estimates.observe(step(1.0, generated=1))
         error = await error_of(server.inference.Generate(request(), timeout=20))
         assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "by now's estimate it takes 50 to start" in error.details()
+        assert "estimated wait 50" in error.details()
         assert len(server.app.driver.queue) == 1
         assert metric(server, "admission_rejected_total", reason="deadline") == 1
         server.engine.gate.set()
@@ -306,7 +306,7 @@ async def test_work_that_takes_longer_than_the_deadline_is_refused(server):
     server.app.driver.estimates.observe(step(1.0, generated=1))
     stopping = pb.StoppingParams(max_tokens=100, min_tokens=50)
     error = await error_of(server.inference.Generate(request(stopping=stopping), timeout=10))
-    assert "it takes 0 to start and" in error.details()
+    assert "estimated wait 0, service" in error.details()
     assert (await server.inference.Generate(request(), timeout=10)).outputs
 
 

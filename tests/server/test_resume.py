@@ -145,7 +145,7 @@ async def test_what_is_wrong_is_named():
         error = await error_of(collect(server.inference.GenerateStream(asked)))
         assert "resume.outputs[0].token_ids[0] is 5, which does not fit" in error.details()
         error = await error_of(server.inference.Generate(request(resume=pb.Resume())))
-        assert "resume continues a stream" in error.details()
+        assert "resume is set; a stream can only be resumed by GenerateStream" in error.details()
 
 
 async def test_what_was_received_is_replayed_in_parts_beside_the_loop(monkeypatch):
@@ -327,7 +327,7 @@ async def test_an_id_that_is_none_is_refused(server):
             assert f"Last-Event-ID is '{after[:20]}" in answer.json()["error"]["message"]
         headers = {"Last-Event-ID": "ab-1-0-1:0123456789abcdef"}
         answer = await client.post("/generate", json={"prompt": "ab"}, headers=headers)
-        assert "needs stream: true" in answer.json()["error"]["message"]
+        assert "requires stream: true" in answer.json()["error"]["message"]
         answer = await client.post("/generate", json=body, headers=headers)
         assert answer.status_code == 412
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) of a target: their files, the matmuls that they change, and which of them are loaded.
+"""Low-rank adapters (LoRA) of a target: their files, the matmuls that they change, and the loaded ones.
 
-Each row of a pass may have another adapter. Rows without one keep the bits of a model that has no adapters.
+Each row of a pass may have a different adapter. Rows without one have the same bits as without adapters.
 """

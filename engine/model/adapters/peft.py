@@ -1,7 +1,6 @@
-"""Reads a LoRA adapter in the format of peft: a folder with its config and its matrices.
+"""Reads a LoRA adapter in PEFT format: a folder with its config and its matrices.
 
-Anything else than scale * B (A x) on a linear layer is refused by its name: an adapter is served as it was trained, or
-not at all.
+Anything but scale * B (A x) on a linear layer is refused by name: an adapter is served exactly, or not at all.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
-# Fields of a config with the origin of the adapter, how it was trained, or where its matrices are, which the file with
-# the matrices has too.
+# Config fields about the adapter's origin or training, or the places of its matrices, which the weights file also has.
 _WITHOUT_MEANING = frozenset((
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "megatron_config",
@@ -47,7 +45,7 @@ _REASONS = {
     "target_parameters": "parameters outside of linear layers are not supported",
     "lora_bias": "trained biases are not supported",
 }
-# The others write another base model, which the adapter is for.
+# The others modify the base model.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _OTHER_KEYS = {
     ".base_layer.": "matrices of the base model are not supported (save_embedding_layers=False omits them)",
@@ -59,7 +57,7 @@ _OTHER_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class LoraMatrices:
-    """What an adapter adds to one matmul: `b` `[out, rank]` times `a` `[rank, in]`, float32; `b` has the scale."""
+    """The adapter of one matmul: `b` `[out, rank]` times `a` `[rank, in]`, float32; `b` includes the scale."""
 
     a: Tensor
     b: Tensor
@@ -67,18 +65,18 @@ class LoraMatrices:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter as its folder has it."""
+    """An adapter as stored in its folder."""
 
     parts: Mapping[str, LoraMatrices]  # by the path of the matmul in the model, `model.layers.0.self_attn.q_proj`
     is_transposed: bool  # the base model stores its matrices as `[in, out]`
-    fingerprint: str  # 16 hexadecimal digits, which depend on all bytes of both files
+    fingerprint: str  # 16 hexadecimal digits, a hash of both files
 
 
 def read_adapter(folder: Path) -> AdapterFile:
     """Read the adapter in `folder`.
 
     Raises:
-        ModelError: there is none, or it needs more than is served; the message contains what was found.
+        ModelError: there is none, or it uses unsupported features; the message quotes them.
     """
     config_bytes, weight_bytes = (_bytes_of(folder, name) for name in (CONFIG, WEIGHTS))
     try:
@@ -124,7 +122,7 @@ class _Rules:
         return int(self._of("r", "rank_pattern", path))
 
     def scale_of(self, path: str) -> float:
-        """The factor of B (A x): alpha / rank, or by its root where it is stabilised (Kalajdzievski 2023)."""
+        """The factor of B (A x): alpha / rank, or alpha / sqrt(rank) if stabilised (Kalajdzievski 2023)."""
         rank = self.rank_of(path)
         divisor = math.sqrt(rank) if self.config.get("use_rslora") else rank
         return self._of("lora_alpha", "alpha_pattern", path) / divisor

@@ -1,4 +1,4 @@
-"""The adapters of a model: loads and drops them by name, and maps the rows of a pass to them."""
+"""The adapters of a model: loads and unloads them by name, and maps the rows of a pass to them."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ _FP8 = "adapters require unrounded input rows"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A matmul of the checkpoint in the model that runs: the outputs from `start` on of `matmul`."""
+    """The location of a checkpoint's matmul in the model: the outputs of `matmul` from `start`."""
 
     matmul: nn.Module
     start: int
     inputs: int
     outputs: int
     total: int  # outputs of the whole `matmul`
-    order: Tensor | None = None  # which output in the checkpoint each output is; None where they are the same
+    order: Tensor | None = None  # index in the checkpoint of each output; None: equal
 
 
 def find_place(model: DecoderModel, path: str) -> Place:
-    """The place of the matmul that the checkpoint has at `path`, as in `model.layers.0.self_attn.q_proj`.
+    """The location of the checkpoint's matmul `path`, for example `model.layers.0.self_attn.q_proj`.
 
     Raises:
-        ModelError: the model has no matmul there, or it is one that adapters cannot change.
+        ModelError: the model has no such matmul, or adapters cannot change it.
     """
-    module, own = cast("nn.Module", model), f"{path}."  # a decoder has the same names in all families
+    module, own = cast("nn.Module", model), f"{path}."  # a decoder uses the same names for all families
     for pattern, becomes in model.architecture.names:
         own = re.sub(pattern, becomes, own)
     for name in own.removesuffix(".").split("."):
@@ -81,7 +81,7 @@ def find_place(model: DecoderModel, path: str) -> Place:
 
 @dataclass(frozen=True, eq=False)
 class LoadedAdapter(Adapter):
-    """An adapter in memory. Its weights are freed when neither a name nor a sequence refers to it any more."""
+    """An adapter in memory. Its weights are freed when neither a name nor a sequence refers to it."""
 
     products: Products
 
@@ -90,9 +90,9 @@ class Adapters(UserDict[str, LoadedAdapter]):
     """The loaded adapters by name. Loading and unloading happen between two passes."""
 
     def __init__(self, model: DecoderModel | None, *, row_wise: bool = True) -> None:
-        """Prepare for adapters of `model`, which does not change before the first one is loaded; None: there are none.
+        """Prepare for adapters of `model`, which is unchanged until the first one is loaded; None: no adapters.
 
-        `row_wise`: also where torch multiplies, a row's bits do not depend on the number of rows.
+        `row_wise`: a row's bits do not depend on the number of rows, even where torch multiplies.
         """
         super().__init__()
         self._model, self._row_wise = model, row_wise
@@ -103,7 +103,7 @@ class Adapters(UserDict[str, LoadedAdapter]):
     def load(self, name: str, folder: Path, expected: str = "") -> LoadedAdapter:
         """Load the adapter in `folder` under `name`.
 
-        `expected`: the fingerprint that it has to have; default any.
+        `expected`: the required fingerprint; default any.
 
         Raises:
             ModelError: it cannot be served with this model; the message has the reason.
@@ -114,13 +114,13 @@ class Adapters(UserDict[str, LoadedAdapter]):
         return loaded
 
     def load_unlisted(self, name: str, folder: Path, expected: str = "") -> LoadedAdapter:
-        """As `load`, but no request can name it, and it stays only as long as the caller keeps it; `name` is for logs.
+        """As `load`, but requests cannot name it, and it exists only while the caller holds it; `name` is for logs.
 
         Raises:
             ModelError: it cannot be served with this model; the message has the reason.
         """
         if self._model is None:
-            raise ModelError(f"adapter {name!r}: adapters require a whole model of the table of architectures")
+            raise ModelError(f"adapter {name!r}: adapters require an unsharded model of the table of architectures")
         try:
             loaded = self._read(self._model, name, folder, expected)
         except ModelError as error:
@@ -130,14 +130,14 @@ class Adapters(UserDict[str, LoadedAdapter]):
         return loaded
 
     def unload(self, name: str) -> None:
-        """Forget a name; the sequences that have the adapter keep it. Raises ModelError if there is no such adapter."""
+        """Remove a name; sequences that use the adapter keep it. Raises ModelError if there is no such adapter."""
         if name not in self:
             raise ModelError(f"adapter {name!r} is not loaded")
         del self[name]
 
     @contextmanager
     def during(self, feeds: Seq[Feed]) -> Iterator[None]:
-        """Run a pass over `feeds` within it. Raises ValueError if a part of an adapter was not added."""
+        """Context for a pass over `feeds`. Raises ValueError if a part of an adapter was not applied."""
         rows = self._running = self._rows(feeds) if any(feed.adapter for feed in feeds) else None
         try:
             yield
@@ -159,7 +159,7 @@ class Adapters(UserDict[str, LoadedAdapter]):
         return PassRows(*spans[0], *spans[1])
 
     def _read(self, model: DecoderModel, name: str, folder: Path, expected: str) -> LoadedAdapter:
-        """Read an adapter and map its matrices to the matmuls that run."""
+        """Read an adapter and map its matrices to the model's matmuls."""
         read = read_adapter(folder)
         if expected not in ("", read.fingerprint):
             raise ModelError(f"the files in {str(folder)!r} have changed since they were first loaded")

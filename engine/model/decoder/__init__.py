@@ -1,1 +1,1 @@
-"""What a model computes, as data, and the decoder that runs every such model. Imports no transformers."""
+"""Architectures as data, and the decoder that runs them. Does not import transformers."""

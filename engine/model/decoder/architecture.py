@@ -1,7 +1,7 @@
-"""What a model computes, as data: sizes, norms, windows and rotary positions, layer by layer. Reads no weights.
+"""Architectures as data: sizes, norms, windows and rotary positions of each layer. Reads no weights.
 
-Each part has the shapes of its weights, by the names that they have in a checkpoint below its own name. Which numbers
-a family has is in `families/`.
+Each part defines the shapes of its weights, by their names in a checkpoint below its own name. `families/` fills in the
+values of each family.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from engine.recurrent.arena import StatePart
 
 
 class Mixer:
-    """What looks at other positions: the description of a module that reads the weights of a layer's mixer."""
+    """The part of a layer that reads other positions: attention or a recurrent layer."""
 
     @property
     def kv(self) -> LayerKV | None:
-        """What the layer keeps of a position."""
+        """The layer's K/V per position."""
         return None
 
     @property
@@ -32,13 +32,13 @@ class Mixer:
         return RotaryTable.none(0)
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
-        """The parts of a sequence's state, in the order in which a pass comes to them; `dtype` is that of rows."""
+        """The parts of a sequence's state, in the order of the pass; `dtype` is that of rows."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class FeedLayer(Mixer):
-    """A feed-forward in a mixer's place, which keeps nothing."""
+    """A feed-forward as mixer, without state."""
 
     feed: Any
 
@@ -48,9 +48,9 @@ class NormForm:
     """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), or LayerNorm (Ba et al. 2016, arXiv 1607.06450).
 
     Attributes:
-        eps: what is added to the mean of squares.
-        centred: LayerNorm, which takes off the mean first.
-        plus_one: the weight is 1 plus what is stored.
+        eps: added to the mean of squares.
+        centred: LayerNorm, which first subtracts the mean.
+        plus_one: the weight is 1 plus the stored value.
         has_weight: else all weights are 1.
         has_bias: a bias is added.
     """
@@ -68,9 +68,9 @@ class HeadNorm:
 
     Attributes:
         form: of both.
-        extent: each head with one weight for all (`head`) or with its own (`heads`); all heads together (`all`).
-        turned: they are applied to what is rotated already.
-        listed: the checkpoint has the weight of each head by itself.
+        extent: per head with a shared weight (`head`) or its own (`heads`), or over all heads together (`all`).
+        turned: applied after the rotation.
+        listed: the checkpoint stores the weight of each head separately.
         names: of both norms.
     """
 
@@ -87,9 +87,9 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class HeadGate:
-    """What heads give is multiplied by an activation of gates: one for each number, or `by_head` one for all of a head.
+    """The outputs of heads are multiplied by activated gates: one per element, or `by_head` one per head.
 
-    `name`: of the gates' matrix; None where their rows follow the head's in `q_proj`.
+    `name`: of the gates' matrix; None if their rows follow those of the head in `q_proj`.
     """
 
     name: str | None = None
@@ -104,26 +104,26 @@ class AttentionLayer(Mixer):
     Attributes:
         heads: of queries.
         kv_heads: of keys and values; a divisor of `heads`.
-        head_dim: numbers of a head.
+        head_dim: size of a head.
         spec: scale, window, chunk and cap of the scores.
         rotary: of queries and keys.
-        interleaved: pairs that are rotated are neighbours in the checkpoint; else they are halves of what is rotated.
-        norm: of queries and keys, if they have any.
-        qkv_bias: the products of queries, keys and values have a bias.
-        out_bias: the product of the output has one.
-        joined: the checkpoint has queries, keys and values in one matrix, `qkv_proj`.
-        groups: of its outputs, each of which has queries, keys and values of its own.
-        values_first: in a group values come before keys.
-        clip: queries, keys and values are between this number and its negative.
-        growth: of queries with their positions.
-        has_sinks: each head has one more score, which has no value.
-        out_norm: of what the output's matrix reads, `attn_sub_norm`.
-        gate: of what heads give, if they have any.
-        out_name: of the output's matrix.
-        reads: numbers of a row that it reads, where they are not those of a row that it gives.
-        value_norm: of each head of values.
-        same_values: values are the products of keys, before their norm and rotation.
-        source: an earlier layer, whose keys and values it reads; it has none of its own.
+        interleaved: in the checkpoint, rotated pairs are adjacent; else they are (i, i + n / 2).
+        norm: of queries and keys, if any.
+        qkv_bias: the projections of queries, keys and values have a bias.
+        out_bias: the output projection has one.
+        joined: the checkpoint stores queries, keys and values in one matrix, `qkv_proj`.
+        groups: number of groups of its outputs, each with its own queries, keys and values.
+        values_first: in a group, values precede keys.
+        clip: queries, keys and values are clamped to -clip..clip.
+        growth: scaling of queries by position.
+        has_sinks: each head has an additional score without a value.
+        out_norm: norm of the output projection's input, `attn_sub_norm`.
+        gate: of the heads' outputs, if any.
+        out_name: of the output projection.
+        reads: input width, if it differs from the output width.
+        value_norm: norm of each value head.
+        same_values: values are the projected keys, before norm and rotation.
+        source: an earlier layer whose keys and values it reads instead of its own.
     """
 
     heads: int
@@ -155,13 +155,13 @@ class AttentionLayer(Mixer):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Numbers of the queries, keys and values of a row."""
+        """Widths of the queries, keys and values of a row."""
         keys = self.kv_heads * self.head_dim if self.source is None else 0
         return self.heads * self.head_dim, keys, keys
 
     @property
     def firsts(self) -> dict[str, int]:
-        """The matrices that read a row, with their outputs."""
+        """The input matrices, with their numbers of outputs."""
         queries, keys, values = self.sizes
         if self.joined:
             return {"qkv_proj": sum(self.sizes)}
@@ -172,20 +172,20 @@ class AttentionLayer(Mixer):
 
     @property
     def normed(self) -> dict[str, int]:
-        """Norms of heads that have weights, with how many heads each is for."""
+        """Norms of heads with weights, with their numbers of heads."""
         names = () if self.norm is None else self.norm.names[: 2 if self.source is None else 1]
         return dict(zip(names, (self.heads, self.kv_heads), strict=False))
 
     @property
     def gates(self) -> int:
-        """Gates of a row."""
+        """Number of gates of a row."""
         return 0 if self.gate is None else self.heads * (1 if self.gate.by_head else self.head_dim)
 
     def order(self) -> Tensor | None:
-        """Which number of a head in the checkpoint each number here is; None where they are the same.
+        """The index in the checkpoint of each element of a head; None: equal.
 
-        Here number i is rotated with number i + head_dim / 2, and pairs that stay as they are have a frequency of 0.
-        A head of 8 numbers, of which 4 are rotated as neighbours: [0, 2, 4, 5, 1, 3, 6, 7].
+        Element i is rotated with element i + head_dim / 2, and pairs that are not rotated have frequency 0. A head of 8
+        elements, of which 4 are rotated as adjacent pairs: [0, 2, 4, 5, 1, 3, 6, 7].
         """
         turned = self.head_dim - 2 * self.rotary.still
         if not turned or not (self.interleaved or self.rotary.still):
@@ -194,7 +194,7 @@ class AttentionLayer(Mixer):
         return torch.cat([pairs, torch.arange(turned, self.head_dim).view(2, -1)], 1).flatten()
 
 
-# Names of a layer's norms: before the mixer, of what the mixer gives, before the feed-forward, of what that gives.
+# Names of a layer's norms: before and after the mixer, before and after the feed-forward.
 Norms = tuple[str | None, str | None, str | None, str | None]
 TWO_NORMS: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
 FOUR_NORMS: Norms = (
@@ -208,16 +208,17 @@ class Layer:
     """x += mixer(norm(x)); x += feed(norm(x)), with norms of both results in some families.
 
     Attributes:
-        mixer: what looks at other positions.
-        feed: what looks at one; None in families whose layers have a mixer only.
-        norms: names of the norms, as `TWO_NORMS` has them.
-        parallel: both read x as it was before the layer; without a second norm they read the same normed row.
-        scale: what both results are multiplied by before they are added.
-        normed_sums: the norms of results are of the sums of x and the results.
+        mixer: the part that reads other positions.
+        feed: the feed-forward; None in families whose layers have only a mixer.
+        norms: names of the norms, in the form of `TWO_NORMS`.
+        parallel: both read the layer's input x; without a second norm they read the same normalised row.
+        scale: factor of both results before they are added.
+        normed_sums: output norms are applied to the sum of x and the result.
         names: of the mixer and of the feed-forward.
-        around: what the layer is a part of, with the same rows (`gemma.py`).
-        summed: the results of both are summed over shares (`share.py`).
-        beside, keeps_normed: the norm of a second row, which the mixer reads first; it adds to its own row, normed.
+        around: the structure that contains the layer, with the same rows (`gemma.py`).
+        summed: the results of both are summed over shards (`share.py`).
+        beside, keeps_normed: norm of a second row, which the mixer reads before x; x is then replaced by its normalised
+        row.
     """
 
     mixer: Mixer
@@ -234,12 +235,12 @@ class Layer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether results are added as they are, one after the other."""
+        """Whether results are added unchanged and sequentially."""
         return self.scale == 1 and not self.parallel and not self.normed_sums and self.around is None
 
     @property
     def parts(self) -> tuple[tuple[str, Any], ...]:
-        """Mixer, feed-forward and what is around them, by name."""
+        """Mixer, feed-forward and the structure around them, by name."""
         mixer, feed = self.names
         others = (feed, self.feed), ("around", self.around)
         return ((mixer, self.mixer), *((name, part) for name, part in others if part is not None))
@@ -249,7 +250,7 @@ class Layer:
 class LearnedPositions:
     """A table of vectors, `model.embed_positions`: row position + offset is added to a token's embedding.
 
-    `waves`: no checkpoint has it; row p is the sines, then the cosines, of p * 10000^(-i / waves).
+    `waves`: computed, not in the checkpoint; row p is the sines, then the cosines, of p * 10000^(-i / waves).
     """
 
     rows: int
@@ -264,23 +265,22 @@ class Architecture:
     Attributes:
         layers: of the decoder.
         vocab_size: rows of the output matrix.
-        spare_rows: that the table of embeddings has besides.
-        width: numbers of a hidden state.
-        norm: of every norm but those of heads.
-        has_final_norm: the output matrix reads normed rows.
-        positions: that embeddings are added to, if they are learned.
-        embedding_width: of a token's embedding, where it is not `width`; `model.project_in` and `model.project_out`
-            are between the two.
-        normed_embeddings: the first layer reads what `model.embed_norm` makes of embeddings.
-        embedding_scale: what embeddings are multiplied by, in the type of the model.
-        logit_scale: what logits are multiplied by.
+        spare_rows: additional rows of the embedding table.
+        width: hidden size.
+        norm: form of all norms except those of heads.
+        has_final_norm: the output matrix reads normalised rows.
+        positions: learned position embeddings, if any.
+        embedding_width: of a token's embedding, if it is not `width`; `model.project_in` and `model.project_out`
+        convert between them. normed_embeddings: embeddings are normalised by `model.embed_norm`.
+        embedding_scale: factor of embeddings, in the type of the model.
+        logit_scale: factor of logits.
         softcap: logits become tanh(logit / softcap) * softcap.
-        is_tied: the output matrix is the table of embeddings.
+        is_tied: the output matrix is the embedding table.
         head_bias: the output matrix has a bias.
-        names: regular expressions for names of weights in a checkpoint, with what they become.
-        transposed: the checkpoint has the matrices of layers as `[inputs, outputs]`.
+        names: regular expressions for names of weights in a checkpoint, with their replacements.
+        transposed: the checkpoint stores the matrices of layers as `[inputs, outputs]`.
         wide: hidden states between layers are float32.
-        per_layer: what each layer is given of a token's embedding (`gemma.py`).
+        per_layer: per-layer embeddings (`gemma.py`).
     """
 
     layers: tuple[Layer, ...]
@@ -304,20 +304,20 @@ class Architecture:
 
     @property
     def attention(self) -> AttentionLayer:
-        """That of the first layer that is one."""
+        """The first attention layer."""
         return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionLayer))
 
     def state(self, dtype: torch.dtype, depth: int) -> tuple[StatePart, ...]:
-        """The parts of the state of the first `depth` layers, in the order in which a pass comes to them."""
+        """The parts of the state of the first `depth` layers, in the order of the pass."""
         return tuple(part for layer in self.layers[:depth] for part in layer.mixer.state(dtype))
 
     @property
     def kv(self) -> tuple[LayerKV | None, ...]:
-        """What each layer keeps of a position."""
+        """Each layer's K/V per position."""
         return tuple(layer.mixer.kv for layer in self.layers)
 
 
 def architecture_of(model: nn.Module) -> Architecture | None:
-    """The architecture of a decoder, None for a module of transformers."""
+    """The architecture of a decoder; None for a transformers module."""
     found = getattr(model, "architecture", None)
     return found if isinstance(found, Architecture) else None

@@ -23,7 +23,7 @@ from engine.native.rows import WeightAndEps
 
 
 class Joined(nn.Module):
-    """One matmul in place of several that read the same rows, each of which has a `JoinedPart`."""
+    """One matmul that replaces several with the same input; each has a `JoinedPart`."""
 
     def __init__(self, matmul: nn.Module, sizes: list[int]) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class Joined(nn.Module):
 
 
 class JoinedPart(nn.Module):
-    """One of the joined matmuls, by the name that it has in a checkpoint: adapters look for it."""
+    """One of the joined matmuls, under its name in a checkpoint, for adapters."""
 
     def __init__(self, joined: Joined, index: int, order: Tensor | None = None) -> None:
-        """`order`: which output in the checkpoint each output is; None where they are the same."""
+        """`order`: index in the checkpoint of each output; None: equal."""
         super().__init__()
         self.joined, self.index, self.order = joined, index, order
 
@@ -52,7 +52,7 @@ def join(
     has_bias: bool,
     orders: dict[str, Tensor] | None = None,
 ) -> Joined:
-    """Read matrices as one, and give `module` a part for each, by its name."""
+    """Read matrices as one, and add a part to `module` for each, by name."""
     orders = orders or {}
     joined = Joined(weights.matrix(sizes, inputs, has_bias=has_bias, orders=orders), [*sizes.values()])
     for index, name in enumerate(sizes):
@@ -99,13 +99,13 @@ class GroupedAttention(nn.Module):
 
     @property
     def norms(self) -> tuple[nn.Module, ...]:
-        """Of queries, of keys and of values, as far as there are some."""
+        """Of queries, keys and values, if any."""
         found = map(self._modules.get, (*self.layer.normed, "v_norm"))
         return tuple(norm for norm in found if norm is not None)
 
     @property
     def joined_norms(self) -> tuple[WeightAndEps, WeightAndEps] | tuple[None, None] | None:
-        """The norms as our C applies them while it rotates, two None where there are none; None for another kind."""
+        """The norms that our C applies during the rotation, two None without norms; None for other kinds."""
         norm, norms = self.layer.norm, self.norms
         if norm is None:
             return None, None
@@ -138,7 +138,7 @@ class GroupedAttention(nn.Module):
         return cast("nn.Module", parts.qkv_proj if self.layer.joined else parts.q_proj.joined.matmul)
 
     def _gates_apart(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries, keys and values of rows, and what their heads' results are multiplied by."""
+        """Queries, keys and values of rows, and the gates of their heads."""
         gate, (queries, keys, values) = self.layer.gate, self.layer.sizes
         if gate is None:
             return projected, None
@@ -151,10 +151,10 @@ class GroupedAttention(nn.Module):
         return projected.contiguous(), run(gates)
 
     def write(self, projected: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
-        """Write keys and values to the arena; the rotated queries `[T, heads, head_dim]`.
+        """Write keys and values to the arena; return the rotated queries `[T, heads, head_dim]`.
 
-        `projected` `[T, all heads * head_dim]` has queries, keys and values side by side; of rows that ask nothing it
-        may have no queries.
+        `projected` `[T, all heads * head_dim]`: concatenated queries, keys and values; queries may be missing if they
+        are not needed.
         """
         (cos, sin), norms, layer, number = rotary, self.joined_norms, self.layer, self.layer_idx
         if norms is None and layer.norm is not None and not layer.norm.turned:
@@ -180,7 +180,7 @@ class GroupedAttention(nn.Module):
         return query
 
     def _norms_of_kernels(self) -> tuple[tuple[Tensor, Tensor] | None, float]:
-        """Weights and eps of the norms that a kernel applies while it rotates."""
+        """Weights and eps of the norms that a kernel applies during the rotation."""
         if not self.joined_norms or self.joined_norms == (None, None):
             return None, 0.0
         (query, eps), (key, _) = (cast("RMSNorm", norm).for_kernels for norm in self.norms)
@@ -203,23 +203,23 @@ class GroupedAttention(nn.Module):
         return parts
 
     def _native_for(self, projected: Tensor, cos: Tensor, ragged: Ragged) -> Rows | None:
-        """Our C functions, where they can rotate the projected rows while writing them into this arena; else None."""
+        """Our C functions, if they can rotate projected rows and write them into this arena; else None."""
         dtype, dim = projected.dtype, self.layer.head_dim
         fits = dtype == cos.dtype and ragged.arena.layout.takes(dtype) and projected.is_cpu and cos.shape[0] == 1
         return rows_for(dtype, dim // 2) if fits and not dim % 2 else None
 
 
 def _orders(layer: AttentionLayer) -> dict[str, Tensor]:
-    """By matrix, which output in the checkpoint each output is; without those that are where they are there.
+    """By matrix, the index in the checkpoint of each output; without matrices in the checkpoint's order.
 
-    Joined, in groups of a head of 2 numbers, that are not rotated: [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11].
+    Joined, in groups of heads of 2 elements without rotation: [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11].
     """
     order, (queries, keys, _) = layer.order(), layer.sizes
     if not layer.joined:
         return {} if order is None else {"q_proj": _over_heads(order, queries), "k_proj": _over_heads(order, keys)}
     if order is None and layer.groups == 1:
         return {}
-    groups = torch.arange(sum(layer.sizes)).view(layer.groups, -1)  # keys are as many as values
+    groups = torch.arange(sum(layer.sizes)).view(layer.groups, -1)  # equal numbers of keys and values
     query, key, value = (x.flatten() for x in groups.split([size // layer.groups for size in layer.sizes], 1))
     if layer.values_first:
         key, value = value, key
@@ -229,13 +229,13 @@ def _orders(layer: AttentionLayer) -> dict[str, Tensor]:
 
 
 def _over_heads(order: Tensor, size: int) -> Tensor:
-    """The order of a head's numbers -> that of all heads, `[size]`."""
+    """The order of a head's elements -> that of all heads, `[size]`."""
     dim = len(order)
     return (torch.arange(0, size, dim)[:, None] + order).flatten()
 
 
 def _gates_last(order: Tensor | None, heads: int, dim: int) -> Tensor:
-    """The order of queries, `[heads * dim]` -> that of a matrix where each head's gates follow its queries."""
+    """The order of queries, `[heads * dim]` -> that of a matrix in which each head's gates follow its queries."""
     queries, gates = torch.arange(2 * heads * dim).view(heads, 2, dim).unbind(1)
     return torch.cat([queries.flatten() if order is None else queries.flatten()[order], gates.flatten()])
 

@@ -1,7 +1,7 @@
 """The decoder that runs every architecture of the table (`architecture.py`), over ragged batches.
 
-Its modules have transformers' names, which adapters and heads use. On a CPU layers run in one call of C where that can
-run the pass, and else module by module, with the same bits; on a GPU our kernels run between their matmuls.
+Its modules have transformers' names, which adapters and heads use. On a CPU all layers run in one C call if it supports
+the pass, else module by module with the same bits; on a GPU our kernels run between the matmuls.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DecoderModel(nn.Module):
         self._joins_sums = False
 
     def use(self, ops: LayerOps) -> None:
-        """Run these operations between matmuls, which a GPU has in place of our C."""
+        """Run these operations between matmuls, on a GPU instead of our C."""
         use_ops(self, self.architecture, ops, torch.empty(0, dtype=self.dtype, device=self.device))
         is_last = isinstance(self.model.norm, RMSNorm) and self.model.project_out is None
         self._joins_sums = is_last and all(layer.joins_sums for layer in self.model.layers)
@@ -132,7 +132,7 @@ class DecoderModel(nn.Module):
         return logits if cap is None else ELEMENTWISE[torch.tanh](logits / cap) * cap
 
     def _embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer reads, `[1, T, width]`."""
+        """The input of the first layer, `[1, T, width]`."""
         trunk, learned = self.model, self.architecture.positions
         hidden = _through(trunk.project_in, trunk.embed_tokens(ids))
         if learned is not None:
@@ -140,7 +140,7 @@ class DecoderModel(nn.Module):
         return _through(trunk.embed_norm, hidden)
 
     def _final(self, hidden: Tensor) -> Tensor:
-        """What the output matrix reads: `[1, T, width]` -> `[1, T, width]`."""
+        """The input of the output matrix: `[1, T, width]` -> `[1, T, width]`."""
         if self.model.per_layer is not None:
             hidden = self.model.per_layer.merge(hidden)
         return _through(self.model.project_out, _through(self.model.norm, hidden))
@@ -150,12 +150,12 @@ Model: TypeAlias = "DecoderModel | PreTrainedModel"  # a decoder, or transformer
 
 
 def is_batch_invariant(model: nn.Module) -> bool:
-    """Whether each matmul of a model gives a row the same bits in any batch: those of a decoder but torch's own."""
+    """Whether each matmul of a model gives a row the same bits in any batch: true of a decoder's except torch's."""
     return isinstance(model, DecoderModel) and not any(isinstance(module, nn.Linear) for module in model.modules())
 
 
 def runs_in_c(model: nn.Module) -> bool:
-    """Whether our C multiplies all matrices of a model, so that torch does little work."""
+    """Whether our C multiplies all matrices of a model, so that little work is left for torch."""
     matmuls = [module for module in model.modules() if isinstance(module, GroupedLinear)]
     return is_batch_invariant(model) and all(isinstance(matmul.pack(), PackedMatrix) for matmul in matmuls)
 
@@ -168,7 +168,7 @@ def _waves(waves: int, rows: int, width: int) -> Tensor:
 
 
 def read_ends(trunk: Any, made: Architecture, weights: WeightReader) -> None:
-    """Read what there is between the tables and the layers."""
+    """Read the parts between tables and layers."""
     width, size = made.width, made.embedding_width
     for name, is_there in (("norm", made.has_final_norm), ("embed_norm", made.normed_embeddings)):
         setattr(trunk, name, norm_of(made.norm, weights, name, width) if is_there else None)
@@ -187,9 +187,9 @@ def read_ends(trunk: Any, made: Architecture, weights: WeightReader) -> None:
 
 
 def read_layers(architecture: Architecture, weights: WeightReader) -> list[DecoderLayer]:
-    """All layers, several at a time: each of the many steps from a file to panels leaves most threads idle.
+    """Read all layers, several concurrently, because single conversion steps leave most threads idle.
 
-    Floats that are rounded keep all threads busy by themselves, and two layers of them take more memory than one.
+    Floats to be rounded are read one layer at a time: rounding uses all threads, and two layers would need more memory.
     """
     numbers, here = range(len(architecture.layers)), copy_context()
 
@@ -204,7 +204,7 @@ def read_layers(architecture: Architecture, weights: WeightReader) -> list[Decod
 
 
 def use_ops(model: nn.Module, architecture: Architecture, ops: LayerOps, like: Tensor) -> None:
-    """Let all parts of a model run these operations; `like` is of its type, and where it runs."""
+    """Let all parts of a model run these operations; `like`: a tensor of its type and device."""
     feeds = [layer.feed.inner for layer in architecture.layers if isinstance(layer.feed, GatedFeed)]
     heads = [module.layer.head_dim for module in model.modules() if isinstance(module, GroupedAttention)]
     sizes = architecture.width, max(feeds, default=16), max(heads, default=16)
@@ -248,7 +248,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def feed(self) -> Any:
-        """What looks at one position; None where the layer has no such part."""
+        """The feed-forward; None if the layer has none."""
         return self._modules.get(self.layer.names[1])
 
     @property
@@ -258,7 +258,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def joins_sums(self) -> bool:
-        """Whether each of its sums is read by an RMSNorm only, so that one kernel computes both."""
+        """Whether each of its sums is read only by an RMSNorm, so that one kernel computes both."""
         first, after_mixer, second, after_feed = self.norms
         has_norms = isinstance(first, RMSNorm) and isinstance(second, RMSNorm) and self.feed is not None
         others = all(norm is None or isinstance(norm, RMSNorm) for norm in (after_mixer, after_feed))
@@ -276,10 +276,10 @@ class DecoderLayer(nn.Module):
         return cast("Tensor", self.around(self, x, rotary, ragged, beside))
 
     def sums(self, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged, beside: Tensor | None = None) -> Tensor:
-        """With what the mixer and the feed-forward make of it."""
+        """Add the results of mixer and feed-forward."""
         layer, feed = self.layer, self.feed
         first, after_mixer, second, after_feed = self.norms
-        normed = _through(first, x.to(self.dtype))  # between layers it may be float32
+        normed = _through(first, x.to(self.dtype))  # may be float32 between layers
         read = normed
         if layer.beside is not None:
             assert beside is not None, "a layer with `beside` requires a second row"
@@ -293,14 +293,14 @@ class DecoderLayer(nn.Module):
         return self._sum(total, feed(_through(second, read)), after_feed)
 
     def _sum(self, x: Tensor, made: Tensor, norm: nn.Module | None) -> Tensor:
-        """With what a part of the layer has made of x, and its norm."""
+        """Add the result of a part of the layer, normalised."""
         scale = self.layer.scale
         made = made if self.layer.normed_sums else _through(norm, made)
         total = x + (made if scale == 1 else made * scale)
         return _through(norm, total) if self.layer.normed_sums else total
 
 
-# By what they are described by.
+# Modules by description.
 _MIXERS: dict[type, Callable[..., nn.Module]] = {
     AttentionLayer: GroupedAttention,
     BesideLayer: Beside,

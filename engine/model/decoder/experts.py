@@ -1,4 +1,4 @@
-"""A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): each row is computed by those that a router chooses."""
+"""A mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): a router selects the experts of each row."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from engine.native.experts import ExpertGate
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Which experts a row gets, and with which weights.
+    """Selects the experts of a row, and their weights.
 
     Attributes:
-        experts: there are.
-        each: experts of a row.
-        scores: what logits become: over all experts, or one by one.
+        experts: number of experts.
+        each: number of experts per row.
+        scores: function of logits: over all experts (softmax), or element by element.
         cap: logits become tanh(logit / cap) * cap.
-        tolerance: experts are chosen one after the other, by SparseMixer; see `by_turns`.
+        tolerance: experts are selected sequentially, by SparseMixer; see `by_turns`.
         normalised: the weights of a row are divided by their sum.
-        least: what they are divided by at least.
-        scale: what weights are multiplied by.
-        groups: of experts, and how many of them a row may choose from; None where they are all one.
+        least: minimum of that divisor.
+        scale: factor of weights.
+        groups: number of groups of experts, and number of groups per row; None: one group.
         best: number of highest scores whose sum ranks a group.
-        bias: the product of the router has one.
-        correction: the name of a bias, below the feed-forward, that counts where experts are chosen, and not in their
-            weights.
-        corrects_logits: it is added to logits, and not to scores.
+        bias: the router's matrix has a bias.
+        correction: name of a bias, below the feed-forward, that is used for selection but not in the weights.
+        corrects_logits: the correction is added to logits instead of scores.
         is_row: the correction is stored as a matrix of one row.
         name: of the router.
     """
@@ -64,7 +63,7 @@ class Router:
         if self.tolerance is not None:
             return self.by_turns(logits, self.tolerance)
         scores = logits.softmax(-1) if self.scores == "softmax" else ELEMENTWISE[torch.sigmoid](logits)
-        # Logits have the order of the scores, and two of them are not equal because both scores are nearly 0 or 1.
+        # Logits have the order of the scores, without ties of scores near 0 or 1.
         wanted = logits if correction is None else (logits if self.corrects_logits else scores) + correction
         if self.groups is not None:
             count, kept = self.groups
@@ -79,7 +78,7 @@ class Router:
         return experts, weights * self.scale
 
     def by_turns(self, logits: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-        """As `choose`: an expert's weight is its share among those left that are nearly as good (arXiv 2409.12136)."""
+        """As `choose`; an expert's weight is its share among remaining experts of similar score (arXiv 2409.12136)."""
         left, chosen = logits, list[tuple[Tensor, Tensor]]()
         for _ in range(self.each):
             best, expert = left.max(-1, keepdim=True)
@@ -93,22 +92,21 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A router and its experts, each of which is down(gate(gate_up)); in some families a feed-forward for all rows too.
+    """A router and its experts, each of which is down(gate(gate_up)), and in some families a shared expert.
 
-    A checkpoint has the matrices of all experts fused in two tensors, or each by itself.
+    A checkpoint has the matrices of all experts fused in two tensors, or separate ones.
 
     Attributes:
         inner: inputs of `down`.
-        gate: the activation between the two matrices of an expert; one without `up` has `up_proj` only.
-        router: which experts a row gets.
+        gate: the activation between the two matrices of an expert; one without `up` has only `up_proj`.
+        router: selects the experts.
         bias: both matrices have one.
         transposed: fused matrices are `[inputs, outputs]`.
-        latent: inputs and outputs of experts, where those are not a row's: `fc1_latent_proj` and `fc2_latent_proj` are
-            between.
-        on_inputs: weights multiply what experts read, and not what they give.
-        shared: the feed-forward for all rows.
-        shared_name: of the feed-forward for all rows.
-        shared_gate: the name of a row whose product with the input, between 0 and 1, is the weight of `shared`.
+        latent: width of the experts' inputs and outputs, if it differs from a row's; `fc1_latent_proj` and
+        `fc2_latent_proj` convert. on_inputs: weights multiply the experts' inputs instead of their outputs.
+        shared: the shared expert.
+        shared_name: of the shared expert.
+        shared_gate: name of a vector; the sigmoid of its product with the input is the weight of `shared`.
     """
 
     inner: int
@@ -124,7 +122,7 @@ class Experts:
 
 
 class MixtureMLP(nn.Module):
-    """The experts of a row, each times its weight, and what all rows share."""
+    """The weighted experts of a row, and the shared expert."""
 
     def __init__(self, feed: Experts, width: int, weights: WeightReader) -> None:
         super().__init__()
@@ -155,7 +153,7 @@ class MixtureMLP(nn.Module):
         self.shared_gate = gate
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
-        """`[1, T, width]`, and what mixers are given too -> `[1, T, width]`."""
+        """`[1, T, width]`, and the mixers' arguments -> `[1, T, width]`."""
         feed, rows = self.feed, x.reshape(-1, x.shape[-1])
         chosen, weights = feed.router.choose(self.router(rows), self.correction)
         if feed.on_inputs:
@@ -175,7 +173,7 @@ class MixtureMLP(nn.Module):
 
 
 class RowProducts(nn.Module):
-    """A small matrix of floats that is not rounded; a row's products depend on no other row."""
+    """A small unrounded matrix of floats; a row's products are independent of other rows."""
 
     def __init__(self, weights: WeightReader, name: str, outputs: int, inputs: int, *, has_bias: bool) -> None:
         super().__init__()
@@ -198,7 +196,7 @@ class RowProducts(nn.Module):
 
 
 def _fused(ups: list[nn.Linear], downs: list[nn.Linear], gate: ExpertGate) -> FusedExperts:
-    """The matrices of all experts fused in two tensors; plain torch until a model uses kernels."""
+    """The matrices of all experts fused in two tensors; in plain torch until `use` sets kernels."""
     up, down = (torch.stack([matmul.weight.detach() for matmul in matmuls]) for matmuls in (ups, downs))
     biases = None
     if ups[0].bias is not None:

@@ -1,4 +1,4 @@
-"""Feed-forward layers: what a layer computes of each row by itself."""
+"""Feed-forward layers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from engine.native.rows import GELU_TANH, SILU, Activation
 
 @dataclass(frozen=True, slots=True)
 class GatedFeed:
-    """down(activation(gate) * up); with `joined` the checkpoint has gate and up in one matrix, `gate_up_proj`.
+    """down(activation(gate) * up); `joined`: the checkpoint has gate and up in one matrix, `gate_up_proj`.
 
-    `norm`: of what `down` reads, `ffn_sub_norm`.
-    `scales`: what the gate, before its activation, and the result are multiplied by.
-    `deviations`: gates count from this number of standard deviations above their mean on; others become 0.
+    `norm`: of the input of `down`, `ffn_sub_norm`.
+    `scales`: factors of the gate, before its activation, and of the result.
+    `deviations`: gates below this number of standard deviations above their mean become 0.
     """
 
     inner: int
@@ -52,7 +52,7 @@ class PlainFeed:
     names: tuple[str, str] = ("up_proj", "down_proj")
 
 
-# By the names of activations that have weights: their shapes.
+# Shapes of the weights of activations, by name.
 LEARNED: dict[str, dict[str, tuple[int, ...]]] = {
     "xielu": {"act_fn.alpha_p": (1,), "act_fn.alpha_n": (1,), "act_fn.beta": (), "act_fn.eps": ()}
 }
@@ -75,7 +75,7 @@ class QuickGELU(nn.Module):
 
 
 class XIELU(nn.Module):
-    """A parabola for x > 0, and an exponential of x and a line for the rest (arXiv 2411.13010)."""
+    """A parabola for x > 0, else an exponential of x plus a line (arXiv 2411.13010)."""
 
     above: Tensor
     below: Tensor
@@ -83,7 +83,7 @@ class XIELU(nn.Module):
     eps: Tensor
 
     def __init__(self, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> None:
-        """Take the weights as the checkpoint has them: the factors of both sides are softplus of the alphas."""
+        """Take the checkpoint's weights: the factors of both sides are softplus of the alphas."""
         super().__init__()
         parts = {"above": F.softplus(alpha_p), "below": beta + F.softplus(alpha_n), "beta": beta, "eps": eps}
         for name, part in parts.items():
@@ -95,7 +95,7 @@ class XIELU(nn.Module):
         return torch.where(x > 0, self.above * x * x, below) + self.beta * x
 
 
-# By their names in configs; each is called with its weights (`LEARNED`).
+# By config name; each is called with its weights (`LEARNED`).
 ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_fast": lambda: nn.GELU(approximate="tanh"),
@@ -108,14 +108,14 @@ ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "swish": nn.SiLU,
     "xielu": XIELU,
 }
-# Those that our C and our kernels have, by their names there.
+# Those supported by our C and kernels, by their names there.
 _IN_KERNELS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _IN_KERNELS |= {"gelu_fast": "gelu_tanh"}
 _IN_C = {"silu": SILU, "gelu_tanh": GELU_TANH}
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate) * up) on joined gate and up; in C the same call rounds the input of `down` for codes."""
+    """down(activation(gate) * up) with joined gate and up; in C the same call also rounds the input of `down`."""
 
     def __init__(self, feed: GatedFeed, width: int, weights: WeightReader) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class GatedMLP(nn.Module):
 
 
 def _largest(x: Tensor, deviations: float) -> Tensor:
-    """Each number minus (mean of its row + `deviations` standard deviations), at least 0."""
+    """Each element minus (mean of its row + `deviations` standard deviations), at least 0."""
     wide = x.float()
     mean = wide.mean(-1, keepdim=True)
     spread = (wide - mean).square().mean(-1, keepdim=True).sqrt()

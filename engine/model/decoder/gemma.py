@@ -1,6 +1,6 @@
-"""What Gemma 3n and 4 have that others have not.
+"""Parts specific to Gemma 3n and 4.
 
-That is a vector of a token for each layer, streams of hidden states, and experts that read rows in norms of their own.
+These are per-layer embeddings of tokens, streams of hidden states, and experts with their own input norms.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _FEED_NORMS = (
 
 @dataclass(frozen=True, slots=True)
 class LayerVectors:
-    """What a model gives its layers: of a table, and of a product of a token's embedding.
+    """Per-layer embeddings: from a table, and from a projection of the token's embedding.
 
     Attributes:
-        rows: of the table; tokens beyond it have its first row.
+        rows: of the table; tokens beyond it use its first row.
         layers: of the model.
-        size: numbers of a layer's vector.
-        norm: of the products.
-        streams: of hidden states; all but the first begin as products of it, and end as another.
+        size: size of a layer's vector.
+        norm: of the projections.
+        streams: number of hidden-state streams; all but the first begin as projections of it, and end in another
+        projection.
     """
 
     rows: int
@@ -47,7 +48,7 @@ class LayerVectors:
 
 
 class PerLayerEmbeddings(nn.Module):
-    """A vector of each token for each layer, and the streams' beginning and end."""
+    """The per-layer embeddings of tokens, and the beginning and end of streams."""
 
     def __init__(self, vectors: LayerVectors, width: int, weights: WeightReader) -> None:
         super().__init__()
@@ -88,14 +89,14 @@ class PerLayerEmbeddings(nn.Module):
 
 
 def _as_large(x: Tensor, like: Tensor) -> Tensor:
-    """Rows of x with the mean squares of others."""
+    """Rows of x scaled to the mean squares of others."""
     have, want = (rows.float().square().mean(-1, keepdim=True) for rows in (x, like))
     return (x * (want.sqrt() / have.clamp_min(1e-5).sqrt())).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledSums:
-    """x * scalar, after the token's vector of this layer was added in a product, where it has one (`size` above 0)."""
+    """x * scalar, after adding the projection of the token's vector of this layer, if any (`size` above 0)."""
 
     size: int
     activation: str
@@ -104,15 +105,15 @@ class ScaledSums:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Streams of hidden states, of which the layer computes the first and corrects the others.
+    """Streams of hidden states: the layer computes the first and corrects the others.
 
-    AltUp (Baykal et al. 2023, arXiv 2301.13310); beside attention there is a product of low rank (LAuReL, Menghani et
-    al. 2024, arXiv 2411.07501).
+    AltUp (Baykal et al. 2023, arXiv 2301.13310), with a low-rank product beside attention (LAuReL, Menghani et al.
+    2024, arXiv 2411.07501).
 
     Attributes:
         count: of streams.
         rank: of the product.
-        size: numbers of the token's vector of this layer, which is added to all streams but the first.
+        size: size of the token's vector of this layer, which is added to all streams but the first.
         activation: of the vector's gate.
         norm: of all norms.
     """
@@ -181,7 +182,7 @@ class StreamedLayer(_Gated):
         self.post_laurel_norm = norm_of(part.norm, weights, "post_laurel_norm", width)
 
     def forward(self, layer: Any, x: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged, given: Tensor) -> Tensor:
-        """`[streams, T, width]` -> the same: what the layer makes of the first corrects what all were to become."""
+        """`[streams, T, width]` -> the same: the layer's result for the first stream corrects all predictions."""
         first, after_mixer, second, after_feed = layer.norms
         predicted = self._predicted(x)
         active = predicted[:1]
@@ -195,14 +196,14 @@ class StreamedLayer(_Gated):
         return torch.cat([active, corrected[1:] + self.gated(active * self.correct_output_scale, given)])
 
     def _predicted(self, x: Tensor) -> Tensor:
-        """Each stream plus a mixture of all."""
+        """Each stream plus a linear combination of all."""
         count, wide = len(x), x.float()
         mixed = _products(self._kinds(x[0]), self.prediction_coefs).unflatten(-1, (count, count))
         parts = (mixed[..., each].t()[..., None] * wide[each] for each in range(count))
         return sum(parts, wide).to(x.dtype)
 
     def _corrected(self, predicted: Tensor, total: Tensor) -> Tensor:
-        """Each stream plus a share of what is new in the first."""
+        """Each stream plus a share of the change of the first."""
         shares = _products(self._kinds(total[0]), self.correction_coefs) + 1.0
         wide = predicted.float()
         return (wide + shares.t()[..., None] * (total.float() - wide[:1])).to(total.dtype)
@@ -214,14 +215,14 @@ class StreamedLayer(_Gated):
 
 
 def _products(x: Tensor, weight: Tensor) -> Tensor:
-    """`[T, n]` times `[m, n]` -> `[T, m]`, for an n that is shorter than a vector; a row depends on no other."""
+    """`[T, n]` times `[m, n]` -> `[T, m]`, for small n; rows are independent."""
     parts: Iterable[Tensor] = (x[:, each, None] * weight[:, each] for each in range(x.shape[1]))
     return sum(parts, x.new_zeros(()))
 
 
 @dataclass(frozen=True, slots=True)
 class NormedExperts(Experts):
-    """Experts beside a feed-forward, each of which reads the layer's row in a norm of its own, as the router does.
+    """Experts beside a feed-forward; experts, feed-forward and router each have their own input norm.
 
     `norm`: of all of them.
     """
@@ -230,7 +231,7 @@ class NormedExperts(Experts):
 
 
 class NormedMixture(MixtureMLP):
-    """The experts of a row, each times its weight and its scale, and the feed-forward."""
+    """The experts of a row, times their weights and scales, and the feed-forward."""
 
     feed: NormedExperts
     expert_scale: Tensor

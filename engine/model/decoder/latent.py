@@ -1,8 +1,8 @@
 """Latent attention (MLA, DeepSeek-V2, section 2.1.2 of arXiv 2405.04434): all heads share one latent per position.
 
-key = (W_UK latent, rotary part), value = W_UV latent. As q (W_UK c) = (q W_UK) c, and a weighted sum of W_UV c is W_UV
-times the weighted sum, the matrices are multiplied into query and result, and no key or value of a head is computed.
-The arena stores one key per token, (latent, rotary part), whose beginning is its value.
+key = (W_UK latent, rotary part), value = W_UV latent. Because q (W_UK c) = (q W_UK) c, and a weighted sum of W_UV c is
+W_UV times the weighted sum, the matrices are multiplied into query and result, and no key or value of a head is
+computed. The arena stores one key per token, (latent, rotary part), whose beginning is its value.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _QUERY, _LATENT = "q_proj", "kv_a_proj_with_mqa"
 
 @dataclass(frozen=True, slots=True)
 class LatentLayer(Mixer):
-    """Attention whose keys and values are products of one latent vector of a position, and a rotary part of all heads.
+    """Attention whose keys and values are projections of one latent vector per position, plus a shared rotary part.
 
     Attributes:
         heads: of queries.
-        rank: numbers of a latent.
-        nope: numbers of a key that do not turn.
-        rope: numbers that turn.
-        value: numbers of a value.
+        rank: size of a latent.
+        nope: size of the part of a key without rotation.
+        rope: size of the rotated part.
+        value: size of a value.
         spec: scale of the scores.
-        rotary: of the numbers that turn.
-        query_rank: numbers of what queries are products of; None where they are products of the row.
+        rotary: of the rotated part.
+        query_rank: size of the latent of queries; None: they are projections of the row.
         interleaved: pairs that are rotated are neighbours in the checkpoint; else they are halves of what is rotated.
-        bias: the products that read a row, and the output's, have one.
-        norm: of latents, and of what queries are products of.
-        expands: keys and values of heads are kept, and not what they are products of: an adapter changes `kv_b_proj`.
-        gated: what a head gives is multiplied by the sigmoid of its gate, a product of the row with `g_proj`.
+        bias: the input projections and the output projection have one.
+        norm: of latents, including that of queries.
+        expands: store keys and values of heads instead of latents, because an adapter changes `kv_b_proj`.
+        gated: a head's output is multiplied by the sigmoid of its gate, a projection of the row by `g_proj`.
     """
 
     heads: int
@@ -80,9 +80,9 @@ class LatentLayer(Mixer):
         return query | {_LATENT: self.rank + self.rope} | ({"g_proj": self.heads} if self.gated else {})
 
     def order(self, still: int, count: int = 1) -> Tensor | None:
-        """Which number in the checkpoint each of `count` heads' `still + rope` is; None where they are the same.
+        """The index in the checkpoint of each element of `count` heads of `still + rope`; None: equal.
 
-        Of a head of 1 number that stays and 4 that turn as neighbours: [0, 1, 3, 2, 4].
+        A head with 1 fixed element and 4 rotated as adjacent pairs: [0, 1, 3, 2, 4].
         """
         if not self.interleaved:
             return None
@@ -92,12 +92,13 @@ class LatentLayer(Mixer):
 
 
 class LatentHeads(nn.Module):
-    """What the heads of a layer make of latents: W_UK and W_UV of each."""
+    """The projections of latents by the heads of a layer: W_UK and W_UV of each."""
 
     def __init__(self, keys: Tensor, values: Tensor, *, row_wise: bool, packs: bool = True) -> None:
         """Take W_UK `[heads, nope, rank]` and W_UV `[heads, value_dim, rank]`.
 
-        `row_wise`: a row's bits depend on no other row, also where torch multiplies. `packs`: on a CPU our C does.
+        `row_wise`: a row's bits are independent of other rows, even where torch multiplies. `packs`: use our C on a
+        CPU.
         """
         super().__init__()
         self.nope = keys.shape[1]
@@ -111,20 +112,20 @@ class LatentHeads(nn.Module):
 
 
 def latent_of(module: nn.Module) -> LatentHeads | None:
-    """The products of a layer that keeps latents (`model.latent`); None for any other."""
+    """The projections of a latent-attention layer (`model.latent`); None for any other."""
     found = getattr(module, "latent", None)
     return found if isinstance(found, LatentHeads) else None
 
 
 class HeadProducts(nn.Module):
-    """A matrix `[out, in]` for each head; in our C where that multiplies its type and size."""
+    """A matrix `[out, in]` per head; multiplied by our C if it supports type and size."""
 
     def __init__(self, weight: Tensor, *, row_wise: bool, packs: bool = True) -> None:
         super().__init__()
         self._packed: PackedMatrices | None = None
         self.row_wise = row_wise
         self.weight: Tensor | None
-        self.register_buffer("weight", None, persistent=False)  # a parameter of such a shape would be stacked experts
+        self.register_buffer("weight", None, persistent=False)  # such a parameter would count as stacked experts
         if packs and weight.is_cpu and multiplies(weight.dtype) and not weight.shape[2] % ALIGNED:
             self._packed = PackedMatrices([PackedMatrix.of(part.contiguous()) for part in weight])
         else:
@@ -138,13 +139,13 @@ class HeadProducts(nn.Module):
         assert self.weight is not None
         if not self.row_wise:
             return torch.bmm(by_head, self.weight).transpose(0, 1)
-        # A product of always the same shape has always the same order of sums.
+        # A product of constant shape has a constant order of sums.
         rows = [torch.bmm(row[:, None].contiguous(), self.weight)[:, 0] for row in x]
         return torch.stack(rows)
 
 
 class LatentAttention(nn.Module):
-    """What expands latents is multiplied into queries and results, so that no key or value of a head is made."""
+    """Multiplies the expansion of latents into queries and results: no key or value of a head is computed."""
 
     def __init__(self, layer: LatentLayer, number: int, width: int, weights: WeightReader) -> None:
         super().__init__()
@@ -198,7 +199,7 @@ class LatentAttention(nn.Module):
 
 
 def expanded(architecture: Architecture) -> Architecture:
-    """The same with keys and values of heads in place of latents."""
+    """The same with keys and values of heads instead of latents."""
     mixers = (layer.mixer for layer in architecture.layers)
     each = [replace(mixer, expands=True) if isinstance(mixer, LatentLayer) else mixer for mixer in mixers]
     layers = zip(architecture.layers, each, strict=True)

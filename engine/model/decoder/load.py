@@ -50,17 +50,17 @@ def load_decoder(
         name: a folder, a GGUF file, or their name on the hub.
         revision: of the hub.
         config: of the checkpoint.
-        architecture: what the config describes.
-        dtype: of everything that is neither rounded nor codes.
-        weights: how matrices of floats are held.
-        quantisation: how others have quantised the checkpoint; None if they have not.
-        keeps_codes: whether our kernels multiply its codes; else they are dequantised.
-        device: where it is to run.
+        architecture: of the config.
+        dtype: of everything that is neither rounded nor quantised.
+        weights: format of float matrices.
+        quantisation: format of a quantised checkpoint; None for floats.
+        keeps_codes: keep its codes for our kernels; else they are dequantised.
+        device: of the model.
         packs: whether our C multiplies floats on a CPU.
-        share: of the model, where it is not whole.
+        share: the shard, if the model is sharded.
 
     Raises:
-        ModelError: weights cannot be read, are missing or of another shape, or are not for this type.
+        ModelError: weights cannot be read, are missing, or have another shape or an unsupported type.
     """
     converted = converted_by(weights, on_cuda=device.type == "cuda")
     if converted is not None and dtype not in converted.types:
@@ -78,7 +78,7 @@ def load_decoder(
         made = DecoderModel(architecture, config, reader)
     if share is not None:
         sum_results(made, share)
-    release_freed()  # what codes were on their way to panels
+    release_freed()  # of temporary codes
     ends = end_tokens_of(config, read_end_tokens(name, revision))
     config.eos_token_id = sorted(ends) or None
     return made.eval()
@@ -87,7 +87,7 @@ def load_decoder(
 def renamed(
     weights: Mapping[str, _Weight], architecture: Architecture, names: Iterable[tuple[str, str]] = ()
 ) -> dict[str, _Weight]:
-    """Weights by the names that a decoder has for what a checkpoint holds; `names` as in `prepared`."""
+    """Weights of a checkpoint by the decoder's names; `names` as in `prepared`."""
     if TABLE.removeprefix("model.") in weights:  # the checkpoint of a model without an output matrix
         weights = {key if key == HEAD else f"model.{key}": weight for key, weight in weights.items()}
     for pattern, becomes in (*names, *architecture.names):
@@ -100,7 +100,8 @@ def prepared(
 ) -> Mapping[str, Tensor | Codes]:
     """Weights by the names of a decoder, matrices as `[outputs, inputs]`.
 
-    `names`: regular expressions for names in the checkpoint, with what they become before those of the architecture.
+    `names`: regular expressions for names in the checkpoint with replacements, applied before those of the
+    architecture.
     """
     weights = _with_whole_convolutions(_apart(renamed(weights, architecture, names), architecture))
     if not architecture.transposed:
@@ -109,9 +110,9 @@ def prepared(
 
 
 def _apart(weights: Mapping[str, Tensor | Codes], architecture: Architecture) -> Mapping[str, Tensor | Codes]:
-    """With each part of a weight that is named `a|b` by its own name: the rows of b are below those of a.
+    """Split a weight named `a|b` into its parts: the rows of b follow those of a.
 
-    `experts.*.a` has those of all experts; in `experts.*.a.t` each is `[inputs, outputs]`.
+    `experts.*.a` contains all experts; in `experts.*.a.t` each is `[inputs, outputs]`.
     """
     joined = [key for key in weights if "|" in key or "*" in key]
     shapes, parts = shapes_of(architecture) if joined else {}, dict[str, Tensor]()
@@ -131,7 +132,7 @@ def _apart(weights: Mapping[str, Tensor | Codes], architecture: Architecture) ->
 
 
 def _with_whole_convolutions(weights: Mapping[str, Tensor | Codes]) -> Mapping[str, Tensor | Codes]:
-    """With one convolution of queries, keys and values beside one of each."""
+    """Join the separate convolutions of queries, keys and values."""
     made, apart = dict(weights), "{}_conv1d.weight"
     for key, weight in weights.items():
         if key.endswith(apart.format("q")) and isinstance(weight, Tensor):
@@ -142,17 +143,17 @@ def _with_whole_convolutions(weights: Mapping[str, Tensor | Codes]) -> Mapping[s
 
 
 def _as_outputs(weight: Tensor | Codes) -> Tensor | Codes:
-    """A matrix `[inputs, outputs]` as `[outputs, inputs]`; that of codes is so already."""
+    """Transpose `[inputs, outputs]` to `[outputs, inputs]`; codes already have this form."""
     return weight.t() if isinstance(weight, Tensor) and weight.ndim == 2 else weight
 
 
 def check(
     name: str, architecture: Architecture, weights: Mapping[str, Tensor | Codes], more: Shapes | None = None
 ) -> None:
-    """Refuse weights that are missing, or of another shape than in the config; `more`: beside those of a decoder.
+    """Refuse missing weights, and shapes that differ from the config; `more`: shapes besides the decoder's.
 
     Raises:
-        ModelError: names the checkpoint and the first of them.
+        ModelError: contains the checkpoint and the first such weight.
     """
     wanted = shapes_of(architecture) | (more or {})
     if architecture.is_tied and HEAD in weights:
@@ -173,7 +174,7 @@ def check(
 
 
 def _fused_shapes(shapes: Shapes) -> Shapes:
-    """The shapes that fused matrices of experts would have, of those that a checkpoint has singly."""
+    """The shapes of fused matrices of experts, for a checkpoint with separate ones."""
     several: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
     for key, shape in shapes.items():
         found = SINGLE.fullmatch(key)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in float32, with the mean's division moved into weight and eps."""
+    """x / sqrt(mean(x^2) + eps) * weight, in float32, with the mean's divisor included in weight and eps."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
 
     @property
     def parts(self) -> WeightAndEps:
-        """As our C takes it."""
+        """In the form of our C."""
         return self.scale.data, self.eps
 
     @property
@@ -42,19 +42,19 @@ class RMSNorm(nn.Module):
         return self.scale.numel()
 
     def use(self, ops: LayerOps) -> None:
-        """Run these operations, which take the mean of squares."""
+        """Run these operations, whose norms divide by the mean of squares."""
         self.ops, self.weight_of_kernels = ops, self.scale.detach() / self.width**0.5
 
     @property
     def for_kernels(self) -> tuple[Tensor, float]:
-        """Weight and eps as they take them."""
+        """Weight and eps in the form of the kernels."""
         assert self.weight_of_kernels is not None
         return self.weight_of_kernels, self.eps / self.width
 
     def of_sum(
         self, x: Tensor, residual: Tensor | None, before: RMSNorm | None, *, rounds: bool
     ) -> tuple[Tensor | Fp8Rows, Tensor]:
-        """The norm of x + residual, and the sum; `before` is applied to x, and `rounds` is for a matmul in fp8."""
+        """The norm of x + residual, and the sum; `before`: a norm applied to x first; `rounds`: round for fp8."""
         assert self.ops is not None
         run = self.ops.add_norm_round if rounds else self.ops.add_norm
         return run(x, residual, *self.for_kernels, None if before is None else before.for_kernels)
@@ -86,7 +86,7 @@ class LayerNorm(nn.Module):
 
 
 class HeadsRMSNorm(nn.Module):
-    """RMSNorm of each head, with a weight `[heads, size]` of its own."""
+    """RMSNorm of each head, with separate weights `[heads, size]`."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class GatedNorm(nn.Module):
     def __init__(
         self, weight: Tensor, eps: float, *, norm_first: bool, gate: Callable[[Tensor], Tensor] = F.silu
     ) -> None:
-        """`weight`: `[size]` for all parts, or `[parts, size]`; `gate`: the function of a gate's numbers."""
+        """`weight`: `[size]` for all parts, or `[parts, size]`; `gate`: the activation of the gate."""
         super().__init__()
         self.norm, self.norm_first = RMSNorm(torch.ones(weight.shape[-1]), eps), norm_first
         self._gate = ELEMENTWISE[gate]
@@ -129,7 +129,7 @@ def norm_of(form: NormForm, weights: WeightReader, name: str, size: int) -> nn.M
 def norm_of_heads(
     norm: HeadNorm, weights: WeightReader, name: str, heads: int, head_dim: int, order: Tensor | None
 ) -> nn.Module:
-    """The norm of this name of queries or keys; `order` is that of a head's numbers (`AttentionLayer.order`)."""
+    """The norm of this name of queries or keys; `order`: of a head's elements (`AttentionLayer.order`)."""
     size, form = norm.size(heads, head_dim), norm.form
 
     def read(kind: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The operations between matmuls on a GPU: our kernels, or plain torch that computes the same.
+"""The operations between matmuls on a GPU: our kernels, or their equivalents in plain torch.
 
 All work between two matmuls is one kernel: a sum, the norm that follows it and, where the next matmul is in 8-bit
 floats, the rounding of its rows.
@@ -38,7 +38,7 @@ class LayerOps:
 
     @classmethod
     def of(cls, *modules: object) -> LayerOps:
-        """Take the functions of modules: a model that holds them can be copied, one that holds a module cannot."""
+        """Take the functions of modules, because a model with references to modules could not be copied."""
         found = {field.name: next(m for m in modules if hasattr(m, field.name)) for field in fields(cls)}
         return cls(**{name: getattr(module, name) for name, module in found.items()})
 
@@ -49,10 +49,10 @@ class LayerOps:
         return cls.of(rows, experts, w4)
 
     def checked(self, sizes: tuple[int, int, int], like: Tensor, *, in_fp8: bool, in_w4: W4Linear | None) -> LayerOps:
-        """These, with plain torch in place of each that cannot be compiled or does not fit on this card; logged.
+        """These, with plain torch instead of each that cannot be compiled or does not fit on this GPU; logged.
 
-        `sizes`: of rows, between the matrices of a feed-forward, and of a head. `like`: of the model's type, and where
-        it runs. `in_w4`: the widest matrix of 4 bits, if there are any.
+        `sizes`: of rows, of the inner width of a feed-forward, and of a head. `like`: a tensor of the model's type and
+        device. `in_w4`: the width of the widest 4-bit matrix, if any.
         """
         width, inner, head_dim = sizes
         dtype, device = like.dtype, like.device

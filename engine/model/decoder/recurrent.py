@@ -1,4 +1,4 @@
-"""Mixers that keep a state: short convolutions, gated delta rules, Mamba 1 and 2, and blocks that layers share.
+"""Recurrent mixers: short convolutions, gated delta rules, Mamba 1 and 2, and shared blocks.
 
 Each is a description, which reads no weights, and a module over the state slots of a ragged batch.
 """
@@ -27,12 +27,12 @@ from engine.recurrent.arena import PassStates, StatePart
 from engine.recurrent.rules import softplus
 
 _SHARED_NORMS = ("input_layernorm", "pre_ff_layernorm")
-Rotary = tuple[Tensor, Tensor]  # cos and sin; states do not turn
+Rotary = tuple[Tensor, Tensor]  # cos and sin; not used by states
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A causal convolution of each channel over its newest inputs; `conv1d` in most checkpoints."""
+    """A causal depthwise convolution; `conv1d` in most checkpoints."""
 
     channels: int
     kernel: int
@@ -40,7 +40,7 @@ class Convolution:
     name: str = "conv1d"
 
     def state(self, dtype: torch.dtype) -> StatePart:
-        """The inputs that a later row reads."""
+        """The inputs that later rows read."""
         return StatePart((self.channels, self.kernel - 1), self.channels, dtype)
 
 
@@ -57,7 +57,7 @@ class ConvLayer(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class DeltaLayer(Mixer):
-    """The gated delta rule (arXiv 2412.06464) over what a convolution makes of queries, keys and values.
+    """The gated delta rule (arXiv 2412.06464) after a convolution of queries, keys and values.
 
     Attributes:
         heads: of values, and of states.
@@ -65,14 +65,14 @@ class DeltaLayer(Mixer):
         key_dim: numbers of a key.
         value_dim: numbers of a value.
         kernel: inputs that the convolution reads.
-        eps: of the norm of what the rule gives, which is then gated.
+        eps: of the output norm, which is followed by the gate.
         kind: of the checkpoint's matrices: Qwen 3.5's four are `joined`; Qwen 3 Next's two, `in_proj_qkvz` and
             `in_proj_ba`, are sorted `by_key_head`; others are `apart`.
-        by_channel: each number of a key has a decay of its own (Kimi Delta Attention, arXiv 2510.26692).
-        rank: numbers of what gates and decays are products of, each of its own; None where they are of the row.
-        least: logarithms of decays are between this number and 0: this one times a sigmoid; else -softplus is in them.
-        step: the largest; all are this number times a sigmoid.
-        by_sigmoid: what is normed is gated by a sigmoid, and not by SiLU.
+        by_channel: each element of a key has its own decay (Kimi Delta Attention, arXiv 2510.26692).
+        rank: size of the latents of gates and of decays; None: they are projections of the row.
+        least: logarithms of decays are this number times a sigmoid; None: they use -softplus.
+        step: the maximum step; steps are this number times a sigmoid.
+        by_sigmoid: the gate is a sigmoid instead of SiLU.
     """
 
     heads: int
@@ -90,7 +90,7 @@ class DeltaLayer(Mixer):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers of all keys and of all values of a row."""
+        """Widths of all keys and of all values of a row."""
         return self.key_heads * self.key_dim, self.heads * self.value_dim
 
     @property
@@ -126,12 +126,12 @@ class DeltaLayer(Mixer):
 
     @property
     def seconds(self) -> dict[str, int]:
-        """The matrices whose products are gates and decays, where those of a row are not; with their outputs."""
+        """The second matrices of gates and decays, if they have latents, with their numbers of outputs."""
         return {} if self.rank is None else {"g_b_proj": self.sizes[1], "f_b_proj": self.decays}
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The names of the norm and of the output's matrix."""
+        """The names of the norm and of the output projection."""
         return ("o_norm", "o_proj") if self.kind == "apart" else ("norm", "out_proj")
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
@@ -144,17 +144,17 @@ class Mamba2Layer(Mixer):
 
     Attributes:
         heads: of states.
-        head_dim: numbers of a head.
+        head_dim: size of a head.
         size: numbers of a key: rows of a state.
-        groups: of heads that share keys and queries.
+        groups: number of groups of heads that share keys and queries.
         conv: of inputs, keys and queries.
-        eps: of the norm of what is gated; None where there is none.
-        norm_groups: parts of a row that are normed each by itself.
-        norm_first: what is normed is gated, and not what is gated normed.
+        eps: of the output norm; None: no norm.
+        norm_groups: parts of a row that are normalised separately.
+        norm_first: the norm precedes the gate.
         limits: of step sizes.
         bias: the product of the input has one.
         out_bias: the product of the output has one.
-        factors: of the gate, the input, keys, queries and steps, after their product.
+        factors: of the gate, the input, keys, queries and steps, after their projection.
     """
 
     heads: int
@@ -173,7 +173,7 @@ class Mamba2Layer(Mixer):
 
     @property
     def inner(self) -> int:
-        """Numbers of all heads of a row."""
+        """Width of all heads of a row."""
         return self.heads * self.head_dim
 
     @property
@@ -188,7 +188,7 @@ class Mamba2Layer(Mixer):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of the gate, the input, keys, queries and steps of a row."""
+        """Widths of the gate, the input, keys, queries and steps of a row."""
         return self.inner, self.inner, self.groups * self.size, self.groups * self.size, self.heads
 
     def state(self, dtype: torch.dtype) -> tuple[StatePart, ...]:
@@ -200,15 +200,15 @@ class Mamba1Layer(Mixer):
     """The selective state space of Mamba (arXiv 2312.00752).
 
     Attributes:
-        inner: numbers of a row inside of the layer.
+        inner: inner width.
         size: numbers of a key: rows of a state.
-        rank: numbers that step sizes are made of.
+        rank: size of the latent of step sizes.
         kernel: inputs that the convolution reads.
         conv_bias: the convolution has a bias.
         bias: the products of the input and of the output have one.
-        norm: of what steps, keys and queries are made of, if any.
-        heads: parts of a row, each of which has steps, keys and queries of its own, and matrices that make them
-            (Zamba), which stay floats; inputs and gates of `in_proj` are then neighbours. None where there are none.
+        norm: of the latent of steps, of keys and of queries, if any.
+        heads: parts of a row with separate steps, keys and queries, and separate matrices for them (Zamba), which stay
+        floats; inputs and gates of `in_proj` are then adjacent. None: no heads.
     """
 
     inner: int
@@ -226,7 +226,7 @@ class Mamba1Layer(Mixer):
 
     @property
     def each(self) -> int:
-        """Numbers of a head; of the whole row where there are none."""
+        """Width of a head; of the whole row without heads."""
         return self.inner // (self.heads or 1)
 
     @property
@@ -236,7 +236,7 @@ class Mamba1Layer(Mixer):
 
     @property
     def norms(self) -> dict[str, int]:
-        """The norms, by name, with the sizes of what they norm."""
+        """The norms, by name, with their sizes."""
         sizes = {"dt_layernorm": self.rank, "b_layernorm": self.size, "c_layernorm": self.size}
         return {} if self.norm is None else sizes
 
@@ -273,8 +273,8 @@ class SharedBlock:
         attention: reads both halves.
         feed: of the block.
         norm: form of all norms.
-        ranks: of what each layer adds to the matrices of attention and of the feed-forward (arXiv 2411.15242); 0 for
-            nothing.
+        ranks: of each layer's low-rank additions to the matrices of attention and of the feed-forward (arXiv
+        2411.15242); 0: none.
     """
 
     number: int
@@ -288,7 +288,7 @@ class SharedBlock:
         return f"{SHARED}{self.number}."
 
     def added(self, layer: int) -> tuple[dict[str, int], dict[str, int]]:
-        """What a layer adds to attention and to the feed-forward: names of pairs of matrices, with their outputs."""
+        """A layer's low-rank additions to attention and feed-forward: names of pairs of matrices, with outputs."""
         parts = {f"linear_{part}_adapter_list": size for part, size in zip("qkv", self.attention.sizes, strict=True)}
         both = parts, {"gate_up_proj_adapter_list": 2 * self.feed.inner}
         first, second = ({f"{name}.{layer}": size for name, size in each.items()} for each in both)
@@ -297,7 +297,7 @@ class SharedBlock:
 
 @dataclass(frozen=True, slots=True)
 class SharedLayer(Mixer):
-    """mamba(norm(x + linear(block([x, embeddings])))); `number`: which of such layers it is."""
+    """mamba(norm(x + linear(block([x, embeddings])))); `number`: index among these layers."""
 
     block: SharedBlock
     mamba: Mamba1Layer | Mamba2Layer
@@ -316,10 +316,10 @@ class SharedLayer(Mixer):
 
 
 class CausalConv(nn.Module):
-    """A convolution whose newest inputs are a part of the state."""
+    """A convolution whose latest inputs are part of the state."""
 
     def __init__(self, conv: Convolution, weights: WeightReader, *, bends: bool = True) -> None:
-        """`bends`: what it gives goes through SiLU."""
+        """`bends`: apply SiLU to the output."""
         super().__init__()
         self.bias: Tensor | None
         below = weights.below(f"{conv.name}.")
@@ -357,7 +357,7 @@ class GatedDelta(nn.Module):
         super().__init__()
         self.layer, self.layer_idx = layer, number
         orders = _by_kind(layer) if layer.kind == "by_key_head" else None
-        # Apart: files of codes often have the small matrices in floats.
+        # Separate, because quantised files often have the small matrices in floats.
         self._rows = [join(self, weights, sizes, width, has_bias=False, orders=orders) for sizes in layer.matrices]
         for name, size in layer.seconds.items():
             setattr(self, name, weights.matrix({name: size}, layer.rank or 0, has_bias=False))
@@ -394,7 +394,7 @@ class GatedDelta(nn.Module):
         return cast("Tensor", matmul(made.flatten(1).to(x.dtype)[None]))
 
     def _decays(self, rows: Tensor) -> Tensor:
-        """Their logarithms, float32 `[T, heads]` or `[T, heads, key_dim]`, of what the matrix gives."""
+        """Logarithms of decays, float32 `[T, heads]` or `[T, heads, key_dim]`, from the output of their matrix."""
         layer, decay = self.layer, cast("Tensor", self.decay)
         rows = rows + cast("Tensor", self.dt_bias)
         made: Tensor
@@ -481,7 +481,7 @@ class Mamba1(nn.Module):
         return cast("Tensor", self.out_proj((out * ELEMENTWISE[F.silu](gate.float())).to(x.dtype)[None]))
 
     def _scanned(self, head: int, fed: Tensor, decay: Tensor, skip: Tensor, states: PassStates) -> Tensor:
-        """What a head's state gives for its part of the rows: float32 `[T, each]`."""
+        """The output of a head for its part of the rows: float32 `[T, each]`."""
         layer, (makes, to_steps) = self.layer, (self.x_proj, self.dt_proj)
         if layer.heads is not None:
             makes, to_steps = cast("nn.ModuleList", makes)[head], cast("nn.ModuleList", to_steps)[head]
@@ -513,7 +513,7 @@ class Beside(nn.Module):
 
 
 class Shared(nn.Module):
-    """See `SharedLayer`: the matrices of the block are those of other layers too."""
+    """See `SharedLayer`: the matrices of the block are shared with other layers."""
 
     def __init__(self, layer: SharedLayer, number: int, width: int, weights: WeightReader) -> None:
         super().__init__()
@@ -522,7 +522,7 @@ class Shared(nn.Module):
         self.norm = norm_of(block.norm, own, "input_layernorm", width)
         kind = Mamba1 if isinstance(layer.mamba, Mamba1Layer) else Mamba2
         self.mamba: nn.Module = kind(layer.mamba, number, width, own.below("mamba."))  # type: ignore[arg-type]
-        shared = replace(weights, path=block.path)  # wherever this layer's own weights are
+        shared = replace(weights, path=block.path)  # on the device of this layer's own weights
         attention, feed = shared.below("self_attn."), shared.below("feed_forward.")
         self.self_attn = GroupedAttention(block.attention, number, width, attention)
         self.feed_forward = GatedMLP(block.feed, width, feed)
@@ -545,10 +545,10 @@ class Shared(nn.Module):
 
 
 class LowRank(nn.Module):
-    """The product of a shared matrix, and what a layer adds: products of narrow rows (arXiv 2106.09685)."""
+    """The product of a shared matrix plus a layer's low-rank product (arXiv 2106.09685)."""
 
     def __init__(self, inner: nn.Module, weights: WeightReader, sizes: dict[str, int], inputs: int, rank: int) -> None:
-        """`sizes`: outputs of each pair of matrices, by its name."""
+        """`sizes`: outputs of each pair of matrices, by name."""
         super().__init__()
         self.inner, self.rank = inner, rank
         self.down = weights.matrix({f"{name}.0": rank for name in sizes}, inputs, has_bias=False)
@@ -570,13 +570,13 @@ def states_of(ragged: Ragged) -> PassStates:
 
 
 def _keep(module: nn.Module, **tensors: Tensor) -> None:
-    """As buffers: a model of the first layers shares them."""
+    """Register tensors as buffers, so that a model of the first layers shares them."""
     for name, tensor in tensors.items():
         module.register_buffer(name, tensor, persistent=False)
 
 
 def _decay(weights: WeightReader, *size: int) -> Tensor:
-    """Less than 0."""
+    """The negative decay rate."""
     return -weights.vector("A_log", *size).float().exp()
 
 
@@ -586,7 +586,7 @@ def _of_length_one(rows: Tensor) -> Tensor:
 
 
 def _by_kind(layer: DeltaLayer) -> dict[str, Tensor]:
-    """For each matrix, which output in the checkpoint each output is: there, those of a key head are together."""
+    """For each matrix, the index in the checkpoint of each output: there, outputs are grouped by key head."""
     each = layer.heads // layer.key_heads
     sizes = [layer.key_dim, layer.key_dim, each * layer.value_dim, each * layer.value_dim]
     parts: dict[str, Any] = {"in_proj_qkvz": sizes, "in_proj_ba": [each, each]}

@@ -1,7 +1,7 @@
-"""Frequencies of rotary positions, from the parameters of a config.
+"""Rotary frequencies from the parameters of a config.
 
 Su et al. 2021 (RoFormer, arXiv 2104.09864); scaled: linear (Chen et al. 2023, arXiv 2306.15595), YaRN (Peng et al.
-2023, arXiv 2309.00071, section 3), longrope and Llama 3's. Floats are those of transformers, to the last bit.
+2023, arXiv 2309.00071, section 3), longrope and Llama 3's. Floats are bitwise equal to those of transformers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class RotaryTable:
     """The rotary positions of some layers.
 
     Attributes:
-        frequencies: float32, of each pair of numbers that turns.
-        scaling: the factor of cos and sin of such pairs.
-        still: how many pairs of a head do not turn.
-        long: longrope's frequencies for sequences that are longer than those of the original training.
+        frequencies: float32, one per rotated pair.
+        scaling: factor of cos and sin of rotated pairs.
+        still: number of pairs of a head without rotation.
+        long: longrope's frequencies for sequences beyond the original training length.
     """
 
     frequencies: tuple[float, ...]
@@ -41,10 +41,10 @@ class RotaryTable:
 
     @classmethod
     def of(cls, parameters: _Parameters, dim: int, turned: int | None = None) -> RotaryTable:
-        """The rotary positions of heads of `dim` numbers, of which `turned` turn: default: as in the parameters.
+        """The rotary positions of heads of size `dim`, of which `turned` are rotated; default: as in the parameters.
 
         Raises:
-            ModelError: the type of scaling is not in the table, or it lacks a number.
+            ModelError: the type of scaling is not supported, or a parameter is missing.
         """
         kind = parameters.get("rope_type", "default")
         if kind not in _SCALED:
@@ -62,7 +62,7 @@ class RotaryTable:
 
     @classmethod
     def none(cls, dim: int) -> RotaryTable:
-        """Of a layer without rotary positions."""
+        """The table of a layer without rotary positions."""
         return cls((), still=dim // 2)
 
 
@@ -80,9 +80,9 @@ class QueryGrowth:
 
 
 class Rotation(nn.Module):
-    """cos and sin of a table's positions; its frequencies lie where the model does."""
+    """cos and sin of a table's positions; its frequencies are on the model's device."""
 
-    frequencies: Tensor  # [n], or [2, n] of a table that has long ones
+    frequencies: Tensor  # [n], or [2, n] with long frequencies
 
     def __init__(self, table: RotaryTable) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Rotation(nn.Module):
         self.register_buffer("frequencies", torch.tensor(both), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`[1, T, head_dim]` each, of marked positions `[T]` (`kv.batch`): both halves of a head are alike."""
+        """`[1, T, head_dim]` each, of marked positions `[T]` (`kv.batch`); both halves of a head are equal."""
         table, frequencies = self.table, self.frequencies
         if table.long is not None:
             frequencies, positions = frequencies[positions // TABLE_MARK], positions % TABLE_MARK
@@ -110,7 +110,7 @@ class Rotations(nn.ModuleList):
         self._which = [*map(distinct.index, tables)]
 
     def of(self, positions: Tensor, dtype: torch.dtype, depth: int) -> list[tuple[Tensor, Tensor]]:
-        """Of the first `depth` layers, as `Rotation` makes them."""
+        """cos and sin of the first `depth` layers, as in `Rotation`."""
         made = [rotation(positions, dtype) for rotation in self]
         return [made[which] for which in self._which[:depth]]
 
@@ -125,13 +125,13 @@ def _linear(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
 
 
 def _proportional(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
-    """The slowest pairs do not turn; those that do lie among all numbers of a head."""
+    """The slowest pairs are not rotated."""
     count = int(parameters.get("partial_rotary_factor", 1.0) * 2 * len(plain) // 2)
     return torch.cat([plain[:count], torch.zeros(len(plain) - count)]) / parameters.get("factor", 1.0), 1.0
 
 
 def _llama3(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
-    """Slow frequencies are divided by a factor, fast ones stay, and those between are mixed."""
+    """Slow frequencies are divided by a factor, fast ones are unchanged, and those between are interpolated."""
     factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
     original, waves = parameters[_ORIGINAL], 2 * math.pi / plain
     smooth = (original / waves - low) / (high - low)
@@ -142,7 +142,7 @@ def _llama3(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
 
 
 def _yarn(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
-    """Fast frequencies stay, slow ones are divided by a factor, with a ramp between."""
+    """Fast frequencies are unchanged, slow ones are divided by a factor, with a ramp between."""
     dim, theta, factor = 2 * len(plain), parameters["rope_theta"], parameters["factor"]
     original = parameters[_ORIGINAL]
     turns = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
@@ -157,7 +157,7 @@ def _yarn(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
 
 
 def _longrope(parameters: _Parameters, plain: Tensor) -> tuple[Tensor, float]:
-    """Each frequency has a factor of its own: one for short sequences and one for long ones (arXiv 2402.13753)."""
+    """Each frequency has two factors: for short and for long sequences (arXiv 2402.13753)."""
     original, factor = parameters[_ORIGINAL], parameters.get("factor")
     grown = parameters["max_position_embeddings"] / original if factor is None else factor
     asked = parameters.get("attention_factor")
@@ -173,7 +173,7 @@ def _extended(parameters: _Parameters, name: str, dim: int) -> Tensor:
 
 
 def _of_yarn(parameters: _Parameters, factor: float) -> float:
-    """The factor of cos and sin, which is the root of what attention's scores are multiplied by."""
+    """The factor of cos and sin, the square root of the factor of attention scores."""
 
     def growth(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

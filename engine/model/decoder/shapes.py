@@ -1,4 +1,4 @@
-"""Which weights a decoder reads, with shapes and bytes: its parts are built of nothing, what they ask for is kept."""
+"""The weights of a decoder, with shapes and bytes, recorded while its parts are built without data."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class ReadWeight:
 
     Attributes:
         shape: in a checkpoint; matrices of experts are one stack.
-        matrix: outputs (of all experts) and inputs, where it is a matrix or a table that may be rounded.
-        multiplies: whether rows are multiplied by it, and not only looked up in it.
-        rounded: how it is rounded where it is floats, if it is.
-        converted: what its matmul becomes, if its sizes allow that.
+        matrix: outputs (of all experts) and inputs, if it is a matrix or a table that may be rounded.
+        multiplies: whether rows are multiplied by it, not only looked up.
+        rounded: the rounding of float weights, if any.
+        converted: the class of its matmul, if its sizes are supported.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class ReadWeight:
 
 @dataclass(frozen=True, slots=True)
 class ShapeReader(WeightReader):
-    """Keeps what it is asked for in `wanted`. Gives zeros without memory: torch's meta device imports compilers."""
+    """Records requested weights in `wanted`; returns zeros without memory (torch's meta device imports compilers)."""
 
     wanted: dict[str, ReadWeight] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ def wanted_by(
             own = replace(reader, wanted={})
             DecoderLayer(architecture, number, own)
             alike[layer] = own.wanted
-        for key, weight in alike[layer].items():  # those of what layers share have whole names
+        for key, weight in alike[layer].items():  # those of shared parts have full names
             reader.wanted[key if key.startswith("model.") else f"model.layers.{number}.{key}"] = weight
     return reader.wanted
 
@@ -116,7 +116,7 @@ def shapes_of(architecture: Architecture) -> Shapes:
 
 
 def is_aligned(architecture: Architecture) -> bool:
-    """Whether our C multiplies all matrices: rows are whole vectors."""
+    """Whether our C can multiply all matrices: row lengths are multiples of a vector."""
     matrices = (each.matrix for each in wanted_by(architecture).values() if each.multiplies)
     return not any(matrix[1] % ALIGNED for matrix in matrices if matrix is not None)
 
@@ -133,15 +133,15 @@ def num_bytes(
 
     Args:
         architecture: of the decoder.
-        dtype: of what is neither rounded nor codes.
-        weights: how matrices of floats are held.
-        codes: the weights that keep the codes of the checkpoint, by their names in a float checkpoint.
-        on_cuda: where they are held; else on a CPU.
+        dtype: of weights that are neither rounded nor quantised.
+        weights: format of float matrices.
+        codes: the weights that keep the checkpoint's codes, by their names in a float checkpoint.
+        on_cuda: whether they are on CUDA; else on a CPU.
     """
     rounded = None if on_cuda or weights in ("native", "fp8") else cast("Rounded", weights)
     held = wanted_by(architecture, rounded, converted_by(weights, on_cuda=on_cuda))  # type: ignore[arg-type] # hashable
     wanted, is_tied = {**held}, architecture.is_tied
-    if architecture.positions is not None:  # those that are computed are held too
+    if architecture.positions is not None:  # computed ones are stored, too
         wanted["model.embed_positions.weight"] = ReadWeight((architecture.positions.rows, architecture.width))
     if is_tied and rounded is not None and not codes.keys() & {TABLE, HEAD}:
         wanted[HEAD] = wanted[TABLE]  # its panels; the table keeps the codes

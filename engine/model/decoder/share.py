@@ -1,7 +1,7 @@
-"""One of several equal shares of a decoder: what its layers compute, and its rows and columns of their matrices.
+"""One of several equal shards of a decoder: its layers, and its rows and columns of their matrices.
 
-Results of attention and of feed-forwards are summed over all shares. Tables, norms, routers and the output matrix are
-whole in each, and so are parts in which a norm is of numbers of all shares.
+Results of attention and of feed-forwards are summed over all shards. Tables, norms, routers and the output matrix are
+replicated, and so are parts with a norm over elements of all shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _Part = TypeVar("_Part")
 _STEM = re.compile(r"[._](weight|bias)$")
 _HEADS, _INNER = {"heads": "num_attention_heads"}, {"inner": "intermediate_size"}
-# By the type of a part: its numbers that are divided, with the names that most configs have for them.
+# By type of part: the sizes that are divided, with their usual names in configs.
 _CUT: dict[type, dict[str, str]] = {
     AttentionLayer: _HEADS | {"kv_heads": "num_key_value_heads"},
     LatentLayer: _HEADS,
@@ -44,7 +44,7 @@ _CUT: dict[type, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which share a process holds: number `number` of `size`; `total` sums `[1, T, width]` over all of them."""
+    """The shard of a process: number `number` of `size`; `total` sums `[1, T, width]` over all shards."""
 
     number: int
     size: int
@@ -52,11 +52,11 @@ class Share:
 
 
 def share_of(architecture: Architecture, size: int) -> Architecture:
-    """What each of `size` processes computes.
+    """The architecture of the shard of each of `size` processes.
 
     Raises:
-        ModelError: layers keep a state or lie in others, or a number is not divisible; the message has the field and
-            both numbers.
+        ModelError: layers are recurrent or nested, or a size is not divisible; the message contains the field and both
+        numbers.
     """
     if size == 1:
         return architecture
@@ -73,7 +73,7 @@ def _layer(layer: Layer, size: int) -> Layer:
 
 
 def _part(part: _Part, size: int) -> _Part:
-    """A share of a part; the part itself where it cannot be cut."""
+    """The shard of a part; the part itself if it cannot be divided."""
     changes: dict[str, Any] = {}
     match part:
         case AttentionLayer(norm=norm, out_norm=out_norm):
@@ -97,14 +97,14 @@ def _divided(name: str, count: int, size: int) -> int:
 
 
 class ShareOfWeights(UserDict[str, "Tensor | Codes"]):
-    """The weights of one share, each cut from that of the whole model when it is asked for."""
+    """The weights of one shard, each cut from that of the whole model when it is read."""
 
     def __init__(self, weights: Mapping[str, Tensor | Codes], whole: Architecture, share: Share) -> None:
         """`weights` have the names and shapes of `whole`."""
         super().__init__(weights)
         self._share = share
         own = shapes_of(share_of(whole, share.size))
-        # From the end, because a checkpoint may have the matrices of a stack one by one.
+        # From the end, because a checkpoint may have separate matrices of a stack.
         self._axes = {
             key: next(axis - len(shape) for axis, count in enumerate(shape) if own[key][axis] != count)
             for key, shape in shapes_of(whole).items()
@@ -120,7 +120,7 @@ class ShareOfWeights(UserDict[str, "Tensor | Codes"]):
     def __getitem__(self, key: str) -> Tensor | Codes:
         found, axis, stem = self.data[key], self._axes.get(fused_name(key)), _STEM.sub("", key)
         if axis is None:
-            # What is added to a sum over all shares is added once.
+            # A bias is added only once to the sum over all shards.
             is_of_sum = key.endswith("bias") and not self._axes.keys().isdisjoint((stem, f"{stem}.weight"))
             return torch.zeros(found.shape) if is_of_sum and self._share.number else found
         whole = found if isinstance(found, Tensor) else found.dequantised()
@@ -131,7 +131,7 @@ class ShareOfWeights(UserDict[str, "Tensor | Codes"]):
 
 
 def _joined(part: object) -> dict[str, list[int]]:
-    """By the names of matrices: the outputs of each of those that the checkpoint has in one, one after the other."""
+    """By name of a matrix: the outputs of each of its parts that the checkpoint has in one matrix, concatenated."""
     match part:
         case AttentionLayer(joined=True, groups=1):
             return {"qkv_proj": [*part.sizes]}
@@ -145,7 +145,7 @@ def _joined(part: object) -> dict[str, list[int]]:
 
 
 def sum_results(model: DecoderModel, share: Share) -> None:
-    """Let the layers of a share sum their results over all of them."""
+    """Let the layers of a shard sum their results over all shards."""
     for layer in model.model.layers:
         for part, is_summed in zip((layer.mixer, layer.feed), layer.layer.summed, strict=True):
             if is_summed:

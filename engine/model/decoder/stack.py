@@ -1,4 +1,4 @@
-"""Runs all layers of a decoder in one call of C where possible, else layer by layer; taps read hidden states.
+"""Runs all layers of a decoder in one C call if possible, else layer by layer; taps read hidden states.
 
 In a small model the Python code between two matmuls takes longer than the matmuls.
 """
@@ -23,7 +23,7 @@ from engine.model.linear.grouped import packed_of
 from engine.native import rows_for
 from engine.native.layers import LayerParts, Layers
 
-FINAL = -1  # the place after the final norm: what the output matrix reads
+FINAL = -1  # the place after the final norm: the input of the output matrix
 Rotary = tuple[Tensor, Tensor]  # cos and sin, [1, T, head_dim]
 
 
@@ -34,7 +34,7 @@ class Tap:
     before the final norm, and `FINAL` the input of the output matrix.
 
     Raises:
-        ModelError: the model, a decoder, has no such place.
+        ModelError: the model has no such place.
     """
 
     def __init__(self, model: Any, places: Iterable[int] = (FINAL,)) -> None:
@@ -51,7 +51,7 @@ class Tap:
         return torch.cat([self._rows[place] for place in places], -1) if len(places) > 1 else self._rows[places[0]]
 
     def keep(self, place: int, rows: Tensor) -> None:
-        """Rows `[T, hidden]` of the pass that runs; they are read before the next one."""
+        """Store rows `[T, hidden]` of the current pass; they are read before the next one."""
         self._rows[place] = rows
 
 
@@ -61,8 +61,8 @@ class Stack(nn.ModuleList):
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__(layers)
         parts = [_parts(layer) for layer in self]
-        self._parts = [part for part in parts if part is not None] if None not in parts else []  # none: not in C
-        self._ready: tuple[KVArena, Layers] | None = None  # for the arena that was used last
+        self._parts = [part for part in parts if part is not None] if None not in parts else []  # empty: not in C
+        self._ready: tuple[KVArena, Layers] | None = None  # for the last used arena
         self.taps: tuple[Tap, ...] = ()  # read hidden states between layers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -71,9 +71,9 @@ class Stack(nn.ModuleList):
     def run(
         self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged, beside: Seq[Tensor] | None = None
     ) -> Tensor:
-        """Run all layers `[1, T, width]` -> `[1, T, width]`; `rotary` has cos and sin for each.
+        """Run all layers `[1, T, width]` -> `[1, T, width]`; `rotary`: cos and sin for each.
 
-        `beside`: what each layer reads beside its hidden state, where it reads more.
+        `beside`: further inputs of each layer besides its hidden state.
         """
         run = self.in_one_call if self.serves(hidden_states, rotary, ragged) else self.layer_by_layer
         return run(hidden_states, rotary, ragged, beside)
@@ -88,8 +88,8 @@ class Stack(nn.ModuleList):
         return hidden_states
 
     def in_sums(self, hidden: Tensor, rotary: Seq[Rotary], ragged: Ragged, final: RMSNorm) -> Tensor:
-        """Run all layers and the final norm, each sum in one kernel with the norm that reads it; the normed rows."""
-        added, after = cast("tuple[Tensor | None, RMSNorm | None]", (None, None))  # what is still to be added
+        """Run all layers and the final norm, each sum in one kernel with its norm; returns the normalised rows."""
+        added, after = cast("tuple[Tensor | None, RMSNorm | None]", (None, None))  # the pending addend
         for place, (each, turned) in enumerate(zip(self, rotary, strict=True)):
             layer: Any = each
             first, after_mixer, second, after_feed = layer.norms
@@ -126,7 +126,7 @@ class Stack(nn.ModuleList):
         read = {place: torch.empty_like(hidden) for place in places}
         dense = {key: (cos[0].contiguous(), sin[0].contiguous()) for key, (cos, sin) in _distinct(rotary).items()}
         angles = [dense[id(each)] for each in rotary]
-        second = None if beside is None else beside[0][0].contiguous()  # the same for all layers that C runs
+        second = None if beside is None else beside[0][0].contiguous()  # equal for all layers in C
         self._layers(ragged.arena).run(hidden, angles, ragged.batch.kv_rows, where, second, read)
         for place, rows in read.items():
             self.keep(place, hidden if place == depth else rows)
@@ -152,12 +152,12 @@ class Stack(nn.ModuleList):
 
 
 def _distinct(rotary: Seq[Rotary]) -> dict[int, Rotary]:
-    """By identity: most layers share one."""
+    """Remove duplicates by identity: most layers share one."""
     return {id(each): each for each in rotary}
 
 
 def _parts(module: nn.Module) -> LayerParts | None:
-    """The parts of a decoder layer, where our C runs it; else None."""
+    """The parts of a decoder layer that our C can run; else None."""
     here = cast("Any", module)
     layer, attention, gate = here.layer, here.mixer, here.feed
     if (

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, on their way into a decoder: read, rounded or kept as codes, joined and packed.
+"""Reads the weights of a checkpoint for a decoder: rounds them or keeps codes, joins and packs them.
 
 Source weights stay mapped from their files and are converted one matrix at a time, so that memory never holds all of
 them twice.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-SHARED = "model.shared."  # with what several layers share
+SHARED = "model.shared."  # for weights shared by several layers
 SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
 
 
@@ -39,7 +39,7 @@ class Embedding(nn.Embedding):
     """A table of floats, whose rows are multiplied by a scale (Gemma)."""
 
     def __init__(self, weight: Tensor, scale: float | None) -> None:
-        nn.Module.__init__(self)  # torch's own would draw a weight
+        nn.Module.__init__(self)  # torch's constructor would initialise a weight
         self.num_embeddings, self.embedding_dim = weight.shape
         self.padding_idx = self.max_norm = None
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
@@ -55,19 +55,19 @@ class Embedding(nn.Embedding):
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Weights by their names in a float checkpoint, and how they are to be held.
+    """Weights by their names in a float checkpoint, and their target format.
 
     Attributes:
-        weights: floats, and codes as they were published or saved.
-        dtype: of what is neither rounded nor codes.
-        rounded: how matrices of floats are rounded; None where they stay floats.
-        keeps_codes: whether matmuls keep codes that have a form for our kernels.
-        device: where floats are to lie; codes are for a CPU.
-        packs: whether our C multiplies floats where it can; else torch does.
-        converted: what a matmul of torch's becomes, if its sizes allow that; not the output matrix.
-        codes: keeps what is rounded here too, by the names of its weights, if it is given.
-        path: what the names that it is asked for begin with.
-        shared: matmuls of matrices that several layers share, by their names.
+        weights: floats, and codes as published or saved.
+        dtype: of weights that are neither rounded nor quantised.
+        rounded: rounding of float matrices; None: they stay floats.
+        keeps_codes: whether matmuls keep codes that our kernels support.
+        device: of floats; codes are on a CPU.
+        packs: use our C for floats if possible; else torch.
+        converted: the class that replaces torch's matmul if its sizes are supported; not for the output matrix.
+        codes: if given, stores the weights that are rounded here, by name.
+        path: prefix of names.
+        shared: matmuls shared by several layers, by name.
     """
 
     weights: Mapping[str, Tensor | Codes]
@@ -86,13 +86,13 @@ class WeightReader:
         return replace(self, path=self.path + path)
 
     def vector(self, name: str, *size: int) -> Tensor:
-        """Floats that are no matrix, such as those of a norm."""
+        """A vector of floats, for example of a norm."""
         found = self.weights[self.path + name]
         vector = found if isinstance(found, Tensor) else found.dequantised()
         return vector.view(size).to(self.device, self.dtype)
 
     def floats(self, name: str, *size: int) -> Tensor:
-        """A weight of this shape as it is stored, dequantised where it is codes."""
+        """A weight of this shape, dequantised if it is quantised."""
         found = self.weights[self.path + name]
         return (found if isinstance(found, Tensor) else found.dequantised()).view(size).to(self.device)
 
@@ -105,15 +105,15 @@ class WeightReader:
         orders: Mapping[str, Tensor] | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Module:
-        """The matrices of these names, which read the same rows of `inputs` numbers, as one matmul.
+        """The matrices of these names, with the same input rows of width `inputs`, as one matmul.
 
-        `outputs`: of each. `orders`: by name, which output in the checkpoint each output is to be. `dtype`: of products
-        of floats that our C multiplies; default that of rows.
+        `outputs`: of each. `orders`: by name, index in the checkpoint of each output. `dtype`: of products in our C;
+        default that of rows.
         """
         names = [*outputs]
         if not self.path.startswith(SHARED):
             return self._matrix(names, has_bias=has_bias, orders=orders or {}, dtype=dtype)
-        with self._lock:  # several threads read layers
+        with self._lock:  # layers are read by several threads
             key = (self.path, *names)
             if key not in self.shared:
                 self.shared[key] = self._matrix(names, has_bias=has_bias, orders=orders or {})
@@ -126,15 +126,15 @@ class WeightReader:
         biases = [self._bias(f"{self.path}{name}") if has_bias else None for name in names]
         made = self._joined(names, weights, biases, orders, dtype)
         if len(names) == 1 and names[0] in orders:
-            made.outputs_order = orders[names[0]]  # adapters ask for it
+            made.outputs_order = orders[names[0]]  # for adapters
         return made
 
     def experts(
         self, stack: str, parts: Seq[str], count: int, outputs: int, inputs: int, *, has_bias: bool, transposed: bool
     ) -> list[nn.Module]:
-        """A matmul for each of `count` experts: of the matrices of a stack, or of each expert's own `parts`.
+        """A matmul for each of `count` experts, from a stack or from each expert's separate `parts`.
 
-        `outputs`: of an expert, of all parts together.
+        `outputs`: of an expert, over all parts.
         `transposed`: matrices of a stack of floats are `[inputs, outputs]`.
         """
         found = self.weights.get(self.path + stack)
@@ -183,7 +183,7 @@ class WeightReader:
         return self._table(whole, self.weights[whole], None, scale)
 
     def head_and_table(self, architecture: Architecture) -> tuple[nn.Module, nn.Module]:
-        """The output matrix, whose products are float32, and the table of embeddings."""
+        """The output matrix, whose products are float32, and the embedding table."""
         scale = architecture.embedding_scale
         head, table = (
             self.weights[name if name in self.weights else other] for name, other in ((HEAD, TABLE), (TABLE, HEAD))
@@ -201,7 +201,7 @@ class WeightReader:
         return made, self._table(TABLE, table, codes, scale)
 
     def _table(self, name: str, table: Tensor | Codes, shared: GroupedCodes | None, scale: float | None) -> nn.Module:
-        """A table of embeddings; `shared` are the codes of a head that has the same weights."""
+        """An embedding table; `shared`: codes of a tied output matrix."""
         if self._keeps(table) and table.rows is not None:
             return CodedEmbedding(table, self.dtype, scale)
         if self.rounded is None:
@@ -216,7 +216,7 @@ class WeightReader:
     def _codes(
         self, name: str, weight: Tensor | Codes, bias: Tensor | None, dtype: torch.dtype | None = None
     ) -> GroupedLinear:
-        """A matmul of codes: those of the checkpoint, or floats that are rounded here."""
+        """A matmul of codes: the checkpoint's, or floats rounded here."""
         if self._keeps(weight):
             assert weight.grouped is not None, "codes without a packed form"
             try:
@@ -238,7 +238,7 @@ class WeightReader:
         return codes
 
     def _floats(self, weights: Seq[Tensor | Codes], biases: Seq[Tensor | None], dtype: torch.dtype | None) -> nn.Module:
-        """One matmul of floats, in our C where that multiplies them."""
+        """A matmul of floats, in our C if supported."""
         parts = [self._plain(weight) for weight in weights]
         bias = None if biases[0] is None else torch.cat([cast("Tensor", bias) for bias in biases])
         made: nn.Module
@@ -268,13 +268,13 @@ class WeightReader:
 
 
 def converted_by(weights: Weights, *, on_cuda: bool) -> type[Fp8Linear | W4Linear] | None:
-    """What torch's matmuls become where weights are held so."""
+    """The class that replaces torch's matmuls for this weight format."""
     return Fp8Linear if weights == "fp8" else W4Linear if weights == "int4" and on_cuda else None
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A matmul of torch's, over a matrix that our C does not multiply."""
-    made = nn.Linear(1, 1, bias=False, device="meta")  # on the CPU it would draw a weight
+    """A torch matmul, for a matrix that our C does not support."""
+    made = nn.Linear(1, 1, bias=False, device="meta")  # on the CPU it would initialise a weight
     made.out_features, made.in_features = weight.shape
     made.weight = nn.Parameter(weight, requires_grad=False)
     made.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
@@ -286,6 +286,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def fused_name(key: str) -> str:
-    """The name of the stack that has the matrix of an expert; any other weight's own name."""
+    """The name of the stack with the matrix of an expert; other names are unchanged."""
     found = SINGLE.fullmatch(key)
     return key if found is None else f"{found[1]}.{'down_proj' if found[3] == 'down_proj' else 'gate_up_proj'}"

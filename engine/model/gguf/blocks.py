@@ -1,7 +1,6 @@
-"""What the data of tensors means: floats, or blocks of codes that lose nothing as `GroupedCodes`.
+"""Decodes the data of tensors: floats, or blocks of codes, which convert to `GroupedCodes` without loss.
 
-Layouts and the arithmetic of dequantisation are those of ggml (github.com/ggml-org/ggml, `ggml-quants.c`): floats are
-equal to its reference to the last bit.
+Layouts and dequantisation are those of ggml (github.com/ggml-org/ggml, `ggml-quants.c`), bit for bit.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from engine.native.weights import GroupedCodes, StoredCodes, pack4, splits
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 2048  # rows that are converted at once
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of the codes of IQ4
-_MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the floats of 4 bits
+_MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the 4-bit floats
 
 
 def raw_of(tensor: StoredTensor) -> Tensor:
     """The data of a tensor, uint8 `[..., bytes of a row]`, mapped from the file; its pages are read when used."""
     end = tensor.start + tensor.num_bytes
-    # A private mapping: nothing that writes to the tensor would reach the file.
+    # A private mapping: writes to the tensor do not reach the file.
     upto = torch.from_file(str(tensor.path), shared=False, size=end, dtype=torch.uint8)
     return upto[tensor.start :].view(*tensor.shape[:-1], -1)
 
 
 def float_type(kind: BlockKind) -> torch.dtype | None:
-    """The type of numbers that are stored as floats; None for codes."""
+    """The type of float data; None for codes."""
     return _FLOATS.get(kind.name)
 
 
 def dequantised(kind: BlockKind, raw: Tensor) -> Tensor:
-    """Rows of blocks, uint8 `[..., bytes]` -> the numbers `[..., in]`: float32, or the type they are stored in."""
+    """Rows of blocks, uint8 `[..., bytes]` -> `[..., in]`: float32, or the stored float type."""
     if kind.is_float:
         return raw.view(_FLOATS[kind.name])
     flat = raw.reshape(-1, raw.shape[-1])
@@ -58,7 +57,7 @@ def _plain(kind: BlockKind, rows: Tensor) -> Tensor:
 
 
 def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
-    """Rows of blocks, each uint8 `[out, bytes]` -> the matrix of all rows as codes; for types that have a size."""
+    """Rows of blocks, each uint8 `[out, bytes]` -> the matrix of all rows as codes; for types with `size_of_codes`."""
     blocks = (raws[0] if len(raws) == 1 else torch.cat(raws)).unflatten(-1, (-1, kind.size))
     if not splits(kind.name):
         return GroupedCodes.concatenated([_SPLITS[kind.name](chunk) for chunk in blocks.split(_CHUNK)])
@@ -66,13 +65,13 @@ def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
 
 
 def size_of_codes(kind: BlockKind) -> int | None:
-    """Bytes of the codes, scales and offsets of a block, as our kernels hold them; None without such a form."""
+    """Bytes of a block's codes, scales and offsets in our kernels' form; None if there is none."""
     return _of_zeros(kind).nbytes if kind.name in _SPLITS else None
 
 
 @lru_cache
 def _of_zeros(kind: BlockKind) -> GroupedCodes:
-    """The codes of one block, all of whose bytes are 0: what is in a block of this type, and in which types."""
+    """The codes of one block of zero bytes: shows the contents and types of a block of this type."""
     return _SPLITS[kind.name](torch.zeros(1, 1, kind.size, dtype=torch.uint8))
 
 
@@ -82,7 +81,7 @@ def _halves(blocks: Tensor, *places: int) -> list[Tensor]:
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
-    """`[..., n]` bytes -> `[..., 2 n]`: the low halves of all bytes, then the high ones."""
+    """`[..., n]` bytes -> `[..., 2 n]`: the low nibbles of all bytes, then the high ones."""
     return torch.cat([bytes_ & 15, bytes_ >> 4], -1)
 
 
@@ -97,7 +96,7 @@ def _q8_0(blocks: Tensor) -> GroupedCodes:
 
 
 def _by_group(blocks: Tensor, bits: int, num_floats: int) -> GroupedCodes:
-    """A scale, and where there are two floats an offset; the fifth bits of codes; their low halves."""
+    """A scale and, if there are two floats, an offset; the fifth bits of codes; their low nibbles."""
     scale, *others = _halves(blocks, *range(0, 2 * num_floats, 2))
     offset = others[0] if others else None
     if bits == 4:
@@ -107,10 +106,10 @@ def _by_group(blocks: Tensor, bits: int, num_floats: int) -> GroupedCodes:
 
 
 def _in_two_levels(blocks: Tensor, bits: int) -> GroupedCodes:
-    """Q4_K and Q5_K: two float16 of a block, times 6 bits each for the step and the offset of a group of 32.
+    """Q4_K and Q5_K: two float16 per block, times 6 bits each for the step and the offset of a group of 32.
 
-    Bytes 4 to 15 hold them: 0-3 the steps of groups 0-3, 4-7 their offsets, 8-11 the low bits of groups 4-7, whose two
-    high bits are those of the first eight bytes.
+    They are in bytes 4 to 15: 0-3 the steps of groups 0-3, 4-7 their offsets, 8-11 the low bits of groups 4-7, whose
+    two high bits are in the first eight bytes.
     """
     scale, offset = _halves(blocks, 0, 2)
     first, second, low = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
@@ -169,9 +168,9 @@ def _iq4_xs(blocks: Tensor) -> GroupedCodes:
 
 
 def _mxfp4(blocks: Tensor) -> GroupedCodes:
-    """Floats of 4 bits as integers of 5: twice the number, and 16 more. A scale is half a power of two.
+    """4-bit floats as 5-bit integers: twice the number, plus 16. A scale is half a power of two.
 
-    Its exponents 0 and 1 mean numbers below the least normal one, in bfloat16 as in float32.
+    Exponents 0 and 1 are subnormal, in bfloat16 and in float32.
     """
     exponent = blocks[..., 0].to(torch.int16)
     scale = torch.where(exponent < 2, 32 << exponent, exponent - 1 << 7).view(torch.bfloat16)
@@ -185,12 +184,12 @@ def _fours(bytes_: Tensor) -> Tensor:
 
 
 def _crumbs(bytes_: Tensor) -> Tensor:
-    """64 bytes of two-bit codes, in turn the lowest bits of 32 bytes, then the next ones -> `[..., 256]`."""
+    """64 bytes of two-bit codes: the lowest bits of 32 bytes, then the next ones -> `[..., 256]`."""
     return _fours(bytes_.unflatten(-1, (2, 32))).mT.flatten(-3)
 
 
 def _levels(bytes_: Tensor, levels: tuple[int, ...]) -> Tensor:
-    """The int8 values of codes of 4 bits."""
+    """The int8 values of 4-bit codes."""
     return torch.tensor(levels, dtype=torch.int8)[_nibbles(bytes_).int()]
 
 

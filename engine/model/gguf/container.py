@@ -1,7 +1,7 @@
 """Finds and reads the container: header, metadata and the table of tensors. Uses no tensor library.
 
 Source: "GGUF" in the documents of ggml (github.com/ggml-org/ggml/blob/master/docs/gguf.md), versions 2 and 3, which
-differ in nothing that a reader of little-endian files sees.
+do not differ for a reader of little-endian files.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ T = TypeVar("T")
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _SUFFIX = ".gguf"
-_CHECKPOINT = ("config.json", "*.safetensors")  # what a folder holds that is another kind of checkpoint
+_CHECKPOINT = ("config.json", "*.safetensors")  # files of other kinds of checkpoints
 _ALIGNMENT = 32  # bytes, the default
 _PART = re.compile(r"(?P<stem>.+)-[0-9]{5}-of-(?P<count>[0-9]{5})\.gguf")
 _MOST_PARTS = 1024
-# The size of a header is bounded, because a file of a few bytes can declare any count, and a sparse one of a few
-# kilobytes can have any size.
+# The size of a header is limited, because a small file can declare any count, and a sparse file can have any size.
 _MOST_BYTES = 1 << 26  # of a header: 64 MiB, four times the largest vocabularies with all of their merges
 _MOST_ENTRIES = 1 << 16  # metadata values, and tensors
 _MOST_STRINGS = 1 << 21  # in all arrays together
@@ -45,15 +44,15 @@ _LENGTH = struct.Struct("<Q")  # before each string
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """A type in which numbers are stored (`ggml.h`). A row of `weights * n` numbers takes `size * n` bytes."""
+    """A storage type (`ggml.h`). A row of `weights * n` elements takes `size * n` bytes."""
 
     name: str
-    weights: int  # of a block; 1 where numbers are stored as floats
+    weights: int  # elements of a block; 1 for floats
     size: int  # bytes of a block
 
     @property
     def is_float(self) -> bool:
-        """Whether numbers are stored as floats, and not as codes."""
+        """Whether elements are stored as floats instead of codes."""
         return self.weights == 1
 
 
@@ -85,15 +84,15 @@ KINDS = {
     34: BlockKind("TQ1_0", 256, 54),
     35: BlockKind("TQ2_0", 256, 66),
 }
-# Names of types that are not read, for messages.
+# Names of unsupported types, for messages.
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4"}
 
 
 class Strings:
-    """An array of strings that is still in the file; each is decoded when it is read."""
+    """An array of strings in the file; each is decoded when it is read."""
 
     def __init__(self, cursor: Cursor, key: str, starts: array[int]) -> None:
-        """`starts`: of each string, behind its length; the last is where a further one would start."""
+        """`starts`: offset of each string after its length; the last one is the end."""
         self._texts, self._starts = partial(cursor.texts, key), starts
 
     def __len__(self) -> int:
@@ -111,7 +110,7 @@ class Strings:
 
 
 class Cursor:
-    """A place in the file from which values are read one after another."""
+    """A position in the file from which values are read sequentially."""
 
     def __init__(self, mapped: mmap.mmap, path: Path) -> None:
         self.path, self.at, self._map, self._about = path, 0, mapped, "its header"
@@ -127,7 +126,7 @@ class Cursor:
         return next(self.texts("a name", [self._text()]))
 
     def texts(self, key: str, places: Iterable[slice]) -> Iterator[str]:
-        """Decode bytes of the file, which are of the value of `key`. Raises ModelError where they are no UTF-8."""
+        """Decode bytes of the value of `key`. Raises ModelError if they are not UTF-8."""
         mapped = self._map
         for place in places:
             try:
@@ -136,7 +135,7 @@ class Cursor:
                 raise ModelError(f"{self.path}: {key} has invalid UTF-8 at byte {place.start}") from error
 
     def entry(self) -> tuple[str, Any]:
-        """Read a key and its value: a number, or what stays in the file: a text's bytes, an array, or `Strings`."""
+        """Read a key and its value: a number, or a reference into the file: a text's bytes, an array, or `Strings`."""
         self._about = key = self.string()
         (kind,) = self.numbers("I")
         if kind == _FLOAT:
@@ -191,7 +190,7 @@ class Cursor:
         return slice(start, self.at)
 
     def _skip(self, count: int) -> int:
-        """Go on by `count` bytes, and return where they start."""
+        """Skip `count` bytes, and return their offset."""
         start, self.at = self.at, self.at + count
         if self.at > len(self._map):
             raise self._cut_short()
@@ -206,14 +205,14 @@ class Cursor:
 
 
 def meant(number: float) -> float:
-    """The shortest decimal of a float32, as it was before it was rounded: 1e-06, not 9.999999974752427e-07."""
+    """The shortest decimal of a float32: 1e-06, not 9.999999974752427e-07."""
     as_stored, shorter = struct.pack("f", number), (float(f"{number:.{digits}g}") for digits in range(6, 10))
     return next((found for found in shorter if struct.pack("f", found) == as_stored), number)
 
 
 _WORDS: dict[type, str] = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     str: "a text",
     Strings: "an array of texts",
@@ -223,10 +222,10 @@ _WORDS: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in the file, and how."""
+    """The location and format of a tensor in a file."""
 
     name: str
-    shape: tuple[int, ...]  # in the order of torch: the inputs of a matrix last
+    shape: tuple[int, ...]  # in torch's order: the inputs of a matrix last
     kind: BlockKind
     start: int  # byte of the file
     path: Path  # of the file
@@ -246,13 +245,13 @@ class StoredTensor:
 
 
 class Container:
-    """An open file, or the first of several with the tensors of all.
+    """An open file, or the first of several, with the tensors of all.
 
-    `metadata` has numbers, the positions of texts, and arrays in the file; `paths` are the files.
+    `metadata`: numbers, positions of texts, and arrays in the file; `paths`: the files.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read everything but the data of tensors. Raises ModelError for an invalid or truncated file."""
+        """Read everything except the data of tensors. Raises ModelError for an invalid or truncated file."""
         self.path, self.paths, self.size = path, [path], path.stat().st_size
         if not self.size:
             raise ModelError(f"{path} is not a GGUF file: it is empty")
@@ -275,7 +274,7 @@ class Container:
 
     @classmethod
     def open(cls, path: Path) -> Container:
-        """Return the container of a file, or of all files to which it belongs; they are read again where they changed.
+        """Return the container of a file, or of all its parts; cached until a file changes.
 
         Raises:
             ModelError: a file is missing or cannot be read, or the files do not belong together.
@@ -288,7 +287,7 @@ class Container:
         return _opened(paths, states)
 
     def join(self, others: Seq[Container]) -> None:
-        """Add the tensors of the parts that follow. Raises ModelError if they do not belong together."""
+        """Add the tensors of the further parts. Raises ModelError if they do not belong together."""
         for number, part in enumerate((self, *others)):
             stated = part.get("split.no", int) or 0, part.get("split.count", int) or 1
             if stated != (number, 1 + len(others)):
@@ -317,14 +316,14 @@ class Container:
         return found
 
     def need(self, key: str, kind: type[T]) -> T:
-        """The value of a key that every file of its kind has; ModelError where it is missing or of another kind."""
+        """The value of a required key. Raises ModelError if it is missing or of another kind."""
         found = self.get(key, kind)
         if found is None:
             raise ModelError(f"{self.path} has no {key}")
         return found
 
     def strings(self, key: str) -> Strings | tuple[str, ...]:
-        """The strings of an array, which are read when they are wanted; none where the file has no such array."""
+        """The strings of an array, read lazily; None if the file has no such array."""
         return self.get(key, Strings) or ()
 
     def _placed(self, table: list[tuple[str, tuple[int, ...], BlockKind, int]]) -> dict[str, StoredTensor]:
@@ -346,7 +345,7 @@ class Container:
             end = tensor.start + tensor.num_bytes
             if end > self.size:
                 raise ModelError(f"{self.path} is truncated: {name} ends at byte {end}, the file at {self.size}")
-        # One part of a file in many tensors would be a model that is larger than its file.
+        # Overlapping tensors could make a model larger than its file.
         for before, after in pairwise(sorted(placed.values(), key=lambda tensor: tensor.start)):
             if before.start + before.num_bytes > after.start:
                 raise ModelError(f"{self.path}: {before.name} overlaps {after.name} at byte {after.start}")
@@ -354,10 +353,10 @@ class Container:
 
 
 def names_of_parts(name: str) -> list[str]:
-    """The names of all parts of a model, from that of one: `a-00002-of-00003.gguf`; of a whole file its own name.
+    """The names of all parts of a model, from that of one (`a-00002-of-00003.gguf`); of a single file its own name.
 
     Raises:
-        ModelError: they are too many.
+        ModelError: there are too many.
     """
     found = _PART.fullmatch(name)
     if found is None:
@@ -391,7 +390,7 @@ def _counts(cursor: Cursor) -> tuple[int, int]:
 
 
 def open_gguf(name: str | Path, revision: str | None = None) -> Container | None:
-    """The opened file of `gguf_file`; None if the name means another kind of checkpoint.
+    """The opened file of `gguf_file`; None if the name refers to another kind of checkpoint.
 
     Raises:
         ModelError: there is no such file, or it cannot be read.
@@ -401,13 +400,13 @@ def open_gguf(name: str | Path, revision: str | None = None) -> Container | None
 
 
 def gguf_file(name: str | Path, revision: str | None = None) -> Path | None:
-    """The GGUF file that a model name means; None if it means another kind of checkpoint.
+    """The GGUF file of a model name; None if it refers to another kind of checkpoint.
 
-    The name is that of a file, of a folder that holds one such file and no other checkpoint, or of a file on the hub,
-    `owner/model/file.gguf`. Of a model in several files it is that of any, or of a folder with all of them.
+    The name is a file, a folder with one such file and no other checkpoint, or a file on the hub,
+    `owner/model/file.gguf`. For a model in several files it is any of them, or a folder with all.
 
     Raises:
-        ModelError: there is no such file, or the folder holds several.
+        ModelError: there is no such file, or the folder has several.
     """
     path = Path(name)
     if path.is_dir():
@@ -435,18 +434,18 @@ def _only_one(folder: Path) -> Path | None:
         return None
     if [path.name for path in found] != names_of_parts(found[0].name):
         names = ", ".join(path.name for path in found)
-        raise ModelError(f"{str(folder)!r} holds {len(found)} GGUF files; pass the path of one: {names}")
+        raise ModelError(f"{str(folder)!r} has {len(found)} GGUF files; pass the path of one: {names}")
     return found[0]
 
 
 def file_from_hub(checkpoint: str, name: str, revision: str | None) -> Path:
-    """The path of a file, downloaded or kept from before.
+    """The path of a file, downloaded or cached.
 
     Raises:
         FileNotFoundError: the checkpoint has no such file.
-        OSError, ValueError: there is no such checkpoint, no network, or the name is none.
+        OSError, ValueError: there is no such checkpoint, no network, or the name is invalid.
     """
-    # Importing the client takes a quarter of a second and 18 MB, which a local checkpoint need not wait for.
+    # Importing the hub client takes a quarter of a second and 18 MB, which local checkpoints do not need.
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 

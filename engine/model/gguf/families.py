@@ -1,7 +1,7 @@
 """The families of models in GGUF files, by llama.cpp's names: their configs and the names of their tensors.
 
-Layouts are those of llama.cpp's converter (github.com/ggml-org/llama.cpp, `convert_hf_to_gguf.py`), and numbers that
-it does not write are those that its own graphs have.
+Layouts are those of llama.cpp's converter (github.com/ggml-org/llama.cpp, `convert_hf_to_gguf.py`); values that it does
+not write are those of llama.cpp's graphs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _RMS_EPSILON = "attention.layer_norm_rms_epsilon"
-METHOD, HAS_CODES = "gguf", "has_codes"  # in `quantization_config`, with which configs of GGUF files are marked
-_GROWTH = "attention.temperature_scale"  # by which queries grow with their positions
-GATE_UP = ("ffn_gate_exps", "ffn_up_exps")  # together the first matrices of a layer's experts
+METHOD, HAS_CODES = "gguf", "has_codes"  # in `quantization_config`, which marks configs of GGUF files
+_GROWTH = "attention.temperature_scale"  # growth of queries by position
+GATE_UP = ("ffn_gate_exps", "ffn_up_exps")  # fused first matrices of a layer's experts
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -41,7 +41,7 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 _NORMS_OF_HEADS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_SCALES = {  # Granite's numbers, and their keys
+_SCALES = {  # Granite's factors, and their keys
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "logits_scaling": "logit_scale",
@@ -121,15 +121,15 @@ class GGUFFamily:
     """One family.
 
     Attributes:
-        model_type: of transformers.
-        describe: the fields of the config besides those that all families have.
+        model_type: in transformers.
+        describe: returns the config fields besides those of all families.
         names: of parts of a block, besides `_BLOCK`; with `.weight` or `.bias` where the model has neither.
         outer: of parts outside of blocks, besides `_OUTER`.
-        undo: what undoes a change of floats, by parts of a block.
-        order: by parts of a block: for a number of rows of the file, which of them each row of the weight is.
+        undo: functions that undo the converter's changes of floats, by parts of a block.
+        order: by parts of a block: function from a number of rows to the index in the file of each row of the weight.
         permuted: whether rows of queries and keys are reordered.
-        norms_plus_one: whether norms have 1 more in the file.
-        pairs_experts: whether the model has matrices of experts as `[in, out]`, and gate and up by turns.
+        norms_plus_one: whether norms are stored plus 1.
+        pairs_experts: whether the model has matrices of experts as `[in, out]`, with gate and up interleaved.
     """
 
     model_type: str
@@ -143,7 +143,7 @@ class GGUFFamily:
     pairs_experts: bool = False
 
     def renamed(self, name: str, layers: Collection[str]) -> str | None:
-        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None where the model has no such part."""
+        """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None if the model has no such part."""
         stem, _, kind = name.rpartition(".")
         outer_names = {**_OUTER, **self.outer}
         if stem in outer_names:
@@ -155,7 +155,7 @@ class GGUFFamily:
         return f"model.layers.{layer}.{found}" if first == "blk" and layer in layers and found else None
 
     def undone(self, part: str) -> Callable[[Tensor], Tensor] | None:
-        """What undoes the converter's change of a float part; None where there is none."""
+        """The function that undoes the converter's change of a float part; None if there is no change."""
         if part in self.undo or not (self.norms_plus_one and part.endswith("norm")):
             return self.undo.get(part)
         return lambda stored: stored.float() - 1
@@ -168,7 +168,7 @@ def part_of(name: str) -> str:
 
 
 def _scales_of(keys: Keys) -> dict[str, Any]:
-    """The factors of a Granite; a file lacks those that are 1."""
+    """Granite's factors; those equal to 1 are missing in files."""
     return {field: keys.real(key, 1.0) for field, key in _SCALES.items()}
 
 
@@ -201,7 +201,7 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
 
 
 def _scaled_by(keys: Keys, largest: int) -> int:
-    """The number whose root divides Gemma's attention: the largest model, known by its layers, has one of its own."""
+    """The number whose square root divides Gemma's attention scores; that of the largest model differs."""
     return keys.size("embedding_length") // keys.heads if keys.blocks == largest else keys.head_dim
 
 
@@ -219,7 +219,7 @@ def _glm4(keys: Keys) -> dict[str, Any]:
 
 
 def _mistral3(keys: Keys) -> dict[str, Any]:
-    """Ministral 3, whose queries grow with their positions."""
+    """Ministral 3, whose queries grow with positions."""
     betas = {"beta_fast": keys.real("rope.scaling.yarn_beta_fast", 32.0)}
     betas["beta_slow"] = keys.real("rope.scaling.yarn_beta_slow", 1.0)
     scale = keys.needs_real("rope.scaling.yarn_log_multiplier")
@@ -233,7 +233,7 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
 
 
 def _starcoder2(keys: Keys) -> dict[str, Any]:
-    """The window is not in the file, and the same in all published models."""
+    """The window is not in the file; it is equal in all published models."""
     return {"norm_epsilon": keys.epsilon(EPSILON), "use_bias": True, "sliding_window": 4096}
 
 
@@ -274,7 +274,7 @@ def _mixture(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen2_moe(keys: Keys) -> dict[str, Any]:
-    """Experts, one of which all tokens share."""
+    """Experts with a shared expert."""
     width, shared = keys.size("expert_feed_forward_length"), keys.integer("expert_shared_feed_forward_length")
     sizes = {"moe_intermediate_size": width, "shared_expert_intermediate_size": shared}
     return _mixture(keys) | sizes | {"norm_topk_prob": False}
@@ -319,7 +319,7 @@ def _lfm2(keys: Keys) -> dict[str, Any]:
 
 
 def _channels(stored: Tensor) -> Tensor:
-    """A convolution of single channels, which a file holds as a matrix."""
+    """A depthwise convolution, stored as a matrix."""
     return stored.unsqueeze(1)
 
 
@@ -349,13 +349,13 @@ def _by_key_heads(keys: Keys, count: int) -> Tensor:
 
 
 def _decay(stored: Tensor) -> Tensor:
-    """The logarithm of a decay, which a file holds as the decay, less than 0."""
+    """The logarithm of a decay, stored as the negative decay."""
     return stored.float().neg().log()
 
 
-# A matrix of one row, which a file holds as a vector.
+# A matrix of one row, stored as a vector.
 _OF_SHARED_GATE: dict[str, Callable[[Tensor], Tensor]] = {"ffn_gate_inp_shexp": lambda stored: stored.reshape(1, -1)}
-# By llama.cpp's names, which has Mistral's and Mixtral's models as llama.
+# By llama.cpp's names; Mistral and Mixtral are llama there.
 FAMILIES = {
     "cohere2": GGUFFamily("cohere2", _cohere2),
     "ernie4_5": GGUFFamily("ernie4_5"),
@@ -420,7 +420,7 @@ def config_of(container: Container, *, of_transformers: bool = False) -> PreTrai
     """The config of the model in a file; with `of_transformers` always one of transformers' classes.
 
     Raises:
-        ModelError: the file holds a model that is not read, or lacks a number of its config.
+        ModelError: the model is not supported, or its config is incomplete.
     """
     keys = Keys(container)
     family = family_of(keys)
@@ -447,7 +447,7 @@ def _common(keys: Keys) -> dict[str, Any]:
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": keys.size("embedding_length"),
-        "intermediate_size": keys.need("feed_forward_length"),  # of no tensor where all layers have experts
+        "intermediate_size": keys.need("feed_forward_length"),  # no such tensor if all layers have experts
         "num_hidden_layers": keys.layers,
         "num_attention_heads": keys.heads,
         "num_key_value_heads": keys.kv_heads,
@@ -464,7 +464,7 @@ def _common(keys: Keys) -> dict[str, Any]:
 
 
 def _check_heads(keys: Keys, rope: dict[str, Any]) -> None:
-    """Refuse heads that are too many, have values of another size, or of which only a part is rotated in the family."""
+    """Refuse too many heads, values of another size, and partial rotation that the family does not have."""
     keys.check_width("attention.head_count", keys.heads * keys.head_dim)
     if keys.integer("attention.value_length", keys.head_dim) != keys.head_dim:
         raise keys.fault("attention.value_length", keys.need("attention.value_length"), f"{keys.head_dim}, as for keys")
@@ -473,7 +473,7 @@ def _check_heads(keys: Keys, rope: dict[str, Any]) -> None:
 
 
 def _float_type(container: Container) -> torch.dtype:
-    """The type of most numbers that are stored as floats; bfloat16 where most are codes, which lose least in it."""
+    """The type of the majority of float data; bfloat16 if most weights are codes."""
     counts = Counter[torch.dtype | None]()
     for tensor in container.tensors.values():
         counts[float_type(tensor.kind)] += tensor.num_weights

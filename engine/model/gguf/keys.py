@@ -1,6 +1,6 @@
 """The metadata and small tables of one file, by the keys of its architecture.
 
-Rotary embeddings are given as the parameters of transformers' configs.
+Rotary embeddings are returned as parameters of transformers' configs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from engine.model.gguf.blocks import dequantised, raw_of
 from engine.model.gguf.container import Container, meant
 
 MOST_LAYERS = 512  # four times those of the deepest published models; each is built before weights are read
-EPSILON = "attention.layer_norm_epsilon"  # of norms that also subtract the mean, which have no other
-_LARGEST = (1 << 31) - 1  # of whole numbers: kernels count in 32 bits
+EPSILON = "attention.layer_norm_epsilon"  # of LayerNorms
+_LARGEST = (1 << 31) - 1  # maximum integer: kernels use 32 bits
 _LONG, _SHORT, _FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
-TABLES = (_LONG, _SHORT, _FREQUENCIES)  # tensors that are no weights
+TABLES = (_LONG, _SHORT, _FREQUENCIES)  # tensors that are not weights
 _TIED = 1e-5  # relative error of float32 tables that were computed in two ways
 
 
@@ -32,20 +32,20 @@ class Keys:
         self._largest = max((size for tensor in container.tensors.values() for size in tensor.shape), default=1)
 
     def full(self, key: str) -> str:
-        """A key as in the file."""
+        """The full key, with the architecture's prefix."""
         return f"{self.architecture}.{key}"
 
     def need(self, key: str, least: int = 1, most: int = _LARGEST) -> int:
-        """A required whole number. Raises ModelError if it is missing, or not from `least` to `most`."""
+        """A required integer. Raises ModelError if it is missing, or not from `least` to `most`."""
         self.container.need(self.full(key), int)
         return cast("int", self.integer(key, least=least, most=most))
 
     def size(self, key: str) -> int:
-        """As `need`, of inputs or outputs: no tensor of the model can be larger than those of the file."""
+        """As `need`, for a number of inputs or outputs, which cannot exceed the largest tensor of the file."""
         return self.need(key, most=self._largest)
 
     def needs_real(self, key: str) -> float:
-        """As `need`, of a number that is no integer."""
+        """As `need`, for a real number."""
         self.container.need(self.full(key), float)
         return cast("float", self.real(key))
 
@@ -57,28 +57,28 @@ class Keys:
         return default if found is None else found
 
     def epsilon(self, key: str) -> float:
-        """What a norm adds to a mean of squares; ModelError where it is missing, or not between 0 and 1."""
+        """The epsilon of norms. Raises ModelError if it is missing, or not between 0 and 1."""
         found = self.needs_real(key)
         if found >= 1:
             raise self.fault(key, found, "a number between 0 and 1")
         return found
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = _LARGEST) -> int | None:
-        """A whole number from `least` to `most`; `default` where the file has none."""
+        """An integer from `least` to `most`; `default` if it is missing."""
         found = self.container.get(self.full(key), int)
         if found is not None and not least <= found <= most:
             raise self.fault(key, found, f"{least} to {most}")
         return default if found is None else found
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """A truth value; `default` where the file has none."""
+        """A boolean; `default` if it is missing."""
         return default if (found := self.container.get(self.full(key), bool)) is None else found
 
     def of_layers(self, key: str) -> list[int]:
-        """A number for each layer, where a file may also have one for all of them.
+        """A number per layer; a file may have one for all.
 
         Raises:
-            ModelError: there are more or fewer numbers than layers, or others than 0 and one positive number.
+            ModelError: the numbers of values and layers differ, or values are not all 0 or one positive number.
         """
         blocks, several = self.blocks, self.container.metadata.get(self.full(key))
         if not isinstance(several, np.ndarray):
@@ -89,7 +89,7 @@ class Keys:
         return found
 
     def refuse(self, key: str, why: str) -> None:
-        """Raise ModelError where a number of the metadata is there and not 0."""
+        """Raise ModelError if a number of the metadata is present and not 0."""
         found = self.container.metadata.get(self.full(key))
         if len(found) if isinstance(found, np.ndarray) else found:
             raise ModelError(f"{self.container.path}: {self.full(key)} is set; {why}")
@@ -99,7 +99,7 @@ class Keys:
         return ModelError(f"{self.container.path}: {self.full(key)} is {shown(found)}; expected {expected}")
 
     def check_width(self, key: str, width: int) -> None:
-        """Refuse rows that are longer than any of the file: orders of their numbers are made before these are read."""
+        """Refuse rows longer than any in the file: index tables of this size are allocated before rows are read."""
         if width > self._largest:
             raise self.fault(key, self.need(key), f"a value that gives rows of at most {self._largest}")
 
@@ -108,12 +108,12 @@ class Keys:
 
     @property
     def blocks(self) -> int:
-        """Layers, with those that only draft."""
+        """Layers, including MTP layers."""
         return self.need("block_count", most=MOST_LAYERS)
 
     @property
     def layers(self) -> int:
-        """Layers, without those behind them that only draft."""
+        """Layers, without the MTP layers after them."""
         return self.blocks - (self.integer("nextn_predict_layers", least=0, most=self.blocks - 1) or 0)
 
     @property
@@ -122,7 +122,7 @@ class Keys:
 
     @property
     def kv_heads(self) -> int:
-        """K/V heads of the layers that have any. Raises ModelError if layers differ, or queries cannot share them."""
+        """K/V heads of attention layers. Raises ModelError if layers differ, or heads is not a multiple of it."""
         key = "attention.head_count_kv"
         if self.full(key) not in self.container.metadata:
             return self.heads
@@ -144,7 +144,7 @@ class Keys:
 
     @property
     def rotated(self) -> int:
-        """Numbers of a head that the rotary embedding rotates."""
+        """Rotated dimensions of a head."""
         key = "rope.dimension_count"
         found = cast("int", self.integer(key, self.head_dim, most=self.head_dim))
         if found % 2:
@@ -152,10 +152,10 @@ class Keys:
         return found
 
     def table(self, name: str) -> Tensor | None:
-        """A positive float for each pair of rotated numbers; None where the file has no such table.
+        """A positive float per rotated pair; None if the file has no such table.
 
         Raises:
-            ModelError: the table is of another length, or it has another number.
+            ModelError: the table has another length, or invalid values.
         """
         tensor = self.container.tensors.get(name)
         if tensor is None:
@@ -189,13 +189,13 @@ def rope_of(keys: Keys) -> dict[str, Any]:
 
 
 def llama3(keys: Keys) -> dict[str, Any] | None:
-    """Llama 3's rotary embedding, from the divisors of its frequencies that files have instead; None without them.
+    """Llama 3's rotary embedding, from the frequency divisors in the file; None without them.
 
-    All published Llamas share the bounds 1 and 4 and a first training at 8,192 tokens; others may have another power of
-    two, of which any that gives the same table is as good.
+    All published Llamas have the bounds 1 and 4 and an original length of 8,192 tokens; for others any power of two
+    with the same table is equivalent.
 
     Raises:
-        ModelError: the table is another one.
+        ModelError: the table is not of this kind.
     """
     factors = keys.table(_FREQUENCIES)
     if factors is None:
@@ -217,7 +217,7 @@ def llama3(keys: Keys) -> dict[str, Any] | None:
 
 
 def longrope(keys: Keys) -> dict[str, Any] | None:
-    """Phi's rotary embedding with two tables of divisors, for short and for long texts; None without them."""
+    """Phi's rotary embedding with two tables of divisors, for short and long texts; None without them."""
     long, short = keys.table(_LONG), keys.table(_SHORT)
     if long is None or short is None:
         return None

@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file, its special tokens and its chat template.
 
-A file holds a vocabulary, merges or scores, and the name of the rule by which text is split first. What else a
-tokenizer needs belongs to its kind, and is found by the names of llama.cpp (`llama-vocab.cpp`).
+A file contains a vocabulary, merges or scores, and the name of the pre-tokenizer. The rest follows from the kind of
+tokenizer, by llama.cpp's names (`llama-vocab.cpp`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from engine.model.gguf.container import Container, Strings
 _Array = np.ndarray[Any, Any]
 _NONE = (None, "none", "no_vocab")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
-# More than published vocabularies have: 256 bytes of a token, 2.3 MB of text, 2.2 merges for each token, and 0.7 MB of
-# tokens that are found before text is split, those of speech. A small file may have what takes minutes and all memory.
+# Above the maxima of published vocabularies (256 bytes of a token, 2.3 MB of text, 2.2 merges per token, 0.7 MB of
+# added tokens for speech), because a small file could otherwise take minutes and all memory.
 _LONGEST_TOKEN, _MOST_TEXT, _MOST_MERGES, _MOST_ADDED = 1 << 9, 1 << 22, 8, 1 << 20
 _CHAR_BITS, _ID_BITS = 21, 31  # of a character's number, and of a token's
 _IDS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
 _SPACE = "▁"  # the space in vocabularies of SentencePiece
-# Texts of control tokens that end a turn; few files name them beside the end of a text.
+# Texts of control tokens that end a turn; few files list them as end tokens.
 _ENDS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
 )
-_HARMONY = frozenset({"<|return|>", "<|call|>"})  # the ends of gpt-oss, whose `<|end|>` only ends a message of several
+_HARMONY = frozenset({"<|return|>", "<|call|>"})  # gpt-oss; its `<|end|>` ends only one of several messages
 
 _SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,12 +47,12 @@ _SIGNS_AND_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How a byte-level tokenizer splits text before it merges."""
+    """The pre-tokenization of a byte-level tokenizer."""
 
-    pattern: str | None = None  # a piece for each match; None for GPT-2's own pattern
-    digits: bool = False  # each digit is a piece of its own before that
-    whole_words: bool = False  # a piece that is a token needs no merges
-    begins: bool = False  # texts begin with the first token where the file has no flag
+    pattern: str | None = None  # one piece per match; None: GPT-2's pattern
+    digits: bool = False  # each digit is first split into a separate piece
+    whole_words: bool = False  # a piece that is a token is not merged
+    begins: bool = False  # default of the flag to begin texts with the first token
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         steps = [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")] if self.digits else []
@@ -85,7 +85,7 @@ def check_tokens(container: Container) -> None:
     """Compare the tokens of a file with its embedding, and bound their texts.
 
     Raises:
-        ModelError: there are more or fewer than rows, one is too long, or a special token is none of them.
+        ModelError: the numbers of tokens and rows differ, a token is too long, or a special token is invalid.
     """
     key, path = "tokenizer.ggml.tokens", container.path
     tokens, embedding = container.get(key, Strings), container.tensors.get("token_embd.weight")
@@ -125,12 +125,12 @@ def tokenizer_in(container: Container) -> Tokenizer | None:
 
 @contextmanager
 def tokenizer_faults(path: Path) -> Iterator[None]:
-    """Turn any error while the tokenizer of a file is made into a ModelError."""
+    """Convert any error while a tokenizer is built to a ModelError."""
     try:
         yield
     except ModelError:
         raise
-    except BaseException as error:  # the tokenizers library raises bare Exception, and no Exception where it panics
+    except BaseException as error:  # the tokenizers library raises bare Exception, and BaseException if it panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ModelError(f"cannot read the tokenizer of {path}: {error}") from error
@@ -149,7 +149,7 @@ def special_tokens_in(container: Container) -> dict[str, str]:
 
 
 def end_tokens_in(container: Container) -> list[int]:
-    """Tokens at which the model was trained to stop: those that the metadata names, and known ends of turns."""
+    """The end tokens: those of the metadata, and known ends of turns."""
     ids = (container.get(_IDS[name], int) for name in ("eos", "eot", "eom"))
     found, tokens = {i for i in ids if i is not None}, container.strings("tokenizer.ggml.tokens")
     if container.get("tokenizer.ggml.model", str) in _NONE or not tokens:
@@ -187,7 +187,7 @@ class _Vocabulary:
         return cls(tokens, kinds, ids)
 
     def respell(self, texts: Mapping[str, str]) -> None:
-        """Spell some tokens in another way; of two with one spelling the last has it, as in a dictionary."""
+        """Respell some tokens; of two with equal spelling the last is kept, as in a dict."""
         for text in texts.keys() & self.ids.keys():
             i, new = self.ids.pop(text), texts[text]
             self.tokens[i], self.ids[new] = new, max(i, self.ids.get(new, i))
@@ -196,13 +196,13 @@ class _Vocabulary:
         return [self.tokens[i] for i in np.flatnonzero(self.kinds == kind).tolist()]
 
     def add_to(self, made: Tokenizer) -> None:
-        """Have tokens that are no text, and those that are never cut, found before anything else is done."""
+        """Add control tokens and user-defined tokens, which are matched before pre-tokenization."""
         made.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in self.of_kind(_CONTROL)])
         made.add_tokens([AddedToken(t, normalized=False) for t in self.of_kind(_USER_DEFINED)])
 
 
 def _types(container: Container, tokens: Sized) -> _Array:
-    """The types of tokens; all are normal where the file has none."""
+    """The types of tokens; all normal if the file has none."""
     found = container.get("tokenizer.ggml.token_type", np.ndarray)
     found = np.ones(len(tokens), np.int32) if found is None else found
     if len(found) != len(tokens) or found.dtype.kind not in "iu":
@@ -211,7 +211,7 @@ def _types(container: Container, tokens: Sized) -> _Array:
 
 
 def _byte_level(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
-    """A tokenizer whose tokens are bytes, spelt with printable characters as in GPT-2."""
+    """A byte-level tokenizer, with bytes spelt as printable characters as in GPT-2."""
     name = container.get("tokenizer.ggml.pre", str)
     if name not in _RULES:
         raise ModelError(f"{container.path}: tokenizer.ggml.pre is {shown(name)}; expected one of {', '.join(_RULES)}")
@@ -229,11 +229,11 @@ def _byte_level(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _of_pieces(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
-    """A tokenizer of SentencePiece, whose spaces are a character of their own and whose other bytes are tokens."""
+    """A SentencePiece tokenizer, with a special character for spaces and byte fallback."""
     family = container.get("general.architecture", str) or ""
     unknown = next(iter(vocabulary.of_kind(_UNKNOWN)), None)
     scores = container.get("tokenizer.ggml.scores", np.ndarray)
-    if family.startswith("gemma"):  # blank tokens are written with real spaces, and ids are in the order of merges
+    if family.startswith("gemma"):  # tokens of blanks are written with real spaces, and ids have the order of merges
         vocabulary.respell({" " * size: _SPACE * size for size in range(1, _LONGEST_TOKEN + 1)})
         scores = -np.arange(len(vocabulary.tokens))
     if scores is None or len(scores) != len(vocabulary.tokens) or not np.isfinite(scores).all():
@@ -261,17 +261,16 @@ def _of_pieces(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def merges_of(ids: Mapping[str, int], scores: _Array) -> tuple[_Array, _Array]:
-    """The merges that scores imply: of each token any two that make it, those of the best first; ids of both parts.
+    """The merges implied by scores: all pairs that make each token, best tokens first; as ids of both parts.
 
-    Tokens a 0, b 0, ab -1, aba -2 -> (a, b), (ab, a). To look each beginning and end of each text up in a dictionary
-    takes seconds for 262,144 tokens. Here all texts advance one character at a time, and those that began alike share
-    a number.
+    Tokens a 0, b 0, ab -1, aba -2 -> (a, b), (ab, a). Dictionary look-ups of all prefixes and suffixes would take
+    seconds for 262,144 tokens. Here all texts advance one character at a time, and equal prefixes share a number.
     """
     texts, tokens = list(ids), np.fromiter(ids.values(), np.int32)
     chars = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)
     sizes = np.fromiter(map(len, texts), np.int64)
     stops = np.cumsum(sizes)
-    first = _names(chars, tokens, sizes, stops - sizes, 1)[:-1]  # of what is before each cut
+    first = _names(chars, tokens, sizes, stops - sizes, 1)[:-1]  # of the part before each split
     second = _names(chars, tokens, sizes, stops - 1, -1)[1:]
     whole = np.repeat(tokens, sizes)
     cuts = np.flatnonzero((first >= 0) & (second >= 0) & (whole[1:] == whole[:-1]))
@@ -282,13 +281,13 @@ def merges_of(ids: Mapping[str, int], scores: _Array) -> tuple[_Array, _Array]:
 
 
 def _names(chars: _Array, tokens: _Array, sizes: _Array, starts: _Array, step: int) -> _Array:
-    """For each character of all texts, the token that is its text from the start to there; -1 where none is.
+    """For each character of all texts, the token equal to the text's prefix up to it; -1: none.
 
     Texts a, ab, b of tokens 5, 6, 7: of the characters a, ab, b -> 5, 5 6, 7. With a step of -1 texts are read
     backwards from their last characters, `starts` -> 5, 6 7, 7.
     """
     names, live = np.full(len(chars), -1, np.int32), np.flatnonzero(sizes)
-    nodes = np.zeros(len(live), np.int64)  # the number of what each text is so far
+    nodes = np.zeros(len(live), np.int64)  # the number of each text's current prefix
     for done in range(int(sizes.max())):
         at = starts[live] + step * done
         found, nodes = np.unique(nodes << _CHAR_BITS | chars[at], return_inverse=True)
@@ -301,7 +300,7 @@ def _names(chars: _Array, tokens: _Array, sizes: _Array, starts: _Array, step: i
 
 
 class _Pairs(Sequence[tuple[str, str]]):
-    """Tokens side by side, each pair made when it is read: half a million tuples take as long as all the rest."""
+    """Pairs of tokens, created lazily: half a million tuples would take as long as everything else."""
 
     def __init__(self, tokens: list[str], *halves: _Array) -> None:
         self._tokens, self._halves = tokens, halves
@@ -317,13 +316,13 @@ class _Pairs(Sequence[tuple[str, str]]):
 
 
 def _check_merges(container: Container, count: int, num_tokens: int) -> None:
-    """Refuse merges that no vocabulary needs, and of which a small file may have millions."""
+    """Limit the number of merges, of which a small file may have millions."""
     if count > _MOST_MERGES * num_tokens:
         raise ModelError(f"{container.path} has {count} or more merges; expected at most {_MOST_MERGES} per token")
 
 
 def _begin(container: Container, vocabulary: _Vocabulary, made: Tokenizer, *, otherwise: bool) -> None:
-    """Let texts begin with the first token if the file's flag says so; `otherwise` is the default."""
+    """Let texts begin with the first token if the file's flag is set; `otherwise`: the default."""
     asked, first = (
         container.get("tokenizer.ggml.add_bos_token", bool),
         container.get(_IDS["bos"], int),

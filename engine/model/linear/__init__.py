@@ -1,1 +1,1 @@
-"""Matrices and their products: int8, int4, fp8 and packed floats, each with its rounding and its kernel calls."""
+"""Matrices and matmuls: int8, int4, fp8 and packed floats, with rounding and kernel calls."""

@@ -1,7 +1,7 @@
-"""Activations whose result does not depend on a number's place.
+"""Activations whose result does not depend on an element's position.
 
-torch computes whole vectors with one function, and the remainder at the end of a buffer, or of a thread's part of it,
-with another function that may round differently. Here there is no remainder, and only one thread.
+torch computes whole vectors with one function, and the remainder of a buffer, or of a thread's part of it, with another
+that may round differently. Here there is no remainder, and only one thread.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_VECTOR = 64  # twice the numbers in the longest vector of the shortest type
-_SERIAL = 16384  # GELU uses several threads for more numbers than this; other activations for twice as many
+_VECTOR = 64  # twice the elements of the longest vector of the shortest type
+_SERIAL = 16384  # GELU uses several threads above this number of elements; other activations above twice this number
 
 
 class RowWise(nn.Module):
@@ -23,7 +23,7 @@ class RowWise(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        # GELU has one function for contiguous numbers and another for other layouts. SiLU, the most common, has one.
+        # GELU has separate functions for contiguous and other layouts; SiLU, the most common activation, has one.
         self._as_it_lies = type(inner) is nn.SiLU
         self._most = (2 if self._as_it_lies else 1) * _SERIAL - 1
 

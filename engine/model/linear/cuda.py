@@ -1,6 +1,6 @@
-"""Matmuls for CUDA: 8-bit floats (e4m3), and 4-bit weights with 16-bit rows (W4A16). No row depends on another.
+"""Matmuls for CUDA: 8-bit floats (e4m3), and 4-bit weights with 16-bit rows (W4A16). Rows are independent.
 
-fp8: weights have a scale per output, rows are rounded in each pass. It is for Hopper and later, by torch's own matmul.
+fp8: weights have a scale per output, rows are rounded in each pass. For Hopper and later, with torch's matmul.
 
 W4A16: 128 inputs of an output share a scale, and each weight is one of 16 evenly spaced levels, -8 .. 7, without an
 offset, as in symmetric GPTQ or AWQ checkpoints. Levels are exact in bfloat16 and a group's sum is scaled in float32, so
@@ -39,7 +39,7 @@ class Fp8Linear(nn.Module):
         given = x if isinstance(x, Fp8Rows) else self.round_rows(x)
         out = torch._scaled_mm(  # noqa: SLF001
             given.rows, self.weight.t(), scale_a=given.scale, scale_b=self.scale, out_dtype=given.dtype,
-            use_fast_accum=False,  # less exact than bfloat16, and no faster while decoding
+            use_fast_accum=False,  # less exact than bfloat16, and not faster in decoding
         )  # fmt: skip
         out = out.view(*given.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
@@ -55,8 +55,8 @@ class Fp8Linear(nn.Module):
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]  # `kernels.w4.w4_matmul`, or its reference
-_CHUNK = 512  # outputs that are rounded at once
-_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # share of a group's largest weight: clipping it gives the others finer steps
+_CHUNK = 512  # outputs per block of rounding
+_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # share of a group's largest weight; clipping it makes steps finer
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class W4Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         words, scale = round_weight(linear.weight)
-        # Buffers, so that they are not mistaken for stacked experts, which are parameters of three dimensions.
+        # Buffers, because parameters of three dimensions would be mistaken for stacked experts.
         counts = torch.zeros(-(-self.out_features // TILE_OUTPUTS), dtype=torch.int32, device=words.device)
         for name, tensor in (("words", words), ("scale", scale), ("arrived", counts)):
             self.register_buffer(name, tensor.contiguous(), persistent=name != "arrived")

@@ -1,7 +1,7 @@
 """The experts of a mixture as single matrices, which are rounded and packed like all others.
 
-Each expert has two matmuls of its own; where our C has packed them, one call runs all experts of a layer. On CUDA a
-kernel reads fused matrices.
+Each expert has two matmuls; if our C has packed them, one call runs all experts of a layer. On CUDA a kernel reads
+fused matrices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.native.experts import ExpertGate, ExpertMatrices
 
 
 class RoutedExperts(nn.Module):
-    """For each row the weighted sum of what its chosen experts give.
+    """The weighted sum of each row's selected experts.
 
     A row's result has the same bits in any batch if its matmuls have.
     """
@@ -46,7 +46,7 @@ class RoutedExperts(nn.Module):
         return total.to(hidden_states.dtype)
 
     def _native(self, rows: Tensor) -> ExpertMatrices | None:
-        """All experts in our C, where it has their matrix types and activation; else None."""
+        """All experts in our C, if it supports their matrix types and activation; else None."""
         if self._ready is None:
             ups, downs = ([packed_of(matmul) or () for matmul in matmuls] for matmuls in (self.ups, self.downs))
             if all(len(parts) == 1 for parts in (*ups, *downs)):

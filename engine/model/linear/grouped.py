@@ -1,13 +1,13 @@
 """Matrices on a CPU: integer codes in groups (published, or rounded at load), and floats in panels.
 
-Codes are multiplied as they are: no weight is rounded twice. Rows are integers as well (`round_rows`). The products of
-a group are summed as integers, and the sums of groups are added as floats in the order of the inputs, each product
-rounded before it is added. Floats in panels are summed in the order of the inputs too. So a row has the same bits in
+Codes are multiplied directly: no weight is rounded twice. Rows are integers, too (`round_rows`). The products of a
+group are summed as integers, and the sums of groups are added as floats in the order of the inputs, each product
+rounded before it is added. Floats in panels are also summed in the order of the inputs. So a row has the same bits in
 any batch, and with codes also on every processor, in C and in torch.
 
-A row has one step, so that a product needs one factor per row. The step follows the mean magnitude, and the few numbers
-that need more than 8 bits get 16: published models have single numbers of 30 to 1,000 times the mean (Dettmers et al.
-2022, arXiv 2208.07339).
+A row has one step, so that a product needs one factor per row. The step is derived from the mean magnitude, and the few
+elements that need more than 8 bits get 16: published models have outliers of 30 to 1,000 times the mean (Dettmers et
+al. 2022, arXiv 2208.07339).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from engine.machine.mapped import release_mapped
 from engine.native import GroupedCodes, PackedMatrix, multiplies, rows_for
 from engine.native.weights import StoredCodes
 
-_CHUNK = 512  # rows of a matrix that are converted to float at once
+_CHUNK = 512  # rows of a matrix per block of the conversion to float
 # As in native/rows.h.
 _LARGEST_CODE = 32512.0  # of a row: 127 * 256
 _MEANS = 2.5  # 127 steps are this times the mean magnitude
-_TINY = 1e-30  # so that a row of zeros has a step too
+_TINY = 1e-30  # so that a row of zeros has a step, too
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Floats `[M, n]` -> int16 `[M, n]`, at most 32,512, and float32 step `[M, 1]`: x is about int16 * step.
 
-    Each operation is correctly rounded or in integers, so a row's place and neighbours cannot change its bits. C and
-    torch give the same bits. The step is NaN where a number of the row is not finite.
+    Each operation is correctly rounded or in integers, so a row's position and batch do not change its bits. C and
+    torch give the same bits. The step is NaN if an element of the row is not finite.
     """
     native = rows_for(x.dtype, x.shape[1])
     if native is not None and x.is_cpu and x.stride(1) == 1:
@@ -42,7 +42,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     peak = wide.abs().amax(-1, keepdim=True).clamp_min_(_TINY) + (wide - wide).sum(-1, keepdim=True)
     fine = _LARGEST_CODE / peak
-    # A sum of integers is the same in any order.
+    # Sums of integers do not depend on the order.
     total = (wide.abs() * fine).round_().nan_to_num_(0, 0, 0).long().sum(-1, keepdim=True)
     steps = total.float().mul_(_MEANS / 127 / x.shape[1]).clamp_(1, 256)
     rounded = (wide * (fine / steps)).round_().nan_to_num_(0, 0, 0)
@@ -59,10 +59,10 @@ class GroupedLinear(nn.Module):
     """`nn.Linear` over codes in groups, with rows as integers; input and output are float."""
 
     def __init__(self, codes: GroupedCodes, dtype: torch.dtype | None = None) -> None:
-        """Take the codes as they are; `dtype` is that of the output, None for the type of the input.
+        """Use these codes; `dtype`: of the output; None: the type of the input.
 
         Raises:
-            ValueError: the tensors do not fit together.
+            ValueError: the tensors are inconsistent.
         """
         codes.check()
         super().__init__()
@@ -86,8 +86,8 @@ class GroupedLinear(nn.Module):
 
     @classmethod
     def joined(cls, parts: Seq[GroupedLinear]) -> GroupedLinear:
-        """Join matrices that read the same rows, if they are of one form (`joins`); nothing is rounded again."""
-        # The codes are packed side by side; there never is a copy of all of them.
+        """Join matrices with the same input, if they have one form (`joins`); nothing is rounded again."""
+        # The codes are packed side by side, without a copy of all of them.
         codes = [part.codes.codes for part in parts]
         place = torch.empty(sum(map(len, codes)), codes[0].shape[1], dtype=codes[0].dtype, device="meta")
         made = cls(GroupedCodes.concatenated([part.codes for part in parts], place), parts[0].dtype)
@@ -103,7 +103,7 @@ class GroupedLinear(nn.Module):
         return len({codes.form for codes in several}) == 1 and is_one_order
 
     def pack(self) -> PackedMatrix | PortableGrouped:
-        """Convert the codes once to the form that is multiplied, and release the plain codes."""
+        """Convert the codes to the packed form, and release the plain codes."""
         return self._keep_packed([self.codes.codes]) if self.packed is None else self.packed
 
     def _keep_packed(self, parts: Seq[Tensor | StoredCodes]) -> PackedMatrix | PortableGrouped:
@@ -127,7 +127,7 @@ class GroupedLinear(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """Matrices of several forms that read the same rows, which are rounded once; their outputs lie side by side."""
+    """Matrices of several forms with the same input, which is rounded once; their outputs are concatenated."""
 
     def __init__(self, parts: Seq[GroupedLinear]) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class SideBySide(nn.Module):
 
     @classmethod
     def of(cls, parts: Seq[GroupedLinear]) -> GroupedLinear | SideBySide:
-        """Join neighbours of one form, and put what is left side by side; nothing is rounded again."""
+        """Join adjacent matrices of one form, and concatenate the outputs of the rest; nothing is rounded again."""
         runs: list[list[GroupedLinear]] = []
         for part in parts:
             if runs and GroupedLinear.joins([runs[-1][0], part]):
@@ -154,12 +154,12 @@ class SideBySide(nn.Module):
 
 
 def kernel_name() -> str:
-    """What multiplies codes on this machine."""
+    """The implementation that multiplies codes on this machine."""
     return "native" if multiplies(torch.int8) else "portable"
 
 
 class PortableGrouped:
-    """`PackedMatrix` of grouped codes with plain torch, which is slow; float64 holds every group's sum exactly.
+    """`PackedMatrix` of grouped codes in plain torch, which is slow; float64 represents every group's sum exactly.
 
     A copy is the same object.
     """
@@ -210,7 +210,7 @@ class PackedLinear(nn.Module):
 
 
 def packed_of(matmul: nn.Module) -> tuple[PackedMatrix, ...] | None:
-    """The matrices of `matmul` in our C, if `matmul` returns their products without a change of type; else None."""
+    """The C matrices of `matmul`, if `matmul` returns their products without a type conversion; else None."""
     if isinstance(matmul, SideBySide):
         parts = [packed_of(part) for part in matmul.parts]
         return None if None in parts else tuple(matrix for part in parts if part is not None for matrix in part)

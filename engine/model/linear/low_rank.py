@@ -1,7 +1,7 @@
-"""What low-rank adapters add to a matmul: scale * B (A x), for those rows of a pass that have an adapter.
+"""The products of low-rank adapters, scale * B (A x), added to the rows of a matmul that have an adapter.
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685. A matmul stays the module that
-it is: a hook changes the rows that have an adapter in its result, so all other rows keep their bits.
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685. The module of a matmul is
+unchanged: a hook changes only the rows of its result that have an adapter, so all others keep their bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LowRankProduct:
     """
 
     def __init__(self, a: Tensor, b: Tensor, *, row_wise: bool) -> None:
-        """Take `a` `[rank, in]` and `b` `[out, rank]`, which contains the scale; both lie where the model does.
+        """Take `a` `[rank, in]` and `b` `[out, rank]`, which includes the scale; both on the model's device.
 
         `row_wise`: a row's bits must not depend on the number of rows.
         """
@@ -49,18 +49,18 @@ class LowRankProduct:
             return up.multiply(down.multiply(wide, None, self._dtype), None, self._dtype)
         a, b = self._plain
         if self._row_wise:
-            return torch.stack([b @ (a @ row.clone()) for row in wide])  # cloned, so that each begins at one alignment
+            return torch.stack([b @ (a @ row.clone()) for row in wide])  # cloned, for a constant alignment
         return wide @ a.t() @ b.t()
 
 
-Products = Mapping[nn.Module, LowRankProduct]  # of an adapter: by matmul, what is added to its result
+Products = Mapping[nn.Module, LowRankProduct]  # of an adapter, by matmul
 
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
     """The rows of one pass that have an adapter.
 
-    Three feeds of 2, 3 and 1 tokens that want 1, 0 and 1 logits; the first and the last have adapters X and Y:
+    Three feeds of 2, 3 and 1 tokens with 1, 0 and 1 logits; the first and the last have adapters X and Y:
 
         tokens  X: 0..1, Y: 5..5, of 6 rows
         logits  X: 0..0, Y: 1..1, of 2 rows
@@ -68,15 +68,15 @@ class PassRows:
 
     tokens: Seq[tuple[Products, RowIndex]]
     num_tokens: int
-    logits: Seq[tuple[Products, RowIndex]]  # of the output matrix, which gets the rows that want logits
+    logits: Seq[tuple[Products, RowIndex]]  # of the output matrix, which gets the rows with logits
     num_logits: int
-    calls: Counter[nn.Module] = field(default_factory=Counter)  # of each matmul that has a hook
+    calls: Counter[nn.Module] = field(default_factory=Counter)  # matmuls with a hook that has run
 
     def check(self) -> None:
         """Check after the pass that every matmul ran as a module, so that its hook could add to its result.
 
         Raises:
-            ValueError: one did not, so the result of the pass lacks a part of an adapter.
+            ValueError: one did not, so a part of an adapter is missing in the result.
         """
         adapters = (products for products, _ in (*self.tokens, *self.logits))
         missing = [matmul for products in adapters for matmul in products if not self.calls[matmul]]
@@ -85,10 +85,10 @@ class PassRows:
 
 
 class AdapterHook:
-    """The hook of one matmul: adds to its result what the adapters of the current pass have for it."""
+    """The hook of one matmul: adds the products of the current pass's adapters to its result."""
 
     def __init__(self, current: Callable[[], PassRows | None], matmul: nn.Module, *, is_head: bool) -> None:
-        """`current` gives the rows of the current pass; None where no row has an adapter."""
+        """`current` returns the rows of the current pass; None if no row has an adapter."""
         self._current, self._is_head = current, is_head
         matmul.register_forward_hook(self)
 
@@ -97,10 +97,10 @@ class AdapterHook:
         self.add_to(matmul, lambda: inputs[0], output)
 
     def add_to(self, matmul: nn.Module, inputs: Callable[[], Tensor], output: Tensor) -> None:
-        """Add to `output` `[..., out]`, in place; `inputs` returns the rows that the matmul gets.
+        """Add to `output` `[..., out]`, in place; `inputs` returns the matmul's input rows.
 
         Raises:
-            ValueError: the matmul does not get each row of the pass, so the adapters of its rows are unknown.
+            ValueError: the matmul does not get every row of the pass, so the adapters of its rows are unknown.
         """
         rows = self._current()
         if rows is None:
@@ -120,9 +120,9 @@ class AdapterHook:
 
 
 def add_products(matmul: nn.Module, inputs: Callable[[], Tensor], output: Tensor) -> None:
-    """Add what adapters add to `matmul`, for code that computes its result past its `forward`.
+    """Add the adapters of `matmul`, for code that computes its result without calling `forward`.
 
-    `inputs` returns the rows that its `forward` would have got; it is called only if a row has an adapter.
+    `inputs` returns its input rows; it is called only if a row has an adapter.
     """
     for hook in matmul._forward_hooks.values():  # noqa: SLF001 - torch has no other name for them
         if isinstance(hook, AdapterHook):
@@ -130,7 +130,7 @@ def add_products(matmul: nn.Module, inputs: Callable[[], Tensor], output: Tensor
 
 
 def block_diagonal(parts: Seq[tuple[int, Tensor, Tensor]], outputs: int) -> tuple[Tensor, Tensor]:
-    """Join the adapters of matmuls that were joined: of each the first output in the joined matmul, its A and its B.
+    """Join the adapters of joined matmuls; each entry: the first output in the joined matmul, A and B.
 
     [(0, A1 [r1, in], B1 [o1, r1]), (o1, A2, B2)] -> A `[r1 + r2, in]` and B `[outputs, r1 + r2]`, which is zero where
     an output is not of a part's.
@@ -145,7 +145,7 @@ def block_diagonal(parts: Seq[tuple[int, Tensor, Tensor]], outputs: int) -> tupl
 
 
 def grouped(spans: Seq[tuple[Products, range]], device: torch.device) -> list[tuple[Products, RowIndex]]:
-    """Put the rows of each adapter together: X 0..1, Y 2..2, X 3..4 -> X [0, 1, 3, 4], Y 2..2."""
+    """Group rows by adapter: X 0..1, Y 2..2, X 3..4 -> X [0, 1, 3, 4], Y 2..2."""
     by_adapter: dict[int, tuple[Products, list[range]]] = {}
     for products, span in spans:
         if len(span):

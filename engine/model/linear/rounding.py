@@ -14,20 +14,20 @@ from engine.choices import Rounded
 from engine.native.weights import GroupedCodes, pack4, rounded, rounds
 
 GROUP = 32  # inputs that share a scale
-_SMALL_GROUP = 16  # where the inputs are no whole number of groups
-_CHUNK = 2**20  # numbers of a matrix that are rounded at once
-_TINY = 2.0**-24  # the least scale that float16 holds
-_TRIES = 9  # scales that are tried for a group
+_SMALL_GROUP = 16  # if the number of inputs is not a multiple of a group
+_CHUNK = 2**20  # elements of a matrix per block of rounding
+_TINY = 2.0**-24  # the minimum float16 scale
+_TRIES = 9  # number of candidate scales per group
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 
 def group_of(inputs: int) -> int:
-    """Inputs of a group, for a matrix of this many; the whole row where it cannot be divided."""
+    """Group size for this number of inputs; the whole row if it cannot be divided."""
     return next((size for size in (GROUP, _SMALL_GROUP) if not inputs % size), inputs)
 
 
 def rounded_bytes(weight: Tensor, bits: int) -> int:
-    """Bytes of the codes of a matrix `[out, in]`, and of what they are worth; it may be on the meta device."""
+    """Bytes of the codes, scales and offsets of a matrix `[out, in]`, which may be on the meta device."""
     outputs, inputs = weight.shape
     groups = inputs // group_of(inputs)
     # A float16 for each group; or 2 bytes for each group, and two float16 for each output.
@@ -37,19 +37,18 @@ def rounded_bytes(weight: Tensor, bits: int) -> int:
 def bits_of(weights: Rounded, name: str, weight: Tensor, *, is_head: bool = False) -> int:
     """The bits of the codes of the matrix `[out, in]` of this name.
 
-    Keys and values that several heads share keep 8 in `int4`: few weights, and each of their errors meets every head.
-    Of what 4 bits lose on Gemma 3 270M they are a third.
+    Shared keys and values keep 8 bits in `int4`: they are few weights, whose errors affect every head and are a third
+    of the loss of 4 bits on Gemma 3 270M.
     """
     is_shared = name.rpartition(".")[2] in _KEYS_AND_VALUES and weight.shape[0] < weight.shape[1]
     return 8 if weights == "int8" or is_head or is_shared else 4
 
 
 def round_weight(weight: Tensor, bits: int, bias: Tensor | None = None) -> GroupedCodes:
-    """A float matrix `[out, in]` -> its codes; `bits` are 4, 5, 6 or 8. Scales are not finite where a number is not.
+    """A float matrix `[out, in]` -> its codes; `bits`: 4, 5, 6 or 8. Scales are not finite if an element is not.
 
-    With 8 bits a group's largest number becomes 127 or -127. With fewer, the scale and the offset of a group are those
-    of several tries that give the least squared error, and are themselves rounded: to 1/127 and 1/255 of the largest
-    of their row.
+    With 8 bits a group's largest element becomes 127 or -127. With fewer, scale and offset of a group are the
+    candidates with the least squared error, and are themselves rounded, to 1/127 and 1/255 of the largest of their row.
     """
     weight, group = weight.detach(), group_of(weight.shape[1])
     if not rounds(weight, group):
@@ -73,7 +72,7 @@ def _symmetric(groups: Tensor) -> GroupedCodes:
 def _asymmetric(groups: Tensor, bits: int) -> GroupedCodes:
     most = (1 << bits) - 1
     step, low = _best(groups, most)
-    # Two levels: a scale and an offset of the row, and for each group what part of them it takes.
+    # Two levels: a scale and an offset of the row, and for each group its fraction of them.
     scale = (step.amax(1, keepdim=True) / 127).clamp_min(_TINY).half()
     offset = (low.amin(1, keepdim=True) / 255).clamp_max(-_TINY).half()
     steps = (step / scale.float()).round_().clamp_(1, 127)
@@ -91,10 +90,10 @@ def _asymmetric(groups: Tensor, bits: int) -> GroupedCodes:
 
 
 def _best(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The step and the lowest number, at most 0, of each group `[out, groups, 1]` for codes of 0 to `most`.
+    """The step and the minimum, at most 0, of each group `[out, groups, 1]` for codes 0 to `most`.
 
-    For each try the step and the lowest number with the least squared error for its codes. Large numbers count more:
-    what they multiply is no smaller, and their errors are.
+    For each candidate, the step and the minimum with the least squared error for its codes, weighted towards large
+    elements.
     """
     weight = groups.abs()
     weight = weight + _sum(weight).div_(groups.shape[-1])

@@ -1,1 +1,1 @@
-"""Checkpoints that others have quantised: codes are read as they were published, and no weight is rounded again."""
+"""Published quantised checkpoints: codes are read without rounding any weight again."""

@@ -1,7 +1,7 @@
-"""Matrices as published checkpoints hold them: codes, scales, zero points.
+"""Matrices of published checkpoints: codes, scales, zero points.
 
-A reader of a format turns the tensors of a checkpoint into `Codes`, which keep the tensors and compute nothing until
-they are asked. So the same reader works on tensors of the meta device, of which only types and shapes are known.
+A reader of a format converts the tensors of a checkpoint to `Codes`, which are evaluated lazily, so the same reader
+works on meta tensors, which have only types and shapes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """One weight of a checkpoint that is not stored as floats.
+    """One quantised weight of a checkpoint.
 
     Attributes:
         shape: of the float weight.
-        dequantised: computes it in float32, as the format defines it, to the last bit.
-        num_bytes: of the form that our integer kernels multiply; None where there is none, so that it is dequantised.
-        grouped: gives that form, no code rounded again.
-        rows: of a table that need not be read as a whole: ids `[n]` -> float32 `[n, in]`.
+        dequantised: computes the float32 weight, bitwise as defined by the format.
+        num_bytes: of the form for our integer kernels; None: there is none, so it is dequantised.
+        grouped: returns that form, without rounding codes again.
+        rows: of a table that is read by row: ids `[n]` -> float32 `[n, in]`.
         matrices: of a fused weight, each `[out, in]`, by experts.
     """
 
@@ -46,11 +46,11 @@ class CodedEmbedding(nn.Module):
     """`nn.Embedding` over a table of codes, whose rows are dequantised when they are looked up."""
 
     def __init__(self, codes: Codes, dtype: torch.dtype, scale: float | None) -> None:
-        """Rows of `codes`, which has them, are multiplied by `scale` (Gemma)."""
+        """Look up `codes.rows`, multiplied by `scale` (Gemma)."""
         super().__init__()
         self.codes = codes
         self.num_embeddings, self.embedding_dim = codes.shape
-        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)  # holds nothing but a type
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)  # only holds a type
         self.scale: Tensor | None
         self.register_buffer("scale", None if scale is None else torch.tensor(scale), persistent=False)
 
@@ -62,7 +62,7 @@ class CodedEmbedding(nn.Module):
         return found if self.scale is None else found * self.scale.to(found.dtype)
 
 
-Weights: TypeAlias = "dict[str, Tensor | Codes]"  # by the names that a float checkpoint of the model has
+Weights: TypeAlias = "dict[str, Tensor | Codes]"  # by the names of a float checkpoint
 
 
 def integers(
@@ -76,7 +76,7 @@ def integers(
         bits: 4 or 8.
         scale: of any order, one for each output and group.
         read: reads codes, scales, zero points and the order of inputs; the middle code is 0 without zero points.
-        has_zero: whether there are zero points, as far as is known before they are read.
+        has_zero: whether zero points are expected, before reading.
     """
     out, width = shape
     group, rest = divmod(width * out, scale.numel())
@@ -93,13 +93,13 @@ def integers(
 
 
 def of_groups(codes: GroupedCodes) -> Codes:
-    """A matrix that is held in that form already."""
+    """A matrix that already has that form."""
     shape = len(codes.codes), codes.in_features
     return Codes(shape, codes.dequantised, codes.nbytes, lambda: codes, lambda ids: codes.rows(ids).dequantised())
 
 
 def fused(matrices: Seq[Codes], *, transposed: bool) -> Codes:
-    """The matrices of a mixture's experts, `[experts, out, in]`, or `[experts, in, out]` where it is `transposed`."""
+    """The matrices of experts, `[experts, out, in]`, or `[experts, in, out]` if `transposed`."""
     one, sizes = matrices[0].shape, [size for matrix in matrices if (size := matrix.num_bytes) is not None]
     shape = len(matrices), *(one[::-1] if transposed else one)
 
@@ -118,13 +118,13 @@ def with_codes(
     holds_codes: Callable[[str, Tensor], bool],
     make: Callable[[str], Codes],
 ) -> Weights:
-    """The weights of a checkpoint that has several tensors for a matrix: `x.qweight`, `x.scales` and others.
+    """The weights of a checkpoint with several tensors per matrix: `x.qweight`, `x.scales` and others.
 
     Args:
         tensors: by their names.
-        kinds: the last parts of the names of tensors that belong to a matrix of codes.
-        holds_codes: whether a tensor of such a last part holds the codes of a matrix.
-        make: reads the matrix of a module by its path.
+        kinds: name suffixes of the tensors of a quantised matrix.
+        holds_codes: whether a tensor with such a suffix contains the codes.
+        make: reads the matrix of a module path.
 
     Raises:
         ModelError: `make` raises it.
@@ -165,12 +165,12 @@ def in_words(
 
 
 def signed8(codes: Tensor) -> Tensor:
-    """uint8 numbers of 0 to 255 as int8, less 128."""
+    """uint8 0 to 255 as int8, minus 128."""
     return (codes ^ 128).view(torch.int8)
 
 
 def in_groups(index: Tensor, groups: int, name: str) -> Tensor | None:
-    """The order that sorts inputs by group; None where they are sorted. `index` `[in]` is the group of each input.
+    """The order that sorts inputs by group; None if they are sorted. `index` `[in]`: the group of each input.
 
     Raises:
         ModelError: groups are of unequal sizes.
@@ -184,7 +184,7 @@ def in_groups(index: Tensor, groups: int, name: str) -> Tensor | None:
 
 
 def taken(tensors: Mapping[str, Tensor], name: str, beside: str) -> Tensor:
-    """The tensor `name`; ModelError where it is missing beside the tensor `beside`."""
+    """The tensor `name`. Raises ModelError if it is missing although `beside` is present."""
     found = tensors.get(name)
     if found is None:
         raise ModelError(f"the checkpoint has {beside} but no {name}")
@@ -192,7 +192,7 @@ def taken(tensors: Mapping[str, Tensor], name: str, beside: str) -> Tensor:
 
 
 def words_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """The codes `name`; ModelError where they are no words in a matrix."""
+    """The codes `name`. Raises ModelError unless they are a matrix of words."""
     found = tensors[name]
     if found.ndim != 2 or found.dtype != torch.int32:
         raise ModelError(f"{name} is {found.dtype} {list(found.shape)}; expected int32 of two dimensions")
@@ -200,7 +200,7 @@ def words_of(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def expect(name: str, tensor: Tensor, shape: tuple[int, ...], *kinds: torch.dtype) -> Tensor:
-    """The tensor itself; ModelError where its shape or type is another. Without `kinds` any float type of scales."""
+    """Return the tensor. Raises ModelError for another shape or type; default type: any float type of scales."""
     if tuple(tensor.shape) != shape or tensor.dtype not in (kinds or _SCALES):
         kind = " or ".join(str(kind).removeprefix("torch.") for kind in kinds or _SCALES)
         found = str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""compressed-tensors, as llm-compressor writes it: integers of 4 or 8 bits, and floats of 8.
+"""compressed-tensors, the format of llm-compressor: 4- or 8-bit integers, and 8-bit floats.
 
 Of a matrix, `pack-quantized` has `weight_packed` int32 `[out, in * bits / 32]`, with the codes of consecutive inputs
 from the low bits of a word upwards, each plus half their range; `weight_scale` `[out, groups]`; perhaps
@@ -46,7 +46,7 @@ _WORD = 32  # bits
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Raise ModelError for a variant that is not read."""
+    """Raise ModelError for an unsupported variant."""
     groups = list(_groups(settings))
     for found in (settings.get("format"), *(group.get("format") for group in groups)):
         if found is not None and found not in _FORMATS:
@@ -77,7 +77,7 @@ def _groups(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """Weights by the names of a float checkpoint. Raises ModelError if a tensor is missing or does not fit."""
+    """Weights by the names of a float checkpoint. Raises ModelError if a tensor is missing or inconsistent."""
     return with_codes(tensors, _KINDS, _holds_codes, partial(_matrix, settings, tensors))
 
 
@@ -91,7 +91,7 @@ def _matrix(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: st
 
 
 def _bits(settings: Mapping[str, Any], path: str) -> int:
-    """Bits of the codes of a module: those of the group whose targets name the module, or else its class."""
+    """Bits of a module's codes: those of the group whose targets match the module, or else its class."""
     by_class: list[int] = []
     for group in _groups(settings):
         bits = int((group.get("weights") or {}).get("num_bits", 4))
@@ -120,7 +120,7 @@ def _packed(path: str, bits: int, tensors: Mapping[str, Tensor]) -> Codes:
 
 
 def _scale_of(tensors: Mapping[str, Tensor], path: str, beside: str, out: int) -> Tensor:
-    """The scales as `[out, groups]`, where there may be one for the whole matrix."""
+    """The scales as `[out, groups]`; the checkpoint may have one for the whole matrix."""
     scale = taken(tensors, f"{path}.{_SCALE}", f"{path}.{beside}")
     wide = scale.reshape(1, 1).expand(out, 1) if scale.numel() == 1 else scale
     return expect(f"{path}.{_SCALE}", wide, (out, wide.shape[-1] if wide.ndim > 1 else 1))

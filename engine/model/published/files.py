@@ -14,7 +14,7 @@ from engine.model.bounded import find_file
 from engine.model.checkpoint import as_model_error, check_weights, check_whole
 
 _FILES = "*.safetensors"
-# Types by their names in safetensors headers.
+# Types by name in safetensors headers.
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -23,7 +23,7 @@ _TYPES = {
 
 
 def read_tensors(name: str, revision: str | None) -> dict[str, Tensor]:
-    """Map every tensor of a checkpoint from its files. Raises ModelError if none are there or one is truncated."""
+    """Map every tensor of a checkpoint from its files. Raises ModelError if files are missing or truncated."""
     check_weights(name)
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder_of(name, revision, _FILES).glob(_FILES)):
@@ -34,10 +34,10 @@ def read_tensors(name: str, revision: str | None) -> dict[str, Tensor]:
 
 
 def read_headers(name: str, revision: str | None) -> dict[str, Tensor]:
-    """The types and shapes of a checkpoint's tensors, as tensors of the meta device; nothing is downloaded.
+    """The types and shapes of a checkpoint's tensors, as meta tensors; nothing is downloaded.
 
     Raises:
-        ModelError: there are no safetensors, or a header cannot be read or names an unknown type.
+        ModelError: there are no safetensors, or a header is invalid or has an unknown type.
     """
     check_weights(name)
     with as_model_error(name):
@@ -55,7 +55,7 @@ def _type(key: str, kind: str) -> torch.dtype:
 
 
 def tensor_infos(name: str, revision: str | None) -> Iterator[tuple[str, str, list[int]]]:
-    """Names, types as headers have them, and shapes: from files on this machine, or else from the hub."""
+    """Names, header types and shapes, from local files or else from the hub."""
     config = find_file(name, "config.json", revision)
     paths = [] if config is None else sorted(config.parent.glob(_FILES))
     for path in paths:

@@ -1,10 +1,10 @@
-"""Weights in small floats with scales, which no kernel here multiplies without rounding them again.
+"""Weights in small floats with scales, which are dequantised because no kernel here multiplies them exactly.
 
-Floats of 8 bits have a scale for the tensor, for each output, or for each block of 128 x 128. `fp8` is how DeepSeek and
-Qwen publish them, `fbgemm_fp8` how Llama 3.1 405B was. Beside `X` there is `X_scale_inv` or `X_scale`; both multiply
-the weight, despite the first one's name. `X` may be fused experts.
+8-bit floats have a scale per tensor, per output, or per block of 128 x 128. `fp8` is the format of DeepSeek and Qwen,
+`fbgemm_fp8` that of Llama 3.1 405B. Beside `X` there is `X_scale_inv` or `X_scale`; both multiply the weight, despite
+the first one's name. `X` may be fused experts.
 
-MXFP4 (OCP microscaling, 2023) is how gpt-oss is published: floats of 4 bits, 32 with a power of two, experts fused.
+MXFP4 (OCP microscaling, 2023) is the format of gpt-oss: 4-bit floats, 32 per power-of-two scale, experts fused.
 Beside `X_blocks` uint8 `[experts, out, in / 32, 16]` there is `X_scales` uint8 `[experts, out, in / 32]`, exponents
 plus 127. The float weight `X` is `[experts, in, out]`.
 """
@@ -31,7 +31,7 @@ _LEVELS = torch.tensor([*_POSITIVE, *(-level for level in _POSITIVE)])
 
 
 def check_fp8(settings: Mapping[str, Any]) -> None:
-    """Raise ModelError for a variant that is not read."""
+    """Raise ModelError for an unsupported variant."""
     found = settings.get("fmt", "e4m3")
     if found not in ("e4m3", "e5m2"):
         raise ModelError(f"FP8 format {found}; supported: e4m3, e5m2")
@@ -61,7 +61,7 @@ def scaled(name: str, codes: Tensor, scale: Tensor, block: tuple[int, int] | Non
         block: (rows, columns) of a block; None: 128 of each.
 
     Raises:
-        ModelError: the scales are of another shape, or not finite.
+        ModelError: the scales have another shape, or are not finite.
     """
     out, width = codes.shape[-2:]
     rows, columns = block or (128, 128)
@@ -103,7 +103,7 @@ def _experts(name: str, blocks: Tensor, scales: Tensor) -> Codes:
 
 
 def _expert(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The matrix `[out, in]` of an expert; of each byte the low half comes first."""
+    """The matrix `[out, in]` of an expert; the low nibble of each byte comes first."""
     floats = _LEVELS[unpack4(blocks).int()]
     release_mapped(blocks)
     return torch.ldexp(floats, scales.int()[..., None] - 127).flatten(1)

@@ -1,8 +1,8 @@
-"""The weights of a GGUF file by transformers' names: blocks of codes go to our integer kernels as they are.
+"""The weights of a GGUF file by transformers' names: blocks of codes are used by our integer kernels unchanged.
 
-llama.cpp's converter renames weights and changes a few: it reorders the rows of a Llama's queries and keys for a
-rotation of neighbouring pairs, adds 1 to a Gemma's norms, and parts the two halves of a mixture's first matrices. All
-of it is undone here, on codes without any rounding.
+llama.cpp's converter renames weights and changes a few: it reorders the rows of Llama's queries and keys for the
+rotation of adjacent pairs, adds 1 to Gemma's norms, and separates the two halves of the experts' first matrices. All of
+this is undone here, on codes without rounding.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _STACKED = 3  # dimensions of the matrices of all experts of a layer
 
 
 def weights_in(container: Container) -> Weights:
-    """All weights of the model in a file, by transformers' names; no codes are read yet.
+    """All weights of the model in a file, by transformers' names, read lazily.
 
     Raises:
-        ModelError: the file holds a tensor for which its family has no place.
+        ModelError: the file has a tensor that its family does not have.
     """
     keys = Keys(container)
     family, stored = family_of(keys), dict[str, list[StoredTensor]]()
     layers = set(map(str, range(keys.layers)))
     drafting = tuple(f"blk.{layer}." for layer in range(keys.layers, keys.blocks))
-    for name, tensor in sorted(container.tensors.items()):  # the gates of experts before what they gate
+    for name, tensor in sorted(container.tensors.items()):  # the gates of experts first
         if name in TABLES or name.startswith(drafting):
             continue
         renamed = family.renamed(name, layers)
@@ -48,7 +48,7 @@ def weights_in(container: Container) -> Weights:
 
 
 def _weight(keys: Keys, family: GGUFFamily, tensors: Seq[StoredTensor]) -> Tensor | Codes:
-    """A weight whose rows lie in these tensors, without the converter's changes."""
+    """A weight with the rows of these tensors, without the converter's changes."""
     first, part = tensors[0], part_of(tensors[0].name)
     is_stack, in_pairs = len(first.shape) == _STACKED, family.pairs_experts and part.endswith("_exps")
     order, undo, axis = _order(keys, family, first), family.undone(part), -1 if in_pairs and not is_stack else 0
@@ -124,7 +124,7 @@ def _order(keys: Keys, family: GGUFFamily, tensor: StoredTensor) -> Callable[[in
 
 
 def _halves(heads: int, count: int) -> Tensor:
-    """Neighbouring pairs of each head as two halves of it.
+    """Reorder adjacent pairs of each head into two halves.
 
     A head of 4: file rows [0, 1, 2, 3] are the pairs (0, 2) and (1, 3) of the weight -> [0, 2, 1, 3].
     """

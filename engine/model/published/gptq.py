@@ -1,11 +1,11 @@
-"""GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel write it, and AWQ (Lin et al. 2023) in AutoAWQ's layout `gemm`.
+"""GPTQ (Frantar et al. 2022) as of AutoGPTQ and GPTQModel, and AWQ (Lin et al. 2023) in AutoAWQ's layout `gemm`.
 
 Of a matrix both have `qweight` and `qzeros`, int32 words of codes and zero points from the low bits upwards, and
 `scales` `[groups, out]`.
 
 GPTQ: `qweight` `[in * bits / 32, out]` has consecutive inputs in a word, `qzeros` `[groups, out * bits / 32]`
-consecutive outputs, and `g_idx` int32 `[in]` is the group of each input. In version 1 every zero point is less by one;
-this was subtracted from whole words, so that a zero point of 0 borrows from its neighbour.
+consecutive outputs, and `g_idx` int32 `[in]` is the group of each input. In version 1 every zero point is stored minus
+one; this was subtracted from whole words, so that a zero point of 0 borrows from the next one.
 
 AWQ: `qweight` `[in, out / 8]` and `qzeros` `[groups, out / 8]` have eight consecutive outputs in a word, in the order
 0, 2, 4, 6, 1, 3, 5, 7.
@@ -40,11 +40,11 @@ _ACTIVATION = ".act.scales"
 _VERSION_1, _VERSION_2 = "gptq", "gptq_v2"
 _WORD = 32  # bits
 _ONES = {4: 0x11111111, 8: 0x01010101}  # a word of ones
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where the consecutive outputs of a word of AWQ are
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # positions of consecutive outputs in an AWQ word
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Raise ModelError for a variant of GPTQ that is not read."""
+    """Raise ModelError for an unsupported variant of GPTQ."""
     bits, layout = settings.get("bits"), _layout(settings)
     if bits not in (4, 8):
         raise ModelError(f"GPTQ with bits {bits}; supported: 4, 8")
@@ -54,7 +54,7 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 def check_awq(settings: Mapping[str, Any]) -> None:
-    """Raise ModelError for a variant of AWQ that is not read."""
+    """Raise ModelError for an unsupported variant of AWQ."""
     bits, layout = settings.get("bits", 4), str(settings.get("version") or settings.get("format") or "gemm").lower()
     if bits != 4:
         raise ModelError(f"AWQ with bits {bits}; supported: 4")
@@ -63,7 +63,7 @@ def check_awq(settings: Mapping[str, Any]) -> None:
 
 
 def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
-    """GPTQ weights by the names of a float checkpoint. Raises ModelError if a tensor is missing or does not fit."""
+    """GPTQ weights by the names of a float checkpoint. Raises ModelError if a tensor is missing or inconsistent."""
     return with_codes(tensors, _KINDS, lambda kind, _: kind == "qweight", partial(_matrix, settings, tensors))
 
 
@@ -88,7 +88,7 @@ def _parts(tensors: Mapping[str, Tensor], path: str, bits: int, out: int) -> tup
 
 def _matrix(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> Codes:
     codes, bits, index = words_of(tensors, f"{path}.qweight"), int(settings["bits"]), tensors.get(f"{path}.g_idx")
-    # With an index the bits are known from the shapes; GPTQModel may give single matrices other bits than the rest.
+    # With an index the bits follow from the shapes; GPTQModel may use other bits for single matrices.
     words, out = codes.shape
     width = words * _WORD // bits if index is None else len(index)
     bits = words * _WORD // max(1, width)

@@ -1,7 +1,7 @@
-"""The methods of quantisation that are read, by the name that a config gives them; others are refused by that name.
+"""The supported quantisation methods, by name in configs; others are refused by name.
 
-Of a matrix that Pilotfish has rounded and saved (`quantize.save_quantised`) there are `weight_codes`, and of
-`GroupedCodes` the fields `weight_scale`, `weight_offset`, `weight_steps` and `weight_zeros` that it has.
+A matrix saved by Pilotfish (`quantize.save_quantised`) has `weight_codes` and, of `GroupedCodes`, those of
+`weight_scale`, `weight_offset`, `weight_steps` and `weight_zeros` that are set.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 _Settings = Mapping[str, Any]
 _OURS = "pilotfish-"  # `engine.model.quantize` reads these
-_FIELDS = ("quantization_config", "compression_config")  # the second one is of early compressed-tensors
+_FIELDS = ("quantization_config", "compression_config")  # the second one is from early compressed-tensors
 
 
-# Names that other software does not mistake for the name of a float weight. `SCALES` are fields of `GroupedCodes`.
+# Names that other software does not confuse with float weights. `SCALES`: fields of `GroupedCodes`.
 CODES = "weight_codes"
 SCALES = ("scale", "offset", "steps", "zeros")
 
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    check: Callable[[_Settings], None]  # raises ModelError for a variant that is not read
+    check: Callable[[_Settings], None]  # raises ModelError for an unsupported variant
     read: Callable[[_Settings, Mapping[str, Tensor]], Weights]
     has_integers: Callable[[_Settings], bool] = lambda _: False
 
@@ -55,7 +55,7 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How a published checkpoint is quantised, from its config."""
+    """The quantisation of a published checkpoint, from its config."""
 
     method: str
     settings: _Settings
@@ -66,7 +66,7 @@ class Quantisation:
         return _METHODS[self.method].has_integers(self.settings)
 
     def read(self, tensors: Mapping[str, Tensor]) -> Weights:
-        """The weights by the names of a float checkpoint; `tensors` may be on the meta device.
+        """The weights by the names of a float checkpoint; `tensors` may be meta tensors.
 
         Raises:
             ModelError: a tensor is missing, or of another shape or type.
@@ -80,9 +80,9 @@ def read_weights(
     quantisation: Quantisation | None,
     read: Callable[[str, str | None], Mapping[str, Tensor]] = read_tensors,
 ) -> Weights:
-    """The weights of the checkpoint `name`: floats, and codes as others have published or Pilotfish has saved them.
+    """The weights of the checkpoint `name`: floats, and codes, published or saved by Pilotfish.
 
-    `read` reads tensors of safetensors files, or, as `read_headers` does, their types and shapes.
+    `read` reads tensors of safetensors files, or only types and shapes (`read_headers`).
 
     Raises:
         ModelError: a tensor is missing, or of another shape or type.
@@ -98,7 +98,7 @@ def read_weights(
 
 
 def _saved(tensors: Mapping[str, Tensor], path: str) -> Codes:
-    """The codes of one matrix that Pilotfish has saved."""
+    """The codes of one matrix saved by Pilotfish."""
     codes, key = tensors[f"{path}.{CODES}"], f"{path}.{CODES}"
     scale, offset, steps, zeros = (tensors.get(f"{path}.weight_{field}") for field in SCALES)
     if scale is None:
@@ -112,10 +112,10 @@ def _saved(tensors: Mapping[str, Tensor], path: str) -> Codes:
 
 
 def quantisation_of(name: str, config: PreTrainedConfig) -> Quantisation | None:
-    """How the checkpoint `name` is quantised; None if its weights are floats, or rounded by Pilotfish.
+    """The quantisation of the checkpoint `name`; None if its weights are floats, or rounded by Pilotfish.
 
     Raises:
-        ModelError: by a method, or in a variant of it, that is not read.
+        ModelError: the method or variant is not supported.
     """
     found = next((found for part in (config, config.get_text_config()) if (found := _settings_of(part))), None)
     if found is None:
@@ -138,7 +138,7 @@ def _settings_of(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same config as of a float checkpoint, so that transformers builds its ordinary modules."""
+    """The config without quantisation, so that transformers builds ordinary modules."""
     for part in (config, config.get_text_config()):
         for field in _FIELDS:
             if getattr(part, field, None) is not None:

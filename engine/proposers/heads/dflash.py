@@ -85,9 +85,9 @@ class DFlashConfig:
         check_sizes(name, width, vocab, target)
         if asked.get("target_hidden_size", width) != width:
             found = asked["target_hidden_size"]
-            raise ModelError(f"{name!r}: target_hidden_size is {found} beside a hidden_size of {width}")
+            raise ModelError(f"{name!r}: target_hidden_size is {found}, but hidden_size is {width}")
         if (found := asked.get("num_target_layers") or depth) != depth:
-            raise ModelError(f"{name!r} is for a target of num_target_layers {found}; this one has {depth} layers")
+            raise ModelError(f"{name!r} has num_target_layers {found}; the target has {depth} layers")
         key, after = ("aux_hidden_state_layer_ids", 0) if KIND in config else ("target_layer_ids", 1)
         ids, mask, block = (asked.get(field) for field in (key, "mask_token_id", "block_size"))
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i + after < depth for i in ids):
@@ -96,7 +96,7 @@ class DFlashConfig:
         if type(mask) is not int or not 0 <= mask < vocab:
             raise ModelError(f"{name!r}: mask_token_id is {mask!r}; the target has {vocab} tokens")
         if type(block) is not int or block < 2:
-            raise ModelError(f"{name!r}: block_size is {block!r}; expected a place for a draft behind the first")
+            raise ModelError(f"{name!r}: block_size is {block!r}; expected at least 2")
         form, kinds = NormForm(settings.rms_norm_eps), settings.layer_types
         windows = [settings.sliding_window if kind == SLIDING else None for kind in kinds]
         layers = (layer_of(settings, name, tensors, i, each, norm=HeadNorm(form)) for i, each in enumerate(windows))
@@ -106,7 +106,7 @@ class DFlashConfig:
         apart = asked.get("sliding_window_non_causal", KIND in config)
         if SLIDING in kinds and (causal is False or apart):
             said = f"causal is {causal} and sliding_window_non_causal {apart}"
-            raise ModelError(f"{name!r}: {said} beside {SLIDING}: a window that is not causal is not served")
+            raise ModelError(f"{name!r}: {said} with {SLIDING}: non-causal windows are not supported")
         places = tuple(i + after for i in ids)
         return cls(made, places, block, mask, is_causal, asked.get("draft_vocab_size") or vocab)
 
@@ -115,16 +115,16 @@ def _asked(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """All fields that a config gives, in either form."""
     own = config.get("dflash_config") or {}
     if not isinstance(own, dict) or (not own and KIND not in config):
-        raise ModelError(f"{name!r}: config.json has neither dflash_config nor {KIND}: no DFlash draft")
+        raise ModelError(f"{name!r} is not a DFlash draft: config.json has neither dflash_config nor {KIND}")
     for one in config.get("architectures") or ():
         if one not in _ARCHITECTURES:
-            raise ModelError(f"{name!r} is a {one}; served are {', '.join(sorted(_ARCHITECTURES))}")
+            raise ModelError(f"{name!r} is a {one}; supported: {', '.join(sorted(_ARCHITECTURES))}")
     flat = flattened(config, name, "dflash")
     flat.pop("dflash_config", None)
     asked = {key: value for key, value in [*own.items(), *flat.items()] if value is not None}
     for key, value in asked.items():
         if key not in _KNOWN and value not in (False, 0, {}, []):  # it might change what is computed
-            raise ModelError(f"{name!r}: {key} is {value!r}, which is not served")
+            raise ModelError(f"{name!r}: {key} is {value!r}, which is not supported")
     return asked
 
 
@@ -132,7 +132,7 @@ def _settings(name: str, asked: Mapping[str, Any], tensors: Mapping[str, Tensor]
     """The config of the layers, as Qwen3's."""
     kind = asked.get("model_type", "qwen3")
     if kind not in _BACKBONES:
-        raise ModelError(f"{name!r}: model_type is {kind!r}; served are drafts of {' and '.join(_BACKBONES)}")
+        raise ModelError(f"{name!r}: model_type is {kind!r}; supported: {', '.join(_BACKBONES)}")
     norm = tensors.get("layers.0.self_attn.q_norm.weight")
     if norm is None:
         raise ModelError(f"{name!r} does not fit the target: layers.0.self_attn.q_norm.weight is missing")
@@ -142,7 +142,7 @@ def _settings(name: str, asked: Mapping[str, Any], tensors: Mapping[str, Tensor]
     if not set(kinds) <= {FULL, SLIDING} or len(kinds) != settings.num_hidden_layers:
         raise ModelError(f"{name!r}: layer_types is {kinds}; expected {FULL} or {SLIDING} for each layer")
     if SLIDING in kinds and settings.sliding_window is None:
-        raise ModelError(f"{name!r}: layers with {SLIDING} need sliding_window, and use_sliding_window true")
+        raise ModelError(f"{name!r}: layers with {SLIDING} require sliding_window and use_sliding_window: true")
     return settings
 
 

@@ -64,7 +64,7 @@ def load_eagle(name: str, revision: str | None, target: DecoderModel) -> Head:
     tensors.pop("layers.0.self_attn.rotary_emb.inv_freq", None)  # made from the config
     tensors.pop("lm_head.weight", None)  # a copy of the target's, where one was saved
     if config.get("num_hidden_layers", 1) != 1:
-        raise ModelError(f"{name!r} has {config['num_hidden_layers']} layers; an EAGLE-1 head has 1")
+        raise ModelError(f"{name!r} has {config['num_hidden_layers']} layers; expected 1 (EAGLE-1)")
     settings = layer_config(config, name, "llama", num_hidden_layers=1)
     width = settings.hidden_size
     check_sizes(name, width, settings.vocab_size, target)
@@ -85,9 +85,9 @@ def _unwrapped(
         return config, tensors
     flat = flattened(config, name, "eagle")
     if flat.get("layernorms"):  # what they norm differs between that library and vLLM
-        raise ModelError(f"{name!r}: layernorms is true; EAGLE-1 heads with norms of their own are not served")
+        raise ModelError(f"{name!r}: layernorms is true; EAGLE-1 heads with layernorms are not supported")
     if flat["model_type"] != "llama":
-        raise ModelError(f"{name!r}: model_type is {flat['model_type']!r}; of EAGLE-1 Llama's layer is served")
+        raise ModelError(f"{name!r}: model_type is {flat['model_type']!r}; EAGLE-1 heads support llama layers only")
     names = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
     named = {
         next((new + key.removeprefix(old) for old, new in names.items() if key.startswith(old)), key): tensor

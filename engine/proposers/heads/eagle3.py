@@ -83,7 +83,7 @@ class Eagle3Options:
         layers, kinds, window = both.get("num_hidden_layers", 1), both.get("layer_types"), both.get("sliding_window")
         windows = [window if kind == "sliding_attention" else None for kind in (kinds or [None] * layers)[:layers]]
         if KIND in config and "norm_before_residual" not in config:
-            raise ModelError(f"{name!r}: config.json does not say norm_before_residual, which has no one default")
+            raise ModelError(f"{name!r}: config.json has no norm_before_residual, whose default is ambiguous")
         reads_layers = both.get("use_aux_hidden_state", True)
         places = _places(config, inner, name, depth) if reads_layers else (FINAL,)
         norms = list[str]()
@@ -91,7 +91,7 @@ class Eagle3Options:
             norms += [f"fc_norm.{i}" for i in range(len(places))]
         if both.get("norm_before_fc"):
             if norms:
-                raise ModelError(f"{name!r}: fc_norm and norm_before_fc are both true; one of them is expected")
+                raise ModelError(f"{name!r}: fc_norm and norm_before_fc are both true; expected only one")
             norms = ["input_norm"]
         own = bool(both.get("norm_before_residual")), bool(both.get("norm_output"))
         return cls(tuple(windows), places, tuple(norms) if reads_layers else (), *own)
@@ -108,12 +108,12 @@ class Eagle3Options:
 def _check_variant(config: Mapping[str, Any], name: str) -> None:
     kinds = config.get("architectures") or ()
     if not _ARCHITECTURES.issuperset(kinds):
-        raise ModelError(f"{name!r}: architectures are {kinds}; of EAGLE-3 those with Llama's layer are served")
+        raise ModelError(f"{name!r}: architectures are {kinds}; EAGLE-3 heads support llama layers only")
     if config.get("model_type", "llama") not in _LLAMA_LIKE:
-        raise ModelError(f"{name!r}: model_type is {config['model_type']!r}; of EAGLE-3 Llama's layer is served")
+        raise ModelError(f"{name!r}: model_type is {config['model_type']!r}; EAGLE-3 heads support llama layers only")
     for key, unchanged in _UNCHANGED.items():
         if config.get(key) is not None and config[key] not in unchanged:
-            raise ModelError(f"{name!r}: {key} is {config[key]!r}; EAGLE-3 heads with it are not served")
+            raise ModelError(f"{name!r}: {key} is {config[key]!r}, which is not supported in EAGLE-3 heads")
 
 
 def _places(config: Mapping[str, Any], inner: Mapping[str, Any], name: str, depth: int) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def _places(config: Mapping[str, Any], inner: Mapping[str, Any], name: str, dept
     ids = config.get(key) or inner.get(key)
     if not ids:
         if paper[2] < 0:
-            raise ModelError(f"{name!r} reads layers 2, {paper[1]} and {paper[2]} of the target, which has {depth}")
+            raise ModelError(f"{name!r} reads layers 2, {paper[1]} and {paper[2]}; the target has {depth} layers")
         return paper
     outputs = tuple(one + 1 for one in ids)
     are_outputs = outputs == paper if config.get(key) else ids[0] == 1
@@ -183,7 +183,7 @@ def load_eagle3(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tens
     shares = not {"embed_tokens.weight", HEAD} <= named.keys() or options.places == (FINAL,)
     if shares and hidden != width:
         raise ModelError(
-            f"{name!r} is {hidden} wide, and embed_tokens or lm_head is missing: the target's are {width} wide"
+            f"{name!r} has hidden size {hidden} and no embed_tokens or lm_head; the target's have size {width}"
         )
     drafts = drafted_ids(named, name, vocab)
     made = _architecture(settings, options, named, name)

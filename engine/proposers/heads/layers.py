@@ -56,17 +56,17 @@ def layer_config(config: Mapping[str, Any], name: str, family: str, **fixed: obj
             # Of text, all sections have the same position.
             asked[key] = {k: v for k, v in rope.items() if k == "rope_theta"} | {"rope_type": "default"}
         elif kind not in SCALINGS:
-            raise ModelError(f"{name!r}: its rope_type is {kind!r}; served are {', '.join(SCALINGS)}")
+            raise ModelError(f"{name!r}: rope_type is {kind!r}; supported: {', '.join(SCALINGS)}")
     found = described_by(_DEFAULTS | asked | fixed, family)
     if found is None:
-        raise ModelError(f"cannot load {name!r}: its config is not like {family.capitalize()}'s: {shown(asked, 400)}")
+        raise ModelError(f"cannot load {name!r}: invalid {family} config: {shown(asked, 400)}")
     return found
 
 
 def check_sizes(name: str, width: int, vocab: int, target: DecoderModel) -> None:
     """Refuse a head for a target of another width or vocabulary with a ModelError."""
     if (width, vocab) != (want := sizes_of(target)):
-        raise ModelError(f"{name!r} is a head for {width} features and {vocab} tokens; the target has {want}")
+        raise ModelError(f"{name!r} is for hidden size {width} and {vocab} tokens; the target has {want}")
 
 
 def sizes_of(target: DecoderModel) -> tuple[int, int]:

@@ -75,9 +75,9 @@ def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
         ModelError: the checkpoint has none, or one of a family that is not known, or it is not whole.
     """
     if gguf_file(name, revision) is not None:
-        raise ModelError(f"mtp: {name!r} is a GGUF file, whose MTP layers are not read")
+        raise ModelError(f"mtp: {name!r} is a GGUF file, whose MTP layers are not supported")
     if target.config.model_type not in FAMILIES:
-        raise ModelError(f"mtp: {name!r} is a {target.config.model_type} model, whose MTP layers are not known")
+        raise ModelError(f"mtp: {name!r} is a {target.config.model_type} model, whose MTP layers are not supported")
     with as_model_error(f"{name} (MTP layer)"):
         config = read_config(name, revision)
         architecture = architecture_for(_of_one_layer(config))
@@ -97,7 +97,7 @@ def tell_of_mtp(name: str, revision: str | None, target: DecoderModel) -> None:
     if target.config.model_type not in FAMILIES:
         return
     if first_layer(dict.fromkeys(_names_here(name, revision)), target.config)[1]:
-        log.info("%r has layers for multi-token prediction; with --draft mtp they draft", name)
+        log.info("%r has MTP layers; use them for drafting with --draft mtp", name)
 
 
 def _names_here(name: str, revision: str | None) -> Iterator[str]:
@@ -142,10 +142,10 @@ def _weights(name: str, revision: str | None, config: PreTrainedConfig, target: 
     if not found:
         raise ModelError(
             f"mtp: {name!r} has no MTP layers among its tensors ({_NUMBER} of its config is "
-            f"{getattr(config, _NUMBER, None)}); published copies often leave them out"
+            f"{getattr(config, _NUMBER, None)}); published copies often omit them"
         )
     if layers > 1:
-        log.info("%r has %d MTP layers; the first one drafts", name, layers)
+        log.info("%r has %d MTP layers; only the first one is used", name, layers)
     shared = {alone: weight for key, weight in weights.items() if (alone := _alone(key, target)) in (TABLE, HEAD)}
     if config.tie_word_embeddings and TABLE in shared:
         shared.setdefault(HEAD, shared[TABLE])
@@ -178,4 +178,4 @@ def _check(name: str, architecture: Architecture, weights: Mapping[str, Tensor |
     known = shapes_of(architecture).keys() | own.keys()
     others = sorted(key for key in weights if not {key, fused_name(key)} & known)
     if others:
-        raise ModelError(f"mtp: {name!r} has {others[0]} in its MTP layer, which is not known")
+        raise ModelError(f"mtp: {name!r} has an unexpected tensor {others[0]} in its MTP layer")

@@ -50,7 +50,7 @@ def load_uno(name: str, revision: str | None, target: DecoderModel) -> Head:
     """
     if parts_of(target):
         kind = type(target).__name__
-        raise ModelError(f"uno: layers of {kind} keep a state, which rows of noise would change")
+        raise ModelError(f"uno: {kind} has recurrent layers, which are not supported")
     noise = _noise_ids(target)
 
     def proposer(context: HeadContext) -> UnoProposer:
@@ -85,7 +85,7 @@ def _noise_ids(target: DecoderModel) -> range:
     if mask is None:
         return range(_LOWEST, vocab)
     if type(mask) is not int or not _LOWEST < mask <= vocab:
-        raise ModelError(f"uno: mask_token_id of the target is {shown(mask)}; noise needs one of 2 to {vocab}")
+        raise ModelError(f"uno: mask_token_id of the target is {shown(mask)}; expected 2 to {vocab}")
     return range(_LOWEST, mask)
 
 

@@ -30,12 +30,12 @@ def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], di
         folder = folder_of(name, revision, "*.json", "*.safetensors")
         if not any(folder.glob("*.safetensors")):
             pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))
-            convert = "it has pickled weights, which are refused: convert them (safetensors.torch.save_file)"
+            convert = "pickled weights are refused; convert them (safetensors.torch.save_file)"
             why = convert if pickled else "expected config.json and *.safetensors"
             raise ModelError(f"{name!r} has no safetensors; {why}")
         config = json.loads(bounded(folder / "config.json").read_text("utf-8"))
         if not isinstance(config, dict):
-            raise ModelError(f"{name!r}: config.json holds no object")
+            raise ModelError(f"{name!r}: config.json is not an object")
         return config, read_tensors(str(folder), None)
 
 
@@ -53,7 +53,7 @@ def flattened(config: Mapping[str, Any], name: str, kind: str) -> dict[str, Any]
         raise ModelError(f"{name!r}: {KIND} is {config[KIND]!r}; expected {kind!r}")
     layer = config.get(_LAYER)
     if not isinstance(layer, Mapping) or "model_type" not in layer:
-        raise ModelError(f"{name!r}: {_LAYER} names no model_type")
+        raise ModelError(f"{name!r}: {_LAYER} has no model_type")
     own = {key: value for key, value in config.items() if key not in (_LAYER, "model_type")}
     return {**layer, **own}
 
@@ -66,7 +66,7 @@ def check_fits(wanted: Shapes, tensors: Mapping[str, Tensor], name: str) -> None
     """
     found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     problems = [f"{key} is missing" for key in sorted(wanted.keys() - found.keys())]
-    problems += [f"{key} is not known" for key in sorted(found.keys() - wanted.keys())]
+    problems += [f"{key} is unexpected" for key in sorted(found.keys() - wanted.keys())]
     problems += [
         f"{key} is {found[key]}, expected {shape}"
         for key, shape in sorted(wanted.items())
@@ -88,14 +88,12 @@ def drafted_ids(tensors: dict[str, Tensor], name: str, vocab: int) -> Tensor | N
     offsets, size = tensors.pop("d2t", None), len(tensors.get("lm_head.weight", range(vocab)))
     if offsets is None:
         if size != vocab:
-            raise ModelError(
-                f"{name!r} drafts {size} of the target's {vocab} tokens, and d2t, which says which, is missing"
-            )
+            raise ModelError(f"{name!r} drafts {size} of the target's {vocab} tokens, but has no d2t")
         return None
     ids = torch.arange(len(offsets)) + offsets.long().cpu()
     is_map = tuple(ids.shape) == (size,) and bool(((ids >= 0) & (ids < vocab)).all())
     if not is_map or len(ids.unique()) != size:
-        raise ModelError(f"{name!r}: d2t is no map from the head's {size} tokens to the target's {vocab}")
+        raise ModelError(f"{name!r}: d2t is not a map from the head's {size} tokens to the target's {vocab}")
     return None if torch.equal(ids, torch.arange(vocab)) else ids
 
 

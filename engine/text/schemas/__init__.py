@@ -1,1 +1,1 @@
-"""JSON Schemas as rules of Lark, exactly: what they accept is written out here."""
+"""Converts JSON Schemas to Lark rules, exactly."""

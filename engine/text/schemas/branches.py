@@ -1,4 +1,4 @@
-"""Which schemas apply to a value together: `$ref`, `allOf`, `anyOf`, `oneOf`, `const` and `enum`."""
+"""Resolves combinations of schemas: `$ref`, `allOf`, `anyOf`, `oneOf`, `const` and `enum`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.text.schemas.keywords import VALUES, Branch, Keywords, Schema
 from engine.text.schemas.numbers import checked
 from engine.text.schemas.patterns import writable
 
-MAX_PARTS = 20_000  # schemas and branches that are looked at; each takes some 20 us
-_PARTS_PER_COUNT = 100  # of a branch that is copied
+MAX_PARTS = 20_000  # maximum schemas and branches; each takes about 20 us
+_PARTS_PER_COUNT = 100  # maximum size of a copied branch
 _REFUSED = (
     "contains", "dependencies", "dependentRequired", "dependentSchemas", "if", "not", "propertyNames",
     "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "$dynamicRef", "$recursiveRef",
@@ -25,30 +25,30 @@ _ASSERTIONS = frozenset({
 
 
 class Branches:
-    """Splits schemas into branches: a value is valid if it satisfies all schemas of one branch."""
+    """Expands schemas into branches: a value is valid if it satisfies all schemas of one branch."""
 
     def __init__(self, keywords: Keywords) -> None:
         self._keywords = keywords
         self._parts = 0
         self._found: dict[int, list[Branch]] = {}
         self._kept: list[Schema] = []
-        self.one_ofs: dict[int, tuple[Schema, list[Schema]]] = {}  # those to check; the first schema is all beside it
+        self.one_ofs: dict[int, tuple[Schema, list[Schema]]] = {}  # to be checked; the first is all beside it
 
     def count(self, number: int = 1) -> None:
-        """Add to the work so far. ValueError: it is too much."""
+        """Count work. Raises ValueError above the limit."""
         self._parts += number
         if self._parts > MAX_PARTS:
             raise ValueError("schema too large")
 
     def of(self, schemas: Iterable[Schema], around: tuple[int, ...] = ()) -> list[Branch]:
-        """The ways to satisfy all of these schemas: one of the branches is to be satisfied."""
+        """The alternative branches that satisfy all of these schemas."""
         found: list[Branch] = [[]]
         for schema in schemas:
             found = self._both(found, self._of_one(schema, around))
         return found
 
     def _both(self, some: list[Branch], others: list[Branch]) -> list[Branch]:
-        """The ways to satisfy one branch of each. ValueError: they are too many, or too long."""
+        """The combinations of one branch of each. Raises ValueError if they are too many or too long."""
         size = len(some) * sum(map(len, others)) + len(others) * sum(map(len, some))
         self.count(len(some) * len(others) + size // _PARTS_PER_COUNT)
         return [list({id(part): part for part in [*one, *other]}.values()) for one in some for other in others]
@@ -57,7 +57,7 @@ class Branches:
         if schema is True or schema is False:
             return [[]] if schema else []
         if not isinstance(schema, dict):
-            self._keywords.fail(f"{str(schema)[:40]!r} is no schema; expected an object, true or false", None)
+            self._keywords.fail(f"{str(schema)[:40]!r} is not a schema; expected an object, true or false", None)
         if id(schema) in around:
             self._keywords.fail("$ref refers to itself", schema)
         if id(schema) not in self._found:
@@ -67,7 +67,7 @@ class Branches:
 
     def _split(self, schema: dict[str, Any], around: tuple[int, ...]) -> list[Branch]:
         self.count()
-        if "$ref" in schema and self._keywords.document.draft <= 7:  # which ignores all keywords beside it
+        if "$ref" in schema and self._keywords.document.draft <= 7:  # `$ref` ignores all keywords beside it
             return self.of([self._referenced(schema)], around)
         for keyword in _REFUSED:
             is_known = self._keywords.document.draft >= _SINCE.get(keyword, 0)
@@ -113,20 +113,20 @@ class Branches:
         if keyword == "allOf":
             return self.of(options, around)
         if keyword == "oneOf" and self._keywords.is_lenient:
-            self._keywords.refuse(keyword, "is taken for anyOf", schema)
+            self._keywords.refuse(keyword, "is treated as anyOf", schema)
         elif keyword == "oneOf":
             rest = {key: value for key, value in schema.items() if key != "oneOf"}
             self.one_ofs.setdefault(id(schema), (schema, [self.keep(rest), *options]))
         return [branch for option in options for branch in self._of_one(option, around)]
 
     def keep(self, schema: Schema) -> Schema:
-        """Make sure that a schema of our own stays, so that its id names it."""
+        """Keep a generated schema alive, so that its id stays unique."""
         self._kept.append(schema)
         return schema
 
 
 def _constants(values: Sequence[Any]) -> Iterator[Schema]:
-    """Schemas one of which each of these values has: all of a simple type together."""
+    """Schemas of these values: one for all values of a simple type."""
     simple: dict[str, dict[Any, None]] = {}
     for value in values:
         if value is None:

@@ -1,4 +1,4 @@
-"""A schema as a document, and its keywords: what they mean for values, and which are refused."""
+"""A schema document and its keywords, supported and refused."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from urllib.parse import unquote, urldefrag, urljoin
 from engine.text.schemas.numbers import Bound, NumberSet, checked
 from engine.text.schemas.patterns import Alphabet, patterns_of, searched
 
-Schema: TypeAlias = Any  # an object, true or false; whatever a caller has sent in their place
+Schema: TypeAlias = Any  # an object, true or false; invalid ones may have any type
 
-DOCUMENTS = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
+DOCUMENTS = ("const", "default", "enum", "examples")  # keywords whose values are not schemas
 _DRAFT = re.compile(r"draft[/-](?:0?)(\d{1,4})")
 _LATEST = 2020
 
 
 def parsed(text: str) -> Schema:
-    """A schema of which all numbers are decimals, as they are written. ValueError: the text is no JSON."""
+    """Parse a schema, with all numbers as decimals. Raises ValueError if the text is not JSON."""
     return _DECODER.decode(text)
 
 
 def parsed_part(text: str) -> tuple[Schema, int]:
-    """The schema with which a text begins, and its length. ValueError: it begins with no JSON."""
+    """Parse the schema at the beginning of a text; also return its length. Raises ValueError if it is not JSON."""
     return _DECODER.raw_decode(text)
 
 
@@ -38,7 +38,7 @@ _DECODER = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal, parse_consta
 
 
 class Document:
-    """A schema, in which all references are looked up."""
+    """A schema document, in which references are resolved."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -60,11 +60,11 @@ class Document:
                 self._anchors[base, name[1:]] = part
 
     def place(self, part: Schema) -> str:
-        """Where a part is, as a JSON pointer; empty if it is no part of the document."""
+        """The JSON pointer of a part; empty if it is not a part of the document."""
         return self._places.get(id(part), "")
 
     def resolved(self, part: Schema, reference: Any) -> Schema:
-        """What a reference in a part of the document refers to. Raises ValueError if that is missing."""
+        """The target of a reference in a part of the document. Raises ValueError if it is missing."""
         base = self._bases.get(id(part), "")
         reference = str(reference)
         url, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))
@@ -81,7 +81,7 @@ class Document:
 
 
 def _parts(part: Any, base: str, place: str) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """All objects of a document, each with its address and its place."""
+    """All objects of a document, each with its address and JSON pointer."""
     waiting = [(part, base, place)]
     while waiting:
         part, base, place = waiting.pop()
@@ -95,11 +95,11 @@ def _parts(part: Any, base: str, place: str) -> Iterator[tuple[dict[str, Any], s
             waiting += [(value, base, f"{place}/{i}") for i, value in enumerate(part)]
 
 
-Branch: TypeAlias = list[Schema]  # schemas that apply together, without those that combine others
+Branch: TypeAlias = list[Schema]  # schemas that apply together, without combining keywords
 
 JSON, TEXT = Alphabet(is_json=True), Alphabet(is_json=False)
-VALUES = object()  # a key of our own schemas: the values of one type that `const` or `enum` has
-_MAX_SIZE = 2**31 - 1  # of what a keyword counts: the library counts in 32 bits
+VALUES = object()  # a key of generated schemas: the values of one type in `const` or `enum`
+_MAX_SIZE = 2**31 - 1  # maximum of counts: the library uses 32 bits
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 WITH_INTEGERS = frozenset({*_TYPES, "integer"})
 _KINDS = {dict: "an object", list: "an array", str: "a string", Decimal: "a number"}
@@ -111,8 +111,8 @@ class Keywords:
 
     Args:
         document: the whole schema.
-        is_lenient: keywords that cannot be followed are ignored; `ignored` has them, each with the reason.
-        alphabet: in which names and strings are written.
+        is_lenient: ignore unsupported keywords; `ignored` has them, each with the reason.
+        alphabet: notation of names and strings.
     """
 
     def __init__(self, document: Document, *, is_lenient: bool, alphabet: Alphabet = JSON) -> None:
@@ -120,18 +120,18 @@ class Keywords:
         self.ignored: dict[str, str] = {}
 
     def refuse(self, keyword: str, problem: str, part: Schema = None) -> None:
-        """Refuse a keyword that cannot be followed; if lenient, ignore it."""
+        """Refuse an unsupported keyword; if lenient, ignore it."""
         if not self.is_lenient:
             self.fail(f"{keyword} {problem}", part)
         self.ignored.setdefault(keyword, problem)
 
     def fail(self, problem: str, part: Schema) -> NoReturn:
-        """Refuse the schema, with the place of the part that is at fault."""
+        """Refuse the schema, with the JSON pointer of the invalid part."""
         place = self.document.place(part)
         raise ValueError(f"{problem}{f', at {place}' if place else ''}")
 
     def read(self, part: Schema, keyword: str, kind: type, default: Any) -> Any:
-        """The value of a keyword; `default` if there is none, or none of its type."""
+        """The value of a keyword; `default` if it is missing or has another type."""
         value = part.get(keyword, default)
         if value is not default and not isinstance(value, kind):
             self.refuse(keyword, f"has {str(value)[:40]!r}; expected {_KINDS[kind]}", part)
@@ -148,13 +148,13 @@ class Keywords:
         return int(value)
 
     def sizes(self, branch: Branch, least: str, most: str) -> tuple[int, int | None]:
-        """The bounds of a length or a number of items that hold for all parts."""
+        """The bounds of a length or a number of items, over all parts."""
         lows = [size for part in branch if (size := self._size(part, least)) is not None]
         highs = [size for part in branch if (size := self._size(part, most)) is not None]
         return max(lows, default=0), min(highs, default=None)
 
     def numbers(self, part: Schema) -> NumberSet:
-        """The numbers that a schema allows."""
+        """The set of allowed numbers."""
         low, high = (self._bound(part, *keywords) for keywords in _BOUNDS)
         step = self._decimal(part, "multipleOf")
         if step is not None and step <= 0:
@@ -210,7 +210,7 @@ class Keywords:
         return self.read(part, "prefixItems", list, []), items
 
     def required(self, part: Schema) -> list[str]:
-        """The names of the properties that there have to be."""
+        """The names of required properties."""
         names: list[Any] = self.read(part, "required", list, [])
         if wrong := [name for name in names if not isinstance(name, str)]:
             self.refuse("required", f"has {str(wrong[0])[:40]!r}; expected names", part)
@@ -227,12 +227,12 @@ class Keywords:
         return None if regex is None else self.alphabet.terminal(regex)
 
     def types(self, branch: Branch) -> Iterator[str]:
-        """The types of the values of a branch; an integer is a number with another condition."""
+        """The types of the values of a branch; integer counts as number with a condition."""
         allowed = self.allowed(branch)
         return (kind for kind in _TYPES if kind in allowed or (kind == "number" and "integer" in allowed))
 
     def allowed(self, branch: Branch) -> set[str]:
-        """The types that all parts of a branch name; with `number` always `integer`."""
+        """The types allowed by all parts of a branch; `number` includes `integer`."""
         allowed = set(WITH_INTEGERS)
         for part in branch:
             if "type" not in part:
@@ -240,14 +240,14 @@ class Keywords:
             given = part["type"]
             names = given if isinstance(given, list) else [given]
             if not all(isinstance(name, str) and name in WITH_INTEGERS for name in names):
-                self.refuse("type", f"has {str(given)[:40]!r}, which is no type", part)
+                self.refuse("type", f"has {str(given)[:40]!r}, which is not a type", part)
             else:
                 allowed &= {*names, "integer"} if "number" in names else set(names)
         return allowed
 
 
 def values_of(branch: Branch, default: list[Any] | None) -> list[Any] | None:
-    """The values of one type that all parts allow, in their order."""
+    """The values of one type allowed by all parts, in order."""
     sets = [part[VALUES] for part in branch if VALUES in part]
     if not sets:
         return default

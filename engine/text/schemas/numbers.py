@@ -1,6 +1,6 @@
-"""Sets of numbers as regexes of Lark, by exact decimal arithmetic.
+"""Sets of numbers as Lark regexes, with exact decimal arithmetic.
 
-A bounded number is written without exponent; zeros at the end of its decimals, and the minus of -0, are free.
+Bounded numbers are written without exponent; trailing zeros of decimals, and the sign of -0, are optional.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ INTEGER = "(?:0|[1-9][0-9]*)"
 _DECIMALS = r"(?:\.[0-9]+)?"
 _ANY_NUMBER = f"-?{INTEGER}{_DECIMALS}(?:[eE][+\\-]?[0-9]+)?"
 MAX_EXPONENT, MAX_DIGITS = 400, 100  # of a bound: its regex grows with its digits
-_MAX_ENDINGS = 1000  # how many endings the multiples of a number may have
-# The automaton of the library that divides has a state for each remainder, which none of its limits covers: the
-# multiples of 999,983 took 14 s and 391 MB. Its bounds are doubles, of which these integers are exact.
+_MAX_ENDINGS = 1000  # maximum number of endings of the multiples of a number
+# The library's automaton for multiples has a state per remainder, which its limits do not cover: the multiples of
+# 999,983 took 14 s and 391 MB. Its bounds are doubles, which represent these integers exactly.
 MAX_MULTIPLE, _MAX_BOUND = 20_000, 2**53
-MAX_WHITESPACE = 64  # so that a small model cannot write spaces for ever
+MAX_WHITESPACE = 64  # so that a small model cannot write spaces forever
 SPACES = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
 _OPTIONS = {"whitespace_pattern": SPACES}  # as elsewhere in a document, so that the library joins the lexers
 
@@ -39,10 +39,10 @@ class NumberSet:
     """A set of numbers.
 
     Args:
-        low: the least one; None: no bound.
-        high: the greatest one; None: no bound.
-        step: all are multiples of it; None: no such condition.
-        values: all are one of these; None: no such condition.
+        low: the minimum; None: no bound.
+        high: the maximum; None: no bound.
+        step: all are multiples of it; None: no condition.
+        values: the allowed values; None: no condition.
     """
 
     low: Bound | None = None
@@ -51,7 +51,7 @@ class NumberSet:
     values: frozenset[Decimal] | None = None
 
     def __and__(self, other: NumberSet) -> NumberSet:
-        """The numbers that are in both. ValueError: their steps have too large a multiple."""
+        """The intersection. Raises ValueError if the least common multiple of the steps is too large."""
         steps = [one.step for one in (self, other) if one.step is not None]
         sets = [one.values for one in (self, other) if one.values is not None]
         lows = [one.low for one in (self, other) if one.low is not None]
@@ -70,7 +70,7 @@ class NumberSet:
         return above and below and fits and (self.values is None or value in self.values)
 
     def terminal(self) -> str | None:
-        """A terminal of Lark; None if there is no such number.
+        """A Lark terminal; None if the set is empty.
 
         Raises:
             ValueError: the multiples of its step have too many endings: see `library_schema`.
@@ -86,11 +86,11 @@ class NumberSet:
         return " & ".join([f"/{plain if step is None else f'-?{_multiples(step)}'}/", *bounds])
 
     def library_schema(self) -> dict[str, object]:
-        """A JSON Schema with which the library writes these integers. Raises ValueError if it would not be exact."""
+        """A JSON Schema for the library's own rule of these integers. Raises ValueError if it would not be exact."""
         tight, step = self._tight(), self.step
         assert step is not None, "numbers without a step have a terminal"
         if step.denominator != 1 or step > MAX_MULTIPLE:
-            raise ValueError(f"{_decimal(step)} is not supported: beyond {MAX_MULTIPLE}, or no integer")
+            raise ValueError(f"{_decimal(step)} is not supported: expected an integer of at most {MAX_MULTIPLE}")
         bounds = {"minimum": tight.low, "maximum": tight.high}
         given = {key: int(bound.value) for key, bound in bounds.items() if bound is not None}
         if any(abs(value) > _MAX_BOUND for value in given.values()):
@@ -99,7 +99,7 @@ class NumberSet:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no number is in it, if its bounds are tight."""
+        """Whether the set is empty, if its bounds are tight."""
         if self.low is None or self.high is None:
             return False
         is_open = self.low.is_open or self.high.is_open
@@ -120,7 +120,7 @@ class NumberSet:
 
 
 def is_library_schema(schema: Any) -> bool:
-    """Whether it is one of those that the library is to compile. ValueError: it has options of the library's own."""
+    """Whether it is a schema for the library. Raises ValueError if it has options of the library."""
     if not isinstance(schema, dict) or "x-guidance" not in schema:
         return False
     rest = {key: value for key, value in schema.items() if key != "x-guidance"}
@@ -134,14 +134,14 @@ def is_library_schema(schema: Any) -> bool:
 
 
 def checked(value: Decimal) -> Decimal:
-    """A bound or a step. ValueError: it is too long."""
+    """A bound or a step. Raises ValueError if it is too long."""
     if not value.is_finite() or abs(value.adjusted()) > MAX_EXPONENT or len(value.as_tuple().digits) > MAX_DIGITS:
         raise ValueError(f"has {str(value)[:40]}; expected at most {MAX_DIGITS} digits, and 1e{MAX_EXPONENT}")
     return value
 
 
 def written(value: Decimal) -> str:
-    """A regex of the one way to write a number of `const` or `enum`."""
+    """A regex of the canonical notation of a number of `const` or `enum`."""
     whole, behind = _parts(value)
     return f"{'-' if value < 0 else ''}{whole}" + (rf"\.{behind}" if behind else "")
 
@@ -161,7 +161,7 @@ def _decimal(value: Fraction) -> Decimal:
 
 
 def _scaled(value: Fraction) -> tuple[int, int]:
-    """How many decimals it has, and the number without its decimal point: 2.5 -> 1, 25."""
+    """The number of decimals, and the number without its decimal point: 2.5 -> 1, 25."""
     places = 0
     while 10**places % value.denominator:
         places += 1
@@ -172,13 +172,13 @@ def _scaled(value: Fraction) -> tuple[int, int]:
 
 
 def _parts(value: Decimal) -> tuple[str, str]:
-    """The digits before and behind the decimal point, without redundant zeros: 0.50 -> "0", "5"."""
+    """The digits before and after the decimal point, without redundant zeros: 0.50 -> "0", "5"."""
     whole, _, decimals = f"{value:f}".lstrip("-").partition(".")
     return whole.lstrip("0") or "0", decimals.rstrip("0")
 
 
 def _bounds(bound: Bound | None, sign: str) -> Iterator[str]:
-    """The terminal of the numbers on one side of a bound, if there is one; `sign`: "" of a low one, "-" of a high one.
+    """The terminal of the numbers on one side of a bound, if any; `sign`: "" for a low one, "-" for a high one.
 
     At least 2: those that are. At least -2: all but those with a minus and more than 2.
     """
@@ -191,7 +191,7 @@ def _bounds(bound: Bound | None, sign: str) -> Iterator[str]:
 
 
 def _at_least(value: Decimal, is_open: bool) -> str:
-    """A regex of the numbers without sign from `value` on, or above it, digit by digit.
+    """A regex of the unsigned numbers from `value` on, or above it, digit by digit.
 
     12.5 -> three digits and more; [2-9] and a digit, 1[3-9], both with any decimals; 12.[6-9] and 12.5, with more.
     """
@@ -219,7 +219,7 @@ def _counted(digits: str) -> str:
 
 
 def _multiples(step: Fraction) -> str:
-    """A regex of the multiples of a step, without sign: those of 2.5 end with 0, 2.5, 5 or 7.5.
+    """A regex of the unsigned multiples of a step: those of 2.5 end with 0, 2.5, 5 or 7.5.
 
     Raises:
         ValueError: they have too many endings.
@@ -238,7 +238,7 @@ def _multiples(step: Fraction) -> str:
 
 
 def _ending(whole: str, behind: str) -> str:
-    """The numbers that end with these digits before and behind the decimal point."""
+    """The numbers that end with these digits before and after the decimal point."""
     digits = behind.rstrip("0")
     front = f"(?:[1-9][0-9]*{whole}|{whole.lstrip('0') or '0'})"
     return rf"{front}\.{digits}0*" if digits else f"{front}(?:\\.0+)?" if behind else front

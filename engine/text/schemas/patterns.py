@@ -1,7 +1,7 @@
-r"""ECMA-262 patterns as regexes of Lark, and the patterns of each `format`.
+r"""Converts ECMA-262 patterns to Lark regexes; also the patterns of each `format`.
 
-A pattern is found anywhere in a text, so its anchors are resolved here: `^a|b` -> `a.*|.*b.*`. Patterns have the flag
-`u`, and besides what browsers read without it: `\-` and single `]`, `{` and `}` are characters. Look-around,
+A pattern matches anywhere in a text, so its anchors are resolved here: `^a|b` -> `a.*|.*b.*`. Patterns have the flag
+`u`, plus some syntax that browsers accept without it: `\-` and single `]`, `{` and `}` are characters. Look-around,
 back-references, word boundaries, flags and escapes without a meaning in ECMA-262 are refused by name.
 """
 
@@ -19,9 +19,9 @@ _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 _ESCAPED = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 _CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
-_PLAIN = frozenset(" !%',:;<=>@_`")  # besides letters and digits: no regex gives them a meaning
+_PLAIN = frozenset(" !%',:;<=>@_`")  # literal characters in all regexes, besides letters and digits
 _MAX_REPEATS = 1_000_000
-_MAX_SIZE = 4_000_000  # characters of regexes that are made for one pattern
+_MAX_SIZE = 4_000_000  # maximum characters of the regexes of one pattern
 
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 _DIGITS: _Ranges = ((48, 57),)
@@ -47,7 +47,7 @@ _SCRIPT = re.compile(r"(?:Script|sc|Script_Extensions|scx)=([A-Za-z_]+)")
 
 
 class PatternError(ValueError):
-    """Expected: the pattern is none, or cannot be followed exactly."""
+    """Expected: the pattern is invalid, or cannot be enforced exactly."""
 
 
 def escaped(text: str) -> str:
@@ -56,14 +56,14 @@ def escaped(text: str) -> str:
 
 
 def writable(text: str) -> str:
-    """The same text. ValueError: it needs escapes that are not allowed."""
+    """The same text. Raises ValueError if it needs unsupported escapes."""
     if found := _CONTROLS.search(text):
-        raise ValueError(f"has a string with the control character \\u{ord(found[0]):04x}, which no output can hold")
+        raise ValueError(f"has a string with the control character \\u{ord(found[0]):04x}, which is not supported")
     return text
 
 
 def json_text(text: str) -> str:
-    """A text between quotes in JSON, with the only escapes that are allowed. ValueError: it needs others."""
+    """A text between quotes in JSON, with the supported escapes. Raises ValueError if it needs others."""
     return json.dumps(writable(text), ensure_ascii=False)[1:-1]
 
 
@@ -81,10 +81,10 @@ class _Chars:
 
 
 class Alphabet:
-    """How characters are written in the text that a regex matches.
+    """The notation of characters in the matched text.
 
     Args:
-        is_json: between the quotes of a string of JSON, else as they are.
+        is_json: as in JSON strings, else literally.
     """
 
     def __init__(self, *, is_json: bool) -> None:
@@ -102,15 +102,15 @@ class Alphabet:
         return rf"\\[{letters}]" if letters else plain
 
     def text(self, text: str) -> str:
-        """A regex that matches exactly this text as it is written."""
+        """A regex that matches exactly this text in this notation."""
         return escaped(json_text(text) if self._escapes else text)
 
     def string(self, text: str) -> str:
-        """How a whole string is written. ValueError: it needs escapes that are not allowed."""
+        """The notation of a whole string. Raises ValueError if it needs unsupported escapes."""
         return f'"{json_text(text)}"' if self._escapes else text
 
     def terminal(self, regex: str) -> str:
-        """A terminal of Lark of the strings whose text a regex matches."""
+        """A Lark terminal of the strings whose text a regex matches."""
         return f'/"{regex}"/' if self._escapes else f"/{regex}/"
 
     def _plain(self, chars: _Chars) -> str | None:
@@ -174,7 +174,7 @@ def _either(nodes: Iterable[_Node]) -> _Node:
 
 
 def _then(first: _Node, second: _Node) -> _Node:
-    """One after the other: before the begin of the text, and behind its end, only what is empty fits."""
+    """Concatenate: before the beginning of the text, and after its end, only the empty string matches."""
     found = list[_Node]()
     for (begins, ends), one in first.items():
         for (begins_later, ends_later), two in second.items():
@@ -190,10 +190,10 @@ def _then(first: _Node, second: _Node) -> _Node:
 
 @lru_cache(maxsize=256)
 def searched(pattern: str, alphabet: Alphabet) -> str | None:
-    """A regex of the whole texts in which the pattern is found; None if it is found in none.
+    """A regex of the whole texts in which the pattern matches; None if there are none.
 
     Raises:
-        PatternError: it is no pattern of ECMA-262, or cannot be followed exactly.
+        PatternError: it is not an ECMA-262 pattern, or cannot be enforced exactly.
     """
     node, rest = _Parser(pattern, alphabet).node(), f"{alphabet.any}*"
     found = [f"{'' if a else rest}{part.text}{'' if z else rest}" for (a, z), part in node.items()]
@@ -243,7 +243,7 @@ class _Parser:
         node, size = _NOTHING, 0
         while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
             node = _then(node, self._term())
-            size = sum(len(part.text) for part in node.values())  # anchors that are optional double it each time
+            size = sum(len(part.text) for part in node.values())  # each optional anchor doubles it
             if self._size + size > _MAX_SIZE:
                 raise self._error("is too large")
         self._size += size
@@ -413,9 +413,9 @@ _MONTH_DAY = (
     "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
     "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 )
-_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # Python's and most other dates lack the year 0
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # Python and most others do not support the year 0
 _DATE = f"(?:{_YEAR}-{_MONTH_DAY}|(?:{_LEAP_YEAR})-02-29)"
-# A second 60 is one only where it is 23:59 in UTC, and only on days that are not known long before.
+# Second 60 is valid only at 23:59 UTC, and only on days announced in advance.
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -472,7 +472,7 @@ _FORMATS = {
 
 
 def patterns_of(name: str) -> list[str]:
-    """The patterns of a format. ValueError: it is not known."""
+    """The patterns of a format. Raises ValueError if it is unknown."""
     if name not in _FORMATS:
         raise ValueError(f"{name!r} is not supported; expected {', '.join(_FORMATS)}")
     return [f"^(?:{pattern})$" for pattern in _FORMATS[name]]

@@ -1,13 +1,13 @@
 r"""A JSON Schema as rules of Lark.
 
-A rule is made for each set of schemas that apply to one value together, so that references, `allOf` and siblings need
-no merging: of an object with the schemas A and B, the property `p` has the schemas that A and B have for `p`.
+There is a rule for each set of schemas that apply to one value together, so that references, `allOf` and siblings need
+no merging: for an object with the schemas A and B, the property `p` has the schemas of `p` in A and in B.
 
-Every valid document can be written, in these forms: no white space around it, and at most `MAX_WHITESPACE` characters
-of it in a row; properties in the order of the schema, then others; of the control characters \b \f \n \r \t alone, and
-no escape where a character needs none; numbers with bounds, `multipleOf` or values without exponent, integers without
-decimals, values of `const` and `enum` without zeros at the end; dates without the year 0, times without the second 60,
-mail addresses without quotes. A keyword that cannot be followed exactly is refused.
+Every valid document can be generated, in this form: no white space around it, and at most `MAX_WHITESPACE` characters
+of it in a row; properties in the order of the schema, then others; only the control characters \b \f \n \r \t, and no
+unnecessary escapes; numbers with bounds, `multipleOf` or values without exponent, integers without decimals, values of
+`const` and `enum` without trailing zeros; dates without the year 0, times without the second 60, mail addresses without
+quotes. A keyword that cannot be enforced exactly is refused.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from engine.text.schemas.keywords import JSON, TEXT, Branch, Document, Keywords,
 from engine.text.schemas.numbers import SPACES, NumberSet
 from engine.text.schemas.patterns import Alphabet, texts
 
-_LIMITS = parser_limits(initial_lexer_fuel=300_000)  # some 20 ms: a schema may ask hundreds of questions
-_NO_WAY_ON = "NoExtensionBias"  # the library's report where neither a byte nor the end is possible
+_LIMITS = parser_limits(initial_lexer_fuel=300_000)  # about 20 ms: a schema may need hundreds of such tests
+_NO_WAY_ON = "NoExtensionBias"  # the library's report if neither a byte nor the end is possible
 _MAX_STATES = 2_000  # of an object whose properties are counted
 _MAX_CLASSES = 64  # of the names that match some of the patterns
-_QUESTION, _NAME = 100, 4  # parts: what it costs to ask whether a terminal is empty, and whether a name fits
+_QUESTION, _NAME = 100, 4  # cost in parts of testing whether a terminal is empty, and whether a name matches
 _NAME_CHAR, _NAME_END = r'[^\x00-\x1f:,{}\[\]"<>]', r'[^\s\x00-\x1f:,{}\[\]"<>]'
-_BARE_NAME = f"{_NAME_END}(?:{_NAME_CHAR}*{_NAME_END})?"  # one that needs no marks around it
+_BARE_NAME = f"{_NAME_END}(?:{_NAME_CHAR}*{_NAME_END})?"  # a rule that needs no parentheses
 _HEAD = f'%llguidance {{"ignore_once": true}}\n%ignore /{SPACES}/\n'
 
 _T = TypeVar("_T")
@@ -45,17 +45,17 @@ log = logging.getLogger(__name__)
 
 
 class _Unsatisfiable(Exception):
-    """A rule that another one counted on matches nothing: all is written again."""
+    """A rule that another one uses matches nothing: all rules are generated again."""
 
 
 @dataclass(slots=True)
 class PlainText:
-    """A value that is its text if it is a string, and JSON if it is anything else.
+    """A value written as its text if it is a string, else as JSON.
 
     Args:
-        strings: terminals of strings, as they are.
+        strings: terminals of unquoted strings.
         others: terminals of other values.
-        json: the right-hand side of a rule of values that are no terminals; "": there are none.
+        json: the right-hand side of a rule of non-terminal values; "": there are none.
         kinds: their types.
     """
 
@@ -66,20 +66,20 @@ class PlainText:
 
 
 class SchemaRules:
-    """Writes rules of schemas in one document.
+    """Generates the rules of schemas in one document.
 
     Args:
-        root: what `keywords.parsed` has read; references are looked up in it.
-        lenient: a keyword that would be refused is ignored, with a line in the log.
-        quote: a token around strings, in Lark. Then documents are no JSON: names have no quotes where possible,
-            in the order of their letters, and there is no white space. Empty: they are JSON.
+        root: the result of `keywords.parsed`, in which references are resolved.
+        lenient: ignore unsupported keywords, with a log line.
+        quote: a token around strings, in Lark. Then documents are not JSON: names are unquoted if possible and sorted,
+        and there is no white space. Empty: JSON.
     """
 
     def __init__(self, root: Schema, *, lenient: bool = False, quote: str = "") -> None:
         self.keywords = Keywords(Document(root), is_lenient=lenient, alphabet=TEXT if quote else JSON)
         self.branches = Branches(self.keywords)
         self._alphabet, self._quote = self.keywords.alphabet, quote
-        self._nowhere = ""  # the first place where no value is valid
+        self._nowhere = ""  # the JSON pointer of the first unsatisfiable schema
         self._names_in: dict[str, LLMatcher] = {}
         self._empty: set[tuple[int, ...]] = set()  # sets of schemas that no value satisfies
         self._apart: set[int] = set()  # schemas with `oneOf` that were checked
@@ -93,15 +93,15 @@ class SchemaRules:
         self._terminals: dict[str, str] = {}
 
     def text(self, *schemas: Schema) -> str:
-        """The values that satisfy all schemas, as the right-hand side of a Lark rule.
+        """The values that satisfy the root schema, as the right-hand side of a Lark rule.
 
         Raises:
-            ValueError: a schema is wrong, cannot be followed exactly, or no value satisfies all.
+            ValueError: a schema is invalid, cannot be enforced exactly, or is unsatisfiable.
         """
         return self._complete(lambda: self._nested(self.value(schemas)))
 
     def plain(self, *schemas: Schema) -> PlainText:
-        """The same values in a text without quotes of JSON around the whole. Raises ValueError as `text`."""
+        """The same values without JSON quotes around strings. Raises ValueError as `text`."""
         return self._complete(lambda: self._plain(self.branches.of(schemas)))
 
     def _plain(self, branches: list[Branch]) -> PlainText:
@@ -121,7 +121,7 @@ class SchemaRules:
         return found
 
     def _complete(self, make: Callable[[], _T]) -> _T:
-        """Write all rules, until none counts on one that matches nothing."""
+        """Generate all rules, until none uses one that matches nothing."""
         while True:
             self._clear()
             try:
@@ -131,14 +131,14 @@ class SchemaRules:
             except _Unsatisfiable:
                 continue
         for keyword, problem in self.keywords.ignored.items():
-            log.warning("non-strict schema is only partly enforced: %s %s", keyword, problem)
+            log.warning("non-strict schema is only partially enforced: %s %s", keyword, problem)
         self.keywords.ignored.clear()
         return found
 
     def _nested(self, start: str | None) -> str:
-        """The rules that a document needs, in the braces of a grammar: not those that were made to compare schemas."""
+        """The rules that a document needs, as a nested grammar, without those for comparing schemas."""
         if start is None:
-            raise ValueError(f"no document is valid under the schema: no value is allowed at {self._nowhere or '#'}")
+            raise ValueError(f"the schema is unsatisfiable: no value is allowed at {self._nowhere or '#'}")
         bodies = self._lines | {name: body for body, name in self._terminals.items()}
         found, waiting = dict[str, None](), [start]
         while waiting:
@@ -151,7 +151,7 @@ class SchemaRules:
         return f"%lark {{\n{head}start: {start}\n{rules}}}"
 
     def _check_one_ofs(self) -> None:
-        """`oneOf` is `anyOf` where no value satisfies two of its schemas."""
+        """Check that no value satisfies two schemas of a `oneOf`, which then equals `anyOf`."""
         while waiting := self.branches.one_ofs.keys() - self._apart:
             for key in waiting:
                 self._apart.add(key)
@@ -164,7 +164,7 @@ class SchemaRules:
     # ---------------------------------------------------------------------------------------------------- values
 
     def value(self, schemas: Iterable[Schema]) -> str | None:
-        """The name of the rule or the terminal of values that satisfy all of these schemas; None if there are none."""
+        """The name of the rule or terminal of values that satisfy all of these schemas; None if there are none."""
         apply = {id(schema): schema for schema in schemas if schema is not True}
         key = tuple(apply)
         if key in self._empty:
@@ -205,7 +205,7 @@ class SchemaRules:
         return next(iter(rules)) if leaves and len(rules) == 1 else self._rule(" | ".join(rules))
 
     def _rule(self, body: str, name: str | None = None) -> str:
-        """The name of a rule; `name`: it has to be this one, which others use already."""
+        """The name of a rule; `name`: the required name, which others already use."""
         if name is None and body in self._shared:
             return self._shared[body]
         name = name or f"s{len(self._lines)}"
@@ -267,7 +267,7 @@ class SchemaRules:
         return None if len(found) > 1 and self._is_empty(terminal) else terminal
 
     def _is_empty(self, terminal: str) -> bool:
-        """Whether a terminal matches nothing. ValueError: it is wrong, or too costly."""
+        """Whether a terminal matches nothing. Raises ValueError if it is invalid or too costly."""
         self.branches.count(_QUESTION)
         matcher = _matcher(terminal)
         matcher.compute_bitmask()
@@ -315,7 +315,7 @@ class SchemaRules:
         required = dict.fromkeys(name for part in branch for name in self.keywords.required(part))
         named = dict.fromkeys(name for part in branch for name in self.keywords.read(part, "properties", dict, {}))
         members, values = list[tuple[str, bool]](), dict[str, str | None]()
-        for name in {**required, **named}:  # the required ones first: one that has no value is the end
+        for name in {**required, **named}:  # the required ones first: if one has no value, the object has none
             values[name] = self.value(self.of_property(branch, name))
             if values[name] is None and name in required:
                 return None
@@ -336,7 +336,7 @@ class SchemaRules:
         return f'{self._quote} {written if name else ""} {self._quote} ":"'
 
     def of_property(self, branch: Branch, name: str, matched: AbstractSet[str] | None = None) -> Iterator[Schema]:
-        """All schemas that apply to a property; `matched`: its name is not declared, and matches these patterns."""
+        """All schemas that apply to a property; `matched`: the patterns that match its undeclared name."""
         for part in branch:
             properties = self.keywords.read(part, "properties", dict, {}) if matched is None else {}
             found = [properties[name]] if name in properties else []
@@ -346,7 +346,7 @@ class SchemaRules:
             yield from found or [part.get("additionalProperties", True)]
 
     def _fits(self, name: str, pattern: str, part: Schema) -> bool:
-        """Whether a name matches a pattern. ValueError: the pattern is too costly."""
+        """Whether a name matches a pattern. Raises ValueError if the pattern is too costly."""
         terminal = self.keywords.name_terminal(pattern, part)
         self.branches.count(_NAME)
         if terminal is None:
@@ -359,7 +359,7 @@ class SchemaRules:
         return found
 
     def _others(self, branch: Branch, taken: Sequence[str]) -> str | None:
-        """A rule of one member whose name is not declared; None if there must be none."""
+        """A rule of one undeclared member; None if undeclared members are forbidden."""
         found, without = list[str](), ""
         if taken:
             without = f" & ~{self._alphabet.terminal(texts(taken, self._alphabet))}"
@@ -370,7 +370,7 @@ class SchemaRules:
         return self._rule(" | ".join(found)) if found else None
 
     def _classes(self, branch: Branch) -> list[tuple[str, frozenset[str]]]:
-        """Terminals of names, each with the patterns that its names match: no name is in two of them."""
+        """Disjoint terminals of names, each with the patterns that its names match."""
         found = [(self._alphabet.terminal(_BARE_NAME if self._quote else f"{JSON.any}*"), frozenset[str]())]
         patterns = {p: part for part in branch for p in self.keywords.read(part, "patternProperties", dict, {})}
         for pattern, part in patterns.items():
@@ -387,16 +387,16 @@ class SchemaRules:
     def _members(
         self, members: Sequence[tuple[str, bool]], others: str | None, low: int, high: int | None, branch: Branch
     ) -> str | None:
-        """An object with these members, each of which may be required, and others behind them.
+        """An object with these members, required or optional, followed by others.
 
-        `states[n]` is what may follow where n members are written, or at least as many.
+        `states[n]` is the rule for the rest after n, or at least n, members.
         """
         if low <= sum(is_required for _, is_required in members):
             low = 0
         most = max(1, min(len(members), max(low, high or 0)))
         if len(members) * most > _MAX_STATES and most > 1:
             self.keywords.refuse(
-                "maxProperties" if high else "minProperties", "makes too many ways to count", *branch[:1]
+                "maxProperties" if high else "minProperties", "needs too many rules to count properties", *branch[:1]
             )
             low, high, most = 0, None, 1
         states = [self._last(n, others, low, high, branch) for n in range(most + 1)]
@@ -414,16 +414,14 @@ class SchemaRules:
         return self._rule(f"{taken} | {skipped}") if skipped else f"{self._rule(taken)}?"
 
     def _last(self, written: int, others: str | None, low: int, high: int | None, branch: Branch) -> str | None:
-        """What follows the declared members: others, as many as are needed and allowed."""
+        """The rest after the declared members: undeclared ones, as many as required and allowed."""
         least, most = max(0, low - written), None if high is None else high - written
         if most is not None and (most < 0 or least > most):
             return None
         if others is None:
             return "" if not least else None
-        if least > 1:  # a name that comes twice is one property to a reader
-            self.keywords.refuse(
-                "minProperties", "is not supported where it needs two names that are not declared", *branch[:1]
-            )
+        if least > 1:  # a repeated name counts as one property
+            self.keywords.refuse("minProperties", "is not supported if it requires two undeclared names", *branch[:1])
             least = 0
         return _repeated(others, least, most, is_first=not written)
 
@@ -433,7 +431,7 @@ _COMMA = '"," '
 
 
 def _repeated(item: str, low: int, high: int | None, *, is_first: bool) -> str:
-    """Items, as many as are allowed, with a comma before each of them, or before each but the first."""
+    """Items within the allowed numbers, with a comma before each, or before each but the first."""
     most = "" if high is None else high
     if high is not None and high <= 0:
         return ""

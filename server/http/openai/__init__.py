@@ -1,1 +1,1 @@
-"""OpenAI's completions and chat completions: conversations of bodies, and answers. Knows no engine."""
+"""OpenAI's completions and chat completions: bodies and answers."""

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's completions and chat completions, and the chunks of their streams. Knows no engine."""
+"""Answers of OpenAI's completions and chat completions, and the chunks of their streams."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from server.streams.stream import OutputStream
 
 
 def usage_of(prompts: Iterable[Sequence[FinishedOutput]], num_predicted: int, reasoning_tokens: int) -> Json:
-    """Return the usage of all outputs, given the ends of the outputs of each prompt. A prompt counts once.
+    """Return the total usage, given the final events of each prompt's outputs. A prompt counts once.
 
     `num_predicted`: tokens of the prediction.
 
-    Its cached tokens are the minimum over its outputs, because later outputs may find the prompt cached by the first.
+    The cached tokens of a prompt are the minimum over its outputs, because the first output caches it for later ones.
     """
     by_prompt = list(prompts)
     every = [end for ends in by_prompt for end in ends]
@@ -49,7 +49,7 @@ def usage_of(prompts: Iterable[Sequence[FinishedOutput]], num_predicted: int, re
 
 
 def usage_so_far(prompt_tokens: int, completion_tokens: int) -> Json:
-    """Return the usage as far as it is known before the end."""
+    """Return the usage so far."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -58,7 +58,7 @@ def usage_so_far(prompt_tokens: int, completion_tokens: int) -> Json:
 
 
 def speculation_of(finished: FinishedOutput) -> Json:
-    """Return what drafting did for one output, named as over gRPC."""
+    """Return the speculation statistics of one output, named as in gRPC."""
     stats = finished.stats
     return {
         "rounds": stats.rounds,
@@ -71,14 +71,14 @@ def speculation_of(finished: FinishedOutput) -> Json:
 
 
 def metrics_of(finished: FinishedOutput) -> Json:
-    """Return the same for the only output of an answer, in the form that vLLM sends and that AIPerf reads.
+    """Return the same for the only output of an answer, in vLLM's format, which AIPerf reads.
 
-    Entry j of the histogram counts the rounds that kept exactly j drafts. Without a round there are none.
+    Entry j of the histogram counts the rounds with exactly j accepted drafts; without rounds it is empty.
     """
     stats = finished.stats
     if not stats.rounds:
         return {}
-    kept = [stats.rounds, *stats.accepted_per_position]  # entry j counts the rounds that kept at least j drafts
+    kept = [stats.rounds, *stats.accepted_per_position]  # entry j counts the rounds with at least j accepted drafts
     found = {
         "mean_acceptance_length": stats.acceptance_length,
         "draft_acceptance_rate": stats.accepted / stats.drafted if stats.drafted else 0.0,
@@ -91,15 +91,15 @@ def metrics_of(finished: FinishedOutput) -> Json:
     return {"metrics": {"speculative_decoding": found}}
 
 
-IMPOSSIBLE = -9999.0  # for minus infinity, which a model's own mask may give and JSON does not have
-MAX_NAMES = 4096  # of tokens, kept for an answer
+IMPOSSIBLE = -9999.0  # for minus infinity (a token masked by the model), which JSON does not have
+MAX_NAMES = 4096  # text of tokens, cached per answer
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}  # all other reasons: "abort"
 
 
 def _spelt(codec: Codec | None, silent: Collection[int], token: int, leads: bool) -> tuple[str, list[int] | None]:
-    """Return a token as text, or by its id if it is no text by itself; and as the bytes of the text.
+    """Return a token as text, or its id if the token alone is not valid text, and the bytes of the text.
 
-    `silent` tokens have no text in these answers; `leads`: the text of an output begins with it.
+    `silent` tokens have no text in these answers; `leads`: the output's text begins with this token.
     """
     data = None if codec is None else codec.spelling.bytes_of(token, leads=leads)
     if data is None:
@@ -114,14 +114,14 @@ def _spelt(codec: Codec | None, silent: Collection[int], token: int, leads: bool
 class AnswerFormat(Answers):
     """Base of completions and chat completions.
 
-    Outputs are numbered through all prompts: those of a prompt follow each other.
+    Outputs are numbered across all prompts; those of one prompt are consecutive.
     """
 
     prefix: ClassVar[str]
     whole: ClassVar[str]  # `object` of an answer
     chunk: ClassVar[str]  # `object` of an event
     closing: ClassVar[Json]  # the choice of an output's end
-    outputs_per_prompt = 1 << 32  # of a format with one prompt
+    outputs_per_prompt = 1 << 32  # only in the format with one prompt
 
     def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
         super().__init__(read, streams, model)
@@ -136,12 +136,12 @@ class AnswerFormat(Answers):
         self._spelt = lru_cache(MAX_NAMES)(partial(_spelt, model.codec, silent))
         self._include_usage, self._has_running_usage = body.stream_options.include_usage, body.has_running_usage
         self._has_stats = body.return_speculation_stats
-        self._has_metrics = self._has_stats and body.n in (None, 1)  # beside the only output
+        self._has_metrics = self._has_stats and body.n in (None, 1)  # sent with the only output
         self._begun: set[int] = set()  # outputs whose text has begun
         self._created = int(time.time())
 
     async def answer(self, outputs: Sequence[TokenEvent]) -> Json:
-        """Return the whole answer. Its choices are encoded one by one, because they may be long."""
+        """Return the whole answer. Its choices, which may be long, are encoded one by one."""
         choices, ends = list[msgspec.Raw](), dict[int, list[FinishedOutput]]()
         for i, output in enumerate(outputs):
             assert output.finished is not None, "half an output"
@@ -153,7 +153,7 @@ class AnswerFormat(Answers):
         return whole | self._metrics(ends[0][0])
 
     async def events(self, events: Events) -> AsyncIterator[list[Json]]:
-        """Yield the chunks of each event; last, if requested, the usage of all outputs."""
+        """Yield the chunks of each event, then the total usage, if requested."""
         ends: dict[int, list[FinishedOutput]] = {}
         begun: set[int] = set()
         completion_tokens = 0
@@ -189,7 +189,7 @@ class AnswerFormat(Answers):
         }
 
     def _ended(self, finished: FinishedOutput, index: int) -> Json:
-        """Return how an output ended, and the seed that reproduces it (not a field of OpenAI; clients ignore it)."""
+        """Return the end of an output, and the seed that reproduces it (not an OpenAI field; clients ignore it)."""
         ended = {"finish_reason": self._reason(finished, index), "seed": finished.seed}
         return ended | ({"speculation_stats": speculation_of(finished)} if self._has_stats else {})
 
@@ -204,14 +204,14 @@ class AnswerFormat(Answers):
         return usage | usage_so_far(usage["prompt_tokens"], self._counted(usage["completion_tokens"]))
 
     def _counted(self, completion_tokens: int) -> int:
-        """How many of the generated tokens the caller gets."""
+        """Return how many of the generated tokens are sent."""
         return completion_tokens
 
     def _reasoning_tokens(self) -> int:
         return 0
 
     def _leading(self, event: TokenEvent) -> int:
-        """Return which of these tokens the text of an output begins with; -1: it began before, or has not begun."""
+        """Return the index of the token with which an output's text begins; -1: it began before, or has not begun."""
         if event.index in self._begun or event.text_offset:
             return -1
         leading = self._leading_of(event.token_ids)
@@ -220,7 +220,7 @@ class AnswerFormat(Answers):
         return leading
 
     def _leading_of(self, tokens: Iterable[int]) -> int:
-        """Return which of the first tokens of an output its text begins with; -1 if none has a text."""
+        """Return the index of an output's first token with text; -1 if none has text."""
         return next((i for i, token in enumerate(tokens) if token not in self._silent), -1)
 
     @abstractmethod
@@ -242,8 +242,8 @@ class ChatAnswers(AnswerFormat):
     def __init__(self, read: ParsedBody[Any], streams: Sequence[OutputStream], model: ServedModel) -> None:
         super().__init__(read, streams, model)
         asked = read.conversation
-        self._is_parsed = is_parsed(asked, model)  # what is read of a text may differ from the text
-        # If the caller named the function to call, a call is what was asked for, and no reason to stop.
+        self._is_parsed = is_parsed(asked, model)  # parsed content may differ from the text
+        # If the caller named the function, its call is the expected answer and does not set the finish reason.
         self._is_forced = asked.tool_name is not None
         self._reader = CallReader(asked, streams[0], model.format if self._is_parsed else None)
         self._num_calls: dict[int, int] = {}  # of each output
@@ -320,15 +320,15 @@ class ChatAnswers(AnswerFormat):
 
 
 def is_parsed(asked: Conversation, model: ServedModel) -> bool:
-    """Whether reasoning or calls are read from the text."""
+    """Whether reasoning or calls are parsed."""
     return bool(asked.callable_tools) or model.format.reasoning is not None
 
 
 def fit(read: ParsedBody[Any], model: ServedModel, *, is_continued: bool) -> bool:
-    """Adapt a conversation to the way in which its text is read; return whether its stream can be continued.
+    """Adapt a conversation to the parsing of its text; return whether its stream can be resumed.
 
-    `is_continued`: the request does so. What is read of a text depends on all of it from its beginning, and a continued
-    stream has only its end.
+    `is_continued`: the request resumes a stream. Parsing needs the text from its beginning, and a resumed stream has
+    only the rest.
     """
     body, prompt = read.body, read.prompts[0]
     if isinstance(body, AgentBody):
@@ -337,7 +337,7 @@ def fit(read: ParsedBody[Any], model: ServedModel, *, is_continued: bool) -> boo
     elif not isinstance(body, ChatBody):
         return True
     elif not isinstance(prompt, Conversation) or not is_parsed(prompt, model):
-        if body.skip_special_tokens is None:  # nothing reads them
+        if body.skip_special_tokens is None:  # they are not parsed
             read.request = replace(read.request, output=replace(read.request.output, skip_special_tokens=True))
         return True
     for field in ["Last-Event-ID"] * is_continued + ["event_ids"] * body.event_ids:
@@ -347,7 +347,7 @@ def fit(read: ParsedBody[Any], model: ServedModel, *, is_continued: bool) -> boo
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that comes before its outputs; `lengths[i]` is how much of the text came with token i."""
+    """A prompt that is sent before its outputs; `lengths[i]` is the number of characters added by token i."""
 
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -374,14 +374,14 @@ class TextAnswers(AnswerFormat):
         self._echoes: dict[int, Echo] = {}  # by prompt
 
     async def _echo_before(self, event: TokenEvent) -> Echo:
-        """Return the prompt of an event as its outputs echo it. Of each prompt, the first event is one of output 0."""
+        """Return the echo of an event's prompt. The first event of each prompt belongs to its output 0."""
         prompt = event.index // self.outputs_per_prompt
         if prompt not in self._echoes:
             self._echoes[prompt] = await self._echo(prompt, event)
         return self._echoes[prompt]
 
     async def _echo(self, prompt: int, first: TokenEvent) -> Echo:
-        """Return a prompt as its outputs echo it; `first` is the first event of its output 0."""
+        """Return the echo of a prompt; `first` is the first event of its output 0."""
         if not self._body.echo:
             return NO_ECHO
         (sent, token_ids), texts = self._prompts[prompt], list[str]()
@@ -396,12 +396,12 @@ class TextAnswers(AnswerFormat):
         return Echo(text, token_ids, [len(text) for text in texts[:-1]] or [0] * len(token_ids), logprobs)
 
     async def events(self, events: Events) -> AsyncIterator[list[Json]]:
-        """Yield the chunks of each event; the prompt comes before the first text of each of its outputs."""
+        """Yield the chunks of each event; each output's first text is preceded by the prompt."""
         async for chunks in super().events(self._with_echoes(events) if self._body.echo else events):
             yield chunks
 
     async def _with_echoes(self, events: Events) -> Events:
-        """Yield the events, those of a prompt only when its log-probabilities have come, with those of output 0."""
+        """Yield the events, delaying those of a prompt until its log-probabilities arrive with output 0."""
         held: dict[int, list[TokenEvent]] = {}
         async for event in events:
             prompt, output = divmod(event.index, self.outputs_per_prompt)
@@ -438,12 +438,12 @@ class TextAnswers(AnswerFormat):
         return 0 if self._body.is_only_scored else completion_tokens
 
     async def _logprobs(self, echo: Echo, output: TokenEvent, start: int = 0) -> Json | None:
-        """Return the log-probabilities of a prompt's tokens and of those after it. `start`: where the text begins."""
+        """Return the log-probabilities of the prompt's tokens and of those after it. `start`: offset of the text."""
         if not output.logprobs and not (echo.token_ids and self._body.logprobs is not None):
             return None
         ids = (*echo.token_ids, *output.token_ids)
         found = (*[None] * bool(echo.token_ids), *echo.logprobs, *output.logprobs)
-        offsets = [  # text that belongs to no token comes last
+        offsets = [  # text that belongs to no token is last
             *list(accumulate(echo.lengths, initial=0))[:-1],
             *list(accumulate(map(len, output.texts), initial=start + len(echo.text)))[:-1],
         ]

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's completions and chat completions, and the requests that they make."""
+"""The bodies of OpenAI's completions and chat completions, and their requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StreamOptions(Body):
 
     include_usage: Flag = False
     continuous_usage_stats: Flag = False  # with include_usage: the usage so far in every chunk
-    include_obfuscation: Flag = False  # no effect: on loopback or over TLS a stream needs none
+    include_obfuscation: Flag = False  # no effect: not needed on loopback or with TLS
 
 
 class OpenAiBody(GenerationFields):
@@ -111,9 +111,9 @@ class CompletionBody(OpenAiBody):
     names: ClassVar = {"token_ids": "prompt", "top_logprobs": "logprobs"}
 
     prompt: Prompts
-    logprobs: UInt32 | None = None  # number of likeliest tokens beside each; 0: only the token's own
+    logprobs: UInt32 | None = None  # number of most likely tokens per token; 0: only its own log-probability
     echo: Flag = False
-    suffix: Annotated[None, not_served("the model continues texts only at their end")] = None
+    suffix: Annotated[None, not_served("text is generated only after the prompt")] = None
 
     @property
     def prompts(self) -> list[Input]:
@@ -123,11 +123,11 @@ class CompletionBody(OpenAiBody):
 
     @property
     def is_only_scored(self) -> bool:
-        """Whether only the prompt is wanted, and nothing after it."""
+        """Whether only the prompt is scored, without a completion."""
         return self.echo and self.max_tokens == 0
 
     def request(self) -> Request:
-        request = self.limited(1 if self.is_only_scored else self.max_tokens)  # the token is left out
+        request = self.limited(1 if self.is_only_scored else self.max_tokens)  # one token is generated and omitted
         of_prompt = self.logprobs if self.echo else None
         sampling = replace(request.sampling, logprobs=self.logprobs, prompt_logprobs=of_prompt)
         return replace(request, sampling=sampling)
@@ -151,10 +151,10 @@ Tools = Annotated[list[ToolBody], Field(fail_fast=True), at_most(MAX_TOOLS)]
 
 
 class ToolChoiceBody(Body):
-    """Whether, or which function, the model has to call."""
+    """Whether the model must call a function, and which."""
 
     type: Literal["none", "auto", "required", "function"]
-    function: FunctionBody | None = None  # of which only the name counts
+    function: FunctionBody | None = None  # only its name is used
     _function_where_it_is_named = goes_with("function", "function")
 
 
@@ -282,10 +282,10 @@ class ChatBody(OpenAiBody):
             ):
                 yield Violation(f"messages[{i}].content", "is missing")
         if self.top_logprobs and not self.logprobs:
-            yield Violation("top_logprobs", f"is {self.top_logprobs}, and logprobs are not asked for")
+            yield Violation("top_logprobs", f"is {self.top_logprobs}; expected logprobs: true with it")
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
-            yield Violation("body", f"has max_completion_tokens {newer} and max_tokens, its older name, {older}")
+            yield Violation("body", f"has max_completion_tokens {newer} and max_tokens {older}; expected one")
         budget, other = self.thinking_budget, self.thinking_token_budget
         if budget is not None and other is not None and budget != other:
-            yield Violation("body", f"has thinking_budget {budget} and thinking_token_budget, its other name, {other}")
+            yield Violation("body", f"has thinking_budget {budget} and thinking_token_budget {other}; expected one")

@@ -129,9 +129,9 @@ def test_an_idle_engine_records_what_was_missed_often(card: Card) -> None:
         assert graphs.of(1, 2, truncated=False, rejects=False)[0] == 1
         assert graphs.of(2, 1, truncated=False, rejects=False)[0] == 4
     assert len(recorder.made) == 5
-    engine.rest()
+    engine.idle_tick()
     assert set(graphs._recorded) == {*covering(4, 2), used, RoundShape(2, 1, False)}
-    engine.rest()
+    engine.idle_tick()
     assert len(recorder.made) == 6
     # The new one has the memory of the one that was given up, and the others go on as before.
     engine.scheduler.round_control = AnyK(2)

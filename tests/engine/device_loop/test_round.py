@@ -203,7 +203,7 @@ def test_no_number_ends_one_request(card: Card, monkeypatch: pytest.MonkeyPatch)
     while engine.has_work:
         said.take(engine.step().events)
     ended = said.finished.pop(victim.sequence.request_id)
-    assert (ended.reason, ended.error) == (FinishReason.ERROR, "the model's output was not a number")
+    assert (ended.reason, ended.error) == (FinishReason.ERROR, "the model's logits were not finite")
     check(said, [one for one in asked if one.request_id in said.finished])
 
 

@@ -107,11 +107,14 @@ def config(table: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ({}, "is no GGUF file and has neither config.json nor adapter_config.json in the folder, which has no files"),
+        (
+            {},
+            "is not a GGUF file and has neither config.json nor adapter_config.json in the folder, which has no files",
+        ),
         ({"a.txt": "", "b.bin": ""}, "in the folder, which has a.txt, b.bin"),
-        (config({"name": 1, "size": 2}), "config.json has the keys name, size, of no model and no known head"),
+        (config({"name": 1, "size": 2}), "config.json has the keys name, size, neither a model nor a known head"),
         (config({"speculators_model_type": "mlp", "model_type": "x"}), "speculators_model_type 'mlp', of no model"),
-        (config([1]), "config.json holds no object"),
+        (config([1]), "config.json is not an object"),
         (config("{"), "cannot load model"),
         (config({"model_type": "llama", "architectures": 3}), "cannot load model"),
         (config({"model_type": "llama"}) | {"model.safetensors": "cut"}, "model.safetensors"),
@@ -134,7 +137,9 @@ def test_nothing_is_no_draft(entry: str) -> None:
 
 def test_without_files_on_the_hub_the_network_may_be_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "find_file", lambda *_: None)
-    with pytest.raises(ModelError, match=r"draft 'o/m@1' is no GGUF file .* on the hub, or the hub cannot be reached"):
+    with pytest.raises(
+        ModelError, match=r"draft 'o/m@1' is not a GGUF file .* on the hub, or the hub cannot be reached"
+    ):
         recognise("o/m@1")
 
 

@@ -140,11 +140,11 @@ def test_a_request_ends_a_calibration_after_the_step_under_way_and_it_begins_aga
     ("options", "saved", "tried", "calibrated", "kept"),
     [
         ({}, False, True, "before", 1),  # nobody calls `rest`
-        ({"rests": True}, False, True, "idle", 1),
-        ({"rests": True}, True, True, "idle", 1),  # a part of it, as the machine may be slower now
-        ({"rests": True, "is_successor": True}, True, False, "never", 0),
-        ({"rests": True, "is_successor": True}, False, False, "idle", 1),  # its predecessor was killed too early
-        ({"rests": True, "calibrates": False}, False, True, "never", 0),
+        ({"defers": True}, False, True, "idle", 1),
+        ({"defers": True}, True, True, "idle", 1),  # a part of it, as the machine may be slower now
+        ({"defers": True, "is_successor": True}, True, False, "never", 0),
+        ({"defers": True, "is_successor": True}, False, False, "idle", 1),  # its predecessor was killed too early
+        ({"defers": True, "calibrates": False}, False, True, "never", 0),
     ],
 )
 def test_what_an_engine_learns_before_it_is_ready_and_what_when_idle(
@@ -158,11 +158,11 @@ def test_what_an_engine_learns_before_it_is_ready_and_what_when_idle(
     assert warm.load(engine.config, told.append, **options) is engine
     assert told == ["warming up"] * tried
     assert (engine.control.times.target.count > 0) == (calibrated == "before")
-    engine.rest()
+    engine.idle_tick()
     assert (engine.control.times.target.count > 0) == (calibrated == "before"), (
         "a standby is idle, and the machine is not"
     )
-    while engine.rest(lambda: False):
+    while engine.idle_tick(lambda: False):
         assert not engine.has_work
     assert (engine.control.times.target.count > 0) == (calibrated != "never")
     assert len(keeps) == kept
@@ -171,7 +171,7 @@ def test_what_an_engine_learns_before_it_is_ready_and_what_when_idle(
 def test_a_standby_takes_what_was_saved_since_it_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, found = engine_with(draft_law=LAW), iter([False, True])
     monkeypatch.setattr("engine.engine.learned.recall", lambda *_: next(found))
-    warm.make_ready(engine, 4.0, uses_saved_calibration=True, is_successor=True, rests=True)
-    assert not engine.rest(lambda: False)
+    warm.make_ready(engine, 4.0, uses_saved_calibration=True, is_successor=True, defers=True)
+    assert not engine.idle_tick(lambda: False)
     assert engine.control.times.target.count == 0
     assert next(found, None) is None

@@ -54,9 +54,9 @@ def serve(engine: Engine, recorder: Recorder, numbers: range) -> None:
 @pytest.mark.parametrize(
     ("options", "seconds", "num_recorded"),
     [
-        ({"is_successor": True, "rests": True}, 4.0, len(COVERING)),
-        ({"rests": True}, 0.0, len(COVERING)),
-        ({"rests": True}, 4.0, len(EVERY)),  # it measures rounds as requests will meet them
+        ({"is_successor": True, "defers": True}, 4.0, len(COVERING)),
+        ({"defers": True}, 0.0, len(COVERING)),
+        ({"defers": True}, 4.0, len(EVERY)),  # it measures rounds as requests will meet them
         ({"is_successor": True}, 4.0, len(EVERY)),  # nobody tells it when it is idle
         ({"calibrates": False}, 4.0, len(EVERY)),
     ],
@@ -83,28 +83,28 @@ def test_an_idle_engine_records_one_at_a_time_the_missed_ones_first(made) -> Non
     serve(engine, recorder, range(1))  # one sequence, which nothing that is recorded fits
     assert {round_.size for round_ in recorder.ran} == {8}
     before = clock.now
-    assert engine.rest()
+    assert engine.idle_tick()
     assert clock.now - before == pytest.approx(SECONDS)
     assert recorder.made[-1].size == 1
-    while engine.rest():
+    while engine.idle_tick():
         if len(recorder.made) == len(EVERY) // 2:
             serve(engine, recorder, range(6))
     assert len(recorder.made) == len(engine.rounds.graphs) == len(EVERY)
     recorder.ran.clear()
     serve(engine, recorder, range(1))
     assert {round_.size for round_ in recorder.ran} == {1}
-    assert not engine.rest()
+    assert not engine.idle_tick()
 
 
 def test_what_has_no_room_or_breaks_off_is_not_tried_again(made) -> None:
     _, recorder, engine = made
     engine.rounds.record(no_progress, later=True)
     recorder.room = len(COVERING) + 2
-    assert [engine.rest() for _ in range(4)] == [True, True, False, False]
+    assert [engine.idle_tick() for _ in range(4)] == [True, True, False, False]
     assert len(recorder.made) == recorder.room
     recorder.room, recorder.fault = 999, broken
     engine.rounds.record(no_progress, later=True)
-    assert not engine.rest()
+    assert not engine.idle_tick()
     assert engine.rounds.graphs._refused == {RoundShape(1, 1, False)}
     serve(engine, recorder, range(3))
 

@@ -223,7 +223,7 @@ def bytes_of(codec: Codec, size: int, most: int) -> str | None:
 def test_a_text_of_more_bytes_than_the_tokens_can_stand_for_is_refused() -> None:
     longest = len(END)
     assert bytes_of(CODEC, 3 * longest, 3) is None
-    said = f"has {3 * longest + 1} bytes, which are more than 3 tokens; the limit is {3 * longest} bytes"
+    said = f"has {3 * longest + 1} bytes, more than 3 tokens can have; the limit is {3 * longest} bytes"
     assert bytes_of(CODEC, 3 * longest + 1, 3) == said
 
 

@@ -281,7 +281,7 @@ def test_as_many_texts_are_written_as_are_asked_for(job: TrainingJob) -> None:
 
 
 def test_too_little_text_is_said(job: TrainingJob) -> None:
-    with pytest.raises(ModelError, match=r"wrote \d+ tokens; training requires at least 4000"):
+    with pytest.raises(ModelError, match=r"generated \d+ tokens; training requires at least 4000"):
         train_draft(replace(job, schedule=replace(SCHEDULE, window=1000)), Interrupting())
     few = [(1, 2, 3)] * 9
     with pytest.raises(ModelError, match="there are 9 prompts; expected at least 10"):

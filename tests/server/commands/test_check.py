@@ -12,9 +12,9 @@ from server.cli import main
 def test_the_embedded_pair_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--no-load"]) == 0
     out = capsys.readouterr().out
-    assert out.endswith("It works.\n")
+    assert out.endswith("This machine can serve the model.\n")
     sections = [line for line in out.splitlines() if line and not line.startswith(" ")]
-    assert sections == ["environment", "target", "draft", "pair", "It works."]
+    assert sections == ["environment", "target", "draft", "pair", "This machine can serve the model."]
 
 
 def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +27,9 @@ def test_json_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_reasons_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--no-load", "--max-model-len", "9999"]) == 1
     out = capsys.readouterr().out
-    assert out.endswith("It does not work:\n  - max_model_len is 9999; the models support at most 1024 positions\n")
+    assert out.endswith(
+        "This machine cannot serve the model:\n  - max_model_len is 9999; the models support at most 1024 positions\n"
+    )
 
 
 def test_a_wrong_option_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

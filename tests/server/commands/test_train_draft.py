@@ -51,7 +51,7 @@ def test_a_stopped_run_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(train_draft.TrainingBars, "trained", stop)
         assert cli.main(arguments) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
     assert not (out / "model.safetensors").exists()
     assert cli.main(arguments) == 0
     said = capsys.readouterr()

@@ -117,7 +117,7 @@ REFUSED = {
     ),
     "unknown name": ({"tools": [TOOL], "tool_choice": "other"}, r"messages\.tool_choice\.name is 'other'"),
     "required without tools": ({"tool_choice": "required"}, r"messages\.tool_choice\.mode requires a call"),
-    "twice": ({"tools": [TOOL, TOOL]}, r"messages\.tools\[1\]\.name is 'weather', which is there twice"),
+    "twice": ({"tools": [TOOL, TOOL]}, r"messages\.tools\[1\]\.name is 'weather', which occurs twice"),
     "name": ({"tools": [TOOL | {"name": "a b"}]}, r"messages\.tools\[0\]\.name is 'a b'"),
     "no schema": ({"tools": [TOOL | {"parameters": "[]"}]}, r"messages\.tools\[0\]\.parameters is '\[\]'"),
     "no JSON": ({"tools": [TOOL | {"parameters": "{"}]}, r"messages\.tools\[0\]\.parameters is '{', which is not"),
@@ -125,7 +125,7 @@ REFUSED = {
     "both": (
         {"continue_final_message": True, "add_generation_prompt": True}, r"messages\.add_generation_prompt is true"
     ),
-    "budget": ({"thinking_budget": 3}, r"messages\.thinking_budget is 3; the model marks no reasoning"),
+    "budget": ({"thinking_budget": 3}, r"messages\.thinking_budget is 3; this model has no reasoning markers"),
 }  # fmt: skip
 
 
@@ -208,7 +208,7 @@ async def test_a_strict_schema_that_the_format_cannot_express_is_refused(server,
     driver = server.app.driver
     monkeypatch.setattr(driver, "model", replace(driver.model, format=QwenCoderFormat({}, ReasoningMarks())))
     unwritten = {"type": "object", "minProperties": 1}
-    with pytest.raises(InvalidRequestError, match=r"messages\.tools cannot be called .*minProperties"):
+    with pytest.raises(InvalidRequestError, match=r"messages\.tools is not supported .*minProperties"):
         await client.generate(ASKED, tools=[strict(unwritten)], tool_choice="required")
     loose = {"name": "f", "parameters": unwritten}
     assert (await client.generate(ASKED, tools=[loose], tool_choice="required", max_tokens=3)).token_ids

@@ -56,8 +56,8 @@ def turn(**fields):
 PROMPT = {"prompt": "a"}
 TALK = {"messages": [turn()]}
 KEYS = {f"k{i}": 1 for i in range(MAX_FIELDS + 1)}
-SCHEMA = f"is larger than {MAX_SCHEMA} characters and values, which is the limit"
-DEEP = f"is deeper than {MAX_DEPTH} levels, which is the limit"
+SCHEMA = f"has more than {MAX_SCHEMA} characters and values"
+DEEP = f"has more than {MAX_DEPTH} levels"
 TEXT, TALKS = "/v1/completions", "/v1/chat/completions"
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": deep(MAX_DEPTH)}}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": deep(MAX_DEPTH)}}
@@ -152,7 +152,7 @@ def test_a_body_of_too_many_parts_is_refused_before_they_are_made(element):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert found == [f"body has more than {MAX_JSON_PARTS} strings, lists and objects, which is the limit"]
+    assert found == [f"body has more than {MAX_JSON_PARTS} strings, lists and objects"]
     assert peak < 3 * SIZE
 
 
@@ -182,12 +182,12 @@ def test_of_a_huge_value_only_what_is_told_is_written():
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b'{"prompt":"\xff"}', "body is no UTF-8: the byte 0xff at 11"),
-        (b"[" * 5000, "body is no JSON that can be read: it is too deep"),
-        (b'{"seed":' + b"9" * (MAX_DIGITS + 1) + b"}", "body is no JSON that can be read: a number is too long"),
-        (b'{"prompt":', "body is no JSON: Expecting value at 10"),
-        (b"", "body is no JSON: Expecting value at 0"),
-        (b'{"prompt":"' + b'\\"' * (SIZE // 2), "body is no JSON: Unterminated string"),
+        (b'{"prompt":"\xff"}', "body is not UTF-8: the byte 0xff at 11"),
+        (b"[" * 5000, "body is not valid JSON: it is nested too deeply"),
+        (b'{"seed":' + b"9" * (MAX_DIGITS + 1) + b"}", f"body is not valid JSON: a number has {MAX_DIGITS + 1} digits"),
+        (b'{"prompt":', "body is not valid JSON: Expecting value at 10"),
+        (b"", "body is not valid JSON: Expecting value at 0"),
+        (b'{"prompt":"' + b'\\"' * (SIZE // 2), "body is not valid JSON: Unterminated string"),
     ],
     ids=["no UTF-8", "too deep", "long number", "no JSON", "nothing", "no end"],
 )

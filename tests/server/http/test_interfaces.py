@@ -161,7 +161,7 @@ async def test_refusals_have_the_form_of_the_interface(name):
             return await server.http.post(about.path, **how)
 
         refused(name, await post(json=about.asking(model="other")), 404, "'other'")
-        refused(name, await post(content=b"{", headers={"content-type": "application/json"}), 400, "no JSON")
+        refused(name, await post(content=b"{", headers={"content-type": "application/json"}), 400, "not valid JSON")
         refused(name, await post(json=about.asking(user="a" * 6000)), 413, "5000 bytes")
         refused(name, await post(json=about.asking(temprature=1)), 400, "temprature is 1; this field is not supported")
         for seconds in (0, -1, "5", True, [1]):
@@ -225,13 +225,13 @@ async def test_what_is_late_or_broken_ends_and_frees_its_pages(name):
     about = INTERFACES[name]
     async with talking(FakeEngine(step_seconds=0.01), max_engine_crashes=0) as server:
         late = await server.http.post(about.path, json=about.asking(timeout=0.2))
-        refused(name, late, 504, "timeout passed")
+        refused(name, late, 504, "deadline passed")
         assert late.headers["x-should-retry"] == "false"
         await all_is_free(server)
         answer = await server.http.post(about.path, json=about.asking(timeout=0.3, stream=True))
         *pieces, end = events_in(answer.text)
         assert answer.status_code == 200
-        assert "timeout passed" in about.error(end)["message"]
+        assert "deadline passed" in about.error(end)["message"]
         text = "".join(map(about.piece, pieces))
         assert text == text_of(server.engine, 3000)[: len(text)] != ""
         await all_is_free(server)

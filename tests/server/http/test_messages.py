@@ -142,7 +142,7 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is missing"),
     ({"messages": []}, "messages is []; expected at least one message"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is of type 'web_search_20250305'"),
-    ({"tools": [TOOL, TOOL]}, "tools[1].name is 'weather', which is there twice"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name is 'weather', which occurs twice"),
     ({"tools": [TOOL | {"input_examples": [{}]}]}, "tools[0].input_examples is [{}]; this field is not supported"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name is 'f', which is not in tools"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice is of type 'tool'; name goes with the type tool"),

@@ -183,7 +183,7 @@ REFUSED = [
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex and text.format"),
     ({"previous_response_id": "resp_1"}, f"previous_response_id is 'resp_1'; this field is not supported: {STORED}"),
     ({"conversation": {"id": "c"}}, f"conversation is set; this field is not supported: {STORED}"),
-    ({"background": True}, "background is set; this field is not supported: an answer is sent only on the connection"),
+    ({"background": True}, "background is set; this field is not supported: responses are sent only on the connection"),
     ({"truncation": "auto"}, "truncation is 'auto'"),
     ({"top_logprobs": 2}, "top_logprobs is set; this field is not supported: this route sends no"),
     ({"include": ["web_search_call.results"]}, "include[0] is 'web_search_call.results'"),

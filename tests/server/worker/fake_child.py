@@ -39,7 +39,7 @@ class AccidentProne(FakeEngine):
 
     calibration_text = None  # until it is told
 
-    def rest(self, is_wanted=None):
+    def idle_tick(self, is_wanted=None):
         """Where the target is a folder with `calibrating` in it, calibrate until an order comes."""
         sign = Path(self.config.target) / "calibrating"
         if is_wanted is None or not sign.exists():

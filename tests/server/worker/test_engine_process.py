@@ -373,7 +373,7 @@ async def test_an_engine_that_is_killed_while_it_loads_is_loaded_again(tmp_path,
     async with apart(target=str(tmp_path), max_engine_crashes=most) as server:
         told = [record for record in caplog.records if record.levelno >= logging.ERROR]
         assert [record.exc_info for record in told] == [None] * kills
-        assert all(f"the engine ended while {tmp_path} was loaded" in record.getMessage() for record in told)
+        assert all(f"the engine process ended while loading {tmp_path}" in record.getMessage() for record in told)
         assert [("giving up" in record.getMessage()) for record in told] == [i > most for i in range(1, kills + 1)]
         if kills > most:
             assert await server.running == 1

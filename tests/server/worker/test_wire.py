@@ -306,7 +306,7 @@ def test_the_structure_of_a_dropped_request_does_not_bring_it_back_under_the_id_
 def test_an_idle_engine_does_one_chore_at_a_time_and_none_while_anybody_waits(front_ends):
     """A chore is a recording: a request that comes meanwhile waits for one at most."""
     chores = ["a", "b", "c"]
-    front_ends.engine.rest = lambda _: chores.pop() and bool(chores)
+    front_ends.engine.idle_tick = lambda _: chores.pop() and bool(chores)
     front_ends.server._heartbeat_seconds = 600.0
     front_ends.turn()
     assert chores == ["a", "b"]
@@ -331,13 +331,13 @@ def test_an_idle_engine_does_one_chore_at_a_time_and_none_while_anybody_waits(fr
 def test_an_engine_at_its_chores_is_alive_and_hears_of_the_next_order(front_ends):
     heard = []
 
-    def rest(is_wanted):
+    def idle_tick(is_wanted):
         heard.extend(is_wanted() for _ in range(3))
         front_ends.say(asked("a", max_tokens=1))
         heard.append(is_wanted())
         return True
 
-    front_ends.engine.rest, front_ends.server._heartbeat_seconds = rest, 0.0
+    front_ends.engine.idle_tick, front_ends.server._heartbeat_seconds = idle_tick, 0.0
     front_ends.server.turn()
     assert heard == [False, False, False, True]
     beats = [wire.read(p) for p in front_ends.frames.feed(front_ends.socket.recv(1 << 20))]
@@ -346,7 +346,7 @@ def test_an_engine_at_its_chores_is_alive_and_hears_of_the_next_order(front_ends
 
 def test_a_standby_does_not_calibrate_until_it_serves(front_ends):
     calls = []
-    front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None)
+    front_ends.engine.idle_tick = lambda is_wanted: calls.append(is_wanted is not None)
     front_ends.server._is_successor, front_ends.server._heartbeat_seconds = True, 0.0
     front_ends.turn(3)
     assert calls == [False] * 3
@@ -363,7 +363,7 @@ def test_an_engine_calibrates_with_the_text_of_its_front_ends(front_ends):
 
 def test_an_engine_calibrates_only_with_a_text(front_ends):
     calls = []
-    front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None)
+    front_ends.engine.idle_tick = lambda is_wanted: calls.append(is_wanted is not None)
     front_ends.server._heartbeat_seconds, front_ends.engine.calibration_text = 0.0, None
     front_ends.turn(2)
     front_ends.say(wire.CalibrationText(()))
@@ -374,7 +374,7 @@ def test_an_engine_calibrates_only_with_a_text(front_ends):
 def test_an_engine_calibrates_only_after_a_while_without_an_order(front_ends):
     """Between the requests of one caller, and between the start and the first request, it does not."""
     calls = []
-    front_ends.engine.rest = lambda is_wanted: calls.append(is_wanted is not None) or True
+    front_ends.engine.idle_tick = lambda is_wanted: calls.append(is_wanted is not None) or True
     front_ends.server._heartbeat_seconds = 600.0
     front_ends.turn(2)
     front_ends.server._heartbeat_seconds = 0.0

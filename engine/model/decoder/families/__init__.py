@@ -1,1 +1,1 @@
-"""The families of the table: what fills an `Architecture` from a config; configs that are read without transformers."""
+"""The families of the table: functions from config to `Architecture`; configs read without transformers."""

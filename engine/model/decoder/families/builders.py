@@ -1,4 +1,4 @@
-"""Parts of an `Architecture` from what most families call the fields of a config."""
+"""Parts of an `Architecture` from the usual names of config fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def refuse(condition: object, what: str) -> None:
-    """Leave a model to transformers where the condition holds: raise ModelError."""
+    """If the condition holds, raise ModelError, so that transformers runs the model."""
     if condition:
         raise ModelError(f"{what} is not in the table of architectures")
 
@@ -34,12 +34,12 @@ def grouped(config: Any, *, bias: bool | None = None, kv_heads: int | None = Non
 
 
 def normed_heads(config: Any) -> HeadNorm:
-    """A norm of each head, with one weight for all."""
+    """A norm per head, with a shared weight."""
     return HeadNorm(NormForm(config.rms_norm_eps))
 
 
 def after_rotation(config: Any) -> AttentionLayer:
-    """Hunyuan's: norms of heads come after the rotation. An `alpha` changes the base, once for all lengths."""
+    """Hunyuan's: norms of heads after the rotation. An `alpha` changes the base, equally for all lengths."""
     norm = HeadNorm(NormForm(config.rms_norm_eps), turned=True, names=("query_layernorm", "key_layernorm"))
     rope, dim = dict(config.rope_parameters), getattr(config, "head_dim", None)
     if rope.get("rope_type") == "dynamic" and rope.get("alpha") and dim:
@@ -49,7 +49,7 @@ def after_rotation(config: Any) -> AttentionLayer:
 
 
 def rotary_of(config: Any, head_dim: int) -> RotaryTable:
-    """The rotary positions of all layers; none where each kind of layers has its own."""
+    """The rotary positions of all layers; None if each kind of layers has its own."""
     rope = config.rope_parameters
     if "rope_type" not in rope:
         return RotaryTable.none(head_dim)
@@ -77,7 +77,7 @@ def plain(inner: int, activation: str, **more: Any) -> PlainFeed:
 
 
 def decoder(config: Any, mixer: Mixer, feed: Any, layer: Any = None, **more: Any) -> Architecture:
-    """A model whose layers are all alike; `layer`: further fields of a layer."""
+    """A model of equal layers; `layer`: further fields of a layer."""
     norm = more.pop("norm", None) or NormForm(config.rms_norm_eps)
     layers = (Layer(mixer, feed, **(layer or {})),) * config.num_hidden_layers
     return Architecture(
@@ -104,7 +104,7 @@ def with_attention(made: Architecture, fields: Iterable[dict[str, Any]]) -> Arch
 
 
 def with_windows(config: Any, made: Architecture) -> Architecture:
-    """With the window in the layers that `layer_types` names; in all where the config has a window and no such list."""
+    """Set the window in the layers selected by `layer_types`, or in all if the config has a window but no such list."""
     kinds = getattr(config, "layer_types", None)
     kinds = kinds or [FULL if config.sliding_window is None else SLIDING] * len(made.layers)
     refuse(not set(kinds) <= {FULL, SLIDING}, f"layer_types {sorted(set(kinds))}")
@@ -112,7 +112,7 @@ def with_windows(config: Any, made: Architecture) -> Architecture:
 
 
 def of_kinds(config: Any, made: Architecture) -> Architecture:
-    """With the rotary positions of each kind of layers, if it has any."""
+    """Set the rotary positions of each kind of layers, if any."""
     dim, found = made.attention.head_dim, {kind: config.rope_parameters[kind] for kind in set(config.layer_types)}
     still = RotaryTable.none(dim)
     tables = {kind: still if rope is None else turning(config, rope, dim) for kind, rope in found.items()}
@@ -120,14 +120,14 @@ def of_kinds(config: Any, made: Architecture) -> Architecture:
 
 
 def rotary_in_windows(config: Any, made: Architecture) -> Architecture:
-    """With windows; layers that have none have no rotary positions either."""
+    """Set windows; layers without one also have no rotary positions."""
     made = with_windows(config, made)
     still = RotaryTable.none(made.attention.head_dim)
     return with_attention(made, [{"rotary": still} if kind == FULL else {} for kind in config.layer_types])
 
 
 def with_bases(config: Any, made: Architecture) -> Architecture:
-    """With windows, sinks, and a base of rotary positions for each layer; with 0 it has none."""
+    """Set windows, sinks and each layer's rotary base; 0: no rotary positions."""
     made, dim, rope = with_windows(config, made), made.attention.head_dim, dict(config.rope_parameters)
     tables = {base: turning(config, rope | {"rope_theta": base}, dim) for base in set(config.layer_rope_theta) - {0}}
     tables[0] = RotaryTable.none(dim)
@@ -135,7 +135,7 @@ def with_bases(config: Any, made: Architecture) -> Architecture:
 
 
 def cohere(config: Any, inner: int | None = None) -> Architecture:
-    """Attention and feed-forward read the same normed row; `inner`: of the feed-forward, default as configured."""
+    """Attention and feed-forward read the same normalised row; `inner`: of the feed-forward, default as configured."""
     eps = getattr(config, "rms_norm_eps", None)
     form = NormForm(config.layer_norm_eps, centred=True) if eps is None else NormForm(eps)
     norm = HeadNorm(form, extent="heads") if getattr(config, "use_qk_norm", False) else None

@@ -1,7 +1,7 @@
 """Configs of the most used families, read without transformers, whose import takes seconds.
 
-The fields are those that transformers' classes have once they are made, with the defaults of a family. A config that
-lacks a number, or has one of another type, is left to transformers, which reads more variants and reports errors.
+The fields equal those of transformers' config objects, with the family's defaults. A config with missing or mistyped
+numbers is left to transformers, which supports more variants and reports errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMMON: dict[str, Any] = {
 }  # fmt: skip
 _GEMMA: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 _WINDOWS: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
-# By model type: fields that a config may lack, with their defaults, and fields that it must have.
+# By model type: optional fields with defaults, and required fields.
 _FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "llama": ({"num_key_value_heads": None}, ()),
     "mistral": ({}, ("sliding_window",)),
@@ -46,12 +46,12 @@ class ModelConfig(SimpleNamespace):
     is_encoder_decoder = False
 
     def get_text_config(self, **_: object) -> ModelConfig:
-        """The part that describes the language model: all of it."""
+        """The config of the language model: itself."""
         return self
 
 
 def described_by(table: Mapping[str, Any], model_type: str | None = None) -> ModelConfig | None:
-    """The config that a table describes, as in a `config.json`; None where transformers has to read it."""
+    """The config of the contents of a `config.json`; None if transformers must read it."""
     family = _FAMILIES.get(str(model_type or table.get("model_type")))
     if family is None or table.get("use_bidirectional_attention"):
         return None
@@ -70,7 +70,7 @@ def described_by(table: Mapping[str, Any], model_type: str | None = None) -> Mod
         return None
     fields["rope_parameters"] = rope
     fields["dtype"] = _dtype(fields.pop("torch_dtype", None), fields.get("dtype"))
-    if fields["model_type"] == "gemma" and fields["hidden_act"] == "gelu":  # the class means the other GELU by it
+    if fields["model_type"] == "gemma" and fields["hidden_act"] == "gelu":  # here it means the other GELU
         fields["hidden_act"] = "gelu_pytorch_tanh"
     if "layer_types" in fields:
         fields |= _windows(fields)
@@ -88,7 +88,7 @@ def _dtype(*names: object) -> torch.dtype | None:
 
 
 def _windows(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The kind of each layer, and the window of those that have one."""
+    """The kind of each layer, and the window, if any."""
     depth, window, kinds = fields["num_hidden_layers"], fields.get("sliding_window"), fields["layer_types"]
     if "use_sliding_window" in fields:
         window = window if fields["use_sliding_window"] else None
@@ -101,7 +101,7 @@ def _windows(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(fields: dict[str, Any]) -> dict[str, Any] | None:
-    """The parameters of rotary positions, by their names of today; None where they have another form."""
+    """The rotary parameters, by their current names; None if they have another form."""
     scaled = fields.pop("rope_scaling", None)
     given, theta = fields.get("rope_parameters"), fields.get("rope_theta")
     if fields["model_type"] == "gemma3_text":
@@ -113,7 +113,7 @@ def _rope(fields: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _rope_by_kind(fields: dict[str, Any], scaled: Any, given: Any, theta: Any) -> dict[str, Any] | None:
-    """Layers with a window have a table of their own, which no scaling changes."""
+    """Layers with a window have a separate table without scaling."""
     found = {kind: dict((given or {}).get(kind) or {}) for kind in (_FULL, _SLIDING)}
     found[_FULL] |= scaled or {}
     local = fields.pop("rope_local_base_freq", None)

@@ -50,13 +50,13 @@ def _vaultgemma(config: Any) -> Architecture:
 
 
 def _gemma3(config: Any) -> Architecture:
-    """Norms of heads, and rotary positions of their own in layers with a window."""
+    """Norms of heads, and separate rotary positions in layers with a window."""
     made = _gemma2(config)
     return of_kinds(config, with_attention(made, [{"norm": HeadNorm(made.norm)} for _ in made.layers]))
 
 
 def _sources(config: Any) -> list[int | None]:
-    """Whose keys and values each layer reads: the last layers read those of the last one of their kind before them.
+    """The source of each layer's keys and values: the last layers share those of the last earlier layer of their kind.
 
     Kinds s f s f | s f with two that share: [None, None, None, None, 2, 3].
     """
@@ -66,12 +66,12 @@ def _sources(config: Any) -> list[int | None]:
 
 
 def _attention(norm: NormForm) -> dict[str, Any]:
-    """Scores without a scale: queries, keys and values are all normed."""
+    """Scores without a scale, because queries, keys and values are all normalised."""
     return {"spec": AttentionSpec(1.0), "norm": HeadNorm(norm), "value_norm": replace(norm, has_weight=False)}
 
 
 def _of_model(config: Any, norm: NormForm) -> dict[str, Any]:
-    """What both families have beside layers."""
+    """The parts of both families outside of layers."""
     scale, cap = config.hidden_size**0.5, config.final_logit_softcapping
     return {"norm": norm, "embedding_scale": scale, "softcap": cap, "names": _NAMES}
 
@@ -83,7 +83,7 @@ def _vectors(config: Any, norm: NormForm, streams: int = 1) -> LayerVectors:
 
 
 def _gemma3n(config: Any) -> Architecture:
-    """Streams of hidden states; some layers keep the largest gates only."""
+    """Streams of hidden states; some layers keep only the largest gates."""
     fits = not config.altup_active_idx and config.altup_correct_scale and config.hidden_size_per_layer_input
     refuse(not fits, "this altup_active_idx, altup_correct_scale or hidden_size_per_layer_input")
     norm, count = NormForm(config.rms_norm_eps), config.altup_num_inputs
@@ -102,7 +102,7 @@ def _gemma3n(config: Any) -> Architecture:
 
 
 def _gemma4(config: Any) -> Architecture:
-    """Layers that see all have other heads, and may have their keys as values; experts beside the feed-forward."""
+    """Full-attention layers have other heads and may use keys as values; experts beside the feed-forward."""
     norm, sources = NormForm(config.rms_norm_eps), _sources(config)
     is_unified = config.model_type == "gemma4_unified_text"  # which has neither of these
     size, has_experts = (0, False) if is_unified else (config.hidden_size_per_layer_input, config.enable_moe_block)
@@ -129,7 +129,7 @@ def _attention_of_gemma4(config: Any, number: int, source: int | None, norm: Nor
 
 
 def _beside_experts(config: Any, made: Architecture) -> Architecture:
-    """With experts in each layer, beside the feed-forward; they have the norms before it in their own hands."""
+    """Add experts to each layer, beside the feed-forward, with their own input norms."""
     router = Router(config.num_experts, config.top_k_experts, name="router.proj")
     is_known = config.hidden_activation == "gelu_pytorch_tanh" and 0 < router.each <= router.experts
     refuse(not is_known, f"{router.each} of {router.experts} experts with {config.hidden_activation}")

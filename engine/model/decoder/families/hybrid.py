@@ -65,12 +65,12 @@ from engine.model.decoder.recurrent import (
 from engine.model.decoder.rotary import RotaryTable
 from engine.native.experts import ExpertGate
 
-LINEAR = "linear_attention"  # as configs call layers that keep a state
-_HYBRID = "hybrid"  # as configs call layers with a shared block
+LINEAR = "linear_attention"  # names of recurrent layers in configs
+_HYBRID = "hybrid"  # names of layers with a shared block in configs
 
 
 def mixed(config: Any, kinds: Seq[str], layers: Mapping[str, Layer], **more: Any) -> Architecture:
-    """A model whose layers are of these kinds."""
+    """A model with layers of these kinds."""
     made = tuple(layers[kind] for kind in kinds)
     return Architecture(made, config.vocab_size, config.hidden_size, is_tied=bool(config.tie_word_embeddings), **more)
 
@@ -99,7 +99,7 @@ def _lfm2(config: Any) -> Architecture:
 
 
 def _lfm2_moe(config: Any) -> Architecture:
-    """A row's weights are divided by their sum, which transformers adds 0.000001 to."""
+    """A row's weights are divided by their sum plus 0.000001, as in transformers."""
     fields: dict[str, Any] = {"normalised": bool(config.norm_topk_prob), "scale": float(config.routed_scaling_factor)}
     correction = "expert_bias" if config.use_expert_bias else None
     router = Router(config.num_experts, config.num_experts_per_tok, "sigmoid", correction=correction, **fields)
@@ -108,7 +108,7 @@ def _lfm2_moe(config: Any) -> Architecture:
 
 
 def delta(config: Any, **more: Any) -> DeltaLayer:
-    """The delta rule, by Qwen's names in configs."""
+    """The delta rule, with Qwen's config names."""
     heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
     require_silu(config.hidden_act)
     refuse(heads % key_heads, f"a delta rule of {heads} and {key_heads} heads")
@@ -142,7 +142,7 @@ def _mamba2(config: Any) -> Architecture:
 
 
 def _mamba2_of_old(config: Any, sizes: tuple[int, int, int], **more: Any) -> Mamba2Layer:
-    """By Mamba's own names in configs."""
+    """With Mamba's config names."""
     low, high = config.time_step_limit
     bias = bool(config.use_bias)
     fields: dict[str, Any] = {"limits": (low, high), "bias": bias, "out_bias": bias}
@@ -153,7 +153,7 @@ def _mamba2_of_old(config: Any, sizes: tuple[int, int, int], **more: Any) -> Mam
 
 
 def _mamba2_of(config: Any, **more: Any) -> Mamba2Layer:
-    """By the names that models have in which Mamba 2 is a part."""
+    """With the config names of hybrids with Mamba 2."""
     require_silu(config.hidden_act)
     low, high = config.time_step_limit
     sizes = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_n_groups, config.mamba_d_conv
@@ -173,12 +173,12 @@ def _mamba(config: Any, norm: NormForm | None = None) -> Architecture:
 
 
 def _falcon_mamba(config: Any) -> Architecture:
-    """What step sizes, keys and queries are made of is normed."""
+    """The inputs of step sizes, keys and queries are normalised."""
     return _mamba(config, NormForm(config.mixer_rms_eps, has_weight=False))
 
 
 def _mixers_only(config: Any, *mixers: Mixer, wide: bool | None = None) -> Architecture:
-    """A model whose layers have a mixer only: these, or all the given one."""
+    """A model of layers with only a mixer: these, or the given one in all."""
     each = mixers if len(mixers) > 1 else mixers * config.num_hidden_layers
     return Architecture(
         tuple(Layer(mixer, None, ("norm", None, None, None), names=("block", "")) for mixer in each),
@@ -189,7 +189,7 @@ def _mixers_only(config: Any, *mixers: Mixer, wide: bool | None = None) -> Archi
 
 
 def _nemotron_h(config: Any) -> Architecture:
-    """Layers are a mixer or a feed-forward. `residual_in_fp32` has no meaning here."""
+    """Layers are a mixer or a feed-forward. `residual_in_fp32` has no effect."""
     require_silu(config.mamba_hidden_act)
     attention = grouped(config, bias=False, rotary=RotaryTable.none(config.head_dim))
     feed = plain(config.intermediate_size, config.mlp_hidden_act, bias=bool(config.mlp_bias))
@@ -202,7 +202,7 @@ def _nemotron_h(config: Any) -> Architecture:
 
 
 def _nemotron_experts(config: Any) -> FeedLayer:
-    """Experts without a gate, and a feed-forward for all rows; they may read fewer numbers than a row has."""
+    """Experts without a gate and a shared expert; experts may have a smaller width than rows."""
     bias, inner = bool(config.mlp_bias), config.moe_shared_expert_intermediate_size
     gate, shared = GATES[config.mlp_hidden_act], plain(inner, config.mlp_hidden_act, bias=bias)
     refuse(bias and config.moe_latent_size is not None, "mlp_bias with moe_latent_size")
@@ -212,7 +212,7 @@ def _nemotron_experts(config: Any) -> FeedLayer:
 
 
 def _falcon_h1(config: Any) -> Architecture:
-    """Factors of keys, and of what attention reads, are factors of its scores and results here."""
+    """Factors of keys and of attention's input are applied as factors of scores and results."""
     reads, has_norm = config.attention_in_multiplier, bool(config.mamba_rms_norm)
     is_added = (config.attention_bias and reads != 1) or (config.mamba_proj_bias and config.ssm_in_multiplier != 1)
     refuse(is_added, "a bias beside a multiplier")
@@ -242,7 +242,7 @@ def _bamba(config: Any) -> Architecture:
 
 
 def _mamba1_of(config: Any, **more: Any) -> Mamba1Layer:
-    """By the names that models have in which Mamba 1 is a part."""
+    """With the config names of hybrids with Mamba 1."""
     inner, conv_bias, bias = config.mamba_expand * config.hidden_size, config.mamba_conv_bias, config.mamba_proj_bias
     sizes = inner, config.mamba_d_state, config.mamba_dt_rank, config.mamba_d_conv
     return Mamba1Layer(*sizes, bool(conv_bias), bool(bias), **more)
@@ -300,20 +300,20 @@ def _of_kimi(config: Any, attention: LatentLayer, names: Any, **more: Any) -> Ar
 
 
 def _kimi_linear(config: Any) -> Architecture:
-    """Nothing turns."""
+    """No rotary positions."""
     attention = latent(config, interleaved=False, turns=False)
     return _of_kimi(config, attention, (BLOCK, *W123, _FORGETS), rank=config.linear_head_dim)
 
 
 def _bailing_hybrid(config: Any) -> Architecture:
-    """What heads of attention give is gated."""
+    """Attention heads have output gates."""
     refuse(config.attention_bias, "attention_bias")  # the gates' product has none
     attention = latent(config, interleaved=True, gated=True)
     return _of_kimi(config, attention, _BAILING, least=config.kda_lower_bound if config.kda_safe_gate else None)
 
 
 def _olmo_hybrid(config: Any) -> Architecture:
-    """Norms of layers with a state are before them, and those of attention's after it."""
+    """Recurrent layers have input norms, attention layers output norms."""
     norm, feed, turns = NormForm(config.rms_norm_eps), gated(config, bias=False), config.rope_parameters
     head_dim = config.hidden_size // config.num_attention_heads
     rotary = None if turns and turns.get("rope_theta") is not None else RotaryTable.none(head_dim)
@@ -327,7 +327,7 @@ def _olmo_hybrid(config: Any) -> Architecture:
 
 
 def _lfm3(config: Any) -> Architecture:
-    """LFM 2 with windows, gates of heads, and norms of results."""
+    """LFM 2 with windows, gates of heads, and output norms."""
     norm, feed, names = NormForm(config.norm_eps), GatedFeed(config.intermediate_size, "silu"), ("conv", "feed_forward")
     norms = FOUR_NORMS if config.use_sandwich_norm else (FOUR_NORMS[0], None, FOUR_NORMS[2], None)
     conv = Convolution(config.hidden_size, config.conv_L_cache, bool(config.conv_bias), "conv")
@@ -344,7 +344,7 @@ def _lfm3(config: Any) -> Architecture:
 
 
 def _lara_mini(config: Any) -> Architecture:
-    """Three kinds of layers; of those that attend, the ones without a window have no rotary positions."""
+    """Three kinds of layers; attention layers without a window have no rotary positions."""
     norm, attention = NormForm(config.rms_norm_eps), grouped(config, norm=normed_heads(config))
     feed = with_shared(config, of_qwen(config), config.shared_expert_intermediate_size, shared_name="shared_expert")
     spec, still = replace(attention.spec, window=config.sliding_window), RotaryTable.none(attention.head_dim)
@@ -359,7 +359,7 @@ def _lara_mini(config: Any) -> Architecture:
 def _zamba_of(
     config: Any, mamba: Mamba1Layer | Mamba2Layer, blocks: int, ranks: tuple[int, int], *, turning: bool, **more: Any
 ) -> Architecture:
-    """Layers of Mamba, before some of which one of the blocks runs, each in its turn."""
+    """Mamba layers; before some of them one of the shared blocks runs, cyclically."""
     norm, width = NormForm(config.rms_norm_eps), config.hidden_size
     rotary = rotary_of(config, config.head_dim) if turning else RotaryTable.none(config.head_dim)
     spec = AttentionSpec((config.head_dim / 2) ** -0.5)
@@ -371,7 +371,7 @@ def _zamba_of(
     for which, number in enumerate(numbers):
         block = SharedBlock(which % blocks, attention, feed, norm, ranks)
         layers[number] = Layer(SharedLayer(block, mamba, which), None, (None,) * 4, names=(_HYBRID, ""))
-    # The first layer that has a block has its weights.
+    # The first layer with a block has its weights.
     names = [
         (rf"^model\.layers\.{number}\.shared_transf(?:ormer)?\.", f"model.shared.{block}.")
         for block, number in enumerate(numbers[:blocks])

@@ -1,4 +1,4 @@
-"""The families of the table that are mixtures of experts, or whose attention keeps latents (see `table.py`)."""
+"""The families of the table with experts or latent attention (see `table.py`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def experts(config: Any, router: Router, inner: int | None = None, **more: Any) 
 
 
 def with_shared(config: Any, router: Router, inner: int, **more: Any) -> Experts:
-    """Experts beside a feed-forward of this size for all rows."""
+    """Experts with a shared expert of this size."""
     return experts(config, router, shared=gated(config, bias=False, inner=inner), **more)
 
 
@@ -70,7 +70,7 @@ def mixture(
     layer: Any = None,
     **more: Any,
 ) -> Architecture:
-    """A model of experts in the layers of `is_sparse`, default all; others have the usual feed-forward."""
+    """A model with experts in the layers of `is_sparse`, default all; others have the usual feed-forward."""
     bias = more.pop("bias", False)
     if is_sparse is None:
         return decoder(config, mixer, feed, layer, **more)
@@ -78,7 +78,7 @@ def mixture(
 
 
 def with_experts(made: Architecture, feed: Experts, is_sparse: Iterable[bool]) -> Architecture:
-    """With experts in the layers of `is_sparse`."""
+    """Set experts in the layers of `is_sparse`."""
     pairs = zip(made.layers, is_sparse, strict=True)
     return replace(made, layers=tuple(replace(each, feed=feed) if has else each for each, has in pairs))
 
@@ -97,7 +97,7 @@ def of_qwen(config: Any) -> Router:
 
 
 def qwen_experts(config: Any) -> Experts:
-    """Beside the experts there is a feed-forward for all rows, which has a weight of its own."""
+    """Experts with a gated shared expert."""
     fields = {"shared_name": "shared_expert", "shared_gate": "shared_expert_gate"}
     return with_shared(config, of_qwen(config), config.shared_expert_intermediate_size, **fields)
 
@@ -142,7 +142,7 @@ def _gpt_oss(config: Any) -> Architecture:
 
 
 def granite_experts(config: Any) -> Experts:
-    """Some families have a feed-forward for all rows, which a checkpoint holds beside the experts."""
+    """Some families have a shared expert, which a checkpoint stores beside the experts."""
     router = Router(config.num_local_experts, config.num_experts_per_tok, name="router")
     inner = getattr(config, "shared_intermediate_size", 0)
     shared = gated(config, bias=False, joined=True, inner=inner) if inner else None
@@ -169,7 +169,7 @@ def _ernie4_5_moe(config: Any) -> Architecture:
 
 
 def router_of_deepseek(config: Any, count: int, **more: Any) -> Router:
-    """Scores one by one, a correction, and groups."""
+    """Element-wise scores, a correction, and groups."""
     groups = config.n_group or 1, config.topk_group or 1
     fields: dict[str, Any] = {
         "scores": "sigmoid",
@@ -182,7 +182,7 @@ def router_of_deepseek(config: Any, count: int, **more: Any) -> Router:
 
 
 def of_deepseek(config: Any, count: int, num_shared: int | None, **more: Any) -> Experts:
-    """Beside the experts there is a feed-forward for all rows, of the size of several of them."""
+    """Experts with a shared expert of the size of several."""
     refuse(not num_shared, "a mixture without shared experts")
     router = router_of_deepseek(config, count, **more)
     return with_shared(config, router, config.moe_intermediate_size * (num_shared or 0))
@@ -243,7 +243,7 @@ def _hunyuan_v1_moe(config: Any) -> Architecture:
 
 
 def _llama4(config: Any) -> Architecture:
-    """Layers without rotary positions see all, and their queries grow with positions; others see their own chunk."""
+    """Layers without rotary positions have full attention and queries that grow with positions; others have chunks."""
     chunked, depth = "chunked_attention", config.num_hidden_layers
     form = NormForm(config.rms_norm_eps, has_weight=False)
     dense, shared = gated(config, bias=False), gated(config, bias=False)
@@ -273,7 +273,7 @@ def latent(config: Any, *, interleaved: bool, turns: bool = True, **more: Any) -
     """Latent attention; `turns`: with rotary positions."""
     rope = dict(config.rope_parameters) if turns else {}
     size, bias = config.qk_rope_head_dim, bool(config.attention_bias)
-    refuse(bias and config.q_lora_rank is None, "attention_bias without q_lora_rank")  # the query's product has none
+    refuse(bias and config.q_lora_rank is None, "attention_bias without q_lora_rank")  # queries have no bias
     table = turning(config, rope, size) if turns else RotaryTable.none(size)
     scale, grown = (config.qk_nope_head_dim + size) ** -0.5, rope.get("mscale_all_dim")
     if rope.get("rope_type", "default") != "default" and grown and rope["factor"] > 1:
@@ -310,7 +310,7 @@ def deepseek_v3(config: Any) -> Architecture:
 
 
 def _axk1(config: Any) -> Architecture:
-    """What experts give is normed."""
+    """The experts' output is normalised."""
     made = deepseek_v3(config)
     norms = ("input_layernorm", None, "post_attention_layernorm", "post_mlp_layernorm")
     layers = tuple(replace(x, norms=norms) if isinstance(x.feed, Experts) else x for x in made.layers)
@@ -328,7 +328,7 @@ def _minicpm3(config: Any) -> Architecture:
 
 
 def _afmoe(config: Any) -> Architecture:
-    """Arcee's Trinity: what heads give has gates."""
+    """Arcee's Trinity: attention heads have output gates."""
     router = Router(
         config.num_experts, config.num_experts_per_tok, "sigmoid", scale=config.route_scale, correction="expert_bias",
         name="router.gate",
@@ -351,7 +351,7 @@ def _aria(config: Any) -> Architecture:
 
 
 def _cohere2_moe(config: Any) -> Architecture:
-    """Cohere 2 with experts. Layers without a window have rotary positions where they are the first, dense ones."""
+    """Cohere 2 with experts. Of layers without a window only the first, dense ones have rotary positions."""
     scores, count, inner = config.expert_selection_fn, config.num_shared_experts, config.intermediate_size
     is_mean = count and config.shared_expert_combination_strategy == "average"
     share = 0.5 if is_mean else 1.0
@@ -403,7 +403,7 @@ def _hy_v3(config: Any) -> Architecture:
 
 
 def _kolibri1(config: Any) -> Architecture:
-    """Experts are chosen by corrected logits."""
+    """Experts are selected by corrected logits."""
     router = replace(of_qwen(config), scores="sigmoid", correction=CORRECTION, corrects_logits=True)
     norms = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
     mixer = grouped(config, bias=False, norm=normed_heads(config))
@@ -414,7 +414,7 @@ def _kolibri1(config: Any) -> Architecture:
 
 
 def _laguna(config: Any) -> Architecture:
-    """Layers differ in their heads, which have gates, and in their rotary positions."""
+    """Layers differ in number of heads, which have gates, and in rotary positions."""
     router = Router(
         config.num_experts, config.num_experts_per_tok, "sigmoid", cap=config.moe_router_logit_softcapping or None,
         scale=config.moe_routed_scaling_factor, correction=CORRECTION,
@@ -434,7 +434,7 @@ def _mellum(config: Any) -> Architecture:
 
 
 def _phimoe(config: Any) -> Architecture:
-    """Two experts, one after the other. The factor of cos and sin has names of its own, and is one for all lengths."""
+    """Two experts, selected sequentially. The factor of cos and sin has separate names, and is constant."""
     rope = dict(config.rope_parameters)
     if rope["rope_type"] != "default":
         refuse(rope["short_mscale"] != rope["long_mscale"], "short_mscale beside another long_mscale")

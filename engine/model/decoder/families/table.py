@@ -1,7 +1,6 @@
-"""The families of the table: one function for each fills an `Architecture` from a config.
+"""The families of the table: one function per family fills an `Architecture` from a config.
 
-It gives None where the config asks for anything that the table does not have; transformers' own module runs such a
-model.
+The result is None for configs with unsupported features; transformers' own module runs such models.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def architecture_for(config: PreTrainedConfig) -> Architecture | None:
-    """The architecture that a config describes; None where it is not in the table."""
+    """The architecture of a config; None if it is not in the table."""
     family = FAMILIES.get(config.model_type)
     try:
         return None if family is None else family(config)
@@ -65,7 +64,7 @@ def _llama(config: Any) -> Architecture:
 
 
 def _windowed(config: Any) -> Architecture:
-    """Mistral. A list of kinds of layers has no meaning here: those models are `ministral`."""
+    """Mistral. A list of layer types has no effect here: such models are `ministral`."""
     made = decoder(config, grouped(config, bias=False), gated(config, bias=False))
     return with_attention(made, [{"window": config.sliding_window} for _ in made.layers])
 
@@ -123,7 +122,7 @@ def _granite_swa(config: Any) -> Architecture:
 
 
 def _hyperclovax(config: Any) -> Architecture:
-    """Granite that multiplies its logits, with norms of results."""
+    """Granite with scaled logits and output norms."""
     made, norms = _granite(config), ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
     layers = made.layers if not config.use_post_norm else tuple(replace(layer, norms=norms) for layer in made.layers)
     return replace(made, layers=layers, logit_scale=float(config.logits_scaling))
@@ -209,7 +208,7 @@ def _still(config: Any) -> RotaryTable:
 
 
 def _many_heads(config: Any, **more: Any) -> AttentionLayer:
-    """Each head has keys and values of its own."""
+    """Each head has its own keys and values."""
     return grouped(config, kv_heads=config.num_attention_heads, **more)
 
 
@@ -229,14 +228,14 @@ def _gpt2(config: Any) -> Architecture:
 
 
 def _gpt_bigcode(config: Any) -> Architecture:
-    """Its matrices lie as those of others do."""
+    """Its matrices are not transposed."""
     made = _gpt2(config)
     groups = 1 if config.multi_query else config.num_attention_heads
     return replace(with_attention(made, [{"groups": groups} for _ in made.layers]), transposed=False)
 
 
 def _openai_gpt(config: Any) -> Architecture:
-    """The first GPT: norms of sums, and none at the end."""
+    """The first GPT: norms after sums, and no final norm."""
     act = {"gelu": "gelu_new", "swish": "silu"}.get(config.afn, config.afn)
     feed = plain(4 * config.n_embd, act, bias=True, names=("c_fc", "c_proj"))
     mixer = _many_heads(config, bias=True, joined=True, rotary=_still(config))
@@ -247,7 +246,7 @@ def _openai_gpt(config: Any) -> Architecture:
 
 
 def _opt(config: Any) -> Architecture:
-    """Norms come before each part, or after its sum; embeddings may be narrower than the layers."""
+    """Norms before each part, or after its sum; embeddings may be narrower than layers."""
     first, has_weights = config.do_layer_norm_before, config.layer_norm_elementwise_affine
     norm = _layer_norm(1e-5, has_weight=has_weights, has_bias=has_weights)
     mixer = _many_heads(config, bias=config.enable_bias, rotary=_still(config), out_name="out_proj")
@@ -272,7 +271,7 @@ def _biogpt(config: Any) -> Architecture:
 
 
 def _gpt_neox(config: Any) -> Architecture:
-    """Queries, keys and values of a head lie side by side."""
+    """Queries, keys and values of each head are adjacent."""
     heads, bias = config.num_attention_heads, config.attention_bias
     mixer = _many_heads(config, bias=bias, joined=True, groups=heads, out_name="dense")
     feed = plain(config.intermediate_size, config.hidden_act, bias=True, names=("dense_h_to_4h", "dense_4h_to_h"))
@@ -281,7 +280,7 @@ def _gpt_neox(config: Any) -> Architecture:
 
 
 def _gpt_neo(config: Any) -> Architecture:
-    """Scores have no scale, and half of the layers a window."""
+    """Scores without a scale, and a window in every second layer."""
     mixer = _many_heads(
         config, qkv_bias=False, out_bias=True, rotary=_still(config), spec=AttentionSpec(1.0), out_name="out_proj"
     )
@@ -294,7 +293,7 @@ def _gpt_neo(config: Any) -> Architecture:
 
 
 def _falcon(config: Any) -> Architecture:
-    """Heads that share keys and values lie side by side with them."""
+    """Query heads are adjacent to the keys and values that they share."""
     heads, is_new = config.num_attention_heads, config.new_decoder_architecture
     refuse(config.alibi or (is_new and not config.parallel_attn), "alibi, or the new decoder without parallel_attn")
     kv_heads = config.num_kv_heads if is_new else 1 if config.multi_query else heads
@@ -324,7 +323,7 @@ def _phi(config: Any) -> Architecture:
 
 
 def _gptj(config: Any, **joined: Any) -> Architecture:
-    """Few numbers of a head are rotated, as neighbours."""
+    """Part of a head is rotated, as adjacent pairs."""
     refuse(config.rotary_dim is None, "a rotary_dim of None")
     head_dim = config.hidden_size // config.num_attention_heads
     rotary = RotaryTable.of({"rope_theta": 10000.0}, head_dim, config.rotary_dim)
@@ -335,7 +334,7 @@ def _gptj(config: Any, **joined: Any) -> Architecture:
 
 
 def _codegen(config: Any) -> Architecture:
-    """Its matrices were trained in four parts."""
+    """Its matrices consist of four parts."""
     refuse(config.num_attention_heads % 4, f"num_attention_heads {config.num_attention_heads}")
     return _gptj(config, joined=True, groups=4, values_first=True)
 
@@ -360,7 +359,7 @@ def _xglm(config: Any) -> Architecture:
 
 
 def _mllama(whole: Any) -> Architecture:
-    """Llama without the layers that look at an image, for there is none; the others close ranks."""
+    """Llama without the cross-attention layers for images; the other layers are renumbered."""
     config = whole.get_text_config()
     made = decoder(config, grouped(config, bias=False), gated(config, bias=False), spare_rows=8)
     kept = [number for number in range(config.num_hidden_layers) if number not in config.cross_attention_layers]
@@ -392,7 +391,7 @@ def _apertus(config: Any) -> Architecture:
 
 
 def _apertus_of_text(config: Any) -> Architecture:
-    """Its output matrix may have fewer rows than the table."""
+    """The output matrix may have fewer rows than the embedding table."""
     refuse(config.output_vocab_size is not None, "output_vocab_size")
     return _apertus(config)
 
@@ -407,7 +406,7 @@ def _helium(config: Any) -> Architecture:
 
 
 def _nanochat(config: Any) -> Architecture:
-    """No norm has weights, heads are normed after the rotation, and it turns the other way."""
+    """Norms have no weights, heads are normalised after the rotation, which has the opposite direction."""
     norm = NormForm(config.rms_norm_eps, has_weight=False)
     mixer = grouped(config, norm=HeadNorm(norm, turned=True))
     back = replace(mixer.rotary, frequencies=tuple(-each for each in mixer.rotary.frequencies))

@@ -56,7 +56,7 @@ def test_reads_what_the_package_reads(file: Path) -> None:
 
 def test_values_of_another_kind_and_missing_ones_are_named(file: Path) -> None:
     container = Container.open(file)
-    with pytest.raises(ModelError, match=r"our\.text is 'naïve ▁'; expected a whole number"):
+    with pytest.raises(ModelError, match=r"our\.text is 'naïve ▁'; expected an integer"):
         container.get("our.text", int)
     with pytest.raises(ModelError, match=r"has no our\.nothing"):
         container.need("our.nothing", int)
@@ -142,7 +142,7 @@ def test_names_of_files(file: Path, tmp_path: Path) -> None:
         Container.open(tmp_path / "a-00001-of-99999.gguf")
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
-    with pytest.raises(ModelError, match=r"holds 2 GGUF files; pass the path of one: a\.gguf, b\.gguf"):
+    with pytest.raises(ModelError, match=r"has 2 GGUF files; pass the path of one: a\.gguf, b\.gguf"):
         gguf_file(tmp_path)
     (tmp_path / "config.json").touch()
     assert gguf_file(tmp_path) is None, "beside another checkpoint"

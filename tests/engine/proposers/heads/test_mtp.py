@@ -117,9 +117,9 @@ Z = torch.zeros
         (r"eh_proj\.weight has shape \[32, 32\]; its config says \[32, 64\]", {"layers.2.eh_proj": Z(32, 32)}, "",
          "deepseek-v3"),
         (r"o_proj\.weight has shape \[32, 8\]", {"layers.2.self_attn.o_proj": Z(32, 8)}, "", "deepseek-v3"),
-        (r"has model\.layers\.0\.extra\.weight in its MTP layer, which is not known", {"layers.2.extra": Z(2)}, "",
+        (r"has an unexpected tensor model\.layers\.0\.extra\.weight in its MTP", {"layers.2.extra": Z(2)}, "",
          "deepseek-v3"),
-        (r"has model\.layers\.0\.other\.weight in its MTP layer", {"mtp.other": Z(2)}, "", "qwen-3.5"),
+        (r"unexpected tensor model\.layers\.0\.other\.weight in its MTP layer", {"mtp.other": Z(2)}, "", "qwen-3.5"),
     ],
 )  # fmt: skip
 def test_layers_that_are_not_whole(
@@ -133,7 +133,7 @@ def test_layers_that_are_not_whole(
 
 
 def test_checkpoints_that_cannot_have_such_layers(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is a llama model, whose MTP layers are not known"):
+    with pytest.raises(ModelError, match="is a llama model, whose MTP layers are not supported"):
         load_mtp(str(tmp_path), None, zoo.reference("llama"))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
@@ -154,7 +154,7 @@ def test_the_log_says_that_there_are_such_layers(
         for folder in ("without", "with"):
             assert not load_heads({}, EngineConfig(target=str(tmp_path / folder)), saved.target)
     [said] = (record.getMessage() for record in caplog.records)
-    assert said == f"{saved.folder!r} has layers for multi-token prediction; with --draft mtp they draft"
+    assert said == f"{saved.folder!r} has MTP layers; use them for drafting with --draft mtp"
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_noise_is_drawn_below_the_mask_token_of_the_config(tmp_path: Path) -> No
         assert len(seen) > 3
     for mask in (1, zoo.VOCAB + 1, "x"):
         target.config.mask_token_id = mask
-        with pytest.raises(ModelError, match=f"mask_token_id of the target is {mask!r}; noise needs one of 2 to 97"):
+        with pytest.raises(ModelError, match=f"mask_token_id of the target is {mask!r}; expected 2 to 97"):
             uno.load_uno(str(folder), None, target)
 
 
@@ -257,7 +257,7 @@ def test_an_adapter_that_is_not_served_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(
         ModelError,
-        match=r"draft '.*empty' is no GGUF file and has neither config.json nor adapter_config.json",
+        match=r"draft '.*empty' is not a GGUF file and has neither config.json nor adapter_config.json",
     ):
         served(model, tmp_path / "empty")
 
