@@ -19,7 +19,7 @@ PROTOS := $(patsubst proto/%,%,$(wildcard proto/pilotfish/v1/*.proto))
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(NATIVE) $(STAMP) ## Create .venv with everything for use, tests and checks, and compile C that has changed
+install: $(NATIVE) $(STAMP) ## Create .venv with all dependencies, and compile changed C sources
 
 $(STAMP): pyproject.toml hatch_build.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,15 +42,15 @@ QUICK := tests/style $(addprefix tests/engine/,control kv request sampling test_
 	$(addprefix tests/server/test_,generate.py life.py limits.py queue.py order.py resume.py) \
 	$(patsubst %,tests/exactness/test_%.py,coupled defects rejection)
 
-test: install ## Test every promise of README once, on real engines and servers
+test: install ## Test every feature in README once, on real engines and servers
 	$(RUN_TESTS) -m "not slow"
 
-test-slow: install ## Test what `make test` leaves out: the rest of each grid, and what takes long
+test-slow: install ## Run the tests that `make test` skips: full grids and long runs
 	$(RUN_TESTS) --timeout 600 -m "$(SLOW)"
 
 test-all: test test-slow ## Run all tests
 
-quick: install ## Test the heart: control, scheduling, pages, exactness, the server around a fake engine
+quick: install ## Test the core: control, scheduling, pages, exactness, the server with a fake engine
 	$(RUN_TESTS) -q -m "not slow" $(QUICK)
 
 # What a GPU machine may have: the lowest releases, and nothing for serving. Another Python that has them saves making one.
@@ -79,10 +79,10 @@ OUT ?= build/light
 test-cuda: $(NATIVE) ## Run the tests of kernels and graphs on this machine's GPU with CUDA_PYTHON (python3), in nine minutes
 	$(ON_CUDA) -m tests.cuda $(ARGS)
 
-first-light: $(NATIVE) ## Check and measure all that matters on this machine's GPU in nine minutes; writes to OUT (build/light)
+first-light: $(NATIVE) ## Check and measure this machine's GPU in nine minutes; writes to OUT (build/light)
 	$(ON_CUDA) -m benchmarks.cuda first-light --out $(OUT) $(ARGS)
 
-first-light-2: $(NATIVE) ## Measure what takes longer: AUTO, transformers beside, prompts, draws; nine minutes, writes to OUT
+first-light-2: $(NATIVE) ## Further measurements: AUTO, transformers, prompts, sampling; nine minutes, writes to OUT
 	$(ON_CUDA) -m benchmarks.cuda first-light-2 --out $(OUT) $(ARGS)
 
 check: install ## Format, lint, types, layers, fresh stubs
@@ -129,7 +129,7 @@ $(CLIENTS)/npm/.installed: tests/clients/npm/package.json tests/clients/npm/pack
 
 CLIENTS_INSTALLED := $(addsuffix /.installed,$(CLIENT_VENVS) $(CLIENTS)/npm) $(CLIENTS)/benchmarks/.vllm
 
-environments: $(LOWEST_INSTALLED) $(CLIENTS_INSTALLED) ## Install what test-lowest and test-clients need beside .venv
+environments: $(LOWEST_INSTALLED) $(CLIENTS_INSTALLED) ## Install the environments of test-lowest and test-clients
 
 test-clients: install $(CLIENTS_INSTALLED) ## Run other people's clients against a server: SDKs, evaluations, load generators, agents
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 $(sort $(wildcard tests/clients/try_*.py))
@@ -196,13 +196,13 @@ loadtest: install $(CLIENTS)/benchmarks/.installed ## Load the embedded server: 
 		--data kind=synthetic_text,prompt_tokens=60,output_tokens=64 --disable-console-interactive \
 		--output kind=console --output kind=json,path=build/loadtest/curve.json --output kind=html,path=build/loadtest/curve.html
 
-overload: install ## Ten times what the embedded server can do, for a minute (three in all)
+overload: install ## Ten times the capacity of the embedded server, for a minute (three in all)
 	$(BIN)/python -m loadtest overload --out build/loadtest/overload $(ARGS)
 
 chaos: install ## Faulty callers and faults while engines and a replica are killed, for five minutes (seven in all)
 	$(BIN)/python -m loadtest chaos --out build/loadtest/chaos $(ARGS)
 
-survive: install ## Streams of every option while engines die, and while replicas do; calls of the largest size
+survive: install ## Streams with every option while engines and replicas are killed; calls of maximum size
 	$(BIN)/python -m loadtest survive --out build/loadtest/survive $(ARGS)
 	$(BIN)/python -m loadtest replicas --out build/loadtest/replicas
 	$(BIN)/python -m loadtest restart --out build/loadtest/restart

@@ -50,18 +50,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names, d = [section.name for section in SECTIONS], BenchOptions()
-    parser.add_argument("sections", nargs="*", choices=[*names, []], help="of " + ", ".join(names) + "; none means all")
+    parser.add_argument("sections", nargs="*", choices=[*names, []], help="sections to run; default: all")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder of the results")
-    parser.add_argument("--models", type=Path, default=d.models, help="where the synthetic models are kept")
-    parser.add_argument("--shape", dest="target", choices=SHAPES, default=d.target, help="of the target")
-    parser.add_argument("--draft-shape", dest="draft", choices=SHAPES, default=d.draft)
-    parser.add_argument("--agreement", type=float, default=d.agreement, help="of the draft that is not replayed")
+    parser.add_argument("--models", type=Path, default=d.models, help="folder of the synthetic models")
+    parser.add_argument("--shape", dest="target", choices=SHAPES, default=d.target, help="shape of the target")
+    parser.add_argument("--draft-shape", dest="draft", choices=SHAPES, default=d.draft, help="shape of the draft")
+    parser.add_argument("--agreement", type=float, default=d.agreement, help="acceptance of the synthetic draft")
     parser.add_argument("--threads", type=int, default=d.threads, help="default: the cores this process may use")
-    parser.add_argument("--rounds", type=int, default=d.rounds, help="that count; one more warms up")
-    parser.add_argument("--prompt", type=int, default=d.prompt, help="tokens")
-    parser.add_argument("--tokens", type=int, default=d.tokens, help="of output")
+    parser.add_argument("--rounds", type=int, default=d.rounds, help="number of measured rounds, after one for warm-up")
+    parser.add_argument("--prompt", type=int, default=d.prompt, help="prompt tokens")
+    parser.add_argument("--tokens", type=int, default=d.tokens, help="output tokens")
     parser.add_argument("--kv-memory", type=float, default=d.kv_memory, help="GiB for keys and values, per engine")
-    parser.add_argument("--peers", nargs="*", help="names, or parts of names, of programs; without any: Pilotfish only")
+    parser.add_argument("--peers", nargs="*", help="other programs, by (part of) name; default: Pilotfish only")
     parser.add_argument(
         "--peers-python",
         nargs="+",
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--neighbours", type=int, nargs="+", default=d.neighbours, help="busy processes beside peers")
     for name, of in (("batches", int), ("rates", float), ("contexts", int), ("drafts", int)):
-        parser.add_argument(f"--{name}", type=of, nargs="+", help="default: what the section asks for")
+        parser.add_argument(f"--{name}", type=of, nargs="+", help="default: set by the section")
     return parser
 
 

@@ -35,7 +35,7 @@ TIME_TO_FIRST = _quantiles(
 BETWEEN = _quantiles(
     "Inter-token latency",
     "inter_token_latency",
-    "Between two rounds of one output; a round may have several tokens.",
+    "Between two deliveries of one output; a delivery may have several tokens.",
 )
 ENDED = Panel(
     "Requests ended", "reqps", [(rate("requests_total", "finish_reason"), "{{finish_reason}}")], "By reason.", "stack"
@@ -129,7 +129,7 @@ SPECULATION = [
         "heat",
     ),
     Panel(
-        "Failures of proposers",
+        "Proposer failures",
         "none",
         [(rate("draft_failures_total"), "per second")],
         "The step continued without drafts; see the log.",

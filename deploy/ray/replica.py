@@ -81,7 +81,7 @@ class Replica:
     async def Generate(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
         """Return the complete answer."""
         if request.HasField("resume"):
-            return Envelope.refused(InvalidRequest.of("resume", "continues a stream; send it to GenerateStream"))
+            return Envelope.refused(InvalidRequest.of("resume", "is only supported by GenerateStream"))
         try:
             async with self._slow.turn(request.ByteSize()):
                 stream = await self._admit(request, grpc_context)

@@ -84,7 +84,7 @@ class Committed:
     drawn: Tensor  # [B, K + 1] int64, of which the first `num_fresh` count
     num_fresh: Tensor  # [B] int64, 0 for one that is not running
     num_accepted: Tensor  # [B] int64, drafts among them
-    ended: Tensor  # [B] int64, RUNNING, STOPPED at an end token, FULL, or UNSOUND: its logits were NaN
+    ended: Tensor  # [B] int64, RUNNING, STOPPED at an end token, FULL, or UNSOUND: its logits were not finite
 
 
 @dataclass(frozen=True, slots=True)

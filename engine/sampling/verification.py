@@ -57,7 +57,7 @@ def _verified(works: Seq[Work], logits: Tensor, decide: Callable[[Seq[Work], Ten
 def _with_tokens(work: Work, num_accepted: int, next_token: int, num_sound: int, num_open: int) -> Work:
     tokens, problem = (*work.drafts[:num_accepted], next_token), None
     if num_sound < len(tokens) and num_sound <= num_open:
-        tokens, problem = tokens[:num_sound], "the model's logits were NaN"
+        tokens, problem = tokens[:num_sound], "the model's logits were not finite"
     elif num_open < len(tokens):
         tokens = tokens[:num_open]
         if not work.sequence.grammar_lag:  # else the state of the structure lags behind

@@ -174,7 +174,7 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: generation.GenerateRequest, context: Context) -> generation.GenerateResponse:
         if request.HasField("resume"):
-            raise InvalidRequest.of("resume", "is set; a stream can only be resumed by GenerateStream")
+            raise InvalidRequest.of("resume", "is only supported by GenerateStream")
         return await messages.response(await self._admit(request, context))
 
     # The type stubs expect a generator, but its cleanup may never run. So this method writes the messages itself.

@@ -145,7 +145,7 @@ async def test_what_is_wrong_is_named():
         error = await error_of(collect(server.inference.GenerateStream(asked)))
         assert "resume.outputs[0].token_ids[0] is 5, which does not fit" in error.details()
         error = await error_of(server.inference.Generate(request(resume=pb.Resume())))
-        assert "resume is set; a stream can only be resumed by GenerateStream" in error.details()
+        assert "resume is only supported by GenerateStream" in error.details()
 
 
 async def test_what_was_received_is_replayed_in_parts_beside_the_loop(monkeypatch):
