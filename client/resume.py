@@ -141,7 +141,7 @@ class ResumableStream:
         output = self._outputs.setdefault(index, pb.ReceivedOutput(index=index))
         if is_end:
             output.finished = True
-            output.ClearField("token_ids")  # not required any more
+            output.ClearField("token_ids")  # no longer required
         else:
             output.token_ids.extend(message.delta.token_ids)
             output.tail = output.tail or len(message.delta.text) > sum(message.delta.text_lengths)

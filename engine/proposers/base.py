@@ -17,13 +17,13 @@ from engine.types import KVCursor, Sequence
 class Proposer:
     """Guesses up to `num_draft` next tokens of each sequence, which has only its newest token to feed.
 
-    This one guesses nothing: plain decoding, the oracle that all others are held against.
+    This one drafts nothing: plain decoding, the oracle of all others.
     """
 
-    uses_draft_kv = False  # whether sequences need pages in an arena of its own
+    uses_draft_kv = False  # whether sequences need pages in its own arena
     shares_draft_kv = False  # whether these depend only on tokens and positions, so that the prefix cache may keep them
-    is_parallel = False  # whether it makes all its drafts in one pass, whatever their number
-    most_drafts: int | None = None  # that it can make in a step; None: any number
+    is_parallel = False  # whether it makes all its drafts in one pass
+    most_drafts: int | None = None  # maximum number of drafts per step; None: unlimited
 
     def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
         """Return the works with their drafts, and add each pass of a model to `forwards`.

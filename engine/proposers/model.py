@@ -1,4 +1,4 @@
-"""A smaller model guesses, one token at a time for the whole batch."""
+"""Drafts with a smaller model, one token at a time for the whole batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ModelProposer(ChainProposer):
-    """Drafts with a model that speaks the target's token ids: another one, or the target's own first layers."""
+    """Drafts with a model with the target's token ids: another one, or the target's own first layers."""
 
     uses_draft_kv = True
     shares_draft_kv = True
@@ -27,14 +27,14 @@ class ModelProposer(ChainProposer):
         self.runner, self._prefill, self._name = runner, prefill, name
 
     def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
-        """A sequence whose catch-up exceeds the token budget is fed a part of it and gets no drafts yet."""
-        # Sequences that lack little come first: one with a long prompt to read takes no drafts away from the others.
+        """Draft. A sequence whose catch-up exceeds the token budget is fed a part of it and gets no drafts yet."""
+        # Sequences with little to catch up come first, so that a long prompt does not cost others their drafts.
         chains = sorted(chains, key=lambda c: len(c.sequence.tokens) - c.sequence.draft.kv_len)
         while chains:
             chains = self._extend(chains, forwards)
 
     def _extend(self, chains: list[Chain], forwards: list[Forward]) -> list[Chain]:
-        """One draft pass: every chain that is fed to its end grows by a token. Returns those that want more."""
+        """One draft pass: every chain that has caught up grows by a token. Returns unfinished chains."""
         budget, feeds = self._prefill.tokens_of_draft(self._name, len(chains)), list[Feed]()
         for chain in chains:
             feeds.append(_feed(chain, budget))
@@ -50,10 +50,10 @@ class ModelProposer(ChainProposer):
 
 
 def _feed(chain: Chain, budget: int) -> Feed:
-    """What the draft model has not seen, at most `budget` tokens of it; logits only if that reaches the end.
+    """The tokens that the draft model has not been fed, at most `budget`; with logits if they reach the end.
 
-    One token in a steady state, two after a fully accepted round, the whole prompt at the start, everything
-    since after a time without drafts: the same sentence each time (I2).
+    One token in a steady state, two after a fully accepted round, the whole prompt at the start, more after steps
+    without drafts (I2).
     """
     sequence = chain.sequence
     start, known = sequence.draft.kv_len, len(sequence.tokens)
@@ -65,18 +65,18 @@ def _feed(chain: Chain, budget: int) -> Feed:
 
 
 def first_layers(model: DecoderModel, layers: int) -> DecoderModel:
-    """A model of the first `layers` decoder layers, then the final norm and head; it shares every weight.
+    """A model of the first `layers` decoder layers, final norm and output matrix, with shared weights.
 
-    Untrained for it, early layers speak the target's output language only roughly; LayerSkip checkpoints (Elhoushi et
-    al. 2024, arXiv 2404.16710) were trained to.
+    Without training for early exit, early layers approximate the output only roughly; LayerSkip checkpoints (Elhoushi
+    et al. 2024, arXiv 2404.16710) are trained for it.
 
     Raises:
-        ModelError: the model has no such layers.
+        ModelError: the model has fewer layers.
     """
     depth = len(model.model.layers)
     if not 1 <= layers < depth:
         raise ModelError(f"draft is self:{layers}; the target has {depth} layers: expected 1 to {depth - 1}")
-    # Tensors that a deep copy meets in its memo are taken as they are: new modules, the same weights.
+    # Tensors in the memo of a deep copy are not copied: new modules with the same weights.
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, shared)
     twin.model.layers = twin.model.layers[:layers]

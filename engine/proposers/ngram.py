@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena 2023): text repeats itself, so what followed the last few tokens before may follow again."""
+"""Prompt lookup (Saxena 2023): drafts the tokens that followed an earlier occurrence of the last few tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from engine.control.goodput import Found
 from engine.proposers.base import Lookup
 from engine.types import Sequence
 
-_MOST_READ = 1024  # tokens of a sequence in a step: with the default sizes a millisecond
+_MOST_READ = 1024  # tokens indexed per sequence and step: a millisecond with the default sizes
 
 
 class NGramIndex:
-    """For each run of `size` tokens, where it last ended; grows with the sequence and is never rescanned.
+    """The last end position of each n-gram of `size` tokens; extended incrementally.
 
-    Of a long prompt it takes a part at each look-up, so that no step waits for all of it.
+    A long prompt is indexed in parts, one per look-up, so that no step waits for all of it.
     """
 
     def __init__(self, size: int) -> None:
@@ -24,7 +24,7 @@ class NGramIndex:
 
     def lookup(self, tokens: list[int]) -> int | None:
         """Position after the newest earlier occurrence of the last `size` tokens, or None."""
-        # The last run itself is left out: it would find itself.
+        # The last n-gram itself is excluded: it would match itself.
         stop = min(len(tokens), self._seen + _MOST_READ)
         for end in range(max(self._seen, self._size), stop):
             self._ends[tuple(tokens[end - self._size : end])] = end
@@ -33,14 +33,14 @@ class NGramIndex:
 
 
 class NGramProposer(Lookup):
-    """Looks for the longest of `sizes` that occurred before and proposes what came after it."""
+    """Finds the longest n-gram of `sizes` that occurred before and drafts the tokens after it."""
 
     def __init__(self, sizes: Seq[int] = (4, 3, 2)) -> None:
         self._sizes = tuple(sizes)
         self._indexes: WeakKeyDictionary[Sequence, tuple[NGramIndex, ...]] = WeakKeyDictionary()
 
     def look_up(self, sequence: Sequence, k: int) -> Found:
-        """Going round where a repetition overlaps the end: [.. a b a b], found before b -> b a b."""
+        """Wraps around if the match overlaps the end: [.. a b a b], found before b -> b a b."""
         if sequence not in self._indexes:
             self._indexes[sequence] = tuple(NGramIndex(size) for size in self._sizes)
         tokens = sequence.tokens

@@ -1,8 +1,8 @@
-"""SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): what followed the longest matches before, by frequency.
+"""SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): drafts the most frequent continuations of the longest matches.
 
-Looks in the request itself (prompt and output) and in past outputs of the same tenant. Drafts can never change an
-output, so sharing past outputs reveals no text; but a draft that is kept makes a step faster, and time can be
-measured. So tenants (`Request.cache_salt`) never share.
+Searches the request itself (prompt and output) and past outputs of the same tenant. Drafts never change an output, so
+sharing past outputs would not reveal text; but accepted drafts make a step faster, and time can be measured. So tenants
+(`Request.cache_salt`) do not share.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from engine.types import Sequence
 
 Pair = tuple[int, int]
 
-_MOST_READ = 256  # tokens of a sequence's own text in a step: they take a millisecond or two
-_MOST_TENANTS = 1024  # whose past outputs are kept
+_MOST_READ = 256  # tokens of a sequence's own text indexed per step: one or two milliseconds
+_MOST_TENANTS = 1024  # maximum number of tenants with past outputs
 
 
 class Match(NamedTuple):
-    """Somewhere in a text: the run in question ended just before `text[end]`."""
+    """A match in a text, which ends just before `text[end]`."""
 
     text: list[int]
     end: int
@@ -34,41 +34,41 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Drafts, and how many of them are expected to be kept (the paper's score, section 4.2)."""
+    """Drafts, and the expected number of accepted ones (the paper's score, section 4.2)."""
 
     tokens: tuple[int, ...] = ()
     score: float = 0.0
-    match: int = 0  # length of the run that was found before
+    match: int = 0  # length of the match
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How far to trust a match; the defaults were chosen on the embedded pair."""
+    """Parameters of matching; the defaults were chosen on the embedded pair."""
 
-    shortest: int = 2  # length of a match that is worth anything; the index knows pairs, so at least 2
-    longest: int = 16  # a longer match is no better
+    shortest: int = 2  # minimum length of a match; at least 2, because the index has pairs
+    longest: int = 16  # longer matches count equally
     reach: float = 2.0  # drafts per token of match: the paper's alpha
-    least: float = 0.5  # stop where the estimated chance of being kept falls below this
-    most_places: int = 32  # newest occurrences that are counted
+    least: float = 0.5  # minimum estimated probability of acceptance
+    most_places: int = 32  # maximum number of counted occurrences, newest first
 
 
 class SuffixIndex:
-    """Where each pair of tokens ended, oldest first, over growing texts; longer runs are found by looking left.
+    """The end positions of each pair of tokens, oldest first, over growing texts; longer matches extend to the left.
 
-    It answers what a suffix tree would for runs of two tokens and more, in memory proportional to the tokens, with
-    constant work per token and per token forgotten.
+    Equivalent to a suffix tree for matches of two or more tokens, in linear memory, with constant work per added and
+    per dropped token.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
         self._places: dict[Pair, list[Match]] = {}
-        self._order, self._capacity = deque[Pair](), capacity  # of `_places`' entries, oldest first
+        self._order, self._capacity = deque[Pair](), capacity  # keys of `_places`, oldest first
 
     def __len__(self) -> int:
-        """Places held, one per token."""
+        """Number of places, one per token."""
         return len(self._order)
 
     def grow(self, text: list[int], start: int, stop: int | None = None) -> None:
-        """Take in `text[start:stop]`. The list is kept, not copied: it may grow, and change no token."""
+        """Index `text[start:stop]`. The list is not copied: it may grow, but its tokens must not change."""
         for end in range(max(start, 1) + 1, (len(text) if stop is None else stop) + 1):
             pair = (text[end - 2], text[end - 1])
             self._places.setdefault(pair, []).append(Match(text, end))
@@ -80,17 +80,17 @@ class SuffixIndex:
                 del self._places[pair]
 
     def places(self, tokens: list[int], most: int) -> list[Match]:
-        """The newest places, at most `most`, where the last pair of `tokens` ended before."""
+        """The newest places, at most `most`, of the last pair of `tokens`."""
         if len(tokens) < 2:
             return []
         found = self._places.get((tokens[-2], tokens[-1]), [])
-        # The end of the text itself is no earlier occurrence of it.
+        # The end of the text itself is not an earlier occurrence.
         elsewhere = (p for p in reversed(found) if p.end < len(p.text))
         return list(islice(elsewhere, most))
 
 
 def match_length(tokens: list[int], place: Match, longest: int) -> int:
-    """How many tokens before `place` are those at the end of `tokens`, up to `longest`."""
+    """The number of tokens before `place` that match the end of `tokens`, up to `longest`."""
     text, end = place
     limit = min(longest, end, len(tokens))
     length = 2  # the pair that led here
@@ -112,9 +112,9 @@ def best_guess(tokens: list[int], places: Seq[Match], k: int, rules: Rules) -> G
 
 
 def _likeliest(tokens: list[int], places: list[Match], least: float) -> Iterator[tuple[int, float]]:
-    """Tokens that most often came next, with the estimated chance that all so far are right, while it is high enough.
+    """The most frequent next tokens, while the estimated probability that all so far are right is high enough.
 
-    A text that ends is continued by the guess itself if it is the request's own: [.. a b a b] goes round.
+    At its end the request's own text is continued by the drafts themselves: [.. a b a b] wraps around.
     """
     chance, made = 1.0, list[int]()
     while places:
@@ -122,7 +122,7 @@ def _likeliest(tokens: list[int], places: list[Match], least: float) -> Iterator
         counts = Counter(token for _, token in following if token is not None)
         if not counts:
             return
-        # Equally frequent ones: the newest place comes first, and a Counter keeps the order of insertion.
+        # Ties: the newest place comes first, and a Counter keeps the order of insertion.
         token, count = counts.most_common(1)[0]
         chance *= count / counts.total()
         if chance < least:
@@ -133,7 +133,7 @@ def _likeliest(tokens: list[int], places: list[Match], least: float) -> Iterator
 
 
 def _next(place: Match, offset: int, tokens: list[int], made: list[int]) -> int | None:
-    """The token `offset` places on, or None where the text ends."""
+    """The token at `offset`, or None beyond the end of the text."""
     at = place.end + offset
     if at < len(place.text):
         return place.text[at]
@@ -141,9 +141,9 @@ def _next(place: Match, offset: int, tokens: list[int], made: list[int]) -> int 
 
 
 class PastOutputs:
-    """One index per tenant: at most `capacity` tokens in all, at most a quarter of it for one.
+    """One index per tenant: at most `capacity` tokens in total, a quarter of it per tenant.
 
-    Within a tenant the oldest tokens go first; beyond the whole, the tenant that was served least recently.
+    Evicts the oldest tokens of a tenant beyond its limit, and the least recently served tenant beyond the total.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -151,17 +151,17 @@ class PastOutputs:
         self._tenants: OrderedDict[str | None, SuffixIndex] = OrderedDict()
 
     def __len__(self) -> int:
-        """Tokens held, over all tenants."""
+        """Number of tokens over all tenants."""
         return self._num_held
 
     def of(self, tenant: str | None) -> SuffixIndex:
-        """The tenant's own, now the most recently used."""
+        """The tenant's index, which becomes the most recently used."""
         index = self._tenants.setdefault(tenant, SuffixIndex(max(1, self._capacity // 4)))
         self._tenants.move_to_end(tenant)
         return index
 
     def grow(self, tenant: str | None, text: list[int], start: int) -> None:
-        """Take in `text` from `start` to its end, and forget what is too much."""
+        """Index `text` from `start`, and evict tokens beyond the limits."""
         index = self.of(tenant)
         before = len(index)
         index.grow(text, start)
@@ -173,7 +173,7 @@ class PastOutputs:
 
 @dataclass(slots=True)
 class _IndexedText:
-    """How far one sequence has been read: into its own index, and into its tenant's."""
+    """The indexed positions of one sequence, in its own index and in its tenant's."""
 
     own: SuffixIndex = field(default_factory=SuffixIndex)
     num_read: int = 0  # into the tenant's
@@ -182,33 +182,33 @@ class _IndexedText:
 
 
 class SuffixProposer(Lookup):
-    """Proposes as far as what followed before is likely to follow again; often nothing."""
+    """Drafts while earlier continuations are likely to recur; often nothing."""
 
     def __init__(self, rules: Rules | None = None, capacity: int = 2**17) -> None:
         self._rules, self._past = rules or Rules(), PastOutputs(capacity)
         self._readings: WeakKeyDictionary[Sequence, _IndexedText] = WeakKeyDictionary()
 
     def look_up(self, sequence: Sequence, k: int) -> Found:
-        """In the sequence itself and in its tenant's past: the better one, the sequence's own where they are equal."""
+        """Search the sequence itself and its tenant's past; the better one, ties: the sequence's own."""
         tokens, rules = sequence.tokens, self._rules
         reading = self._readings.setdefault(sequence, _IndexedText())
         self._read(sequence, reading)
         own = best_guess(tokens, reading.own.places(tokens, rules.most_places), k, rules)
         past = self._past.of(sequence.request.cache_salt).places(tokens, rules.most_places)
-        # The sequence's own output is in the past too, where it would count twice.
+        # The sequence's own output is also in the past, where it would count twice.
         others = [place for place in past if place.text is not reading.output]
         best = max(own, best_guess(tokens, others, k, rules), key=lambda guess: guess.score)
         return Found(best.tokens, best.match)
 
     def _read(self, sequence: Sequence, reading: _IndexedText) -> None:
-        """Index the new tokens of a sequence. Those of its last round are never indexed: no drafts follow it.
+        """Index the new tokens of a sequence, except those of its last round, which has no drafts after it.
 
-        Of a long prompt its own index takes a part at each guess, so that no step waits for all of it.
+        A long prompt is indexed in parts, so that no step waits for all of it.
         """
         stop = min(len(sequence.tokens), reading.num_indexed + _MOST_READ)
         reading.own.grow(sequence.tokens, reading.num_indexed, stop)
         reading.num_indexed = stop
-        # The end of the prompt goes along, so that an output can be found from its first token on.
+        # Includes the end of the prompt, so that an output can be found from its first token on.
         first = max(reading.num_read, sequence.prompt_len - self._rules.longest)
         known = len(reading.output)
         reading.output += sequence.tokens[first:]

@@ -1,8 +1,7 @@
-"""A draft of another vocabulary speaks the target's: what a token of the one is called in the other.
+"""Maps the vocabulary of a draft to the target's.
 
-Tokens are compared by the bytes that they mean, special ones by their role. Each target token is fed to the
-draft as exactly one draft token, so positions stay one to one and no cursor knows; the draft's logits come back in
-the order of the target's ids. Knows tokenizers; knows no text of any request.
+Tokens are matched by their bytes, special ones by their role. Each target token is fed to the draft as exactly one
+draft token, so positions are equal; the draft's logits are returned in the order of the target's ids.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from engine.kv.batch import Feed
 from engine.model.runner import Runner
 from engine.text.spelling import Spelling
 
-# Word frequencies fall as 1/rank: of 50,000 tokens the commonest tenth makes four fifths of running text. With fewer in
-# common than that, most drafts would be lost before the draft model has guessed at all.
-LEAST_SHARED = 0.1  # of the target's tokens that have a text
+# Word frequencies fall as 1/rank: of 50,000 tokens the most frequent tenth makes up four fifths of text. With a smaller
+# overlap most drafts would be impossible.
+LEAST_SHARED = 0.1  # minimum share of the target's tokens with text
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ABSENT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
-    """What each token of one checkpoint means. `width` is that of its logits, which may be padded."""
+    """The vocabulary of one checkpoint. `width`: of its logits, which may be padded."""
 
     name: str
     width: int
-    ids: Mapping[str, int]  # every token as the tokenizer spells it; empty where the checkpoint has none
+    ids: Mapping[str, int]  # ids by the tokenizer's spelling; empty without a tokenizer
     texts: Mapping[int, bytes]  # the ordinary tokens
     specials: Mapping[int, str]  # the others
     begin: int | None
@@ -44,7 +43,7 @@ class DraftVocabulary:
     def of(
         cls, name: str, width: int, tokenizer: Tokenizer | None, begin: int | None, ends: Iterable[int]
     ) -> DraftVocabulary:
-        """Read a tokenizer; `begin` and `ends` are the ids that the model's config gives these roles."""
+        """Read a tokenizer; `begin` and `ends`: ids of these roles in the model's config."""
         if tokenizer is None:
             return cls(name, width, {}, {}, {}, None, None)
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if i < width}
@@ -69,12 +68,12 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class VocabMap:
-    """How a draft of `draft_width` logits serves a target: both tuples have an entry per target id."""
+    """The map of a draft with `draft_width` logits: both tuples have an entry per target id."""
 
-    draft_of: tuple[int, ...]  # the token that the draft is fed
-    column_of: tuple[int, ...]  # the draft's logit for this token; -1 where it has none
+    draft_of: tuple[int, ...]  # the fed draft token
+    column_of: tuple[int, ...]  # the index of the draft's logit; -1: none
     draft_width: int
-    num_tokens: int  # the target's tokens that have a text
+    num_tokens: int  # the target's tokens with text
 
     @property
     def num_shared(self) -> int:
@@ -83,9 +82,9 @@ class VocabMap:
 
     @classmethod
     def between(cls, target: DraftVocabulary, draft: DraftVocabulary) -> VocabMap | None:
-        """The map, or None where equal ids are equal tokens and no map is needed.
+        """The map, or None if equal ids are equal tokens.
 
-        Without both tokenizers equal widths are taken for equal tokens: drafts are only guesses.
+        If a tokenizer is missing, equal widths are assumed to mean equal tokens.
 
         Raises:
             ModelError: widths differ and a tokenizer is missing, or too few tokens are shared.
@@ -100,7 +99,7 @@ class VocabMap:
         if target.ids == draft.ids:
             if target.width == draft.width:
                 return None
-            # Logits are padded to unequal widths: the ids beyond the narrower one mean nothing.
+            # Logits are padded to unequal widths: ids beyond the narrower one are unused.
             ids, beyond = tuple(range(min(target.width, draft.width))), max(0, target.width - draft.width)
             return cls(ids + (0,) * beyond, ids + (_ABSENT,) * beyond, draft.width, target.width)
         column_of = _columns(target, draft)
@@ -115,7 +114,7 @@ class VocabMap:
 
 
 class MappedRunner:
-    """A draft's runner that is fed target ids and answers in target ids."""
+    """A draft's runner with target ids as inputs and outputs."""
 
     def __init__(self, draft: Runner, vocab: VocabMap, device: torch.device) -> None:
         assert draft.vocab_size == vocab.draft_width, "a map of other models"
@@ -125,7 +124,7 @@ class MappedRunner:
         self._columns, self._absent = columns.clamp(min=0), columns == _ABSENT  # [target vocab]
 
     def forward(self, feeds: Seq[Feed]) -> Tensor:
-        """Float32 logits `[R, target vocab]`; -inf where the draft has no such token."""
+        """Float32 logits `[R, target vocab]`; -inf for tokens that the draft does not have."""
         draft_of = self._vocab.draft_of
         translated = [replace(feed, tokens=[draft_of[token] for token in feed.tokens]) for feed in feeds]
         logits = self._draft.forward(translated)
@@ -133,7 +132,7 @@ class MappedRunner:
 
 
 def _columns(target: DraftVocabulary, draft: DraftVocabulary) -> tuple[int, ...]:
-    """The draft's logit for each target token, each used once: the end for the end, then the same id, then the text."""
+    """The draft's logit for each target token, each used once: by end role, then by equal id, then by text."""
     columns, used = [_ABSENT] * target.width, set()
     for ours, theirs in _pairs(target, draft):
         if columns[ours] == _ABSENT and theirs not in used:
@@ -148,7 +147,7 @@ def _pairs(target: DraftVocabulary, draft: DraftVocabulary) -> Iterator[tuple[in
     yield from ((i, i) for i, text in target.texts.items() if draft.texts.get(i) == text)
     by_text = {text: i for i, text in draft.texts.items()}
     yield from ((i, by_text[text]) for i, text in target.texts.items() if text in by_text)
-    # A special token with a role is never paired by its name: `<s>` begins in one family and ends in another.
+    # Special tokens with a role are never matched by name: `<s>` begins texts in one family and ends them in another.
     with_role = {target.begin, target.end}, {draft.begin, draft.end}
     by_name = {name: i for i, name in draft.specials.items() if i not in with_role[1]}
     named = ((i, name) for i, name in target.specials.items() if i not in with_role[0])
@@ -156,23 +155,23 @@ def _pairs(target: DraftVocabulary, draft: DraftVocabulary) -> Iterator[tuple[in
 
 
 def _fed(target: DraftVocabulary, draft: DraftVocabulary, column_of: Seq[int]) -> tuple[int, ...]:
-    """One draft token for every target token: its counterpart, or the one that ends alike, or a token of no meaning."""
+    """One draft token for every target token: its counterpart, or one with the same ending, or an unused token."""
     nothing = next((i for i in (draft.begin, draft.end) if i is not None), 0)
     by_text = {text: i for i, text in draft.texts.items()}
     fed = []
     for token, column in enumerate(column_of):
         if token == target.begin and draft.begin is not None:
-            fed.append(draft.begin)  # where one token both begins and ends, a context holds it as the beginning
+            fed.append(draft.begin)  # if one token both begins and ends texts, it is the beginning in a context
         elif column != _ABSENT:
             fed.append(column)
         else:
-            text = target.texts.get(token, b"")  # the next token depends on the end of the text
+            text = target.texts.get(token, b"")  # the next token depends most on the end of the text
             endings = (text[start:] for start in range(len(text)))
             fed.append(next((by_text[ending] for ending in endings if ending in by_text), nothing))
     return tuple(fed)
 
 
 def _is_spare(piece: str, characters: set[str]) -> bool:
-    """Whether this is a byte token such as `<0x41>` of a character that has a token, so that it is never used."""
+    """Whether this is a byte token such as `<0x41>` of a character that has its own token, so that it is never used."""
     found = _BYTE_TOKEN.fullmatch(piece)
     return found is not None and chr(int(found[1], 16)) in characters and int(found[1], 16) < 0x80

@@ -84,7 +84,7 @@ class Scanner:
 
     def __init__(self) -> None:
         self._text, self._at = "", 0
-        self.is_over = False  # the text is complete, so nothing is held back any more
+        self.is_over = False  # the text is complete, so nothing is held back
         self._mark: int | None = None
         self._before: list[str] = []  # text that was taken since the mark and is no longer in `_text`
 

@@ -30,7 +30,7 @@ _LOGPROB_BYTES = 64  # generous size of one log-probability and its token
 
 
 class WireError(PilotfishError):
-    """Unexpected: bytes are not a valid message, or exceed the limit. The connection cannot be used any more."""
+    """Unexpected: bytes are not a valid message, or exceed the limit. The connection is unusable."""
 
 
 class EncodeError(PilotfishError):

@@ -1,6 +1,6 @@
-"""Proposers that draft with what was trained for one target: heads on its hidden states, or an adapter of it (Uno).
+"""Proposers that were trained for one target: heads on its hidden states, or an adapter of it (Uno).
 
-Owns the heads' checkpoints and their features by position. Knows no verification and no scheduler.
+Owns the heads' checkpoints and their features by position.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from engine.model.decoder.families.described import ModelConfig
 from engine.proposers.heads.base import Head
 
-if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+if TYPE_CHECKING:  # only for types: benchmarks/harness/bare.py passes its own class if pydantic is missing
     from engine.config import EngineConfig
     from engine.model.decoder.decoder import DecoderModel
     from engine.proposers.sources import DraftSource
@@ -24,7 +24,7 @@ def load_heads(sources: Mapping[str, DraftSource], config: EngineConfig, target:
     """Load the heads among `sources`, by proposer name.
 
     Raises:
-        ModelError: one of them does not fit this target.
+        ModelError: one of them is incompatible with this target.
     """
     heads = dict[str, Head]()
     for kind in _HEADS:
@@ -32,7 +32,7 @@ def load_heads(sources: Mapping[str, DraftSource], config: EngineConfig, target:
             load = getattr(import_module(f"engine.proposers.heads.{kind}"), f"load_{kind}")
             heads[kind] = load(source.name, source.revision, target)
     if isinstance(cast("object", target.config), ModelConfig) and "mtp" not in sources:
-        return heads  # none of these families has such layers
+        return heads  # these families have no such layers
     from engine.proposers.heads.mtp import load_mtp, tell_of_mtp
 
     if "mtp" in sources:  # it is part of the target's own checkpoint

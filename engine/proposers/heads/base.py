@@ -1,4 +1,4 @@
-"""What a head is: what was trained for one target and drafts from its hidden states, or as an adapter of it (Uno)."""
+"""The interface of heads: drafters trained for one target, on its hidden states or as an adapter of it (Uno)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from engine.types import Adapter
 
 @dataclass(frozen=True, slots=True)
 class HeadContext:
-    """What a head drafts with, besides its own weights."""
+    """The inputs of a head, besides its weights."""
 
     name: str  # of the proposer
     target: Runner
-    tap: Tap  # reads the places that the head asked for
-    arena: KVArena | None  # of the head's own K/V, if it asked for one
+    tap: Tap  # reads the head's places
+    arena: KVArena | None  # of the head's own K/V, if any
     attend: Attend
     prefill: PrefillBudget
-    adapter: Adapter | None = None  # the one of `Head.adapter`, loaded; None: the head named none
+    adapter: Adapter | None = None  # the loaded `Head.adapter`; None: none
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head that is loaded, and what it needs in order to draft."""
+    """A loaded head, and its requirements."""
 
-    places: tuple[int, ...]  # of the target that it reads (`Tap`)
-    layout: KVLayout | None  # of its own K/V; None: it keeps none
+    places: tuple[int, ...]  # places of the target that it reads (`Tap`)
+    layout: KVLayout | None  # of its own K/V; None: none
     proposer: Callable[[HeadContext], Proposer]
-    adapter: Path | None = None  # folder of the low-rank adapter with which the target drafts; None: it needs none
+    adapter: Path | None = None  # folder of the low-rank adapter with which the target drafts; None: none

@@ -1,10 +1,9 @@
 """DFlash (Chen, Liang and Liu 2026, arXiv 2602.06036): a block of masks becomes all drafts of a sequence in one pass.
 
-The draft is a few Qwen3 layers. Their context is no text but the target's hidden states, fused to one feature for each
-position: every layer makes keys and values of it and nothing else. After the context stands the block: the newest
-token and a mask for each draft, at consecutive positions. Its rows see the context and all of the block, and the row
-of mask j predicts draft j. When fewer drafts are asked for than the block has masks, it is fed only as many, as in
-the authors' code and in vLLM.
+The draft has a few Qwen3 layers. Their context is not text but the target's hidden states, fused to one feature per
+position, from which every layer computes only keys and values. After the context comes the block: the newest token and
+a mask per draft, at consecutive positions. Its rows see the context and the whole block, and the row of mask j predicts
+draft j. For fewer drafts than masks only that many are fed, as in the authors' code and in vLLM.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
     from engine.model.decoder.families.described import ModelConfig
 
-# Of the speculators form: parts of the target, which training compares with, and the map that `d2t` is inverse to.
+# In the speculators form: parts of the target used in training, and the inverse of `d2t`.
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
 _ARCHITECTURES = frozenset({"DFlashDraftModel", "DFlashSpeculator"})
-_BACKBONES = ("qwen3", "llama")  # the layers are Qwen3's all the same
-# Fields that are read, or that change nothing: of Qwen3's configs and those of any, and of both forms of DFlash's.
+_BACKBONES = ("qwen3", "llama")  # the layers are still Qwen3's
+# Supported or irrelevant fields: of Qwen3's and all configs, and of both forms of DFlash's.
 _KNOWN = frozenset(
     {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
      "num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache",
@@ -59,25 +58,25 @@ _KNOWN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """What a draft is, for one target."""
+    """The config of a draft for one target."""
 
     architecture: Architecture  # of its layers
     places: tuple[int, ...]  # of the target that it reads (`Tap`)
-    block: int  # rows of a block: the newest token and a mask for each draft
-    mask: int  # id of the mask token, which stands for a token to be drafted
-    is_causal: tuple[bool, ...]  # by layer: whether a row of the block sees those before it alone
-    draft_vocab: int  # tokens that it drafts
+    block: int  # rows of a block: the newest token and one mask per draft
+    mask: int  # id of the mask token
+    is_causal: tuple[bool, ...]  # by layer: whether attention within the block is causal
+    draft_vocab: int  # draft vocabulary size
 
     @classmethod
     def of(
         cls, name: str, config: Mapping[str, Any], target: DecoderModel, tensors: Mapping[str, Tensor]
     ) -> DFlashConfig:
-        """Read the config of the draft `name`, whose `tensors` tell the size of its heads.
+        """Read the config of the draft `name`; the head size follows from `tensors`.
 
         In the authors' form (`dflash_config`) the target's layer i is read after it, in `speculators` before it.
 
         Raises:
-            ModelError: it is that of another kind of draft, asks for what is not served, or does not fit this target.
+            ModelError: it is another kind of draft, has unsupported options, or is incompatible with this target.
         """
         asked = _asked(name, config)
         settings = _settings(name, asked, tensors)
@@ -91,7 +90,7 @@ class DFlashConfig:
         key, after = ("aux_hidden_state_layer_ids", 0) if KIND in config else ("target_layer_ids", 1)
         ids, mask, block = (asked.get(field) for field in (key, "mask_token_id", "block_size"))
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i + after < depth for i in ids):
-            # After the last layer some implementations read before the final norm, and others after it.
+            # After the last layer, some implementations read before the final norm and others after it.
             raise ModelError(f"{name!r}: {key} is {ids!r}; expected a list of layers before the last of its {depth}")
         if type(mask) is not int or not 0 <= mask < vocab:
             raise ModelError(f"{name!r}: mask_token_id is {mask!r}; the target has {vocab} tokens")
@@ -101,7 +100,7 @@ class DFlashConfig:
         windows = [settings.sliding_window if kind == SLIDING else None for kind in kinds]
         layers = (layer_of(settings, name, tensors, i, each, norm=HeadNorm(form)) for i, each in enumerate(windows))
         made = Architecture(tuple(layers), vocab, width, form, softcap=asked.get("final_logit_softcapping"))
-        causal = asked.get("is_causal", asked.get("causal"))  # of all layers; else those with a window are
+        causal = asked.get("is_causal", asked.get("causal"))  # for all layers; default: layers with a window
         is_causal = tuple(kind == SLIDING if causal is None else bool(causal) for kind in kinds)
         apart = asked.get("sliding_window_non_causal", KIND in config)
         if SLIDING in kinds and (causal is False or apart):
@@ -112,7 +111,7 @@ class DFlashConfig:
 
 
 def _asked(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields that a config gives, in either form."""
+    """All fields of a config, in either form."""
     own = config.get("dflash_config") or {}
     if not isinstance(own, dict) or (not own and KIND not in config):
         raise ModelError(f"{name!r} is not a DFlash draft: config.json has neither dflash_config nor {KIND}")
@@ -123,20 +122,20 @@ def _asked(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     flat.pop("dflash_config", None)
     asked = {key: value for key, value in [*own.items(), *flat.items()] if value is not None}
     for key, value in asked.items():
-        if key not in _KNOWN and value not in (False, 0, {}, []):  # it might change what is computed
+        if key not in _KNOWN and value not in (False, 0, {}, []):  # it might change the computation
             raise ModelError(f"{name!r}: {key} is {value!r}, which is not supported")
     return asked
 
 
 def _settings(name: str, asked: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ModelConfig:
-    """The config of the layers, as Qwen3's."""
+    """The config of the layers, in Qwen3's form."""
     kind = asked.get("model_type", "qwen3")
     if kind not in _BACKBONES:
         raise ModelError(f"{name!r}: model_type is {kind!r}; supported: {', '.join(_BACKBONES)}")
     norm = tensors.get("layers.0.self_attn.q_norm.weight")
     if norm is None:
         raise ModelError(f"{name!r} does not fit the target: layers.0.self_attn.q_norm.weight is missing")
-    # The default of head_dim differs from family to family; the tensors know.
+    # The default of head_dim depends on the family; the tensors show the actual size.
     settings = layer_config(asked, name, "qwen3", head_dim=len(norm))
     kinds = settings.layer_types
     if not set(kinds) <= {FULL, SLIDING} or len(kinds) != settings.num_hidden_layers:
@@ -147,9 +146,9 @@ def _settings(name: str, asked: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 class DFlashHead(FeatureHead):
-    """Keys as published: `fc`, `hidden_norm`, `layers.i` as in Qwen3, `norm`; `embed_tokens`, `lm_head` perhaps.
+    """Keys as published: `fc`, `hidden_norm`, `layers.i` as in Qwen3, `norm`; optionally `embed_tokens`, `lm_head`.
 
-    The matrices of keys and values are held twice: context rows need no queries, whose matrix is the larger one.
+    The matrices of keys and values are stored twice, because context rows do not need queries, whose matrix is larger.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class DFlashHead(FeatureHead):
     def forward(self, features: Tensor, ragged: Ragged) -> Tensor:
         """Write each layer's keys and values of fused features `[T, width]`; returns those at the last rows.
 
-        No row sees another one here: a context row is projected, and never asks.
+        Context rows are only projected, without attention.
         """
         turned = self.rotations.of(ragged.batch.position_ids, self.dtype, len(self.layers))
         for layer, matmul, rotary in zip(self.layers, self.keys_and_values, turned, strict=True):
@@ -198,7 +197,7 @@ def load_dflash(name: str, revision: str | None, target: DecoderModel) -> Head:
     """A draft of a local folder or a hub id, in the authors' form or that of `speculators`.
 
     Raises:
-        ModelError: it is no DFlash draft, is of a kind that is not served, or does not fit this target.
+        ModelError: it is not a DFlash draft, is not supported, or is incompatible with this target.
     """
     written, tensors = load_checkpoint(name, revision)
     config = DFlashConfig.of(name, written, target, tensors)
@@ -212,10 +211,10 @@ def load_dflash(name: str, revision: str | None, target: DecoderModel) -> Head:
 def attend_bidirectionally(
     attend: Attend, query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec
 ) -> Tensor:
-    """As `attend`, but every row of a sequence sees all of it, also the rows after it.
+    """As `attend`, but every row of a sequence also sees the rows after it.
 
-    The last row sees all. So the rows of a sequence become further query heads of its last one: those that share a K/V
-    head meet every key in one go, however many rows there are.
+    The last row sees all. So the rows of a sequence become further query heads of its last row, and every key is read
+    once.
     """
     last, rows, home = batch.once("mutual", partial(_as_last_rows, batch))
     heads = k.shape[1]
@@ -226,7 +225,7 @@ def attend_bidirectionally(
 
 
 def _as_last_rows(batch: RaggedBatch) -> tuple[RaggedBatch, Tensor, Tensor]:
-    """The same sequences, each with its last row alone; the rows of each; and where each row stands among those.
+    """The same sequences with only their last rows; the rows of each; and the index of each row among those.
 
     `[B, n]` rows of the batch, n of the longest: a shorter one repeats its last; `[T]` places among the B * n.
     """
@@ -244,11 +243,11 @@ def _as_last_rows(batch: RaggedBatch) -> tuple[RaggedBatch, Tensor, Tensor]:
 class DFlashProposer(HeadProposer):
     """Drafts up to `block` - 1 tokens of each sequence in one pass.
 
-    Row r of a sequence's arena holds the keys and values of the r-th feature. They are all true, for only the target
-    makes features; the block lies beyond the cursor, where the next features overwrite it.
+    Row r of a sequence's arena has the keys and values of the r-th feature. All are computed by the target; the block
+    is beyond the cursor, and the next features overwrite it.
     """
 
-    is_parallel = True  # one pass, however many drafts
+    is_parallel = True  # one pass for any number of drafts
 
     head: DFlashHead
 
@@ -257,12 +256,12 @@ class DFlashProposer(HeadProposer):
         self.most_drafts = head.config.block - 1
 
     def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
-        """Catch up on the target's features, within the token budget; then all drafts of those that have."""
+        """Catch up on the target's features, within the token budget; then make all drafts of sequences that have."""
         for chain in chains:
             chain.k = min(chain.k, self.head.config.block - 1)
         read: list[Forward] = []
         ready, _ = self._catch_up(chains, read)
-        # What one round leaves to read belongs to the pass of the block; a prompt is reading of its own.
+        # The features of one round are part of the block's pass; prompts need separate passes.
         forwards += [one for one in read if not ready or one.tokens > self.head.config.block * one.sequences]
         if ready:
             self._draw_block(ready)
@@ -279,5 +278,5 @@ class DFlashProposer(HeadProposer):
         extend_at_once(chains, self.head.logits(self.head.fill_in(causal, mutual)))
 
     def _grow(self, chains: list[Chain], hidden: Tensor) -> tuple[list[Chain], Tensor]:
-        """A feature alone makes no draft: the chains that are fed to their end go on to their blocks as they are."""
+        """Features alone make no drafts: chains that have caught up continue with their blocks."""
         return chains, hidden

@@ -1,6 +1,6 @@
-"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077): one layer that makes the target's next feature.
+"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077): one layer that predicts the target's next feature.
 
-EAGLE-2 (arXiv 2406.16858) has the same heads, and drafts trees with them, which we do not.
+EAGLE-2 (arXiv 2406.16858) has the same heads and drafts trees, which are not supported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class JoiningHead(FeatureHead):
-    """Its layers read a product of the token's embedding and the feature, side by side; both are normed or neither."""
+    """Its layers read a projection of the concatenated token embedding and feature, both or neither normalised."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class JoiningHead(FeatureHead):
         matrix: str,
         norms: tuple[nn.Module | None, nn.Module | None] = (None, None),
     ) -> None:
-        """`matrix`: the name of the one whose product it is; `norms`: of the embedding and of the feature."""
+        """`matrix`: name of the projection; `norms`: of the embedding and of the feature."""
         super().__init__(architecture, weights, target)
         below = weights.below("model.")
         self.joining = below.matrix(
@@ -52,24 +52,24 @@ class JoiningHead(FeatureHead):
 
 
 def load_eagle(name: str, revision: str | None, target: DecoderModel) -> Head:
-    """A head of a local folder or a hub id (keys as published: `fc`, `layers.0`); of EAGLE-3, if it is one.
+    """A head from a local folder or a hub id (keys as published: `fc`, `layers.0`); also recognises EAGLE-3.
 
     Raises:
-        ModelError: it is no EAGLE head, is of a variant that is not served, or does not fit this target.
+        ModelError: it is not an EAGLE head, is an unsupported variant, or is incompatible with this target.
     """
     config, tensors = load_checkpoint(name, revision)
     if is_eagle3(config, tensors):
         return load_eagle3(name, config, tensors, target)
     config, tensors = _unwrapped(config, tensors, name)
-    tensors.pop("layers.0.self_attn.rotary_emb.inv_freq", None)  # made from the config
-    tensors.pop("lm_head.weight", None)  # a copy of the target's, where one was saved
+    tensors.pop("layers.0.self_attn.rotary_emb.inv_freq", None)  # computed from the config
+    tensors.pop("lm_head.weight", None)  # a copy of the target's, in some checkpoints
     if config.get("num_hidden_layers", 1) != 1:
         raise ModelError(f"{name!r} has {config['num_hidden_layers']} layers; expected 1 (EAGLE-1)")
     settings = layer_config(config, name, "llama", num_hidden_layers=1)
     width = settings.hidden_size
     check_sizes(name, width, settings.vocab_size, target)
     layer = layer_of(settings, name, tensors, 0)
-    if "layers.0.input_layernorm.weight" not in tensors:  # the paper's head has none before its only attention
+    if "layers.0.input_layernorm.weight" not in tensors:  # the paper's head has no input norm before its attention
         layer = replace(layer, norms=(None, *layer.norms[1:]))
     made = Architecture((layer,), settings.vocab_size, width, NormForm(settings.rms_norm_eps), has_final_norm=False)
     own = matrix_shapes("fc", width, 2 * width, has_bias="fc.bias" in tensors)
@@ -80,11 +80,11 @@ def load_eagle(name: str, revision: str | None, target: DecoderModel) -> Head:
 def _unwrapped(
     config: dict[str, Any], tensors: dict[str, Tensor], name: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A head of vLLM's `speculators` in the form of EAGLE's authors; any other as it is."""
+    """Convert a head of vLLM's `speculators` to the form of EAGLE's authors; others are unchanged."""
     if KIND not in config:
         return config, tensors
     flat = flattened(config, name, "eagle")
-    if flat.get("layernorms"):  # what they norm differs between that library and vLLM
+    if flat.get("layernorms"):  # their inputs differ between that library and vLLM
         raise ModelError(f"{name!r}: layernorms is true; EAGLE-1 heads with layernorms are not supported")
     if flat["model_type"] != "llama":
         raise ModelError(f"{name!r}: model_type is {flat['model_type']!r}; EAGLE-1 heads support llama layers only")
@@ -93,4 +93,4 @@ def _unwrapped(
         next((new + key.removeprefix(old) for old, new in names.items() if key.startswith(old)), key): tensor
         for key, tensor in tensors.items()
     }
-    return flat | {"num_hidden_layers": 1}, named  # there it is the target's number
+    return flat | {"num_hidden_layers": 1}, named  # there it is the target's value

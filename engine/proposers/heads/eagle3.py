@@ -1,14 +1,14 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a layer that drafts from several depths of the target at once.
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a layer that drafts from several depths of the target.
 
 The target's hidden states at three places are projected to one feature. Fed the feature of position t and token t + 1,
 the layer computes
 
     x = attention([norm(embedding of the token), norm(feature)]) + feature      made = mlp(norm(x)) + x
 
-and `made`, the feature of t + 1, is fed back for the next draft, without a projection. Its logits are those of a norm
-and an output matrix of its own, over a vocabulary that may be smaller than the target's: `d2t` has for each of its
-tokens the distance to the target's id. Further layers are usual ones. In EAGLE-3.1 each place has a norm before the
-projection (`fc_norm`) and the normed feature is fed back (`norm_output`).
+and `made`, the feature of t + 1, is fed back for the next draft, without a projection. Logits come from its own norm
+and output matrix, over a vocabulary that may be smaller than the target's: `d2t` is the difference to the target's id
+for each token. Further layers are ordinary ones. In EAGLE-3.1 each place has a norm before the projection (`fc_norm`)
+and the normalised feature is fed back (`norm_output`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
     from engine.model.decoder.families.described import ModelConfig
 
-_MARK = "hidden_norm.weight"  # the norm that an EAGLE-1 head does not have
+_MARK = "hidden_norm.weight"  # a norm that EAGLE-1 heads do not have
 _ARCHITECTURES = frozenset(
     {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
 )
-_LLAMA_LIKE = frozenset({"llama", "phi3", "eagle3", "eagle"})  # of configs whose tensors are those of Llama's layer
-# Fields, of the config or of its `eagle_config`, that would change what is computed, and the values that do not.
+_LLAMA_LIKE = frozenset({"llama", "phi3", "eagle3", "eagle"})  # of configs with Llama layers
+# Fields, of the config or of its `eagle_config`, that would change the computation, with the values that do not.
 _UNCHANGED: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (), "parallel_drafting": (False,), "mask_token_id": (), "ptd_token_id": (), "pard_token": (),
     "parallel_draft_step": (0, 1), "parallel_draft_heads_num_layers": (0,), "use_mtp_layernorm": (False,),
@@ -52,7 +52,7 @@ _TRAINING = ("verifier_lm_head.", "verifier_norm.", "t2d")  # copies of the targ
 
 
 def is_eagle3(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a checkpoint is an EAGLE-3 head, and none of EAGLE-1."""
+    """Whether a checkpoint is an EAGLE-3 head instead of EAGLE-1."""
     named = [str(name) for name in config.get("architectures") or ()]
     kinds = config.get(KIND) in ("eagle3", "peagle") or any("eagle3" in name.lower() for name in named)
     return kinds or "d2t" in tensors or any(key.endswith(_MARK) for key in tensors)
@@ -60,20 +60,20 @@ def is_eagle3(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Options:
-    """What EAGLE-3 heads differ in, beside the sizes of their layers."""
+    """The options of EAGLE-3 heads, besides the sizes of layers."""
 
-    windows: tuple[int | None, ...]  # of each layer: to how many positions it attends
-    places: tuple[int, ...]  # of the target that are projected to one feature; `FINAL` alone is taken as it is
-    norms: tuple[str, ...]  # before the projection: one for each place (`fc_norm`), one for all together, or none
-    norm_before_residual: bool  # the first layer adds to the normed feature
-    norm_output: bool  # the normed feature is fed back
+    windows: tuple[int | None, ...]  # window of each layer
+    places: tuple[int, ...]  # of the target, projected to one feature; a single `FINAL` is used unchanged
+    norms: tuple[str, ...]  # before the projection: one per place (`fc_norm`), one for all, or none
+    norm_before_residual: bool  # the first layer adds to the normalised feature
+    norm_output: bool  # the normalised feature is fed back
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str, depth: int) -> Eagle3Options:
         """The options of a flat config (`weights.flattened`); `depth`: number of the target's layers.
 
         Raises:
-            ModelError: a variant that is not served.
+            ModelError: an unsupported variant.
         """
         inner = config.get("eagle_config") or {}
         if not isinstance(inner, Mapping):
@@ -97,7 +97,7 @@ class Eagle3Options:
         return cls(tuple(windows), places, tuple(norms) if reads_layers else (), *own)
 
     def own_shapes(self, hidden: int, width: int, *, has_bias: bool) -> Shapes:
-        """The shapes of norms and projection of a head of `hidden` numbers, for a target of `width`."""
+        """The shapes of norms and projection of a head with this hidden size, for a target of `width`."""
         if self.places == (FINAL,):
             return {}
         wide = len(self.places) * width
@@ -117,11 +117,11 @@ def _check_variant(config: Mapping[str, Any], name: str) -> None:
 
 
 def _places(config: Mapping[str, Any], inner: Mapping[str, Any], name: str, depth: int) -> tuple[int, ...]:
-    """Where the target is read; the paper's places are before layers 2, depth / 2 and depth - 3.
+    """The places of the target; the paper's are before layers 2, depth / 2 and depth - 3.
 
-    Where a config names layers, these are layers whose input is read, as in vLLM and speculators. In `eagle_config` a
-    list that begins with 1 names layers whose output is read, as in SpecForge and NVIDIA's heads: SGLang tells them
-    apart in this way. So does a list elsewhere that has the paper's places as outputs: it was copied from there.
+    Configured layers are those whose input is read, as in vLLM and speculators. In `eagle_config` a list that begins
+    with 1 means layers whose output is read, as in SpecForge and NVIDIA's heads (SGLang distinguishes them in this
+    way). So does a list elsewhere that has the paper's places as outputs, because it was copied from there.
     """
     paper, key = (2, depth // 2, depth - 3), "eagle_aux_hidden_state_layer_ids"
     ids = config.get(key) or inner.get(key)
@@ -138,7 +138,7 @@ def _places(config: Mapping[str, Any], inner: Mapping[str, Any], name: str, dept
 
 
 class Eagle3Head(FeatureHead):
-    """Keys as published, `midlayer` being `layers.0`; embedding and output matrix may be the target's."""
+    """Keys as published, with `midlayer` as `layers.0`; embedding and output matrix may be the target's."""
 
     def __init__(
         self,
@@ -166,10 +166,10 @@ class Eagle3Head(FeatureHead):
 
 
 def load_eagle3(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: DecoderModel) -> Head:
-    """A head of a checkpoint that is read already, on the target's device.
+    """A head from a loaded checkpoint, on the target's device.
 
     Raises:
-        ModelError: it is of a variant that is not served, or does not fit this target.
+        ModelError: it is an unsupported variant, or incompatible with this target.
     """
     flat = flattened(config, name, "eagle3")
     options = Eagle3Options.of(flat, name, shape_of(target.config, "num_hidden_layers"))
@@ -196,7 +196,7 @@ def load_eagle3(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tens
 def _architecture(
     settings: ModelConfig, options: Eagle3Options, tensors: Mapping[str, Tensor], name: str
 ) -> Architecture:
-    """The first layer reads a second row, and its own is normed by `hidden_norm`."""
+    """The first layer reads a second row; its own row is normalised by `hidden_norm`."""
     layers = []
     for number, window in enumerate(options.windows):
         layer = layer_of(settings, name, tensors, number, window, reads=None if number else 2 * settings.hidden_size)
@@ -209,6 +209,6 @@ def _architecture(
 
 
 def _key(key: str) -> str:
-    """The name of a tensor as EAGLE's authors have it, with numbered layers."""
+    """The name of a tensor in the form of EAGLE's authors, with numbered layers."""
     key = key.removeprefix("module.").removeprefix("model.")
     return f"layers.0.{key.removeprefix('midlayer.')}" if key.startswith("midlayer.") else key

@@ -1,4 +1,4 @@
-"""Hidden states of the target, kept by position until a head has used them."""
+"""Hidden states of the target, stored by position until a head has used them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Features:
-    """A run of positions of one sequence: row i of `rows` belongs to position `first + i`; `stop` is the one after it.
+    """Consecutive positions of one sequence: row i of `rows` has position `first + i`; `stop` is the end.
 
-    Rows of drafts that were not kept are stale: the reader cuts them off or does not look at them.
+    Rows of rejected drafts are stale; the reader ignores them.
     """
 
     def __init__(self) -> None:
@@ -23,21 +23,21 @@ class Features:
         return self._parts[0] if self._parts else torch.empty(0)
 
     def take(self, start: int, hidden: Tensor) -> bool:
-        """Add `hidden` `[n, hidden]` of positions `start` and on, in place of what was there and beyond.
+        """Add `hidden` `[n, hidden]` of positions from `start`, replacing rows there and beyond.
 
-        Returns whether that joined on; if it left a gap, what was before the gap is forgotten.
+        Returns whether the rows are contiguous; after a gap, earlier rows are dropped.
         """
         joins = self.first <= start <= self.stop
         if joins:
             self.cut(start)
         else:
             self.first, self.stop, self._parts = start, start, []
-        self._parts.append(hidden.clone())  # the rest of the pass must not live on behind a view
+        self._parts.append(hidden.clone())  # a copy, because a view would keep the whole pass alive
         self.stop += len(hidden)
         return joins
 
     def cut(self, stop: int) -> None:
-        """Forget positions `stop` and beyond."""
+        """Drop positions from `stop`."""
         spare = self.stop - max(stop, self.first)
         self.stop -= max(0, spare)
         while spare > 0:
@@ -47,6 +47,6 @@ class Features:
             spare -= len(last)
 
     def drop(self, count: int) -> None:
-        """Forget the first `count` positions: they have been used."""
+        """Drop the first `count` positions after use."""
         left = self.rows[count:]
         self.first, self._parts = self.first + count, [left] if len(left) else []

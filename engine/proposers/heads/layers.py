@@ -1,8 +1,7 @@
-"""What heads of decoder layers have in common: how their configs are read, how they run, and what they share.
+"""Common code of heads with decoder layers: configs, loading and execution.
 
-A head drafts one token per pass, and reading its weights takes longer than multiplying them. So on a CPU heads that are
-trained apart are in bfloat16, as most are stored, whatever the target is in: that may change a draft, but never an
-output.
+A head drafts one token per pass, and is bound by reading its weights. So on a CPU separately trained heads are in
+bfloat16, as most are stored, for any type of the target: that may change drafts, but never outputs.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ from engine.proposers.heads.weights import check_fits
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
 
-# What a config may leave out.
+# Defaults of configs.
 _DEFAULTS = {"rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 2048}
 
 
 def layer_config(config: Mapping[str, Any], name: str, family: str, **fixed: object) -> ModelConfig:
-    """The config of a head's layers, as that of a family's; `fixed` are fields with values of their own.
+    """The config of a head's layers in the form of a family's; `fixed`: overridden fields.
 
     Raises:
-        ModelError: no such layers can be made of it.
+        ModelError: it is not a valid config of such layers.
     """
-    is_all = "partial_rotary_factor", 1  # of a head is rotated: says nothing
+    is_all = "partial_rotary_factor", 1  # the whole head is rotated: the default
     asked = {key: value for key, value in config.items() if value is not None and (key, value) != is_all}
     for key in {"rope_scaling", "rope_parameters"} & asked.keys():
         rope = asked[key]
         kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
         if isinstance(rope, dict) and "mrope" in (kind, rope.get("type")):
-            # Of text, all sections have the same position.
+            # In text, all sections have the same position.
             asked[key] = {k: v for k, v in rope.items() if k == "rope_theta"} | {"rope_type": "default"}
         elif kind not in SCALINGS:
             raise ModelError(f"{name!r}: rope_type is {kind!r}; supported: {', '.join(SCALINGS)}")
@@ -64,23 +63,23 @@ def layer_config(config: Mapping[str, Any], name: str, family: str, **fixed: obj
 
 
 def check_sizes(name: str, width: int, vocab: int, target: DecoderModel) -> None:
-    """Refuse a head for a target of another width or vocabulary with a ModelError."""
+    """Raise ModelError for a head of a target with another width or vocabulary."""
     if (width, vocab) != (want := sizes_of(target)):
         raise ModelError(f"{name!r} is for hidden size {width} and {vocab} tokens; the target has {want}")
 
 
 def sizes_of(target: DecoderModel) -> tuple[int, int]:
-    """Numbers of a row that the target's output matrix reads, and its tokens."""
+    """Input width and number of tokens of the target's output matrix."""
     return target.architecture.embedding_width or target.architecture.width, target.architecture.vocab_size
 
 
 def layer_of(
     config: ModelConfig, name: str, keys: Collection[str], number: int, window: int | None = None, **mixer: Any
 ) -> Layer:
-    """Layer `number` as of Llama, with the biases that a checkpoint has among its `keys`; `mixer`: its further fields.
+    """A Llama layer with the biases in the checkpoint's `keys`; `mixer`: further fields.
 
     Raises:
-        ModelError: the config asks for an activation or for heads that there are not.
+        ModelError: the config has an unsupported activation or invalid heads.
     """
     query, out, gate = (
         f"layers.{number}.{part}_proj.bias" in keys for part in ("self_attn.q", "self_attn.o", "mlp.gate")
@@ -95,13 +94,13 @@ def layer_of(
 def reader_of(
     architecture: Architecture, tensors: Mapping[str, Tensor], target: DecoderModel, name: str, own: Shapes
 ) -> WeightReader:
-    """Reads the tensors of a head, named as published below `model.`; `own`: the shapes of those beside its layers.
+    """A reader of a head's tensors, named as published below `model.`; `own`: shapes of those besides its layers.
 
-    The embedding and the output matrix may be the target's. On a CPU it is in bfloat16 where our C multiplies all of
-    it, else in the target's type.
+    Embedding and output matrix may be the target's. On a CPU the head is in bfloat16 if our C supports all of it, else
+    in the target's type.
 
     Raises:
-        ModelError: what is missing, left over or of another shape.
+        ModelError: tensors are missing, unexpected or have another shape.
     """
     shared = {key for key in ("embed_tokens.weight", HEAD) if key not in tensors}
     wanted = {key.removeprefix("model."): shape for key, shape in shapes_of(architecture).items()} | own
@@ -114,10 +113,10 @@ def reader_of(
 
 
 class FeatureHead(nn.Module):
-    """Decoder layers that make features of features and tokens, and what is drafted from those.
+    """Decoder layers that predict features from features and tokens, and logits from features.
 
-    Embedding and output matrix are the target's where the weights have none. `drafts`: the target's ids of its tokens,
-    int64 `[n]`; None where it drafts all. `feeds_normed`: what is fed back is what the final norm made, if it has one.
+    Embedding and output matrix are the target's if the weights have none. `drafts`: the target's ids of its tokens,
+    int64 `[n]`; None: all. `feeds_normed`: the normalised feature is fed back, if it has a final norm.
     """
 
     def __init__(
@@ -145,28 +144,28 @@ class FeatureHead(nn.Module):
                 {"lm_head": weights.weights[HEAD].shape[0]}, width, has_bias=False, dtype=torch.float32
             )
             self._output_dtype = weights.dtype
-        self.ends = table, output  # in a tuple: they may be parts of the target
+        self.ends = table, output  # in a tuple, so that parts of the target are not registered
         self._drafts = None if drafts is None else drafts.to(weights.device)
 
     def over(self, places: tuple[int, ...], proposer_of: Callable[..., Proposer]) -> Head:
-        """As it drafts from these places of the target, on a GPU with our kernels between its matmuls."""
+        """The head for these places of the target, on a GPU with our kernels between matmuls."""
         if self.device.type == "cuda":
             use_ops(self, self.architecture, LayerOps.kernels(), torch.empty(0, dtype=self.dtype, device=self.device))
         layout = KVLayout(self.architecture.kv, self.dtype)
         return Head(places, layout, partial(proposer_of, self.eval(), places))
 
     def project(self, features: Tensor) -> Tensor:
-        """The target's features `[n, width of its places]` as the head takes them, `[n, width]`: as they are."""
+        """Project the target's features `[n, width of its places]` to `[n, width]`; by default unchanged."""
         return features.to(self.dtype)
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """`[T]` -> `[T, width]`, as the table stores them: so are heads trained, also where a target scales them."""
+        """`[T]` -> `[T, width]`, unscaled: heads are trained without the target's scale."""
         table = self.ends[0]
         found: Tensor = F.embedding(ids, table.weight) if isinstance(table, nn.Embedding) else table(ids)
         return found.to(self.dtype)
 
     def inputs(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the layers read, and second rows of those that read two; `[T, width]` each."""
+        """The inputs of the layers, and second rows of those that read two; `[T, width]` each."""
         return features, self.embedded(ids)
 
     def forward(self, features: Tensor, ragged: Ragged) -> Tensor:
@@ -180,7 +179,7 @@ class FeatureHead(nn.Module):
         return made if self.norm is None or not self.feeds_normed else cast("Tensor", self.norm(made))
 
     def logits(self, features: Tensor) -> Tensor:
-        """float32 `[R, target's vocab]` of features that `forward` made; -inf for tokens that it never drafts."""
+        """float32 `[R, target's vocab]` of features from `forward`; -inf for tokens outside of its vocabulary."""
         normed = features if self.norm is None or self.feeds_normed else self.norm(features)
         logits: Tensor = self.ends[1](normed.to(self._output_dtype)).float()
         if (cap := self.architecture.softcap) is not None:

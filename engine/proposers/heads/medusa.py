@@ -1,7 +1,7 @@
-"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's last hidden state, each a place further on.
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's last hidden state, each for one position ahead.
 
-Chains only, one token per head. Each head guesses without knowing what those before it guessed, so it costs next to
-nothing and is right less often the deeper it is.
+Chains only, one token per head. Each head drafts independently of those before it, so it is cheap, and less accurate
+with depth.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def load_medusa(name: str, revision: str | None, target: DecoderModel) -> Head:
-    """Heads of a local folder or a hub id, in the target's type and place.
+    """Heads from a local folder or a hub id, in the target's type and on its device.
 
     Raises:
-        ModelError: they are no Medusa heads, or not of this target.
+        ModelError: they are not Medusa heads, or not for this target.
     """
     config, stored = load_checkpoint(name, revision)
     heads, blocks = (_number(config, key, name) for key in ("medusa_num_heads", "medusa_num_layers"))
@@ -64,7 +64,7 @@ def _number(config: Mapping[str, Any], key: str, name: str) -> int:
 class MedusaHeads:
     """Keys as published: `i.j.linear.weight`, `i.j.linear.bias` for block j of head i, then `i.{blocks}.weight`.
 
-    The last is an output matrix of the head's own; where it is not stored, all heads share the target's.
+    The last is the head's own output matrix; if it is missing, all heads share the target's.
     """
 
     number: int
@@ -72,7 +72,7 @@ class MedusaHeads:
     tensors: Mapping[str, Tensor]
 
     def logits(self, head: int, features: Tensor, output: nn.Module) -> Tensor:
-        """float32 `[rows, vocab]` for the token `head + 2` places after that of `features` `[rows, hidden]`.
+        """float32 `[rows, vocab]` for the token `head + 2` positions after that of `features` `[rows, hidden]`.
 
         A block is x + SiLU(linear(x)), section 2.1.1.
         """
@@ -85,7 +85,7 @@ class MedusaHeads:
 
 
 class MedusaProposer(ChainProposer):
-    """Reads the hidden state that the newest token came from; head i draws the draft i places after that token."""
+    """Reads the hidden state from which the newest token was drawn; head i draws draft i."""
 
     def __init__(self, heads: MedusaHeads, output: nn.Module, tap: Tap) -> None:
         self._heads, self._output, self.tap = heads, output, tap
@@ -93,9 +93,9 @@ class MedusaProposer(ChainProposer):
         self.features: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
 
     def observe(self, passed: Seq[Passed]) -> None:
-        """Keep the rows that a next token may come from: after verification one of them is the right one."""
+        """Keep the rows from which a next token may be drawn; verification selects one of them."""
         for p in passed:
-            self.features.pop(p.sequence, None)  # what cannot be replaced must not be met again
+            self.features.pop(p.sequence, None)  # drop stale rows even if this fails
         hidden = self.tap.read((FINAL,))
         assert hidden is not None, "the target has not run"
         for p in passed:
@@ -105,7 +105,7 @@ class MedusaProposer(ChainProposer):
                 features.take(start, hidden[p.rows_from(start)])
 
     def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
-        """One token per head and sequence; none where the hidden state is not known."""
+        """One token per head and sequence; none if the hidden state is unknown."""
         known = [(chain, row) for chain in chains if (row := self._newest(chain)) is not None]
         if not known:
             return

@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3, section 2.2 of arXiv 2412.19437): the layer that a target was trained with.
+"""Multi-token prediction (DeepSeek-V3, section 2.2 of arXiv 2412.19437): a layer that was trained with the target.
 
 Fed h, the target's feature of position t after its final norm, and token t + 1, the layer computes
 
@@ -8,9 +8,9 @@ and h', the feature of t + 1, is fed back for the next draft. Embedding and outp
 the checkpoint has others. The decoder layer is that of the target's family (`architecture_for` of a config of one
 layer), over an arena of its own.
 
-DeepSeek's, GLM's and Qwen's layers read and feed back features after the norm, as transformers and SGLang serve them;
-vLLM feeds back those of DeepSeek's and GLM's layers without it. Of several layers the first drafts all tokens; no
-other is loaded.
+DeepSeek's, GLM's and Qwen's layers read and feed back features after the norm, as in transformers and SGLang; vLLM
+feeds back those of DeepSeek's and GLM's layers without it. Of several layers only the first is loaded; it drafts all
+tokens.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ log = logging.getLogger(__name__)
 _NUMBER = "num_nextn_predict_layers"  # of DeepSeek's and GLM's configs
 _NORMS, _MATRIX = ("enorm", "hnorm"), "eh_proj"
 FAMILIES = frozenset({"deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-# Where families have such layers. DeepSeek and GLM: behind the target's last one, each with all of its parts. Qwen: in
-# a model of its own, whose layers share all parts but themselves.
+# The location of such layers by family. DeepSeek and GLM: after the target's last layer, each with all of its parts.
+# Qwen: in a separate model, whose layers share the other parts.
 _PLACE = re.compile(r"(?:model\.layers\.(?P<layer>\d+)|mtp(?:\.layers\.(?P<of_qwen>\d+))?)\.(?P<rest>.+)")
-# What they call the modules beside the decoder layer, with our names: DeepSeek's for what no decoder has.
+# Their names of the modules besides the decoder layer, and ours, which are DeepSeek's for those that decoders do not
+# have.
 _PARTS = {
     **{part: f"model.{part}" for part in (*_NORMS, _MATRIX, "embed_tokens")},
     "shared_head.norm": "model.norm", "shared_head.head": "lm_head",
@@ -72,7 +73,7 @@ def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
     """The first MTP layer of the checkpoint that `target` was loaded from, in its type and on its device.
 
     Raises:
-        ModelError: the checkpoint has none, or one of a family that is not known, or it is not whole.
+        ModelError: the checkpoint has none, its family is not supported, or the layer is incomplete.
     """
     if gguf_file(name, revision) is not None:
         raise ModelError(f"mtp: {name!r} is a GGUF file, whose MTP layers are not supported")
@@ -93,7 +94,7 @@ def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
 
 
 def tell_of_mtp(name: str, revision: str | None, target: DecoderModel) -> None:
-    """Log that the checkpoint of `target` has MTP layers, if it has: they draft only with `draft mtp`."""
+    """Log whether the checkpoint of `target` has MTP layers, which are used only with `draft mtp`."""
     if target.config.model_type not in FAMILIES:
         return
     if first_layer(dict.fromkeys(_names_here(name, revision)), target.config)[1]:
@@ -101,10 +102,10 @@ def tell_of_mtp(name: str, revision: str | None, target: DecoderModel) -> None:
 
 
 def _names_here(name: str, revision: str | None) -> Iterator[str]:
-    """The names of a checkpoint's tensors as far as they are known on this machine; nothing is downloaded."""
+    """The names of a checkpoint's tensors, from local files; nothing is downloaded."""
     try:
         folder = name if Path(name).is_dir() else snapshot_download(name, revision=revision, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):  # it is no checkpoint of the hub
+    except (LocalEntryNotFoundError, HFValidationError):  # not a hub checkpoint
         return
     for path in Path(folder).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -112,7 +113,7 @@ def _names_here(name: str, revision: str | None) -> Iterator[str]:
 
 
 def first_layer(tensors: Mapping[str, T], config: PreTrainedConfig) -> tuple[dict[str, T], int]:
-    """Of a target's tensors those of its first MTP layer by our names, and how many such layers there are."""
+    """The tensors of a target's first MTP layer by our names, and the number of such layers."""
     found, layers, depth = dict[str, T](), set[int](), shape_of(config, "num_hidden_layers")
     for key, tensor in tensors.items():
         match = _PLACE.fullmatch(_alone(key, config))
@@ -129,14 +130,14 @@ def first_layer(tensors: Mapping[str, T], config: PreTrainedConfig) -> tuple[dic
 
 
 def _alone(key: str, config: PreTrainedConfig) -> str:
-    """The name as of a language model that is no part of another."""
+    """The name without the prefix of a multimodal model."""
     for pattern, short in (names_in_whole(config) or {}).items():
         key = re.sub(pattern, short, key)
     return key
 
 
 def _weights(name: str, revision: str | None, config: PreTrainedConfig, target: PreTrainedConfig) -> Weights:
-    """The first layer's by our names; with an embedding and an output matrix where they are not both the target's."""
+    """The first layer's weights by our names, with embedding and output matrix unless both are the target's."""
     weights = read_weights(name, revision, quantisation_of(name, config))
     found, layers = first_layer(weights, target)
     if not found:
@@ -159,7 +160,7 @@ def _same(one: Tensor | Codes, other: Tensor | Codes) -> bool:
 
 
 def _of_one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a model of the MTP layer alone: it attends, and has experts if any layer has."""
+    """The config of a model of only the MTP layer: with attention, and with experts if any layer has them."""
     by_layer = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "first_k_dense_replace": 0}
     made: Any = copy.deepcopy(config)
     for key, value in by_layer.items():
@@ -170,7 +171,7 @@ def _of_one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _check(name: str, architecture: Architecture, weights: Mapping[str, Tensor | Codes]) -> None:
-    """Refuse weights that are missing, left over or of another shape; the target's tables need not be there."""
+    """Refuse missing or unexpected weights and other shapes; the target's tables are optional."""
     width, table = architecture.width, torch.empty(architecture.vocab_size, architecture.width, device="meta")
     own: Shapes = {f"model.{norm}.weight": (width,) for norm in _NORMS}
     own[f"model.{_MATRIX}.weight"] = width, 2 * width

@@ -1,7 +1,7 @@
-"""Drafting with a head that continues the target's features, and so its tokens (EAGLE, arXiv 2401.15077).
+"""Drafts with a head that predicts the target's features (EAGLE, arXiv 2401.15077).
 
-The head is fed (feature of position t, token t + 1) and makes the feature of t + 1, from which token t + 2 is drawn.
-Beyond the last feature that the target made it goes on from its own.
+The head is fed (feature of position t, token t + 1) and predicts the feature of t + 1, from which token t + 2 is drawn.
+Beyond the target's last feature it continues from its own.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from engine.proposers.heads.layers import FeatureHead
 from engine.stats import Forward
 from engine.types import KVCursor, Sequence
 
-MOST_UNFED = 512  # features left of a sequence whose head was not asked, once more than twice as many wait
+MOST_UNFED = 512  # features kept of an unused head, once more than twice as many are stored
 
 
 class HeadProposer(ChainProposer):
-    """Drafts with a head over an arena of its own; `places` are those of the target that it reads.
+    """Drafts with a head with its own arena; `places`: those of the target that it reads.
 
-    Row r of a sequence's arena holds the r-th feature that was fed. These are all its positions but the last, unless
-    some were never seen (their K/V came from a cache): then the first rows are missing, and attention, which knows
-    only distances, spans the rest. The cursor moves past features of the target's alone. K/V made from guessed
-    features lies beyond it, and is overwritten by the true ones when they are known.
+    Row r of a sequence's arena has the r-th fed feature. These are all positions but the last, except those whose K/V
+    came from the prefix cache: then the first rows are missing, and attention, which depends only on distances, covers
+    the rest. The cursor counts only features of the target. K/V of predicted features is beyond it, and overwritten
+    later.
     """
 
-    uses_draft_kv = True  # and shares none: row r is no position r where features were never seen
+    uses_draft_kv = True  # not shared: row r is not position r if features are missing
 
     def __init__(self, head: FeatureHead, places: tuple[int, ...], context: HeadContext) -> None:
         assert context.arena is not None, "it has a layout"
@@ -45,15 +45,15 @@ class HeadProposer(ChainProposer):
 
     @torch.inference_mode()
     def observe(self, passed: Seq[Passed]) -> None:
-        """Keep the hidden states that the head has not been fed yet. What it is not asked for is never projected."""
-        before = [self.unfed.pop(p.sequence, None) for p in passed]  # if this fails, nothing stale is left
+        """Store the hidden states that the head has not been fed yet. They are projected only when used."""
+        before = [self.unfed.pop(p.sequence, None) for p in passed]  # if this fails, no stale rows remain
         hidden = self.tap.read(self._places)
         assert hidden is not None, "the target has not run"
         for p, features in zip(passed, before, strict=True):
             kept = features or Features()
             joins = kept.take(p.feed.start, hidden[p.rows_from(p.feed.start)])
             if features is None or not joins:
-                p.sequence.draft.kv_len = 0  # what lies in the arena does not lead up to these
+                p.sequence.draft.kv_len = 0  # the arena is not contiguous with these
             if kept.stop - kept.first > 2 * MOST_UNFED:
                 kept.drop(kept.stop - kept.first - MOST_UNFED)
                 p.sequence.draft.kv_len = 0
@@ -65,13 +65,13 @@ class HeadProposer(ChainProposer):
         return 0 if features is None else max(0, min(features.stop, len(sequence.tokens) - 1) - features.first - 2)
 
     def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
-        """Catch up on the target's features, then draft; within the token budget, as `ModelProposer` does."""
+        """Catch up on the target's features, then draft, within the token budget, like `ModelProposer`."""
         chains, hidden = self._catch_up(chains, forwards)
         while chains:
             chains, hidden = self._extend(chains, hidden, forwards)
 
     def _catch_up(self, chains: list[Chain], forwards: list[Forward]) -> tuple[list[Chain], Tensor]:
-        """Feed the target's features; those that are fed to their end get their first draft."""
+        """Feed the target's features; chains that have caught up get their first draft."""
         budget = self._prefill.tokens_of_draft(self._name, len(chains))
         fed, ready = list[tuple[Chain, Feed, Tensor]](), [(c, self._ready(c.sequence)) for c in chains]
         for chain, rows in sorted(ready, key=lambda one: len(one[1])):
@@ -90,19 +90,19 @@ class HeadProposer(ChainProposer):
         return self._grow([chain for chain, feed, _ in fed if feed.num_logits], hidden)
 
     def _ready(self, sequence: Sequence) -> Tensor:
-        """Hidden states `[n, places * width]`, true and not fed, if they reach the newest there can be; else none."""
+        """The target's unfed hidden states `[n, places * width]`, if they are complete; else none."""
         features, stop = self.unfed.get(sequence) or Features(), len(sequence.tokens) - 1
-        features.cut(stop)  # rows of drafts that were not kept
+        features.cut(stop)  # rows of rejected drafts
         return features.rows if features.stop == stop else torch.empty(0)
 
     def _feed(self, sequence: Sequence, count: int, budget: int) -> Feed:
-        """The tokens that go with the next `count` features: of the feature of t the token t + 1."""
+        """The tokens of the next `count` features: token t + 1 for the feature of t."""
         stop = len(sequence.tokens)
         tokens = sequence.tokens[stop - count : stop][:budget]
         return Feed(tokens, sequence.draft.kv_len, sequence.draft.page_table, int(len(tokens) == count))
 
     def _extend(self, chains: list[Chain], hidden: Tensor, forwards: list[Forward]) -> tuple[list[Chain], Tensor]:
-        """Feed each chain its own last feature and draft; the cursor stays, so all this is forgotten afterwards."""
+        """Feed each chain its own last feature and draft; the cursor does not move, so the rows are temporary."""
         feeds = [
             Feed([c.tokens[-1]], c.sequence.draft.kv_len + len(c.tokens) - 1, c.sequence.draft.page_table)
             for c in chains
@@ -119,7 +119,7 @@ class HeadProposer(ChainProposer):
         return Ragged(RaggedBatch.of(feeds, self.arena.page_size, self.head.device), self.arena, self._attend)
 
     def _grow(self, chains: list[Chain], hidden: Tensor) -> tuple[list[Chain], Tensor]:
-        """Draw a draft from each new feature `[len(chains), hidden]`; those that want more, and their features."""
+        """Draw a draft from each new feature `[len(chains), hidden]`; return unfinished chains, and their features."""
         if chains:
             extend(chains, self.head.logits(hidden))
         unfinished = [i for i, chain in enumerate(chains) if chain.is_unfinished]

@@ -1,17 +1,17 @@
-"""Drafting with the target itself and a low-rank adapter, no second model (Uno: Sahoo et al. 2026, arXiv 2609.04010).
+"""Drafts with the target itself and a low-rank adapter (Uno: Sahoo et al. 2026, arXiv 2609.04010).
 
 One pass of the target makes all drafts of a sequence. It is fed the newest token, as in plain decoding, and after it
-K - 1 tokens of noise: random ids, at the positions of the tokens that are to be guessed. Attention is causal as always.
-Only the rows of noise have the adapter. It was trained so that a row predicts, from the text before it, the token after
-its own position, whatever token is fed there. For drafts A B C of a text x y:
+K - 1 tokens of noise: random ids, at the positions of the tokens that are to be guessed. Attention is causal. Only the
+rows of noise have the adapter, which was trained so that a row predicts, from the text before it, the token after its
+position, for any token fed there. For drafts A B C of a text x y:
 
     fed       y               noise           noise
     at        y's place       A's place       B's place
     weights   the target's    with adapter    with adapter
     predicts  A               B               C
 
-The first draft is the target's own next token. The keys and values of the noise lie beyond the cursor, as those of
-drafts do that were not kept, and what is verified next overwrites them.
+The first draft is the target's own next token. The keys and values of the noise are beyond the cursor, like those of
+rejected drafts, and the next verification overwrites them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from engine.types import Adapter
 if TYPE_CHECKING:
     from engine.model.decoder.decoder import DecoderModel
 
-INNER = "adapter"  # its folder in a checkpoint that holds the base model as well, such as s-sahoo/uno-qwen3-8B
-_LOWEST = 1  # token id of noise, in training and in the authors' engine
+INNER = "adapter"  # its folder in a checkpoint with the base model, such as s-sahoo/uno-qwen3-8B
+_LOWEST = 1  # first token id of noise, in training and in the authors' engine
 
 
 def load_uno(name: str, revision: str | None, target: DecoderModel) -> Head:
-    """An adapter of a local folder or a hub id, in peft's format; the target drafts with it.
+    """An adapter from a local folder or a hub id, in PEFT format, with which the target drafts.
 
     Raises:
-        ModelError: there is none, or this target cannot draft so.
+        ModelError: there is none, or this target is not supported.
     """
     if parts_of(target):
         kind = type(target).__name__
@@ -61,7 +61,7 @@ def load_uno(name: str, revision: str | None, target: DecoderModel) -> Head:
 
 
 def adapter_folder(name: str, revision: str | None) -> Path:
-    """The folder of the adapter in a local folder or hub id: that itself, or `adapter` in it.
+    """The folder of the adapter: the local folder or hub id itself, or `adapter` in it.
 
     Raises:
         ModelError: the hub has no such id.
@@ -74,10 +74,10 @@ def adapter_folder(name: str, revision: str | None) -> Path:
 
 
 def _noise_ids(target: DecoderModel) -> range:
-    """The token ids that noise is drawn from: those below the config's mask token, or else all but the first.
+    """The token ids of noise: those below the config's mask token, or else all but the first.
 
-    No published adapter names the range. The authors draw below the first id that the tokenizer does not use; where a
-    config does not name it (`mask_token_id`), ids that only pad the embedding are drawn, too, as in vLLM and SGLang.
+    No published adapter contains the range. The authors draw below the first unused id of the tokenizer; if a config
+    does not have it (`mask_token_id`), ids that only pad the embedding are also drawn, as in vLLM and SGLang.
     """
     vocab = shape_of(target.config, "vocab_size")
     config = target.config.get_text_config()
@@ -90,10 +90,10 @@ def _noise_ids(target: DecoderModel) -> range:
 
 
 class UnoProposer(ChainProposer):
-    """Drafts with rows of noise in a pass of the target, which have `adapter`; their tokens are drawn from `noise`.
+    """Drafts in a pass of the target with rows of noise, which have `adapter`; `noise`: their token ids.
 
-    A sequence with an adapter of its own feeds its newest token with that one, so its first draft is right as well.
-    A row has one adapter at most: the noise has the draft's alone.
+    A sequence with its own adapter feeds its newest token with that adapter, so its first draft is also right. A row
+    has at most one adapter: the noise has only the draft's.
     """
 
     is_parallel = True
@@ -102,7 +102,7 @@ class UnoProposer(ChainProposer):
         self._target, self._adapter, self._noise = target, adapter, noise
 
     def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
-        """All drafts of all sequences from one pass; draft i is drawn from row i of its sequence."""
+        """All drafts from one pass; draft i is drawn from row i of its sequence."""
         if not chains:
             return
         noise = self._draw_noise(chains)
@@ -112,7 +112,7 @@ class UnoProposer(ChainProposer):
         forwards.append(Forward("draft", len(chains), len(logits)))
 
     def _feeds(self, chain: Chain, noise: list[int]) -> list[Feed]:
-        """The newest token, and the noise after it: two feeds of one text, as their adapters differ.
+        """The newest token, and the noise after it: two feeds, because their adapters differ.
 
         All rows of a layer are written before any attends, so the noise sees the newest token.
         """
@@ -127,7 +127,7 @@ class UnoProposer(ChainProposer):
         return feeds
 
     def _draw_noise(self, chains: list[Chain]) -> list[list[int]]:
-        """K - 1 ids for each chain. They depend only on seed and position: a request can be repeated in any batch."""
+        """K - 1 ids for each chain, which depend only on seed and position, so requests are reproducible."""
         spans = [range(len(chain.sequence.tokens), len(chain.sequence.tokens) + chain.k - 1) for chain in chains]
         pairs = zip(chains, spans, strict=True)
         places = [(signed(chain.sequence.seed), position) for chain, span in pairs for position in span]

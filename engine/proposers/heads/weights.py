@@ -1,4 +1,4 @@
-"""Loads the checkpoint of a head: a local folder or a hub id, safetensors only, every tensor accounted for."""
+"""Loads the checkpoint of a head: a local folder or a hub id, safetensors only, without unexpected tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.model.checkpoint import as_model_error
 from engine.model.decoder.shapes import Shapes
 from engine.model.published.files import folder_of, read_tensors
 
-PICKLES = ("*.pt", "*.bin", "*.pth", "*.pkl")  # their names tell what to say; their content is never fetched
+PICKLES = ("*.pt", "*.bin", "*.pth", "*.pkl")  # only names are used, for the error; never downloaded
 KIND = "speculators_model_type"
 _LAYER = "transformer_layer_config"
 
@@ -24,7 +24,7 @@ def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], di
     """The config and all tensors of a folder or hub id.
 
     Raises:
-        ModelError: nothing is there, or only pickled weights, which could run code of their author's.
+        ModelError: there is no checkpoint, or only pickled weights, which could run code.
     """
     with as_model_error(name):
         folder = folder_of(name, revision, "*.json", "*.safetensors")
@@ -40,12 +40,12 @@ def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], di
 
 
 def flattened(config: Mapping[str, Any], name: str, kind: str) -> dict[str, Any]:
-    """A config in the form of vLLM's `speculators` library as a flat one; any other form as it is.
+    """Flatten a config of vLLM's `speculators` library; other forms are unchanged.
 
-    There the fields of the head, which is of this `kind`, stand beside `transformer_layer_config`, that of its layers.
+    There the fields of the head, of this `kind`, are beside `transformer_layer_config`, the config of its layers.
 
     Raises:
-        ModelError: it is of another kind, or says nothing of its layers.
+        ModelError: it is of another kind, or has no config of its layers.
     """
     if KIND not in config:
         return dict(config)
@@ -59,10 +59,10 @@ def flattened(config: Mapping[str, Any], name: str, kind: str) -> dict[str, Any]
 
 
 def check_fits(wanted: Shapes, tensors: Mapping[str, Tensor], name: str) -> None:
-    """Refuse `tensors` that are not of all the shapes that are wanted, and of no others.
+    """Raise ModelError unless `tensors` have exactly the wanted names and shapes.
 
     Raises:
-        ModelError: what is missing, left over or of another shape.
+        ModelError: lists missing and unexpected tensors and other shapes.
     """
     found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     problems = [f"{key} is missing" for key in sorted(wanted.keys() - found.keys())]
@@ -78,12 +78,12 @@ def check_fits(wanted: Shapes, tensors: Mapping[str, Tensor], name: str) -> None
 
 
 def drafted_ids(tensors: dict[str, Tensor], name: str, vocab: int) -> Tensor | None:
-    """The target's ids of a head's tokens, int64 `[n]`; None where they are the same as those of the target's `vocab`.
+    """The target's ids of a head's tokens, int64 `[n]`; None if they are equal to the target's `vocab`.
 
-    Token i of the n rows of its output matrix stands for i + `d2t[i]`, which is taken from `tensors`.
+    Row i of its output matrix is token i + `d2t[i]`, from `tensors`.
 
     Raises:
-        ModelError: that is no map from so many tokens to as many of the target's.
+        ModelError: `d2t` is not an injective map to the target's tokens.
     """
     offsets, size = tensors.pop("d2t", None), len(tensors.get("lm_head.weight", range(vocab)))
     if offsets is None:

@@ -124,8 +124,8 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Load a LoRA adapter of the model from a directory of the server's machine. For operators; only from directories
-        that the option adapter_root allows. ALREADY_EXISTS if an adapter has this name.
+        """Load a LoRA adapter of the model from a directory on the server. For operators; only from directories below the
+        option adapter_root. ALREADY_EXISTS if an adapter has this name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Generates completions. Both calls take the same message and differ only in how the answer arrives. (buf's rule
+    """Generates completions. Both calls have the same request and differ only in how the answer is returned. (buf's rule
     RPC_REQUEST_STANDARD_NAME would ask for a message per call.)
     """
 
@@ -49,7 +49,7 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Generates completions. Both calls take the same message and differ only in how the answer arrives. (buf's rule
+    """Generates completions. Both calls have the same request and differ only in how the answer is returned. (buf's rule
     RPC_REQUEST_STANDARD_NAME would ask for a message per call.)
     """
 
@@ -90,7 +90,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Generates completions. Both calls take the same message and differ only in how the answer arrives. (buf's rule
+    """Generates completions. Both calls have the same request and differ only in how the answer is returned. (buf's rule
     RPC_REQUEST_STANDARD_NAME would ask for a message per call.)
     """
 
