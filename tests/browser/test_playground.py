@@ -130,7 +130,7 @@ async def test_tokens_come_as_they_are_made_and_stopping_frees_the_server(open_p
         assert said == []
 
 
-async def test_errors_are_shown_as_the_server_says_them(open_page):
+async def test_errors_are_shown_as_the_server_sends_them(open_page):
     engine = FakeEngine(step_seconds=0.02)
     async with open_page(engine, max_engine_crashes=0) as (page, _, server):
         await page.get_by_label("Temperature").fill("-1")

@@ -104,7 +104,7 @@ def test_constraints_name_every_dependency_once():
 # --------------------------------------------------------------------------------------------------------- compose
 
 
-def test_compose_knows_every_key():
+def test_compose_has_every_key():
     assert services().keys() == {"pilotfish-cpu", "pilotfish-gpu", "prometheus", "grafana"}
     with pytest.raises(ValueError, match="memry"):
         PyOptions(apply_merge=True).from_yaml(COMPOSE.read_text().replace("memory: 4G", "memry: 4G"))
@@ -151,7 +151,7 @@ def test_files_that_are_mounted_exist_and_prometheus_looks_for_the_servers():
     assert set(discovery["names"]) == {name for name in services() if name.startswith("pilotfish")}
 
 
-def test_grafana_finds_what_it_is_told_to_load():
+def test_grafana_finds_its_provisioned_files():
     folders = {volume.split(":")[1]: DEPLOY / volume.split(":")[0] for volume in services()["grafana"]["volumes"][:2]}
     provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/pilotfish.yaml").read_text())["providers"][0]
     home = Path(services()["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])

@@ -27,7 +27,7 @@ def test_the_files_are_what_the_module_makes():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_grafanas_types_know_every_field(path):
+def test_grafanas_types_have_every_field(path):
     """What they read and write again is what was there: a field or value that they do not know would get lost."""
     register_default_plugins()
     found = json.loads(path.read_text())
@@ -41,7 +41,7 @@ def _read_and_written(board):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_panels_fill_the_grid_and_say_what_they_show(path):
+def test_panels_fill_the_grid_and_have_descriptions(path):
     board = json.loads(path.read_text())
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
     assert len(set(places)) == len(places) == len({p["id"] for p in board["panels"]})

@@ -205,7 +205,7 @@ def test_the_picker_may_do_no_more_than_it_needs(objects):
 # --------------------------------------------------------------------------------------------- the picker's plugins
 
 
-def test_the_picker_knows_its_plugins_and_their_parameters(picker):
+def test_the_picker_supports_its_plugins_and_their_parameters(picker):
     assert (picker["apiVersion"], picker["kind"]) == ("llm-d.ai/v1alpha1", "EndpointPickerConfig")
     names = [plugin["type"] for plugin in picker["plugins"]]
     assert len(set(names)) == len(names)
@@ -247,7 +247,7 @@ def test_the_picker_tokenizes_by_the_servers_and_counts_in_their_pages(parameter
     assert parameters["precise-prefix-cache-producer"]["tokenProcessorConfig"] == {"blockSizeTokens": PAGE_SIZE}
 
 
-def test_the_picker_and_nobody_else_hears_the_events(parameters, objects, pods, options):
+def test_only_the_picker_receives_the_events(parameters, objects, pods, options):
     events = parameters["precise-prefix-cache-producer"]["kvEventsConfig"]
     assert events.keys() <= KV_EVENTS
     assert events["engineType"] == "vllm"

@@ -111,7 +111,7 @@ def test_batch_sizes_are_those_of_the_steps(seen):
 
 
 @pytest.mark.slow
-def test_acceptance_is_what_callers_were_told(seen):
+def test_acceptance_equals_that_of_the_callers(seen):
     told = [completion.finished.speculation_stats for completion in seen.completions]
     drafted, accepted = sum(t.drafted for t in told), sum(t.accepted for t in told)
     assert drafted > accepted > 0

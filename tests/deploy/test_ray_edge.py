@@ -75,7 +75,7 @@ class Context:
 
 
 @pytest.mark.parametrize(("remaining", "seconds"), [(None, math.inf), (2.5, 2.5)])
-def test_a_replica_hears_how_much_time_is_left_from_the_edge_alone(remaining, seconds):
+def test_a_replica_gets_the_deadline_only_from_the_edge(remaining, seconds):
     call = _Call(Context(remaining))
     assert call.peer() == "somebody"
     assert call.invocation_metadata()[0] == ("a", "b")
@@ -184,7 +184,7 @@ async def test_bytes_that_are_no_message_are_refused_whatever_their_size(data):
 # ------------------------------------------------------------------------------------------------------------- options
 
 
-def test_the_limit_of_stalls_is_refused_because_the_proxy_does_not_know_it():
+def test_the_stall_limit_is_refused_because_the_proxy_has_none():
     with pytest.raises(ValueError, match="stall_seconds: not supported by Ray's proxy"):
         configured({"stall_seconds": 5.0})
 

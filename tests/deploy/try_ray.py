@@ -132,7 +132,7 @@ async def test_tokens_are_those_of_plain_decoding_streamed_or_not(two):
             assert 1 < len(deltas) == len(events) - 1
 
 
-async def test_mistakes_are_told_field_by_field(two):
+async def test_violations_are_reported_by_field(two):
     async with AsyncClient(two, retry=None) as client:
         with pytest.raises(InvalidRequestError) as error:
             await client.generate("x", max_tokens=0, top_p=3.0)

@@ -108,7 +108,7 @@ seconds_left = st.just(0.0) | st.floats(0.01, 9)  # half of the least float is n
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 0.2)), max_size=200), st.floats(0.1, 9), seconds_left)
-def test_who_asks_again_at_once_hears_later_that_it_is_refused(asked, retry: float, remaining: float) -> None:
+def test_refusals_are_delayed_for_callers_that_retry_immediately(asked, retry: float, remaining: float) -> None:
     """The first ones at once, all in the time in which a retry is refused too, and none after its deadline."""
     refusals, now, held = Refusals(), 0.0, defaultdict[str, list[float]](list)
     error = QueueFull("full", bound="requests", retry_seconds=retry)

@@ -163,14 +163,14 @@ def refused(capsys, monkeypatch):
     return serve
 
 
-def test_a_port_that_is_taken_is_said_plainly(refused) -> None:
+def test_a_port_in_use_is_one_line(refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert port in refused("--grpc-port", port, "--http-port", "0")
         assert "in use" in refused("--grpc-port", "0", "--http-port", port)
 
 
-def test_a_missing_file_of_tokens_or_extra_is_said_plainly(refused, monkeypatch) -> None:
+def test_a_missing_token_file_or_extra_is_one_line(refused, monkeypatch) -> None:
     assert "/there/is/none" in refused("--token-file", "/there/is/none")
     for module, extra, options in (
         ("zmq", kv_events.EXTRA, ("--kv-events-endpoint", "tcp://127.0.0.1:*")),
@@ -184,7 +184,7 @@ def test_a_missing_file_of_tokens_or_extra_is_said_plainly(refused, monkeypatch)
     "option",
     ["", "--draft=", "--adapter=a=", "--adapter-root=", "--token-file=", "--config=", "--tls-cert="],
 )
-def test_a_name_that_no_file_can_have_is_told_in_one_line(option, capsys) -> None:
+def test_an_invalid_file_name_is_one_line(option, capsys) -> None:
     assert cli.main(["serve", f"{option}{'x' * 5000}"]) == 2
     told = capsys.readouterr().err
     assert "File name too long" in told

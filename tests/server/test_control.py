@@ -189,7 +189,7 @@ async def test_a_conversion_is_one_of_its_callers_requests_per_second(tokens, fi
         await conversions(server, 2, metadata=bearer(BOB))[first]()
 
 
-async def test_http_tells_health_models_and_metrics(server):
+async def test_http_reports_health_models_and_metrics(server):
     await server.inference.Generate(request())
     async with http_client(server) as http:
         health = await http.get("/health")

@@ -92,7 +92,7 @@ async def test_a_stop_token_is_in_the_ids_and_not_in_the_text(server):
     assert end.finish_reason == pb.FINISH_REASON_STOP
 
 
-async def test_text_lengths_say_which_token_brought_which_text(server):
+async def test_text_lengths_split_the_text_by_token(server):
     call = server.inference.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=40, stop=["zzz"])))
     deltas = [m.delta async for m in call if m.HasField("delta")]
     for delta in deltas:
@@ -110,7 +110,7 @@ async def test_a_truncated_character_comes_with_the_last_delta(server):
     assert text.endswith("�")
 
 
-async def test_finished_tells_usage_timing_seed_and_speculation(server):
+async def test_finished_has_usage_timing_seed_and_speculation(server):
     sampling = pb.SamplingParams(temperature=0.7, seed=2**64 - 1)
     answer = await server.inference.Generate(request(sampling=sampling, request_id="r:1"))
     end = answer.outputs[0].finished

@@ -71,7 +71,7 @@ async def violations_of(server, **fields):
     return detail(error, error_details_pb2.BadRequest).field_violations
 
 
-async def test_a_context_that_is_too_short_is_told_by_its_reason_too(server):
+async def test_a_context_that_is_too_short_has_a_reason_too(server):
     server.engine.max_model_len = 100
     reason = "CONTEXT_LENGTH_EXCEEDED"
     too_long = [("x" * 200, {}, reason), ([1] * 200, {}, reason), ("ab", {"max_tokens": 100}, reason)]

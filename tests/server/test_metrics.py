@@ -31,7 +31,7 @@ def samples(text, parse=text_string_to_metric_families):
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in parse(text) for s in f.samples}
 
 
-async def test_both_forms_tell_the_same(server):
+async def test_both_formats_have_equal_values(server):
     await server.inference.Generate(request())
     plain, open_ = await page_of(server), await page_of(server, OPENMETRICS)
     assert plain.headers["content-type"].startswith("text/plain")
@@ -46,7 +46,7 @@ async def test_both_forms_tell_the_same(server):
     assert not any("vllm" in name for name, _ in found), "nobody asked for them"
 
 
-async def test_vllms_names_tell_what_ours_do():
+async def test_vllms_names_have_the_values_of_ours():
     async with serving(vllm_metrics=True) as server:
         await server.inference.Generate(request())
         text = (await page_of(server)).text

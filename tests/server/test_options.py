@@ -232,7 +232,7 @@ async def test_a_structure_is_compiled_elsewhere_and_every_output_has_it():
         assert metric(server, "admission_rejected_total", reason="invalid") == 1
 
 
-async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellation(monkeypatch):
+async def test_a_slow_structure_stalls_no_other_and_has_deadline_and_cancellation(monkeypatch):
     compiler, pending = FakeCompiler(), []
     compiler.gate.clear()
     compile_one = SlowWork.compile
@@ -265,7 +265,7 @@ async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellatio
         assert len(server.engine.requests) == 3
 
 
-async def test_the_place_of_a_structure_that_nobody_waits_for_is_free_again():
+async def test_the_slot_of_an_abandoned_structure_is_freed():
     pool, gate, begun = SlowWork(max_compiling=1, max_pending=2), asyncio.Event(), []
 
     async def compile_one(name):

@@ -70,7 +70,7 @@ def test_what_is_not_known_takes_no_time():
         assert estimates.wait([5.0], [20.0] * 100, likely=likely) == 0.0
 
 
-def test_a_place_is_free_when_what_runs_has_brought_what_is_left_of_it():
+def test_a_place_is_free_after_the_remaining_tokens_of_running_outputs():
     estimates = Estimates()
     estimates.observe(step(2.0, generated=2, running=2))  # two seconds from one token to the next
     for likely in (False, True):

@@ -67,7 +67,7 @@ def test_each_token_has_its_caller(tokens):
         (f"alice {ALICE}\nalice {BOB}", ":2: 'alice' or its token is listed twice"),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_refused_and_no_token_is_told(tmp_path, text, said):
+def test_an_invalid_token_file_is_refused_without_showing_tokens(tmp_path, text, said):
     path = tmp_path / "tokens"
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(said)) as error:
@@ -176,7 +176,7 @@ class Clock:
         return self.now
 
 
-def test_a_caller_begins_so_many_per_second_and_no_more():
+def test_requests_per_second_are_limited_by_caller():
     clock = Clock()
     quotas = Quotas(None, 4.0, clock)
     alice, bob = Caller("alice"), Caller("bob")
@@ -262,7 +262,7 @@ def test_without_tokens_a_caller_shares_with_all_of_its_network(host):
     assert with_token.share == "alice"
 
 
-async def test_a_caller_has_so_many_live_requests_and_no_more(tokens):
+async def test_live_requests_are_limited_by_caller(tokens):
     engine = FakeEngine()
     engine.gate.clear()
     async with serving(engine, token_file=tokens, max_requests_per_token=2) as server:

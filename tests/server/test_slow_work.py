@@ -83,7 +83,7 @@ async def test_small_pieces_that_never_end_overtake_a_larger_one_only_a_few_time
     assert pieces.done.index("larger") < PIECES_PER_OLDEST
 
 
-async def test_a_piece_whose_caller_has_gone_does_not_begin_and_holds_up_nobody(slow):
+async def test_an_abandoned_piece_does_not_start_and_blocks_no_other(slow):
     pieces = Pieces()
     first = await blocked(slow, pieces)
     gone, stays = (asyncio.create_task(run(slow, size, pieces.note, size)) for size in (5000, 6000))

@@ -130,7 +130,7 @@ def test_matrices_in_8_bit_floats_are_refused(folder: Path) -> None:
         ("adapter_model.safetensors", b"\0" * 9, "cannot be read"),
     ],
 )
-def test_a_missing_or_broken_file_is_told(folder: Path, name: str, data: bytes | str | None, problem: str) -> None:
+def test_a_missing_or_invalid_file_is_reported(folder: Path, name: str, data: bytes | str | None, problem: str) -> None:
     (folder / name).unlink()
     if isinstance(data, bytes):
         (folder / name).write_bytes(data)

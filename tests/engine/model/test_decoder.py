@@ -477,7 +477,7 @@ def test_the_first_layers_of_a_model_on_kernels() -> None:
     assert _off(mine.forward(whole), theirs.forward(whole)) < 1e-4
 
 
-def test_a_kernel_that_does_not_compile_is_replaced_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_does_not_compile_is_replaced_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Triton's own error is no RuntimeError. It used to end the load."""
 
     def fails(*_: object) -> None:

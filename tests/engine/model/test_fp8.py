@@ -134,7 +134,7 @@ def test_rows_are_rounded_by_what_makes_them() -> None:
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 @MULTIPLIES
 @pytest.mark.parametrize("name", ["gate_round", "add_norm_round", "round_rows"])
-def test_a_card_whose_compiler_knows_no_fp8_rounds_in_plain_torch(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_fp8_in_the_compiler_rows_are_rounded_in_torch(name: str, caplog: pytest.LogCaptureFixture) -> None:
     def fails(*_: object) -> None:
         raise faults()[0]("type fp8e4nv not supported in this architecture")
 

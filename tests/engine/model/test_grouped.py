@@ -117,6 +117,6 @@ def test_matrices_of_several_forms_lie_side_by_side() -> None:
         ({"order": torch.zeros(INPUTS, dtype=torch.int64)}, "order: not a permutation of 96 inputs"),
     ],
 )
-def test_what_does_not_fit_is_told_by_name(change: dict[str, object], told: str) -> None:
+def test_inconsistent_tensors_are_reported_by_name(change: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         GroupedLinear(replace(codes(70, INPUTS, "scale"), **change))  # type: ignore[arg-type]

@@ -119,7 +119,7 @@ def test_a_file_that_is_cut_short_is_named(
 
 
 @pytest.mark.parametrize("size", [0, 5, 100])
-def test_a_header_that_is_cut_short_is_told(size: int, floats: Path, tmp_path: Path) -> None:
+def test_a_truncated_header_is_reported(size: int, floats: Path, tmp_path: Path) -> None:
     file = cut_short(floats, tmp_path, size)
     with pytest.raises(ModelError, match=rf"{file} is (truncated: its header|not a valid safetensors file)"):
         load_model(str(file.parent), None, torch.float32, CPU)
@@ -166,7 +166,7 @@ def test_a_weight_that_is_wrong_is_named(
 @pytest.mark.parametrize(
     ("form", "weights"), [("floats", "native"), ("floats", "int8"), ("floats", "int4"), ("saved", "native")]
 )
-def test_progress_is_told_in_bytes(
+def test_progress_is_reported_in_bytes(
     form: str, weights: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapped, "_SECONDS", 0.0)
@@ -179,7 +179,7 @@ def test_progress_is_told_in_bytes(
     assert read[-1] > 0.9 * size
 
 
-def test_progress_is_told_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = 100.0, list[str]()
     monkeypatch.setattr(mapped.time, "monotonic", lambda: now)
     reading = ReadProgress("loading x", lambda: 98_000_000, said.append)

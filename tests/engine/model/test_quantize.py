@@ -100,7 +100,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_saved_checkpoint_says_what_it_is(saved: Path) -> None:
+def test_a_saved_checkpoint_is_marked(saved: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "pilotfish-int8", "version": 3}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {

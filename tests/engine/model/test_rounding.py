@@ -57,7 +57,7 @@ def test_a_large_number_takes_nothing_from_the_others() -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("width", [48, 50])
-def test_the_step_says_what_is_no_number(wrong: float, width: int) -> None:
+def test_the_step_is_nan_for_invalid_rows(wrong: float, width: int) -> None:
     x = numbers(3, width)
     x[1, 5] = wrong
     assert round_rows(x)[1].isfinite().flatten().tolist() == [True, False, True]
@@ -88,7 +88,7 @@ def test_rounding_keeps_what_it_can(bits: int) -> None:
 
 @BITS
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_a_scale_says_what_is_not_finite(bits: int, wrong: float) -> None:
+def test_a_scale_is_not_finite_for_invalid_groups(bits: int, wrong: float) -> None:
     weight = numbers(5, 128)
     weight[3, 70] = wrong
     scale = round_weight(weight, bits).scale

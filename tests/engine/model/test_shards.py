@@ -47,13 +47,13 @@ def ranks():
 
 @settings(max_examples=30)
 @given(st.lists(FEEDS, max_size=4))
-def test_what_is_said_is_what_was_meant(ranks, feeds):
+def test_broadcasts_arrive_unchanged(ranks, feeds):
     ranks[0].broadcast(feeds)
     assert ranks[1].receive(list[Feed]) == feeds
 
 
 @pytest.mark.parametrize("count", [1, 5400, 5430, 5440, 50_000])
-def test_long_messages_are_said_in_two_parts(ranks, count):
+def test_long_messages_are_sent_in_two_parts(ranks, count):
     """Feeds may have ranges in place of lists."""
     ranks[0].broadcast([Feed(range(1 << 16, (1 << 16) + count), 0, [0])])
     [feed] = ranks[1].receive(list[Feed])

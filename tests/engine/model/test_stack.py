@@ -141,7 +141,7 @@ def test_a_copy_keeps_to_its_own_arena() -> None:
     assert torch.equal(several_passes(made), want)
 
 
-def test_who_listens_to_the_layers_hears_of_every_pass() -> None:
+def test_taps_read_every_pass() -> None:
     made = zoo.as_served(plain_model("llama", torch.float32))
     want = several_passes(made)
     tap = Tap(made)

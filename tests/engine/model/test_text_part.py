@@ -87,7 +87,7 @@ def test_names_in_the_whole():
     assert as_if_alone(part, {"lm_head.weight": 1}) == {"lm_head.weight": 1}
 
 
-def test_the_whole_says_what_holds_for_its_part():
+def test_the_part_inherits_fields_of_the_whole():
     whole = AutoConfig.for_model("mistral3", text_config={"model_type": "mistral"}, eos_token_id=7)
     whole.quantization_config = {"quant_method": "gptq"}
     part = text_part(whole)

@@ -36,7 +36,7 @@ def model_of(kind: str) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("kind", "keeps"), [("bloom", "cache"), ("mpt", "cache"), ("gpt_neo", "cache"), ("bart", "cache"), ("rwkv", "text")]
 )
-def test_chunks_drafts_and_batch_mates_change_nothing(kind: str, keeps: str) -> None:
+def test_chunks_drafts_and_other_sequences_change_nothing(kind: str, keeps: str) -> None:
     model = model_of(kind)
     layout = cache_layout(model) if keeps == "cache" else TOKENS
     runner, expected = runner_of(model, layout), plain_logits(model, TEXT)

@@ -60,7 +60,7 @@ def test_a_matmul_that_fails_is_taken_row_by_row(model: torch.nn.Module, kind: t
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 37])
-def test_each_product_has_one_shape_and_nobody_but_the_padding_notices(count: int) -> None:
+def test_each_matmul_has_one_shape_with_padding(count: int) -> None:
     class Seen(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             seen.append(x.shape)

@@ -62,7 +62,7 @@ def test_a_target_in_shares() -> None:
     assert "tensor_parallel_size is 2, but WORLD_SIZE (number of processes) is 1" in problem
 
 
-def test_it_says_which_type_each_model_is_held_in_and_why(tmp_path: Path) -> None:
+def test_it_reports_each_models_type_and_the_reason(tmp_path: Path) -> None:
     shutil.copytree(embedded_draft(), tmp_path, dirs_exist_ok=True)  # nothing here reads its weights
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
@@ -115,7 +115,7 @@ def test_without_a_draft_the_prompt_drafts_and_weights_are_not_read_unless_asked
     assert "model.safetensors is truncated" in problem
 
 
-def test_it_says_why_the_context_ends(phi3: Path, tmp_path: Path) -> None:
+def test_it_reports_the_reason_of_the_context_limit(phi3: Path, tmp_path: Path) -> None:
     assert "a second table beyond 32 tokens" in line(doctor(phi3), "target", "context")
     model = zoo.with_large_weights(zoo.family_config("llama"))
     model.config.rope_parameters = {
@@ -135,7 +135,7 @@ def test_a_draft_of_another_vocabulary(phi3: Path, tmp_path: Path) -> None:
     assert line(doctor(phi3, phi3), "pair", "vocabulary").startswith("of one size, assumed to be the same")
 
 
-def test_end_tokens_that_differ_are_told(phi3: Path) -> None:
+def test_different_end_tokens_are_reported(phi3: Path) -> None:
     (phi3 / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     other = phi3.parent / "other"
     zoo.reference("phi3-longrope").save_pretrained(other)
@@ -164,7 +164,7 @@ def test_no_such_folder(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_it_tells_of_int8(tmp_path: Path) -> None:
+def test_it_reports_int8(tmp_path: Path) -> None:
     save_quantised(str(embedded_target()), None, tmp_path / "int8")
     for target, config in ((embedded_target(), {"weights": "int8"}), (tmp_path / "int8", {})):
         report = doctor(target, embedded_draft(), load=True, draft_weights="native", dtype="float32", **config)
@@ -174,7 +174,7 @@ def test_it_tells_of_int8(tmp_path: Path) -> None:
         assert line(report, "draft", "weights").endswith("MiB in float32")
 
 
-def test_it_says_what_runs_each_model_and_imports_transformers_for_its_modules_alone(tmp_path: Path) -> None:
+def test_it_reports_each_implementation_and_imports_transformers_only_for_its_modules(tmp_path: Path) -> None:
     zoo.reference("falcon").save_pretrained(tmp_path)
     program = """if True:
         import json, sys
@@ -195,7 +195,7 @@ def test_it_says_what_runs_each_model_and_imports_transformers_for_its_modules_a
     ], told.stderr
 
 
-def test_it_says_by_which_instructions_our_c_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_reports_the_instructions_of_our_c(monkeypatch: pytest.MonkeyPatch) -> None:
     told = line(doctor(embedded_target()), "environment", "kernels")
     assert told == instructions()
     monkeypatch.setattr("engine.native.compiled.loaded", lambda: Loaded(None, problem="no libraries"))

@@ -67,6 +67,6 @@ def test_what_long_contexts_share_out_is_counted() -> None:
     assert pass_bytes(long, model) - pass_bytes(short, model) == 40 * 32 * 81 * cell
 
 
-def test_a_full_card_says_so() -> None:
+def test_a_full_gpu_is_reported() -> None:
     with pytest.raises(ModelError, match=r"none is left for keys and values"):
         kv_gib(EngineConfig(target="t", max_batch_size=64), CUDA, LLAMA_8B, free(1.5))

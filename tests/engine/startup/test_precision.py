@@ -67,7 +67,7 @@ def held(
         (None, "bfloat16", "bfloat16", "float32", "the type of most stored weights"),
     ],
 )
-def test_auto_is_the_checkpoints_own_and_it_says_why(
+def test_auto_is_the_checkpoints_own_type_with_the_reason(
     own: str | None, on_cuda: str, on_cpu: str, without_bfloat16: str, why: str, tmp_path: Path
 ) -> None:
     name = folder_of(tmp_path, own)

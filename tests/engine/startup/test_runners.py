@@ -34,7 +34,7 @@ def test_each_runs_as_fast_as_its_code_allows(kind: str, way: str) -> None:
     assert way_of(engine_of(kind)) == way
 
 
-def test_the_log_says_that_it_is_slower(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_reports_that_it_is_slower(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "engine.startup.runners"):
         engine_of("bloom")
     assert "BloomForCausalLM runs one sequence at a time (slower)" in caplog.text

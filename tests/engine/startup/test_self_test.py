@@ -46,7 +46,7 @@ def check(model: PreTrainedModel) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
-def test_the_reason_says_what(kind: str, extra: dict[str, object], reason: str, tmp_path: object) -> None:
+def test_the_reason_is_specific(kind: str, extra: dict[str, object], reason: str, tmp_path: object) -> None:
     sizes = {**TINY, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**sizes, "pad_token_id": 0, **extra})

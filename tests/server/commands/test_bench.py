@@ -24,7 +24,7 @@ def test_rows_of_the_embedded_pair(capsys):
 
 
 @pytest.mark.parametrize("command", [["bench"], ["train-draft", "--out", "head"]], ids=["bench", "train-draft"])
-def test_what_cannot_be_served_is_said(command, capsys, tmp_path, monkeypatch):
+def test_an_unsupported_model_is_reported(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main([*command, str(tmp_path)]) == 2
     assert f"pilotfish {command[0]}: " in capsys.readouterr().err

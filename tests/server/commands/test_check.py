@@ -32,6 +32,6 @@ def test_reasons_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_wrong_option_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--kv-memory", "0"]) == 2
     assert "kv_memory" in capsys.readouterr().err

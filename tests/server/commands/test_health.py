@@ -69,7 +69,7 @@ async def test_over_tls(papers, tmp_path):
     [(["health", "--timeout", "2"], True, 1), (["health", "--timeout", "2"], False, 1), (["verify"], False, 2)],
     ids=["health of an address", "health of the port that serve would take", "verify of that port"],
 )
-def test_where_nobody_is(command, named, code, monkeypatch, capsys):
+def test_no_server_at_the_address(command, named, code, monkeypatch, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening
         port = str(taken.getsockname()[1])

@@ -117,7 +117,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "prompt 1: messages[0] needs a role"),
     ],
 )
-def test_messages_that_are_none_are_said(text: str, told: str, tmp_path: Path) -> None:
+def test_invalid_messages_are_reported(text: str, told: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(text, "utf-8")
     with pytest.raises(ValueError, match="prompts") as refused:

@@ -100,7 +100,7 @@ def test_a_free_answer_is_a_final_message_or_calls(text: str) -> None:
 
 
 @pytest.mark.parametrize("has_reasoned", [False, True])
-def test_the_header_stands_before_content_of_a_structure(has_reasoned: bool) -> None:
+def test_the_header_precedes_structured_content(has_reasoned: bool) -> None:
     start = f'start: {FORMAT.prefix(has_reasoned=has_reasoned)} "yes"'
     assert TOKENS.accepts(start, f"{ROLE * has_reasoned}{FINAL}yes")
     assert read(FORMAT, [], f"{ROLE * has_reasoned}{FINAL}yes") == Reading("", "yes", [])

@@ -49,7 +49,7 @@ def parsed(reading: Reading) -> Calls:
 
 @few_or_many
 @of_every_spelling
-def test_calls_that_are_written_may_be_said_and_are_read(family: Family, spelling: Spelling, examples: int) -> None:
+def test_rendered_calls_are_allowed_and_parsed(family: Family, spelling: Spelling, examples: int) -> None:
     def are_text(calls: Calls) -> bool:
         """Whether values hold no mark that the tokenizer makes one token of, which masks do not take for text."""
         return not any(
@@ -387,7 +387,7 @@ def test_a_free_answer_has_calls_in_their_structure(family: Family, spelling: Sp
     [(family, text) for family in FAMILIES for text in family.broken],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_a_call_without_its_structure_cannot_be_said(family: Family, text: str) -> None:
+def test_a_call_without_its_structure_is_not_allowed(family: Family, text: str) -> None:
     for rule in ("calls", "auto"):
         assert not family.first.allows(rule, family.tools, text)
 

@@ -75,7 +75,7 @@ LLAMA = Family(
 @pytest.mark.parametrize(
     "text", ['{"a": 1}', '{"name": "other", "parameters": 3}', f'{TAG}{{"name": "get", "parameters": {{}}}}']
 )
-def test_an_object_that_is_no_call_may_be_said_and_a_call_after_the_tag(text: str) -> None:
+def test_an_object_without_a_call_is_allowed_and_a_call_after_the_tag(text: str) -> None:
     assert LLAMA.first.allows("auto", FREE, text)
 
 

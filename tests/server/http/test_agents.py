@@ -47,7 +47,7 @@ async def test_an_answer_has_reasoning_a_text_and_a_call(planning, about):
 
 @pytest.mark.parametrize("burst", [1, 300])
 @each
-async def test_a_stream_tells_how_the_same_answer_grows(saying, about, burst):
+async def test_a_stream_has_the_parts_of_the_whole_answer(saying, about, burst):
     for text in (PLAN, f"{CALL}\n{CALL}", ""):
         say(saying, text, burst)
         whole = await about.answer(saying, tools=[about.tool])
@@ -96,7 +96,7 @@ CUTS = ("<th", "<think>\n", "Let", "ü", "</th", "</think>\n", "I l", "<tool_", 
 
 
 @each
-async def test_an_answer_that_is_cut_short_says_so_and_keeps_what_was_said(saying, about):
+async def test_a_truncated_answer_is_marked_and_keeps_its_text(saying, about):
     say(saying, PLAN, burst=50)
     for mark in CUTS:
         cut = len(CODEC.encode(PLAN[: PLAN.index(mark) + len(mark)])) - 1
@@ -189,7 +189,7 @@ async def test_text_has_the_structure_that_was_asked_for(about):
 
 
 @each
-async def test_an_event_that_cannot_be_made_ends_a_stream_with_one_that_says_so(saying, about, monkeypatch):
+async def test_an_event_that_cannot_be_encoded_ends_a_stream_with_an_error(saying, about, monkeypatch):
     def broken(self, message):
         raise RuntimeError("a secret")
 

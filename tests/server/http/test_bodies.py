@@ -31,7 +31,7 @@ WRONG = {
 }
 
 
-async def test_any_mistakes_are_told_together():
+async def test_all_violations_are_reported_together():
     async with talking() as server:
         rng = random.Random(5)
         subsets = [set(WRONG), {"prompt"}, *({*rng.sample(sorted(WRONG), rng.randint(1, 6))} for _ in range(40))]

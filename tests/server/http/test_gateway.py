@@ -20,7 +20,7 @@ pytestmark = on_the_shared_server
 # -------------------------------------------------------------------------------------------------------- /generate
 
 
-async def test_generate_tells_text_and_speed(server):
+async def test_generate_returns_text_and_speed(server):
     body = {"prompt": "ab", "max_new_tokens": 9, "k_draft": 3, "stop": "quick", "cache_salt": "me"}
     answer = await server.http.post("/generate", json=body)
     assert answer.status_code == 200
@@ -37,7 +37,7 @@ async def test_generate_tells_text_and_speed(server):
 
 
 @pytest.mark.parametrize("fields", [{"max_new_tokens": 31}, {"stop": "brown"}, {"max_new_tokens": 5, "stop": ["zzz"]}])
-async def test_a_stream_of_generate_tells_who_wrote_each_token(fields):
+async def test_a_stream_of_generate_marks_accepted_drafts(fields):
     async with talking(FakeEngine(text="€ur° the brown ")) as server:
         whole = (await server.http.post("/generate", json={"prompt": "ab"} | fields)).json()
         *pieces, end = events_in(

@@ -160,7 +160,7 @@ def test_what_is_within_a_text_is_no_part():
     assert told("/generate", {"prompt": '[{"\\' * MAX_JSON_PARTS}) == []
 
 
-def test_of_a_huge_value_only_what_is_told_is_written():
+def test_only_the_reported_part_of_a_huge_value_is_formatted():
     written = count()
 
     class Noted(int):
@@ -191,7 +191,7 @@ def test_of_a_huge_value_only_what_is_told_is_written():
     ],
     ids=["no UTF-8", "too deep", "long number", "no JSON", "nothing", "no end"],
 )
-def test_each_kind_of_unreadable_body_is_told_by_its_name(data, said):
+def test_each_kind_of_unreadable_body_has_its_own_error(data, said):
     [found] = told("/generate", data)
     assert found.startswith(said)
 

@@ -70,7 +70,7 @@ LONG = {"prompt": "x" * 120, "messages": [{"role": "user", "content": "x" * 120}
 
 @on_the_shared_server
 @each_interface
-async def test_a_context_that_is_too_short_is_told_in_the_words_of_the_api(server, name, monkeypatch):
+async def test_a_context_that_is_too_short_has_the_wording_of_the_api(server, name, monkeypatch):
     monkeypatch.setattr(server.engine, "max_model_len", 100)
     about, (param, said_of_prompt, said_of_both) = INTERFACES[name], EXCESS[name]
     asked = {field: LONG[field] for field in about.body.keys() & LONG.keys()}

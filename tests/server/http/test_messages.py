@@ -93,7 +93,7 @@ THINKING = [
 ]
 
 
-async def test_the_template_is_told_how_to_think_and_where_to_go_on():
+async def test_template_variables_for_thinking_and_continuation():
     async with talking(model_format=PlainFormat()) as server:  # a budget would be a structure, if marks were known
         for fields, said in THINKING:
             await MESSAGES.answer(server, **fields)

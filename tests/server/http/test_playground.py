@@ -10,7 +10,7 @@ from server.http.gateway import PAGE, PAGE_FILES
 from tests.serving import http_client, serving
 
 
-async def test_it_is_open_where_all_else_needs_a_token_and_is_told_to_load_nothing_else(tokens):
+async def test_the_page_needs_no_token_and_loads_nothing_else(tokens):
     async with serving(token_file=tokens) as server, http_client(server) as http:
         for path in PAGE_FILES:
             answer = await http.get(path)

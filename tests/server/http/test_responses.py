@@ -110,7 +110,7 @@ async def test_an_answer_can_be_sent_back_as_it_is(planning):
     ],
     ids=["effort", "no effort", "verbosity", "a search of the web"],
 )
-async def test_the_template_is_told_how_to_answer_and_of_no_tools_of_others(saying, fields, said):
+async def test_template_variables_and_no_foreign_tools(saying, fields, said):
     await RESPONSES.answer(saying, **fields)
     assert prompt_of(saying) == f"{said}<user>hi<go>"
 

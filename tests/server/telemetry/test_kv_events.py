@@ -295,7 +295,7 @@ async def hearing_server(endpoints, start):
         yield server, http, reader, asking
 
 
-async def test_a_router_knows_before_what_a_request_will_find_cached(endpoints):
+async def test_a_router_predicts_cached_tokens(endpoints):
     async with hearing_server(endpoints, on_a_thread) as (_, http, reader, _):
         router = Router()
         asked = [(TEXT, None), (TEXT, "a"), (TEXT[: len(TEXT) // 2], None), (TEXT + "x = 1", "a"), (TEXT, "b")]
@@ -325,7 +325,7 @@ async def test_with_the_engines_process_all_that_was_cached_is_gone(endpoints):
         assert late.blocks == router.blocks
 
 
-async def test_a_recovered_engine_on_a_thread_tells_again_what_it_kept(endpoints):
+async def test_a_recovered_engine_publishes_its_cache_again(endpoints):
     async with hearing_server(endpoints, on_a_thread) as (server, http, reader, _):
         router = Router()
         await complete(http, TEXT)

@@ -213,7 +213,7 @@ async def test_a_stop_string_that_one_output_had_ends_it_alone_in_a_structure():
 
 
 @pytest.mark.parametrize("way", ["cancel", "abort"])
-async def test_an_end_that_the_lost_engine_was_told_holds(way, monkeypatch):
+async def test_an_end_ordered_of_a_lost_engine_holds(way, monkeypatch):
     """The engine stands still when it is told, and never says that it has ended the request."""
     async with apart() as server:
         finish, told = server.host.finish, []
@@ -256,7 +256,7 @@ async def test_a_successor_that_does_not_load_is_given_up(tmp_path):
         await restarted(server)
 
 
-async def test_while_it_is_away_callers_hear_of_it_over_both_doors(monkeypatch):
+async def test_during_recovery_both_front_ends_report_it(monkeypatch):
     async with apart() as server:
         victim, restart, gate = server.host.pid, server.host.restart, asyncio.Event()
 
@@ -329,7 +329,7 @@ async def test_a_step_that_does_not_end_is_one_though_structures_are_compiled_be
         assert await code_of(read_to_end(hanging)) == grpc.StatusCode.INTERNAL
 
 
-async def test_who_waits_for_a_structure_is_told_that_the_engine_is_lost():
+async def test_waiting_for_a_structure_ends_with_an_error_if_the_engine_is_lost():
     async with apart() as server:
         victim = server.host.pid
         server.kill(signal.SIGSTOP)

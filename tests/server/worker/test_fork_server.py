@@ -41,7 +41,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_forked_process_has_what_was_imported_and_its_status_is_told():
+def test_a_forked_process_shares_imports_and_its_status_is_returned():
     with ForkServer(ECHO, ("wave",)) as forks:
         one, other = forks.fork(), forks.fork()
         with one.socket, other.socket:

@@ -209,7 +209,7 @@ def test_an_end_frees_pages_before_the_next_step_and_comes_at_once(front_ends):
     assert front_ends.engine.steps == 2
 
 
-def test_what_is_dropped_is_not_told_and_its_name_is_free(front_ends):
+def test_a_dropped_request_has_no_events_and_its_id_is_free(front_ends):
     front_ends.say(asked("a"))
     front_ends.turn()
     front_ends.say(wire.Finish("a", FinishReason.CANCELLED, is_dropped=True), asked("a", max_tokens=1))
@@ -259,7 +259,7 @@ def test_what_is_wrong_with_a_structure_or_with_the_tokens_is_answered(front_end
     assert answer_to(front_ends, wire.Compile(4, ab)) == wire.Answer(4, fault="the structure could not be compiled")
 
 
-def test_a_structure_that_compiles_again_holds_up_nobody(front_ends):
+def test_recompiling_a_structure_blocks_no_other_request(front_ends):
     front_ends.compiler.gate.clear()
     front_ends.say(asked("g", guided=Guided(choice=("ab",))), asked("a"))
     (output,) = front_ends.turn()
@@ -328,7 +328,7 @@ def test_an_idle_engine_does_one_chore_at_a_time_and_none_while_anybody_waits(fr
     assert front_ends.server._patience == 600.0
 
 
-def test_an_engine_at_its_chores_is_alive_and_hears_of_the_next_order(front_ends):
+def test_idle_work_sends_heartbeats_and_stops_at_the_next_order(front_ends):
     heard = []
 
     def idle_tick(is_wanted):
@@ -405,7 +405,7 @@ def test_logprobs_of_prompts_go_apart(front_ends):
 @pytest.mark.parametrize(
     "data", [b"\0\0\0\3abc", b"\xff\xff\xff\xff", wire.framed(TO_ENGINE[1], LIMIT), wire.framed(TO_FRONT_END[0], LIMIT)]
 )
-def test_a_process_that_hears_nonsense_ends(data):
+def test_a_process_ends_after_an_invalid_message(data):
     ours, theirs = socket.socketpair()
     ours.sendall(data)
     with ours, theirs, pytest.raises(wire.WireError):

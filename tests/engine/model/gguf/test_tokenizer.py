@@ -142,7 +142,7 @@ def test_tokenizers_of_pieces_are_the_same(tmp_path: Path) -> None:
         assert found.decode(ids) == original.decode(ids)
 
 
-def test_spaces_before_a_text_are_added_only_where_the_file_says_so(tmp_path: Path) -> None:
+def test_leading_spaces_are_added_only_if_the_file_has_the_flag(tmp_path: Path) -> None:
     found = read_back(tmp_path, describing(of_pieces(), "llama", None, add_add_space_prefix=False))
     assert found.decode(found.encode("e").ids) == "e"
     assert found.encode("e").tokens == ["e"]

@@ -152,7 +152,7 @@ def test_every_family_is_read_as_transformers_has_it(family: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_of_codes_alone_knows_the_type_of_its_rows(dtype: torch.dtype, folder: Path) -> None:
+def test_a_model_of_codes_has_the_type_of_its_rows(dtype: torch.dtype, folder: Path) -> None:
     """It has no matrix of floats to tell, and norms are scaled in float32 once they are fused."""
     model = decoder(file_of(folder, "llama", Type.Q8_0).path, str(dtype).removeprefix("torch."))
     assert model.dtype == dtype

@@ -123,7 +123,7 @@ def test_what_has_no_codes_or_no_kernel_may_be_rounded_as_asked(name: str, folde
     assert matmuls_of(loaded(folder_of(name), "int8")) == {GroupedLinear}
 
 
-def test_the_log_says_what_is_kept_and_what_is_not(
+def test_the_log_reports_kept_and_dequantised_weights(
     folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "engine"):
@@ -293,9 +293,7 @@ def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved_or_cu
     ("name", "weights"),
     [("gptq", "native"), ("gptq", "dequantised"), ("gptq", "int8"), ("ct-int8", "native"), ("fp8-blocks", "int8")],
 )
-def test_the_doctor_knows_how_much_memory_it_will_take(
-    name: str, weights: str, folder_of: Callable[[str], Path]
-) -> None:
+def test_check_reports_the_memory_of_the_model(name: str, weights: str, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of(name)
     report = check(EngineConfig(target=str(folder), weights=weights), load=False)
     assert report.problems == []

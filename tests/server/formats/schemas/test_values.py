@@ -90,5 +90,5 @@ def test_values_that_few_would_read_are_strings(text):
         {"properties": {"x": {"type": [{}, None, "t"], "allOf": {}}}},
     ],
 )  # fmt: skip
-def test_a_schema_that_nobody_checked_is_no_error(schema):
+def test_an_unchecked_schema_is_not_an_error(schema):
     assert json.loads(Parameters(Tool("f", parameters=json.dumps(schema))).json_of("x", "a")) == "a"

@@ -205,7 +205,7 @@ async def test_other_outputs_wait_for_the_logprobs_of_the_prompt():
 @pytest.mark.parametrize(
     ("path", "prompt"), [("completions", "ab"), ("completions", ["ab", "b a"]), ("chat", None)], ids=str
 )
-async def test_every_chunk_tells_the_usage_so_far(path, prompt):
+async def test_every_chunk_has_the_usage_so_far(path, prompt):
     async with talking(FakeEngine(batch=16)) as server:
         options = {"include_usage": True, "continuous_usage_stats": True}
         asked = ASK | {"n": 2, "stream": True, "stream_options": options}
