@@ -1,4 +1,4 @@
-"""A step as data, from the scheduler's plan to the tokens that verification decided."""
+"""A step as data, from the scheduler's plan to the verified tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Work:
     num_verified: int = 0  # drafts that were verified
     num_accepted: int = 0
     tokens: tuple[int, ...] = ()  # accepted drafts, then the target's own token
-    logprobs: tuple[Logprob, ...] = ()  # of `tokens`, where asked for
+    logprobs: tuple[Logprob, ...] = ()  # of `tokens`, if requested
     problem: str | None = None
 
     @classmethod
@@ -50,7 +50,7 @@ class Work:
 
     @property
     def decodes(self) -> bool:
-        """Whether nothing but the newest token and drafts are fed; else a prompt, or what is computed again."""
+        """Whether only the newest token and drafts are fed; otherwise a prompt, or tokens computed again."""
         return len(self.span) == 1 and self.reaches_end
 
     @property
@@ -61,14 +61,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: an entry per sequence that takes part. Each stage returns it with what it added."""
+    """One step, with an entry for each sequence that takes part. Each stage returns it with its additions."""
 
     works: tuple[Work, ...] = ()
     on_device: tuple[Work, ...] = ()  # of the sequences that decode in a round on the device
-    counts: Mapping[str, int] = field(default_factory=dict)  # since the plan before; by their names in `StepStats`
+    counts: Mapping[str, int] = field(default_factory=dict)  # since the previous plan; by their names in `StepStats`
     draft_forwards: tuple[Forward, ...] = ()  # passes of the models that made drafts
     faulty: tuple[Sequence, ...] = ()  # failed in the target's pass when fed alone; they have no entry any more
-    error: Exception | None = None  # of the pass for all; then each was fed alone, and the time is no measurement
+    error: Exception | None = None  # of the pass for all; then each was fed alone, and the time is not a measurement
 
     @property
     def decided(self) -> tuple[Work, ...]:

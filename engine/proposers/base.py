@@ -15,9 +15,9 @@ from engine.types import KVCursor, Sequence
 
 
 class Proposer:
-    """Guesses up to `num_draft` next tokens of each sequence, which has only its newest token to feed.
+    """Drafts up to `num_draft` next tokens of each sequence, which has only its newest token to feed.
 
-    This one drafts nothing: plain decoding, the oracle of all others.
+    The base class drafts nothing: plain decoding, the reference of all others.
     """
 
     uses_draft_kv = False  # whether sequences need pages in its own arena
@@ -26,34 +26,34 @@ class Proposer:
     most_drafts: int | None = None  # maximum number of drafts per step; None: unlimited
 
     def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
-        """Return the works with their drafts, and add each pass of a model to `forwards`.
+        """Return the works with drafts, and append each pass of a model to `forwards`.
 
-        Drafts have `draft_probs` if they were drawn for the rejection rule; without, they count as certain. May advance
-        the draft cursors, and changes nothing else.
+        Drafts have `draft_probs` if they were drawn for the rejection rule; otherwise their probability is 1. Only the
+        draft cursors of sequences may change.
         """
         return [*works]
 
     def num_unseen(self, sequence: Sequence, cursor: KVCursor) -> int:
-        """Tokens that it has to be fed before it can draft, apart from the two that each round feeds."""
+        """Number of tokens to feed before it can draft, without the two that each round feeds."""
         return max(0, len(sequence.tokens) - 2 - cursor.kv_len)
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What the target has just been fed of one sequence: `feed`, rows `first_row` and on of the flat pass."""
+    """What the target was just fed of one sequence: `feed`, from row `first_row` of the flat pass."""
 
     sequence: Sequence
     feed: Feed
     first_row: int
 
     def rows_from(self, position: int) -> slice:
-        """Rows of the pass that are of this sequence, from `position` on."""
+        """The sequence's rows of the pass, from `position` on."""
         return slice(self.first_row + position - self.feed.start, self.first_row + len(self.feed.tokens))
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """A proposer that reads what the target's pass leaves behind, besides logits."""
+    """A proposer that reads hidden states or other results of the target's pass, besides logits."""
 
     def observe(self, passed: Seq[Passed]) -> None:
         """Called after each pass of the target, before drafts are verified: rows of drafts may turn out to be wrong."""
@@ -61,15 +61,15 @@ class Observer(Protocol):
 
 
 class Lookup(Proposer, ABC):
-    """Finds drafts in earlier text, which takes no pass of a model: planning knows them before it chooses their number.
+    """Finds drafts in earlier text without a pass of a model: planning has them before it chooses their number.
 
-    So it is `Proposers.find` that asks it, once for each sequence and step, and not `Proposers.propose`.
+    `Proposers.find` calls it, once for each sequence and step; `Proposers.propose` does not.
     """
 
     @abstractmethod
     def look_up(self, sequence: Sequence, k: int) -> Found:
-        """Those that there are, at most `k`."""
+        """The drafts found, at most `k`."""
 
     def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
-        """The same as any other proposer gives them, for one that wraps this one."""
+        """The same drafts in the form of other proposers, for a proposer that wraps this one."""
         return [work.with_drafts(self.look_up(work.sequence, work.num_draft).tokens) for work in works]

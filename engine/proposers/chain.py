@@ -1,4 +1,4 @@
-"""Drafts that are drawn one after another from logits: common to all proposers with a distribution of their own."""
+"""Drawing drafts one after another from logits, common to all proposers that have logits."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Chain:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether another draft is wanted."""
+        """Whether another draft is needed."""
         return len(self.tokens) < self.k
 
     @property
     def row(self) -> LogitsRow:
-        """The draw of the next draft: with the target's own noise under the coupled rule, apart under rejection."""
+        """The next draft's row, drawn with the target's noise under the coupled rule, else with separate noise."""
         return LogitsRow(self.sequence, tuple(self.tokens), Stream.DRAFT if self.keeps_probs else Stream.COUPLED)
 
     @property
@@ -46,7 +46,7 @@ class Chain:
 
 
 class ChainProposer(Proposer, ABC):
-    """Drafts with a distribution of its own."""
+    """Drafts drawn from the proposer's own logits."""
 
     @torch.inference_mode()
     def propose(self, works: Seq[Work], forwards: list[Forward]) -> list[Work]:
@@ -60,13 +60,13 @@ class ChainProposer(Proposer, ABC):
 
     @abstractmethod
     def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
-        """Extend chains that want drafts, as far as it can, and add each pass of the model to `forwards`."""
+        """Extend unfinished chains as far as possible, and append each pass of the model to `forwards`."""
 
 
 def extend(chains: Seq[Chain], logits: Tensor) -> None:
-    """Append one token to each chain, as the sequence's own parameters have it; `logits` `[len(chains), vocab]`.
+    """Append one token to each chain, drawn with the sequence's parameters; `logits` `[len(chains), vocab]`.
 
-    The one place where a draft is drawn: whatever shapes the target's distribution shapes the draft's here.
+    The only place where drafts are drawn: all that shapes the target's distribution shapes the draft's here.
     """
     if not chains:
         return
@@ -84,9 +84,9 @@ def extend(chains: Seq[Chain], logits: Tensor) -> None:
 
 
 def extend_at_once(chains: Seq[Chain], logits: Tensor) -> None:
-    """Draw all drafts of each chain, those of one depth together: processors see what was drawn before.
+    """Draw all drafts of each chain, one depth at a time: processors see the drafts before.
 
-    `logits` have `chain.k` rows of each chain, one chain after the other: of k [2, 1] those of drafts 0 and 1, and 0.
+    `logits` have `chain.k` rows for each chain in order: for k [2, 1], drafts 0 and 1 of the first, 0 of the second.
     """
     placed = list(zip(chains, accumulate((chain.k for chain in chains), initial=0), strict=False))
     for depth in range(max(chain.k for chain in chains)):

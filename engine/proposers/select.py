@@ -1,4 +1,4 @@
-"""Each sequence's own choice of proposer within one batch; and what happens when one of them fails."""
+"""The choice of a proposer for each sequence of a batch, and the handling of proposers that fail."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ GIVE_UP_AFTER = 3  # failures in a row
 
 
 class Proposers:
-    """Named proposers: each sequence has its own choice of them, within one batch.
+    """Named proposers; the sequences of one batch may use different ones.
 
-    `any_of`: names of those of which control chooses one for each sequence and step where a request asks for `auto`.
+    `any_of`: the candidates of `auto`, among which control chooses for each sequence and step.
     """
 
     def __init__(self, by_name: Mapping[str, Proposer], vocab_size: int, any_of: Seq[str] = ()) -> None:
@@ -35,32 +35,32 @@ class Proposers:
         self._failures_in_a_row = dict.fromkeys(self.by_name, 0)
         self._blind: set[str] = set()  # observers that failed to see the last pass
         self._num_failures = 0  # since `take_failures` was called last
-        # By sequence and lookup: its length when it was searched, the most drafts asked for, and what was found.
+        # By sequence and lookup: the length when it was searched, the maximum number of drafts, the drafts found.
         self._found = WeakKeyDictionary[Sequence, dict[str, tuple[int, int, Found]]]()
 
     def take_failures(self) -> int:
-        """How many times a proposer has failed since the last call."""
+        """Number of failures of proposers since the last call."""
         taken, self._num_failures = self._num_failures, 0
         return taken
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a request may ask for."""
+        """Names that a request may choose."""
         return (*self.by_name, AUTO) if self.any_of else tuple(self.by_name)
 
     @property
     def draft_kv_users(self) -> tuple[str, ...]:
-        """Those that need pages in an arena of their own."""
+        """Those that need pages in the draft's arena."""
         return tuple(name for name, proposer in self.by_name.items() if proposer.uses_draft_kv)
 
     @property
     def draft_kv_sharers(self) -> frozenset[str]:
-        """Those whose pages there may serve other sequences that begin alike."""
+        """Those whose pages there can be shared by sequences with a common prefix."""
         return frozenset(name for name, proposer in self.by_name.items() if proposer.shares_draft_kv)
 
     @property
     def traits(self) -> dict[str, Traits]:
-        """By name, what control has to know of each, and of the requests' predictions."""
+        """What control needs of each proposer and of the requests' predictions, by name."""
         made = {
             name: Traits(
                 find=partial(self.find, name) if isinstance(proposer, Lookup) else None,
@@ -73,9 +73,9 @@ class Proposers:
         return {**made, PREDICTION: Traits(find=partial(self.find, PREDICTION))}
 
     def find(self, name: str, sequence: Sequence, k: int) -> Found:
-        """Drafts that a lookup or the prediction has for the next step, at most `k`; searched for once at each length.
+        """Drafts of a lookup or the prediction for the next step, at most `k`; searched once at each length.
 
-        A lookup that fails has none in this step, and after three failures in a row it is not asked again.
+        A lookup that fails has none in this step; after three failures in a row it is disabled.
         """
         if name == PREDICTION:
             return Found(sequence.predicted[:k])
@@ -96,13 +96,13 @@ class Proposers:
         return found._replace(tokens=found.tokens[:k])
 
     def find_drafts(self, sequence: Sequence, k: int) -> tuple[int, ...] | None:
-        """What drafts next for the sequence has found, at most `k`; None where it makes its drafts in `propose`."""
+        """Drafts already found by the sequence's next proposer, at most `k`; None if it drafts in `propose`."""
         if not sequence.is_predicted and not isinstance(self.by_name.get(sequence.drafter), Lookup):
             return None
         return allowed_prefix(sequence, self.find(sequence.drafter, sequence, k).tokens)
 
     def propose(self, step: Step) -> Step:
-        """The step with drafts of the sequences that have none yet, from the proposer of each."""
+        """The step, with drafts for the sequences that have none yet, each from its proposer."""
         works, forwards = list(step.works), list[Forward]()
         for name, proposer in self.by_name.items():
             asked = [i for i, w in enumerate(works) if w.num_draft and not w.drafts and w.sequence.drafter == name]
@@ -113,7 +113,7 @@ class Proposers:
         return replace(step, works=tuple(works), draft_forwards=tuple(forwards))
 
     def observe(self, works: Seq[Work], feeds: Seq[Feed]) -> None:
-        """Show each observer what the target was just fed of those sequences that it may draft for."""
+        """Give each observer what the target was just fed of the sequences that it may draft for."""
         first_rows = accumulate((len(feed.tokens) for feed in feeds), initial=0)
         # One row number more than feeds: where the next would begin.
         passed = [Passed(w.sequence, feed, first) for w, feed, first in zip(works, feeds, first_rows, strict=False)]
@@ -132,7 +132,7 @@ class Proposers:
                     self._failed(name, error)
 
     def _ask(self, name: str, proposer: Proposer, works: list[Work], forwards: list[Forward]) -> list[Work]:
-        """A proposer that fails costs speed, never output: this step decodes plainly, and after three all do."""
+        """A failing proposer costs speed, never output: this step decodes plainly; after three failures all do."""
         sequences, passes = [work.sequence for work in works], list[Forward]()
         if self._has_given_up(name, sequences) or name in self._blind:
             return works
@@ -154,7 +154,7 @@ class Proposers:
         return proposed
 
     def _has_given_up(self, name: str, sequences: Seq[Sequence]) -> bool:
-        """Whether it failed too often. Then of several candidates another one drafts for these from now on."""
+        """Whether it failed too often; then another candidate, if there is one, drafts for these from now on."""
         if self._failures_in_a_row[name] < GIVE_UP_AFTER:
             return False
         for sequence in sequences:

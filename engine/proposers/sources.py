@@ -20,7 +20,7 @@ from engine.proposers.heads.weights import KIND
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
 
-# Proposers that an entry can be for, in the order in which `auto` has them, and what such an entry is.
+# Proposers of entries, in the order of `auto`, each with a description of its entry.
 KINDS = {
     "model": "draft models", "self": "first layers of the target", "medusa": "Medusa heads", "eagle": "EAGLE heads",
     "dflash": "DFlash drafts", "uno": "Uno adapters", "mtp": "MTP layers of the target",
@@ -64,10 +64,10 @@ def draft_sources(config: EngineConfig) -> dict[str, DraftSource]:
 
 
 def recognise(entry: str) -> DraftSource:
-    """What an entry is: `mtp`, `self`, `self:N`, or a folder, GGUF file or hub id, with `@REVISION` perhaps.
+    """What an entry is: `mtp`, `self`, `self:N`, or a folder, GGUF file or hub id, optionally with `@REVISION`.
 
     Raises:
-        ModelError: it is nothing that can draft; the message names it and what was found.
+        ModelError: it cannot draft; the message names it and what was found.
     """
     if own := _SELF.fullmatch(entry):
         return DraftSource("self", entry, entry, layers=int(own["layers"]) if own["layers"] else None)
@@ -80,7 +80,7 @@ def recognise(entry: str) -> DraftSource:
 
 
 def _kind(entry: str, name: str, revision: str | None) -> str:
-    """The kind of a checkpoint. An adapter may lie in a folder of its base model (`INNER`)."""
+    """The kind of a checkpoint. An adapter may be in a folder of its base model (`INNER`)."""
     if gguf_file(name, revision) is not None:
         return "model"
     refuse_missing_folder(name)

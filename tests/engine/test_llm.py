@@ -112,7 +112,7 @@ def test_a_checkpoint_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> No
 
 def test_pairs_that_cannot_work_are_refused_at_load(tmp_path: Path) -> None:
     zoo.reference("llama").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"97 tokens .* needs a tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"97 tokens .* requires a tokenizer\.json"):
         LLM(embedded_target(), tmp_path)
     with pytest.raises(ModelError, match="cannot load model"):
         LLM(tmp_path / "nothing")

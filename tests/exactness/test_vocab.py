@@ -100,5 +100,5 @@ def test_two_tokenizers_trained_on_different_text(verification: str, tmp_path: P
 def test_other_sizes_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     shuffled(embedded_draft(), tmp_path, padding=5)
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"2053 tokens .* 2048; to map one to the other, .* needs a tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"2053 tokens .* 2048; mapping them requires a tokenizer\.json"):
         run(tmp_path)

@@ -48,7 +48,7 @@ BEYOND = [
     (
         {"output": {"logprobs": True, "top_logprobs": 1}, "stopping": {"max_tokens": 3}, "sampling": {"n": 2}},
         {"logprobs": 1, "max_tokens": 3, "n": 2},
-        "logprobs asks for 12 log-probabilities; the limit is 10",
+        "logprobs requests 12 log-probabilities; the limit is 10",
     ),
     (
         {"sampling": {"logit_bias": BIAS}},

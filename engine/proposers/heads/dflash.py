@@ -3,7 +3,7 @@
 The draft has a few Qwen3 layers. Their context is not text but the target's hidden states, fused to one feature per
 position, from which every layer computes only keys and values. After the context comes the block: the newest token and
 a mask per draft, at consecutive positions. Its rows see the context and the whole block, and the row of mask j predicts
-draft j. For fewer drafts than masks only that many are fed, as in the authors' code and in vLLM.
+draft j. For fewer drafts, fewer masks are fed, as in the authors' code and in vLLM.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class DFlashProposer(HeadProposer):
         self.most_drafts = head.config.block - 1
 
     def draft(self, chains: list[Chain], forwards: list[Forward]) -> None:
-        """Catch up on the target's features, within the token budget; then make all drafts of sequences that have."""
+        """Catch up on the target's features, within the token budget; then draft for sequences that have caught up."""
         for chain in chains:
             chain.k = min(chain.k, self.head.config.block - 1)
         read: list[Forward] = []
@@ -278,5 +278,5 @@ class DFlashProposer(HeadProposer):
         extend_at_once(chains, self.head.logits(self.head.fill_in(causal, mutual)))
 
     def _grow(self, chains: list[Chain], hidden: Tensor) -> tuple[list[Chain], Tensor]:
-        """Features alone make no drafts: chains that have caught up continue with their blocks."""
+        """Features yield no drafts: chains that have caught up continue with their blocks."""
         return chains, hidden

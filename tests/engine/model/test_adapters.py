@@ -157,7 +157,7 @@ def test_a_name_is_loaded_once_and_weights_that_changed_are_seen(folder: Path) -
 
 
 def test_a_target_in_shards_has_none(folder: Path) -> None:
-    with pytest.raises(ModelError, match="require a whole model of the table"):
+    with pytest.raises(ModelError, match="require an unsharded model of the table"):
         Adapters(None).load("a", folder)
 
 

@@ -113,7 +113,10 @@ def config(table: Any) -> dict[str, str]:
         ),
         ({"a.txt": "", "b.bin": ""}, "in the folder, which has a.txt, b.bin"),
         (config({"name": 1, "size": 2}), "config.json has the keys name, size, neither a model nor a known head"),
-        (config({"speculators_model_type": "mlp", "model_type": "x"}), "speculators_model_type 'mlp', of no model"),
+        (
+            config({"speculators_model_type": "mlp", "model_type": "x"}),
+            "speculators_model_type 'mlp', neither a model nor a known head",
+        ),
         (config([1]), "config.json is not an object"),
         (config("{"), "cannot load model"),
         (config({"model_type": "llama", "architectures": 3}), "cannot load model"),

@@ -84,7 +84,7 @@ def test_what_is_no_matmul_is_found_by_the_whole_model(model: torch.nn.Module) -
             return x + 1e-6 * x.mean(-2, keepdim=True)
 
     model.model.norm = nn.Sequential(model.model.norm, Mixing())
-    with pytest.raises(ModelError, match="its place in a batch"):
+    with pytest.raises(ModelError, match="its position in the batch"):
         ensure_batch_invariance(model, layout_of_model(model))
 
 

@@ -131,7 +131,7 @@ def test_a_draft_of_another_vocabulary(phi3: Path, tmp_path: Path) -> None:
     assert report.works
     assert line(report, "pair", "vocabulary") == "mapped: 1748 of the target's 2047 tokens shared"
     [problem] = doctor(embedded_target(), phi3).problems
-    assert "needs a tokenizer.json" in problem
+    assert "requires a tokenizer.json" in problem
     assert line(doctor(phi3, phi3), "pair", "vocabulary").startswith("of one size, assumed to be the same")
 
 

@@ -68,5 +68,5 @@ def test_what_long_contexts_share_out_is_counted() -> None:
 
 
 def test_a_full_gpu_is_reported() -> None:
-    with pytest.raises(ModelError, match=r"none is left for keys and values"):
+    with pytest.raises(ModelError, match=r"leaves none for keys and values"):
         kv_gib(EngineConfig(target="t", max_batch_size=64), CUDA, LLAMA_8B, free(1.5))

@@ -263,7 +263,7 @@ def test_tokens_are_prepared_once_and_not_before_a_structure_needs_them(monkeypa
     sound.compile(Guided(thinking=ThinkingBudget(max_tokens=2, end="</think>")))
     assert made == []
     for _ in range(2):
-        with pytest.raises(Unsupported, match="cannot use this tokenizer: no room"):
+        with pytest.raises(Unsupported, match="guided decoding does not support this tokenizer: no room"):
             failing.compile(Guided(regex="a"))
     for text in "ab":
         assert sound.compile(Guided(regex=text)).start().advance(bytewise(text)) == 1
@@ -330,7 +330,7 @@ HOSTILE = {
     "unknown keyword": (Guided(json_schema='{"type": "array", "uniqueItems": true}'), "uniqueItems"),
     "no document": (
         Guided(json_schema='{"type": "integer", "minimum": 5, "maximum": 3}'),
-        "no document is valid under the schema",
+        "the schema is unsatisfiable",
     ),
     "combinations": (
         schema({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(3)]} for i in range(12)]}),
@@ -343,7 +343,7 @@ HOSTILE = {
     "multiple in a grammar": (Guided(grammar='start: %json {"type": "integer", "multipleOf": 999983}'), "multipleOf"),
     "multiples at many places": (
         schema({"prefixItems": [{"type": "integer", "multipleOf": 19_000 + i} for i in range(9)]}),
-        "multipleOf has large numbers at many places",
+        "the sum of all large multipleOf exceeds the limit",
     ),
     "least common multiple": (
         schema({"allOf": [{"multipleOf": 10**90 + i} for i in range(5)]}),

@@ -137,7 +137,7 @@ def test_checkpoints_that_cannot_have_such_layers(tmp_path: Path) -> None:
         load_mtp(str(tmp_path), None, zoo.reference("llama"))
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="is a GGUF file, whose MTP layers are not read"):
+    with pytest.raises(ModelError, match="is a GGUF file, whose MTP layers are not supported"):
         load_mtp(str(file), None, zoo.reference("qwen-3.5"))
 
 

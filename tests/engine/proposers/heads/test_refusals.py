@@ -62,17 +62,17 @@ CASES: list[tuple[Kind, dict[str, object], dict[str, object], str]] = [
     (EAGLE, {}, {"fc.weight": Z(32, 32)}, "fc.weight is (32, 32), expected (32, 64)"),
     (EAGLE3, {}, {"mask_hidden": Z(1, 96)}, "mask_hidden is unexpected"),
     (EAGLE3, {}, {"midlayer.self_attn.q_norm.weight": Z(8)}, "self_attn.q_norm.weight is unexpected"),
-    (SMALLER, {}, {"d2t": GONE}, "drafts 60 of the target's 97 tokens, and d2t"),
-    (SMALLER, {}, {"d2t": Z(60).long() + 40}, "d2t is no map from the head's 60 tokens"),
-    (SMALLER, {}, {"d2t": Z(59).long()}, "d2t is no map"),
-    (SMALLER, NARROW, heads.eagle3_tensors(NARROW), "16 wide, and embed_tokens"),
+    (SMALLER, {}, {"d2t": GONE}, "drafts 60 of the target's 97 tokens, but has no d2t"),
+    (SMALLER, {}, {"d2t": Z(60).long() + 40}, "d2t is not a map from the head's 60 tokens"),
+    (SMALLER, {}, {"d2t": Z(59).long()}, "d2t is not a map"),
+    (SMALLER, NARROW, heads.eagle3_tensors(NARROW), "hidden size 16 and no embed_tokens"),
     (DFLASH, {}, {"fc.weight": Z(32, 32)}, "fc.weight is (32, 32), expected (32, 64)"),
     (DFLASH, {}, {"layers.0.self_attn.q_norm.weight": GONE}, "q_norm.weight is missing"),
     (DFLASH, {}, {"markov_head.w1": Z(3)}, "markov_head.w1 is unexpected"),
-    (SPECULATORS, {}, {"d2t": GONE}, "drafts 50 of the target's 97 tokens, and d2t"),
-    (SPECULATORS, {}, {"d2t": Z(9).long()}, "d2t is no map from the head's 50 tokens"),
-    (SPECULATORS, {}, {"d2t": Z(50).long() + 90}, "d2t is no map from the head's 50 tokens"),
-    (SPECULATORS, {}, {"d2t": -torch.arange(50)}, "d2t is no map from the head's 50 tokens"),
+    (SPECULATORS, {}, {"d2t": GONE}, "drafts 50 of the target's 97 tokens, but has no d2t"),
+    (SPECULATORS, {}, {"d2t": Z(9).long()}, "d2t is not a map from the head's 50 tokens"),
+    (SPECULATORS, {}, {"d2t": Z(50).long() + 90}, "d2t is not a map from the head's 50 tokens"),
+    (SPECULATORS, {}, {"d2t": -torch.arange(50)}, "d2t is not a map from the head's 50 tokens"),
     # Of what a config says.
     (MEDUSA, {"medusa_num_layers": GONE}, {}, "medusa_num_layers None; expected a positive number"),
     # It is taken for one of EAGLE-3.
@@ -89,13 +89,13 @@ CASES: list[tuple[Kind, dict[str, object], dict[str, object], str]] = [
     (EAGLE3, {"fc_norm": True, "norm_before_fc": True}, {}, "fc_norm and norm_before_fc are both true"),
     (EAGLE3, {"num_hidden_layers": 2}, {}, "layers.1.input_layernorm.weight is missing"),
     (EAGLE3, {"vocab_size": 50}, {}, "for hidden size 32 and 50 tokens; the target has (32, 97)"),
-    (EAGLE3, {"target_hidden_size": 64}, {}, "a head for 64 features"),
+    (EAGLE3, {"target_hidden_size": 64}, {}, "for hidden size 64 and 97 tokens"),
     (EAGLE3, {"draft_vocab_size": 50}, {}, "lm_head.weight is (97, 32), expected (50, 32)"),
     (EAGLE3, {"rope_scaling": {"rope_type": "spiral"}}, {}, "rope_type is 'spiral'; supported: default, linear"),
     (EAGLE3, {"rope_scaling": {"rope_type": "linear"}}, {}, "rope_parameters of rope_type 'linear' have no factor"),
-    (EAGLE3, {"num_attention_heads": "4"}, {}, "its config is not like Llama's: {"),
+    (EAGLE3, {"num_attention_heads": "4"}, {}, "invalid llama config: {"),
     (EAGLE3, {"hidden_act": "swoosh"}, {}, "the activation swoosh is not in the table"),
-    (OTHER, {"norm_before_residual": GONE}, {}, "does not say norm_before_residual"),
+    (OTHER, {"norm_before_residual": GONE}, {}, "config.json has no norm_before_residual"),
     (OTHER, {"speculators_model_type": "peagle"}, {}, "'peagle'; expected 'eagle3'"),
     (OTHER, {"transformer_layer_config": {}}, {}, "transformer_layer_config has no model_type"),
     (DFLASH, {"dflash_config": GONE}, {}, "neither dflash_config nor speculators_model_type"),
@@ -107,15 +107,15 @@ CASES: list[tuple[Kind, dict[str, object], dict[str, object], str]] = [
     (DFLASH, own(target_layer_ids=[0, 3]), {}, "target_layer_ids is [0, 3]; expected a list of layers before"),
     (DFLASH, own(mask_token_id=None), {}, "mask_token_id is None; the target has 97 tokens"),
     (DFLASH, own(mask_token_id=97), {}, "mask_token_id is 97; the target has 97 tokens"),
-    (DFLASH, {"block_size": None}, {}, "block_size is None; expected a place"),
+    (DFLASH, {"block_size": None}, {}, "block_size is None; expected at least 2"),
     (DFLASH, {"block_size": 1}, {}, "block_size is 1"),
     (DFLASH, {"num_target_layers": 36}, {}, "num_target_layers 36; the target has 4 layers"),
     (DFLASH, {"hidden_size": 64}, {}, "is for hidden size 64 and 97 tokens; the target has (32, 97)"),
     (DFLASH, {"layer_types": ["chunked_attention"] * 3}, {}, "layer_types is ['chunked_attention'"),
     (DFLASH, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, {},
      "rope_type is 'dynamic'; supported: default, linear, llama3, longrope, yarn"),
-    (WINDOW, {"use_sliding_window": False}, {}, "need sliding_window, and use_sliding_window"),
-    (WINDOW, {"is_causal": False}, {}, "causal is False and sliding_window_non_causal False beside sliding_attention"),
+    (WINDOW, {"use_sliding_window": False}, {}, "require sliding_window and use_sliding_window"),
+    (WINDOW, {"is_causal": False}, {}, "causal is False and sliding_window_non_causal False with sliding_attention"),
     (SPECULATORS, {"speculators_model_type": "dspark"}, {}, "speculators_model_type is 'dspark'"),
     (SPECULATORS, {"sample_from_anchor": True}, {}, "sample_from_anchor is True, which is not supported"),
     (SPECULATORS, {"target_hidden_size": 64}, {}, "target_hidden_size is 64, but hidden_size is 32"),
@@ -148,7 +148,7 @@ def test_files_that_are_no_head(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "medusa_lm_head.pt").write_bytes(b"\x80\x04.")
     for load in (load_medusa, load_eagle):
-        with pytest.raises(ModelError, match="pickled weights, which are refused: convert"):
+        with pytest.raises(ModelError, match="pickled weights are refused; convert"):
             load(str(tmp_path), None, target(2))
     save_file({}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("[]")

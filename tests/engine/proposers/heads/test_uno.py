@@ -264,7 +264,7 @@ def test_an_adapter_that_is_not_served_is_refused(tmp_path: Path) -> None:
 
 def test_targets_that_cannot_draft_for_themselves_are_refused(tmp_path: Path) -> None:
     target = zoo.ours(zoo.reference("granite-4"))
-    with pytest.raises(ModelError, match=f"uno: layers of {type(target).__name__} keep a state"):
+    with pytest.raises(ModelError, match=f"uno: {type(target).__name__} has recurrent layers"):
         uno.load_uno(str(tmp_path), None, target)
     folder = adapters.write(tmp_path, zoo.reference("falcon"), 2, 2.0, ["query_key_value"])
     with pytest.raises(ModelError, match=r"draft .* is not supported for .*: falcon is not in the table"):

@@ -79,11 +79,11 @@ def test_a_pattern_means_what_it_means_in_ecma(pattern: str, matched: list[str],
         ("[a", "ends too early"),
         ("(^a)+", "has ^ or $ in what is repeated"),
         (r"\p{Unknown}", "has the property 'Unknown'"),
-        ("a$b", "no document is valid"),
+        ("a$b", "the schema is unsatisfiable"),
     ],
 )
 def test_other_patterns_are_refused_by_name(pattern: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=r"pattern|no document") as info:
+    with pytest.raises(ValueError, match=r"pattern|unsatisfiable") as info:
         Accepted({"type": "string", "pattern": pattern})
     assert problem in str(info.value)
 

@@ -126,7 +126,7 @@ def check(seeds: range) -> tuple[int, int]:
                 "oneOf has schemas that may be valid together",
                 "minProperties is not supported",
             )
-            is_empty = "no document" in problem and not any(map(validator.is_valid, documents))
+            is_empty = "unsatisfiable" in problem and not any(map(validator.is_valid, documents))
             assert problem.startswith(allowed) or is_empty, (problem, schema)
             continue
         accepted_schemas += 1
