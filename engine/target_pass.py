@@ -1,4 +1,4 @@
-"""The target's pass over a plan: for all sequences together, or each alone where that fails, to find the one at fault.
+"""The target's pass over a plan: all sequences together or, if that fails, one at a time to find the one at fault.
 
 A pass can be repeated: its cursors are put back, and rows that are written twice hold the same values.
 """
@@ -50,7 +50,7 @@ class TargetPass:
             try:
                 passed += self._pass(alone, watch)
             except Exception:
-                log.exception("request %s failed alone; it ends", work.sequence.request_id)
+                log.exception("request %s failed when fed alone; it ends with an error", work.sequence.request_id)
                 _take_back(alone)
                 faulty.append(work.sequence)
         return replace(step, works=tuple(passed), faulty=tuple(faulty), error=error)

@@ -181,7 +181,7 @@ class Measured:
 
 
 def record(engine: Engine, size: int, k: int | None = None) -> None:
-    """Record rounds of so many sequences, with K drafts each or every number of them (None)."""
+    """Record rounds of `size` sequences with `k` drafts each, or with every number of drafts (None)."""
     if isinstance(engine.rounds, RoundLoop):
         wanted = (s for s in engine.rounds.shapes if s.size == places_for(size) and k in (None, s.k))
         engine.rounds.graphs.record(wanted)

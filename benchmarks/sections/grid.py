@@ -28,7 +28,7 @@ def _cells(lab: Lab, batch: int, context: int) -> Iterator[Row]:
     prompts = lab.prompts(batch, context)
     engines = lab.engines(batch, context, DRAFTS)
     salt = "cached" if context > CACHED else None
-    if salt is not None:  # so that AUTO's draft model has cached them too, whatever AUTO chooses
+    if salt is not None:  # so that AUTO's draft model has cached them too, with any choice
         lab.turn(engines[AUTO], prompts, min(DRAFTS), 0.0, salt)
     for rate in lab.options.rates or RATES:
         for _ in range(SETTLING):

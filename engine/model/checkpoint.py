@@ -265,7 +265,7 @@ def check_complete(name: str, report: Mapping[str, Collection[Any]]) -> None:
         raise ModelError(f"model {name!r} is missing {len(missing)} weights, including {min(missing)}")
     if mismatched:
         weight, has, wants = mismatched[0]
-        raise ModelError(f"model {name!r}: {weight} has shape {list(has)}; its config says {list(wants)}")
+        raise ModelError(f"model {name!r}: {weight} has shape {list(has)}; expected {list(wants)} from its config")
 
 
 @contextmanager

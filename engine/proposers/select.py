@@ -89,7 +89,7 @@ class Proposers:
                     found = lookup.look_up(sequence, k)
                     self._check(found.tokens, k)
                     self._failures_in_a_row[name] = 0
-                except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
+                except Exception as error:  # noqa: BLE001 - the target can go on after any error
                     found = Found()
                     self._failed(name, error)
             known[name] = len(sequence.tokens), k, found
@@ -144,7 +144,7 @@ class Proposers:
             proposed = proposer.propose(works, passes)
             for work in proposed:
                 self._check(work.drafts, work.num_draft)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
+        except Exception as error:  # noqa: BLE001 - the target can go on after any error
             self._failed(name, error)
             for sequence, kv_len in zip(sequences, known, strict=True):
                 sequence.draft.kv_len = kv_len  # what it wrote beyond before it failed is not known

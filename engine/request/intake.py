@@ -58,7 +58,7 @@ class Intake:
     limits: Limits
     proposers: tuple[str, ...]  # names that a request may use
     adapters: Mapping[str, Adapter] = field(default_factory=dict)  # the loaded ones, which change
-    any_of: tuple[str, ...] = ()  # the proposers that `auto` stands for
+    any_of: tuple[str, ...] = ()  # the candidates of `auto`
 
     @property
     def default_proposer(self) -> str:

@@ -128,7 +128,7 @@ def goes_with(kind: str, field: str, name: str = "") -> Any:
 
 
 def text_of(content: Any, separator: str = "") -> str:
-    """Return the whole text of a content, which is a text or a list of parts; "" if there is none."""
+    """Return the whole text of a content, which is a string or a list of parts; "" if there is none."""
     return content or "" if isinstance(content, str | None) else separator.join(part.text for part in content)
 
 

@@ -69,7 +69,7 @@ def rounds(setting: Setting, section: PartReport) -> None:
 
 
 def auto(setting: Setting, section: PartReport) -> None:
-    """Compare AUTO with plain decoding, at an acceptance where drafts pay and at one where they hardly pay."""
+    """Compare AUTO with plain decoding, at a high and at a low acceptance."""
     card = Card.measured(setting.device)
     pair, most = RandomPair.of(card, setting.target, setting.draft), max(setting.auto_sizes)
     longest = positions_needed(setting.context, most, setting.strange + setting.steps, MOST_AUTO)

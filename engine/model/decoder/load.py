@@ -170,7 +170,7 @@ def check(
     for key, shape in wanted.items():
         if held[key] != shape:
             has = list(held[key])
-            raise ModelError(f"model {name!r}: {key} has shape {has}; its config says {list(shape)}")
+            raise ModelError(f"model {name!r}: {key} has shape {has}; expected {list(shape)} from its config")
 
 
 def _fused_shapes(shapes: Shapes) -> Shapes:

@@ -33,10 +33,10 @@ def load_heads(sources: Mapping[str, DraftSource], config: EngineConfig, target:
             heads[kind] = load(source.name, source.revision, target)
     if isinstance(cast("object", target.config), ModelConfig) and "mtp" not in sources:
         return heads  # these families have no such layers
-    from engine.proposers.heads.mtp import load_mtp, tell_of_mtp
+    from engine.proposers.heads.mtp import load_mtp, log_mtp_layers
 
     if "mtp" in sources:  # it is part of the target's own checkpoint
         heads["mtp"] = load_mtp(config.target, config.revision, target)
     else:
-        tell_of_mtp(config.target, config.revision, target)
+        log_mtp_layers(config.target, config.revision, target)
     return heads

@@ -93,7 +93,7 @@ def load_mtp(name: str, revision: str | None, target: DecoderModel) -> Head:
     return head.over((FINAL,), HeadProposer)
 
 
-def tell_of_mtp(name: str, revision: str | None, target: DecoderModel) -> None:
+def log_mtp_layers(name: str, revision: str | None, target: DecoderModel) -> None:
     """Log whether the checkpoint of `target` has MTP layers, which are used only with `draft mtp`."""
     if target.config.model_type not in FAMILIES:
         return

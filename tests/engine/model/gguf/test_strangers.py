@@ -150,7 +150,7 @@ KEYS: Mapping[str, tuple[Mapping[str, bytes | None], str]] = {
     "many layers": ({"llama.block_count": number(4, 1 << 20)}, "llama.block_count is 1048576; expected 1 to 512"),
     "no heads": ({"llama.attention.head_count": number(4, 0)}, "llama.attention.head_count is 0; expected 1 to"),
     "odd heads": ({"llama.attention.head_count": number(4, 3)}, "is 2; expected a divisor of 3 heads"),
-    "width": ({"llama.embedding_length": number(4, 32)}, "its config says ["),
+    "width": ({"llama.embedding_length": number(4, 32)}, "expected ["),
     "keys": ({"llama.attention.key_length": number(4, 7)}, "llama.attention.key_length is 7; expected"),
     "wide heads": (
         {"llama.attention.key_length": number(4, 420)},
@@ -367,7 +367,7 @@ def test_configs_of_folders_are_bounded_too(key: str, value: object, complaint: 
 def test_a_config_that_is_larger_than_its_files_is_refused_before_it_is_made(tmp_path: Path) -> None:
     with bounded("a large vocabulary"):
         told = problems(folder_with(tmp_path, "vocab_size", 1 << 26), load=True)
-    assert re.search(r"has shape \[\d+, \d+\]; its config says \[67108864, \d+\]", told[0])
+    assert re.search(r"has shape \[\d+, \d+\]; expected \[67108864, \d+\]", told[0])
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_what_is_not_read_is_refused_by_name(settings: dict[str, object], messag
 
 
 UP = "model.layers.1.mlp.up_proj"
-OF_ANOTHER_SHAPE = rf"{UP}.weight has shape \[128, 48\]; its config says \[128, 64\]"
+OF_ANOTHER_SHAPE = rf"{UP}.weight has shape \[128, 48\]; expected \[128, 64\]"
 
 
 def changed(folder: Path, copy: Path, key: str, tensor: torch.Tensor | None) -> Path:

@@ -114,7 +114,7 @@ Z = torch.zeros
         (r"is missing 1 weights, including model\.norm\.weight", {}, "layers.2.shared_head.norm", "deepseek-v3"),
         (r"is missing 1 weights, including model\.layers\.0\.mlp\.experts\.gate_up", {}, "layers.2.mlp.experts.1.up",
          "deepseek-v3"),
-        (r"eh_proj\.weight has shape \[32, 32\]; its config says \[32, 64\]", {"layers.2.eh_proj": Z(32, 32)}, "",
+        (r"eh_proj\.weight has shape \[32, 32\]; expected \[32, 64\]", {"layers.2.eh_proj": Z(32, 32)}, "",
          "deepseek-v3"),
         (r"o_proj\.weight has shape \[32, 8\]", {"layers.2.self_attn.o_proj": Z(32, 8)}, "", "deepseek-v3"),
         (r"has an unexpected tensor model\.layers\.0\.extra\.weight in its MTP", {"layers.2.extra": Z(2)}, "",
