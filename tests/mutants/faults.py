@@ -156,9 +156,9 @@ FAULTS = tuple(
 30 | grammar | engine/sampling/processors.py | after drafts that do not fit the grammar the state is not rolled back
 -if taken:
 +if taken == len(drafts):
-31 | penalties and so on | engine/sampling/verification.py | log-probabilities are of the logits divided by the temperature
+31 | penalties and so on | engine/sampling/verification.py | log-probabilities are of other logits than the model's
 -token_logprobs(logits[first : first + len(work.tokens)], work.tokens
-+token_logprobs(logits[first : first + len(work.tokens)] / (work.sequence.request.sampling.temperature or 1), work.tokens
++token_logprobs(logits[first : first + len(work.tokens)] / 2, work.tokens
 =tests/engine/test_engine.py
 32 | wire | server/grpc/messages.py | gRPC: the presence penalty is the frequency penalty
 -{name: given[name] for name in
