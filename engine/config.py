@@ -96,8 +96,8 @@ class EngineConfig(Bounds):
     """Attention implementation; native: the C kernel for CPUs, triton: the kernel for CUDA, fixed: the batch-invariant
     one that reproducible uses."""
     loop: Loop = "auto"
-    """Decoding loop. plain: the host schedules each step; rounds: the device drafts and verifies without
-    waiting for the host; auto: rounds on CUDA where supported. Tokens are the same; sequences that rounds do not support are
+    """Decoding loop. plain: the host schedules each step; rounds: the device drafts and verifies without waiting for
+    the host; auto: rounds on CUDA where supported. Tokens are the same; sequences that rounds do not support are
     decoded in plain steps."""
     reproducible: bool = False
     """Batch-invariant mode: a request's results do not depend on other requests, bit for bit. Slower; needs coupled
