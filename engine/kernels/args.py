@@ -25,7 +25,7 @@ class MatmulTile:
     """The tile of one program of a matmul."""
 
     rows: int  # of a mixture: places, which are rows of one expert
-    outputs: int  # of the matrix; with a gate, two of them make one number
+    outputs: int  # of the matrix; with a gate, two of them give one result
     warps: int
     stages: int
 

@@ -104,7 +104,7 @@ def plan_sizes(
 def scratch_bytes(num_rows: int, heads: int, dim: int, max_kv: int) -> int:
     """Maximum temporary bytes of one layer's attention, for `num_rows` rows with up to `max_kv` keys.
 
-    32 heads of 128: 1 row at 131072 keys 1.3 MB, 5 rows at 8192 keys 2 MB, 160 rows at 131072 keys all there is.
+    32 heads of 128: 1 row at 131072 keys 1.3 MB, 5 rows at 8192 keys 2 MB, 160 rows at 131072 keys the maximum.
     """
     cells = num_rows * heads * (split_of(max_kv - 1) + 1) if max_kv > SPLIT else 0
     return min(SCRATCH, cells * _cell_bytes(dim))
@@ -176,7 +176,7 @@ def _tiles_of(num_rows: Seq[int], step: int) -> list[tuple[int, int]]:
     return [(i, first) for i, n in enumerate(num_rows) for first in reversed(range(0, n, step))]
 
 
-# ------------------------------------------------------------------------------------------------------ for a card
+# ---------------------------------------------------------------------------------------------------------- by GPU
 
 
 @dataclass(frozen=True, slots=True)

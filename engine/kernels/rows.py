@@ -91,7 +91,7 @@ def _store_head(ptr, x, d, inside, SCALED: tl.constexpr):
     """Store a key or a value unchanged, or the bytes of its scale followed by its codes."""
     if SCALED > 0:
         peak = tl.maximum(tl.max(tl.abs(x), 0), _TINIEST_PEAK)
-        fault = tl.sum(x - x, 0)  # 0, but NaN where there is no number
+        fault = tl.sum(x - x, 0)  # NaN if an element is not finite, else 0
         byte = tl.arange(0, SCALED)
         scale = (peak * (1.0 / _LARGEST_CODE) + fault).to(tl.int32, bitcast=True)
         tl.store(ptr + byte, (scale >> 8 * byte).to(tl.int8))  # byte by byte, because it may be unaligned

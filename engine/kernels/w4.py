@@ -51,7 +51,7 @@ def w4_matmul(
 
 @triton.constexpr_function
 def _instructions(shift, dtype):
-    """For two 16-bit words in a register. Behind the exponent of 128 (1024 in float16) the last bits count ones."""
+    """For two 16-bit words in a register. With the exponent of 128 (float16: 1024) the last bit is worth 1."""
     kind, base, one, zero = (
         ("bf16x2", "0x43004300", "0x3f803f80", "0xc308c308") if dtype == tl.bfloat16
         else ("f16x2", "0x64006400", "0x3c003c00", "0xe408e408")

@@ -1,16 +1,15 @@
-/* Ragged paged attention on a CPU: prompts, decoding and verification in one call, K/V where it lies.
+/* Ragged paged attention on a CPU: prompts, decoding and verification in one call. K/V is read in place.
  *
  * A job is one sequence, one K/V head and a tile of its query rows (a row: one token and one of the query heads that
- * share the K/V head). It walks the keys in blocks that begin at multiples of BLOCK and keeps a running maximum and sum
- * (online softmax; Milakov and Gimelshein 2018, arXiv 1805.02867), so every block of K and V is read once for all rows
- * of the tile. What a row may not see has weight 0 exactly and changes neither its maximum nor its sums, and all rows
- * take the same instructions: so a row's result is the same, bit for bit, whatever else is in the batch.
+ * share the K/V head). It processes the keys in blocks that begin at multiples of BLOCK and keeps a running maximum and
+ * sum (online softmax; Milakov and Gimelshein 2018, arXiv 1805.02867), so every block of K and V is read once for all
+ * rows of the tile. A masked key has weight exactly 0 and changes neither the maximum nor the sums of a row, and all
+ * rows use the same instructions: so a row's result has the same bits in any batch.
  *
- * Keys and values may be int8, each with a scale. They are multiplied as whole numbers, which both float types hold: a
- * score is then multiplied by its key's scale, and a weight by its value's.
+ * Keys and values may be int8, each with a scale. Their codes are multiplied as integers, which both float types
+ * represent exactly; scores are then multiplied by the keys' scales, and weights by the values'.
  *
- * The products of queries with keys and of weights with values are written for AVX-512 and for any other CPU.
- */
+ * The products of queries with keys and of weights with values have a version for AVX-512 and one for other CPUs. */
 
 #include "attention.h"
 #include "pool.h"
@@ -18,25 +17,25 @@
 #define BLOCK ATTENTION_BLOCK
 #define ROWS ATTENTION_ROWS
 #define CHUNK 6  /* jobs */
-#define STRIP 4  /* rows, or vectors, that are kept in registers together */
+#define STRIP 4  /* rows, or vectors, that are processed together in registers */
 
-/* Ask for one K/V head of a position ahead of time: they lie too far apart for the processor to foresee. */
+/* Prefetch one K/V head of a position: positions are too far apart for hardware prefetching. */
 INLINE void fetch(const void *data, int64_t place, int64_t dim, int bits) {
   for (int64_t d = 0; d < dim; d += 512 / bits) __builtin_prefetch((const char *)data + (place + d) * bits / 8);
-  if (bits == 8) __builtin_prefetch((const char *)data + place + dim - 1); /* behind a scale it begins within a line */
+  if (bits == 8) __builtin_prefetch((const char *)data + place + dim - 1); /* codes may start within a line */
 }
 
-/* Bits of a number of the arena. */
+/* Bits per number in the arena. */
 INLINE int kv_bits(const Args *a, int bits) { return a->rounded ? 8 : bits; }
 
-/* The oldest key that a token sees. */
+/* The first key position that a token attends to. */
 INLINE int64_t oldest_of(const Args *a, int64_t position) {
   int64_t in_window = a->window && position >= a->window ? position - a->window + 1 : 0;
   int64_t in_chunk = a->chunk ? position / a->chunk * a->chunk : 0;
   return in_chunk > in_window ? in_chunk : in_window;
 }
 
-/* Where the block from position `first` on lies; positions behind the last one map to it, and are masked. */
+/* The offsets of the block at position `first`; positions after the last one map to it, and are masked. */
 static void find(const Args *a, const Job *job, int64_t first, Places *places) {
   const int32_t *table = a->tables + job->sequence * a->width;
   int64_t kv_len = a->kv_lens[job->sequence], page = -1, at = 0, before = a->rounded ? (int64_t)sizeof(float) : 0;
@@ -56,7 +55,7 @@ INLINE int64_t position_of(const Args *a, const Job *job, int64_t row) {
   return a->kv_lens[job->sequence] - tokens + (job->first + row) / (a->heads / a->kv_heads);
 }
 
-/* The first block that a job reads. */
+/* The start of the first block that a job reads. */
 INLINE int64_t first_of(const Args *a, const Job *job) { return oldest_of(a, position_of(a, job, 0)) / BLOCK * BLOCK; }
 
 static void cap(const Args *a, float *scores) {
@@ -64,23 +63,23 @@ static void cap(const Args *a, float *scores) {
     for (int j = 0; j < BLOCK; j++) scores[j] = tanhf(scores[j] / a->softcap) * a->softcap;
 }
 
-/* Scores of a row that its token may not see become -inf; `first` is the block's first position. */
+/* Set the masked scores of a row to -inf; `first` is the block's first position. */
 static void mask(const Args *a, float *scores, int64_t first, int64_t position) {
-  int64_t last = position - first;                 /* the newest key it sees */
-  int64_t oldest = oldest_of(a, position) - first; /* and the oldest */
+  int64_t last = position - first;                 /* the last visible key */
+  int64_t oldest = oldest_of(a, position) - first; /* the first visible key */
   if (last >= BLOCK - 1 && oldest <= 0) return;
   for (int64_t j = 0; j < BLOCK; j++)
     if (j > last || j < oldest) scores[j] = -INFINITY;
 }
 
-/* Scores to weights in place; returns the factor by which what was summed before must shrink. */
+/* Convert scores to weights in place; returns the factor by which the earlier sums must be multiplied. */
 static float weigh(float *scores, float *maximum, float *weight) {
   vec *s = (vec *)scores;
   vec best = s[0];
   for (int j = 1; j < BLOCK / LANES; j++) best = either(s[j] > best, s[j], best);
   float highest = maximum_of(best);
   if (!(highest > *maximum)) highest = *maximum;
-  if (highest == -INFINITY) { /* nothing seen yet */
+  if (highest == -INFINITY) { /* all keys so far are masked */
     memset(scores, 0, BLOCK * sizeof(float));
     return 1;
   }
@@ -96,7 +95,7 @@ static float weigh(float *scores, float *maximum, float *weight) {
   return shrink;
 }
 
-/* The scales of rounded vectors, whose codes begin at `places`. */
+/* The scales of int8 vectors, whose codes begin at `places`. */
 static void load_scales(const void *data, const int64_t *places, float *scales) {
   for (int j = 0; j < BLOCK; j++) memcpy(scales + j, (const char *)data + places[j] - sizeof(float), sizeof(float));
 }
@@ -115,7 +114,7 @@ static void load_query(const Args *a, const Work *w, int row, int64_t place, int
   for (int64_t d = 0; d < a->dim; d++) w->query[row * a->dim + d] = element(a->query, place + d, bits);
 }
 
-/* One strip against one block, for a number of rows and kind of products that are known when this is compiled. */
+/* One strip times one block; the number of rows and the kind of products are compile-time constants. */
 INLINE void strip(const Args *a, Work *w, const Job *job, int row, int64_t first, const int rows, const int fast) {
   float shrink[STRIP];
   multiply_keys(a, w, row, rows, fast);
@@ -142,8 +141,8 @@ static void meet(const Args *a, Work *w, const Job *job, int row, int64_t first,
   }
 }
 
-/* Row r of a job is token r / group and query head head * group + r % group of its sequence. A sink is a score that was
- * seen before any key: its weight is 1 as long as none is larger. */
+/* Row r of a job is token r / group and query head head * group + r % group of its sequence. A sink is a score without
+ * a key: it is the initial maximum, with weight 1. */
 INLINE void begin(const Args *a, const Job *job, Work *w, int64_t group, int64_t start, int bits, int fast) {
   memset(w->sums, 0, sizeof(float) * job->count * a->value_dim);
   for (int r = 0; r < job->count; r++) {
@@ -173,7 +172,7 @@ static void attention_run(const Args *a, const Job *job, const Job *after, Work 
   Places here, next, *places = &here, *ahead = &next;
   begin(a, job, w, group, start, bits, fast);
   find(a, job, first, places);
-  /* Of a short context everything is the first block, and it is not prefetched. */
+  /* A short context is a single block, which would otherwise not be prefetched. */
   for (int j = 0; j < BLOCK; j++) fetch(a->value, places->value[j], a->value_dim, kv_bits(a, bits));
   for (; first <= newest; first += BLOCK) {
     if (first + BLOCK <= newest) {
@@ -250,7 +249,7 @@ static void attend_piece(const void *stage, int64_t piece, int worker) {
 }
 
 void attention_together(const Args *a, const Job *jobs, int count, Work *w, int bits) {
-  /* Several in a row, so that the first keys of the next can be asked for, but two pieces for each thread. */
+  /* Several jobs per piece, to prefetch the first keys of the next one, but at least two pieces per thread. */
   int threads = pool_threads(), most = count / (threads > 1 ? 2 * threads : 2), chunk = most > CHUNK ? CHUNK : most;
   Stage stage = {a, jobs, w, count, chunk > 1 ? chunk : 1, bits};
   pool_run(attend_piece, &stage, (count + stage.chunk - 1) / stage.chunk);
@@ -263,7 +262,7 @@ double attention_work(const Args *a, int bits) {
   return all * (double)(a->kv_heads * (a->dim + a->value_dim) * kv_bits(a, bits) / 8);
 }
 
-/* Returns 0, or 1 if there was no memory. `bits`: 32 for float, 16 for bfloat16. */
+/* Returns 0, or 1 if an allocation failed. `bits`: 32 for float, 16 for bfloat16. */
 int pilotfish_attend(const Args *a, int bits, int threads) {
   int workers = pool_enter(threads);
   int64_t tile = attention_tile(a, pool_threads());

@@ -5,18 +5,18 @@
 
 #include "vectors.h"
 
-#define ATTENTION_ROWS 32  /* query rows of a job, at most */
+#define ATTENTION_ROWS 32  /* maximum query rows per job */
 #define ATTENTION_BLOCK 64 /* keys */
 
 typedef struct {
   const void *query, *key, *value; /* [tokens, heads, dim], [arena rows, kv_heads, dim], [.., kv_heads, value_dim] */
-                                   /* `rounded`: a head is a float scale and its int8 codes; dims count codes only */
+                                   /* `rounded`: a head is a float scale and int8 codes; dims exclude the scale */
   void *out;                       /* [tokens, heads, value_dim], dense */
   const int32_t *first_rows;       /* [sequences + 1] */
   const int32_t *kv_lens;          /* [sequences] */
   const int32_t *tables;           /* [sequences, width]: page numbers */
-  const float *sinks;              /* [heads], one more score for each; NULL: none */
-  int64_t query_stride, key_stride, value_stride; /* elements from one token, or one row of the arena, to the next */
+  const float *sinks;              /* [heads], one additional score each; NULL: none */
+  int64_t query_stride, key_stride, value_stride; /* elements between tokens, or rows of the arena */
   int64_t sequences, width, page_size, heads, kv_heads, dim, value_dim;
   int64_t window, chunk; /* 0: none */
   int64_t rounded;       /* 0: keys and values have the query's type */
@@ -24,40 +24,40 @@ typedef struct {
 } Args;
 
 typedef struct {
-  int32_t sequence, head, first, count; /* `count` rows from `first` on, of group * tokens */
+  int32_t sequence, head, first, count; /* `count` of group * tokens rows, from `first` */
 } Job;
 
-/* Where a block's keys and values lie, in elements of the arena; of rounded ones their codes, a scale before each. */
+/* Offsets of a block's keys and values in elements of the arena; int8: of the codes, each after its scale. */
 typedef struct {
   int64_t key[ATTENTION_BLOCK], value[ATTENTION_BLOCK];
 } Places;
 
-/* What a thread works in. */
+/* The scratch memory of a thread. */
 typedef struct {
   float *query;  /* [ATTENTION_ROWS, dim] */
   float *keys;   /* [dim, BLOCK]: transposed; or [BLOCK, dim] */
   float *values; /* [BLOCK, value_dim] */
-  const float *key_rows[ATTENTION_BLOCK], *value_rows[ATTENTION_BLOCK]; /* where one lies, if it is read in its place */
-  float key_scale[ATTENTION_BLOCK], value_scale[ATTENTION_BLOCK]; /* of a rounded block, which is multiplied as codes */
-  float *scores; /* [ATTENTION_ROWS, BLOCK], which become weights */
+  const float *key_rows[ATTENTION_BLOCK], *value_rows[ATTENTION_BLOCK]; /* in `keys` and `values`, or in the arena */
+  float key_scale[ATTENTION_BLOCK], value_scale[ATTENTION_BLOCK]; /* of an int8 block, which is multiplied as codes */
+  float *scores; /* [ATTENTION_ROWS, BLOCK], then weights */
   float *sums;   /* [ATTENTION_ROWS, value_dim], of weighted values */
   float maximum[ATTENTION_ROWS], weight[ATTENTION_ROWS];
 } Work;
 
-/* Rows of a job: ATTENTION_ROWS, and fewer where there would be fewer jobs than threads. */
+/* Rows per job: ATTENTION_ROWS, or fewer if there would be fewer jobs than threads. */
 int64_t attention_tile(const Args *a, int threads);
 
-/* How many jobs of `tile` rows there are; written to `jobs` unless it is NULL. Which they are depends on no layer. */
+/* The number of jobs of `tile` rows; writes them to `jobs` unless it is NULL. They are the same in all layers. */
 int attention_plan(const Args *a, int64_t tile, Job *jobs);
 
-/* Memory for this number of workers; NULL if there is none. */
+/* Allocate scratch memory for this number of workers; NULL on failure. */
 Work *attention_begin(const Args *a, int workers);
 void attention_end(Work *w, int workers);
 
-/* All jobs, in pieces that the threads of the pool claim. */
+/* Run all jobs on the threads of the pool. */
 void attention_together(const Args *a, const Job *jobs, int count, Work *w, int bits);
 
-/* How much of the pool's time this takes, as `matmul_work` has it. */
+/* The amount of work, in the unit of `matmul_work`. */
 double attention_work(const Args *a, int bits);
 
 #endif

@@ -1,11 +1,11 @@
-/* The products of attention in registers of 16 and 32 bytes: keys and values are read where they lie, or, in bfloat16
- * and int8, from where they were widened to. A score is a sum across a register; four are summed at once. */
+/* The products of attention in registers of 16 and 32 bytes. Float keys and values are read in place; bfloat16 and int8
+ * are first widened. A score is a sum across a register; four are summed at once. */
 
 #include "registers.h"
 
 #define REGISTER (WIDTH / 4) /* floats */
 #if defined(__ARM_NEON)
-#define SIDE 4 /* registers of values that are summed together; 4 rows of them, and what is at hand */
+#define SIDE 4 /* registers of sums per row: 4 rows and the operands fit */
 #else
 #define SIDE 2
 #endif
@@ -30,7 +30,7 @@ INLINE four_floats sums_of(const floats *x) {
 #endif
 }
 
-/* `rows` rows, a strip at most: scores[row][key] = query[row] . key * scale. */
+/* At most a strip of rows: scores[row][key] = query[row] . key * scale. */
 INLINE void multiply_keys(const Args *a, const Work *w, int row, const int rows, int fast) {
   const float *q = w->query + row * a->dim;
   (void)fast;
@@ -54,7 +54,7 @@ INLINE void multiply_keys(const Args *a, const Work *w, int row, const int rows,
   }
 }
 
-/* sums = sums * shrink + weights . values, of `rows` rows. */
+/* sums = sums * shrink + weights . values, for `rows` rows. */
 INLINE void multiply_values(const Args *a, const Work *w, int row, const float *shrink, const int rows, int fast) {
   (void)fast;
   for (int64_t d = 0; d < a->value_dim; d += SIDE * REGISTER) {
@@ -75,7 +75,7 @@ INLINE void multiply_values(const Args *a, const Work *w, int row, const float *
   }
 }
 
-/* Where a block's keys or values lie as floats, codes as whole ones: where they are, or in `wide`. */
+/* Addresses of a block's keys or values as floats (codes without scales): in place, or widened into `wide`. */
 static void load_rows(const void *data, const int64_t *places, const int64_t *ahead, int64_t dim, int bits, float *wide,
                       const float **rows) {
   for (int j = 0; j < BLOCK; j++) {

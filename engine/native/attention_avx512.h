@@ -1,8 +1,8 @@
-/* The products of attention for AVX-512: keys are turned about, so that a register holds a dimension of 16 of them. */
+/* The products of attention for AVX-512: keys are transposed, so that a register holds one dimension of 16 keys. */
 
 #include <immintrin.h>
 
-/* `rows` rows, a strip at most: scores[row][key] = query[row] . key * scale. */
+/* At most a strip of rows: scores[row][key] = query[row] . key * scale. */
 INLINE void multiply_keys_float(const Args *a, const Work *w, int row, const int rows) {
   vec sums[STRIP][BLOCK / LANES] = {0};
   const float *q = w->query + row * a->dim;
@@ -15,7 +15,7 @@ INLINE void multiply_keys_float(const Args *a, const Work *w, int row, const int
     EACH(int j = 0; j < BLOCK / LANES; j++) ((vec *)(w->scores + (row + i) * BLOCK))[j] = sums[i][j] * a->scale;
 }
 
-/* `rows` rows and `width` vectors of the head from `d` on: sums = sums * shrink + weights . values. */
+/* For `rows` rows and `width` vectors of values, from element `d`: sums = sums * shrink + weights . values. */
 INLINE void multiply_values_float(const Args *a, const Work *w, int row, int64_t d, const float *shrink, const int rows,
                                   const int width) {
   vec sums[STRIP][STRIP];
@@ -30,7 +30,7 @@ INLINE void multiply_values_float(const Args *a, const Work *w, int row, int64_t
     EACH(int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->value_dim + d))[v] = sums[i][v];
 }
 
-/* 16 rows of 16 32-bit numbers, rows[i] read from `from[i]`; column c goes to to + c * BLOCK. */
+/* Transpose 16 x 16 32-bit numbers: row i is read from from[i], column c is written to to + c * BLOCK. */
 static void transpose(const void *const *from, float *to) {
   __m512i r[16], t[16];
   for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from[i]);
@@ -77,15 +77,15 @@ static void load_values(const Args *a, const Work *w, const int64_t *places, con
   }
 }
 
-/* Two whole numbers that bfloat16 holds, in each lane: the upper halves of their floats. */
+/* Two integers that bfloat16 represents exactly, in each lane: the upper halves of their floats. */
 INLINE vec pair_of(vec low, vec high) {
   return (vec)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)low, 16), (__m512i)high);
 }
 
-/* Four codes in each 32-bit lane: number `i` of each as a float. */
+/* Number `i` of the four codes in each 32-bit lane, as a float. */
 INLINE vec code(ivec four, const int i) { return __builtin_convertvector(four << (24 - 8 * i) >> 24, vec); }
 
-/* 16 codes of each of 16 keys from `d` on, keys side by side: lane j of to[c] holds codes 4 c .. 4 c + 3 of key j. */
+/* 16 codes, from `d`, of each of 16 keys: lane j of to[c] holds codes 4 c .. 4 c + 3 of key j. */
 INLINE void gather_codes(const int8_t *data, const int64_t *from, int64_t d, ivec *to) {
   __m512i r[4];
   EACH(int i = 0; i < 4; i++) {
@@ -133,16 +133,15 @@ INLINE void load_value_codes(const Args *a, const Work *w, const int64_t *places
     }
 }
 
-/* Codes as floats or, `paired`, as bfloat16 with two neighbours of the summed dimension in each lane. */
+/* Codes as floats or, if `paired`, as bfloat16: two adjacent elements of the summed dimension in each lane. */
 INLINE void load_codes(const Args *a, const Work *w, const Places *places, const Places *ahead, const int paired) {
   load_key_codes(a, w, places->key, ahead->key, paired);
   load_value_codes(a, w, places->value, ahead->value, paired);
 }
 
 #ifdef __AVX512BF16__
-/* The same with bfloat16 products: two neighbours of the summed dimension side by side in each 32-bit lane. `query` is
- * then [ROWS, dim / 2] pairs, `keys` [dim / 2, BLOCK], `values` [BLOCK / 2, value_dim]; weights are rounded to bfloat16.
- */
+/* The same with bfloat16 products: two adjacent elements of the summed dimension in each 32-bit lane. `query` is then
+ * [ROWS, dim / 2] pairs, `keys` [dim / 2, BLOCK], `values` [BLOCK / 2, value_dim]; weights are rounded to bfloat16. */
 
 INLINE __m512 dot(__m512 sum, __m512i pairs, uint32_t pair) {
   return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int)pair));
@@ -190,7 +189,7 @@ static void load_keys_bf16(const Args *a, const Work *w, const int64_t *places, 
     for (int i = 0; i < 16; i++) fetch(a->key, ahead[j + i], a->dim, 16);
     for (int64_t d = 0; d < a->dim; d += 32) {
       const void *from[16];
-      int64_t at = d + 32 <= a->dim ? d : a->dim - 32; /* where 32 is no divisor the last ones overlap */
+      int64_t at = d + 32 <= a->dim ? d : a->dim - 32; /* if 32 does not divide dim, the last two overlap */
       for (int i = 0; i < 16; i++) from[i] = (const bf16 *)a->key + places[j + i] + at;
       transpose(from, w->keys + at / 2 * BLOCK + j);
     }

@@ -1,11 +1,11 @@
-/* Blocks of codes as GGUF files hold them (ggml's `ggml-quants.c`), apart into codes, scales and offsets: what
- * `engine/model/gguf/blocks.py` makes of them with torch, whose comments describe the layouts. */
+/* Splits blocks of GGUF files (ggml's `ggml-quants.c`) into codes, scales and offsets, like the torch version in
+ * `engine/model/gguf/blocks.py`, whose comments describe the layouts. */
 
 #include "vectors.h"
 
 #define NEGATIVE 0x8000 /* the sign of a float16 */
 
-/* Where the parts of the next block go; those that a type does not have are NULL. */
+/* Where the parts of the next block are written; NULL if the type does not have them. */
 typedef struct {
   uint8_t *codes;
   uint16_t *scale, *offset;
@@ -19,7 +19,7 @@ INLINE uint16_t half_at(const uint8_t *block) {
   return half;
 }
 
-/* `count` bytes of codes of 4 bits, first the low ones of all and then the high ones -> two neighbours in a byte. */
+/* `count` bytes of 4-bit codes, the low halves of all before the high ones -> two adjacent codes per byte. */
 INLINE void neighbours(const uint8_t *bytes, const int count, uint8_t *codes) {
   for (int i = 0; i < count / 2; i++) {
     uint8_t even = bytes[2 * i], odd = bytes[2 * i + 1];
@@ -28,7 +28,7 @@ INLINE void neighbours(const uint8_t *bytes, const int count, uint8_t *codes) {
   }
 }
 
-/* 16 bytes of low bits and 4 bytes of the fifth ones -> 32 codes. */
+/* 16 bytes of low bits and 4 bytes of fifth bits -> 32 codes. */
 INLINE void fives(const uint8_t *low, const uint8_t *high, uint8_t *codes) {
   uint32_t fifth;
   memcpy(&fifth, high, 4);
@@ -38,7 +38,7 @@ INLINE void fives(const uint8_t *low, const uint8_t *high, uint8_t *codes) {
   }
 }
 
-/* The two float16 of a block of Q4_K or Q5_K, and 6 bits each for the steps and the offsets of its 8 groups. */
+/* The two float16 of a block of Q4_K or Q5_K, and the 6-bit steps and offsets of its 8 groups. */
 INLINE void two_levels(const uint8_t *block, const Parts *to) {
   *to->scale = half_at(block), *to->offset = half_at(block + 2) ^ NEGATIVE;
   const uint8_t *first = block + 4, *second = block + 8, *low = block + 12;
@@ -108,11 +108,11 @@ static void q6_k(const uint8_t *block, const Parts *to) {
 
 static const struct {
   Split *split;
-  int size, codes, groups; /* bytes of a block and of its codes, and groups that have a step */
+  int size, codes, groups; /* bytes per block, bytes of its codes, groups with a step */
 } KINDS[] = {{q4_0, 18, 16, 0},  {q4_1, 20, 16, 0},  {q5_0, 22, 32, 0},   {q5_1, 24, 32, 0},
              {q8_0, 34, 32, 0}, {q4_k, 144, 128, 8}, {q5_k, 176, 256, 8}, {q6_k, 210, 256, 16}};
 
-/* `count` blocks of a kind, which is its place in `KINDS`. */
+/* Split `count` blocks; `kind` is an index of `KINDS`. */
 void pilotfish_blocks(const uint8_t *blocks, int64_t count, int64_t kind, uint8_t *codes, uint16_t *scale,
                       uint16_t *offset, int8_t *steps, uint8_t *zeros) {
   Split *split = KINDS[kind].split;

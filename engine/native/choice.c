@@ -1,18 +1,18 @@
-/* How many threads take part in a pass: as many as are fastest, by trial.
+/* Selects the number of threads of a pass: the fastest one, found by trials.
  *
- * The effect of one thread more or less depends on other users of the cores, which no thread can see. So a window of
- * passes is measured with another number, and the better one stays. A trial can cost time, and what it cost decides when
- * the next one may come: the loss is a bounded share of all time. No trial takes threads away where there is nothing to
- * gain: with fewer of them a pass saves at most the time in which its caller did not compute. */
+ * The effect of one thread more or less depends on other users of the cores, which a process cannot measure. So the
+ * passes of a window run with another number of threads, and the faster number is kept. The time that a trial loses
+ * determines when the next one may start: the loss is a bounded share of all time. Fewer threads are tried only if that
+ * can help: they save at most the time in which the calling thread did not compute. */
 
 #include "pool.h"
 
-#define WINDOW 0.1  /* seconds of passes that are measured together: some ten slices of a scheduler's time */
-#define GAIN 1.1    /* a number must be this much faster than another to take its place */
-#define PRICE 100.0 /* seconds without a trial after one that lost a second */
+#define WINDOW 0.1  /* seconds of passes per measurement: about ten time slices of the scheduler */
+#define GAIN 1.1    /* a number must be this much faster to replace another */
+#define PRICE 100.0 /* seconds without a trial, per second lost in the last one */
 
-/* The next number to try, or `home` if there is none. A step that failed is followed by the next larger one, since it may
- * take several threads more, or less, to make a difference; one that succeeded by its double. */
+/* The next number to try, or `home` if there is none. A failed step is followed by the next larger one, since a
+ * difference may require several threads more or fewer; a successful step by its double. */
 static int other(Choice *c) {
   int fewer = c->home > 1 && c->lost > c->seconds * (1 - 1 / GAIN), room = fewer ? c->home - 1 : c->most - c->home;
   if (c->step > room) c->step = 1;

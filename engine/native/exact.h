@@ -1,5 +1,5 @@
-/* Read before all else by sources whose products are rounded before they are added to, as in torch: then the bits are the
- * same with any compiler. */
+/* Included first by sources whose products are rounded before they are added, as in torch: then the bits do not depend
+ * on the compiler. */
 
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF

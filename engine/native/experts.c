@@ -1,23 +1,23 @@
-/* All experts of a mixture in one call. A row goes to the few experts that were chosen for it: up, gate, down, and the
- * weighted sum of what they give. Rows of one expert are multiplied together, and all experts' pieces are one stage. A
- * row's sums are the same bits whatever rows share its experts. */
+/* All experts of a mixture in one call. A row goes to the few experts chosen for it: up, gate, down, and the weighted
+ * sum of their results. Rows of one expert are multiplied together, and the pieces of all experts are one stage. A
+ * row's sums have the same bits in any batch. */
 
 #include "exact.h"
 #include "matmul.h"
 #include "pool.h"
 #include "rows.h"
 
-#define TILE 128        /* rows of a piece, at most */
-#define PIECE (1 << 15) /* bytes of weights times rows of a piece, at least */
-#define FEW 8192        /* numbers of rows of a piece, at least */
+#define TILE 128        /* maximum rows per piece */
+#define PIECE (1 << 15) /* minimum bytes of weights times rows per piece */
+#define FEW 8192        /* minimum elements of rows per piece */
 
-/* gate * logistic(linear * gate + cubic * gate^3) * (up + plus), with gate at most `limit` and up at most that far from 0;
- * or the square of what is positive in gate, times the same. */
+/* gate * logistic(linear * gate + cubic * gate^3) * (up + plus), with gate at most `limit` and up clamped to -limit ..
+ * limit; or, if `squared`, max(gate, 0)^2 times the last factor. */
 typedef struct {
   float linear, cubic, limit, plus;
   int32_t squared;
-  int32_t ungated;     /* there is no up, and no factor for it */
-  int32_t interleaved; /* gate and up take turns in a row; else up follows the gate */
+  int32_t ungated;     /* without up and its factor */
+  int32_t interleaved; /* gate and up alternate in a row; else up follows the gate */
 } Gate;
 
 typedef struct {
@@ -28,14 +28,14 @@ typedef struct {
 
 typedef struct {
   const void *in;        /* [rows, up.in] */
-  const int64_t *chosen; /* [rows, each]: experts; one that is not there adds nothing */
+  const int64_t *chosen; /* [rows, each]: experts; invalid ones add nothing */
   const float *weights;  /* [rows, each] */
   void *out;             /* [rows, down.out] */
   int64_t rows, each;
   int bits; /* of `in` and `out`: 32 or 16 */
 } Batch;
 
-/* Some panels of an expert for some of its rows. */
+/* Panels [first, last) of an expert for `rows` of its places. */
 typedef struct {
   int64_t expert, place, rows, first, last;
 } Job;
@@ -44,15 +44,15 @@ typedef struct {
 typedef struct {
   const Experts *e;
   const Batch *b;
-  int64_t *place;  /* [rows, each]; -1: of no expert */
+  int64_t *place;  /* [rows, each]; -1: an invalid expert */
   int64_t *starts; /* [experts + 1]: an expert's first place */
-  char *fed;       /* [places, the wider fed_bytes]: what the matrix of a stage reads */
+  char *fed;       /* [places, the larger fed_bytes]: input of the stage's matrix */
   float *step;     /* [places] */
-  float *product;  /* [places, the wider matrix.out] */
+  float *product;  /* [places, the larger matrix.out] */
   Job *jobs;
   const Matrix *m; /* [experts], of the stage */
-  int64_t count;   /* of rows or places, in the stage */
-  int64_t chunk;   /* of them, in a piece */
+  int64_t count;   /* rows or places in the stage */
+  int64_t chunk;   /* rows or places per piece */
 } Pass;
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -70,7 +70,7 @@ static void sort(Pass *p) {
     p->place[i] = b->chosen[i] >= 0 && b->chosen[i] < experts ? next[b->chosen[i]]++ : -1;
 }
 
-/* A row of floats to what a matrix reads; returns what one step is worth, for 8 bits and less. */
+/* Convert a row of floats to the input of a matrix; returns the row's step, for 8 bits and less. */
 static float feed_floats(const Matrix *m, const float *row, char *to) {
   char own[m->in * 4] __attribute__((aligned(64)));
   float step = 0;
@@ -81,7 +81,7 @@ static float feed_floats(const Matrix *m, const float *row, char *to) {
   return step;
 }
 
-/* One row to all its places. */
+/* Write one row to all its places. */
 static void spread(const Pass *p, int64_t r) {
   const Batch *b = p->b;
   const Matrix *m = p->m;
@@ -157,7 +157,7 @@ static void combine(const Pass *p, int64_t r) {
   }
 }
 
-/* The stage `name_all`: `name` of every one of `count`, which is about `width` numbers of work. */
+/* Defines the stage `name_all`: `name` for each of `count` items, about `width` elements of work each. */
 #define STAGE_OF(name)                                                                       \
   static void name##_piece(const void *stage, int64_t piece, int worker) {                   \
     const Pass *p = stage;                                                                   \
@@ -183,14 +183,14 @@ static void multiply_job(const void *stage, int64_t piece, int worker) {
   (void)worker;
 }
 
-/* The panels of a piece for `rows` rows of an expert. */
+/* Panels per piece for `rows` rows of an expert. */
 static int64_t panels_of_piece(const Matrix *m, int64_t rows) {
   int64_t bytes = m->in * m->bits / 8 * m->out / matmul_panels(m) * rows;
   return bytes < PIECE ? PIECE / larger(bytes, 1) : 1;
 }
 
-/* Writes the jobs of a matrix of each expert, or with NULL only counts them. Tiles of rows of the same panels come one
- * after the other, while those are in a cache. */
+/* Write the jobs of a matrix of each expert, or only count them if `jobs` is NULL. Tiles of rows that use the same
+ * panels are adjacent, so that the panels stay in a cache. */
 static int64_t plan(const Pass *p, const Matrix *m, Job *jobs) {
   int64_t count = 0, panels = matmul_panels(m);
   for (int64_t x = 0; x < p->e->experts; x++) {
@@ -232,7 +232,7 @@ static void run(Pass *p, int threads) {
   pool_leave(work_of(p));
 }
 
-/* Returns 0, or 1 if there was no memory. */
+/* Returns 0, or 1 if an allocation failed. */
 int pilotfish_experts(const Experts *e, const Batch *b, int threads) {
   int64_t pairs = b->rows * b->each;
   size_t fed = (size_t)larger(fed_bytes(e->up), fed_bytes(e->down)), wide = (size_t)larger(e->up->out, e->down->out);

@@ -1,22 +1,22 @@
-/* Codes in groups against a block of rows (`Groups` in matmul.h). Part of matmul.c.
+/* Codes in groups times a block of rows (`Groups` in matmul.h). Part of matmul.c.
  *
- * A row is integers of 16 bits, most of which fit in 8 (`round_row` in rows.c). Where 8 bits are multiplied (`SPLIT`), a
- * fed row is [in] int8, the low bytes; then for each group its inputs' sum and the number of its steps, of 4 inputs each,
- * that have high bytes; then these, in order: where the step is in its group, and 4 int8. What high bytes give is
- * multiplied by 256 and what the low ones give is added: the sum is what products of 16 bits would give. Elsewhere a fed row
- * is [in] int16, of every 4 inputs first the even ones, and then the same sums.
+ * A row is 16-bit integers, most of which fit in 8 bits (`round_row` in rows.c). For 8-bit products (`SPLIT`), a fed
+ * row is [in] int8, the low bytes; then for each group the sum of its inputs and the number of its steps, of 4 inputs
+ * each, that have high bytes; then for each of those, in order, its index in the group and 4 int8. Products of high
+ * bytes are multiplied by 256 and added to those of low bytes: the sum equals that of 16-bit products. Otherwise a fed
+ * row is [in] int16, of every 4 inputs the even ones first, and then the same sums.
  *
- * A code whose zero is not 0 takes that many times the inputs' sum away before the first product, in integers, so that the
- * sums of a group are exact. An offset is multiplied by the same sum. Floats are multiplied, rounded, and then added, on every
- * processor: results are the same bits on all. */
+ * The zero point of codes, if not 0, is multiplied by the sum of inputs and subtracted before the first product, in
+ * integers, so that the sums of a group are exact. An offset is multiplied by the same sum. Float products are rounded
+ * before they are added, so results have the same bits on every processor. */
 
-/* Inputs whose codes lie together, and how many steps of the panel they take. */
-#define BYTES(bits) ((bits) == 8 || (!WIDE_ROWS && (bits) == UNPACKED)) /* are multiplied four at a time, as they lie */
+/* The number of inputs whose codes are stored together, and the number of panel steps that they occupy. */
+#define BYTES(bits) ((bits) == 8 || (!WIDE_ROWS && (bits) == UNPACKED)) /* are multiplied four at a time, as stored */
 #define INPUTS(bits) (BYTES(bits) ? 4 : (bits) == 6 ? 16 : (bits) == 5 ? 32 : 8)
 #define STEPS(bits) (BYTES(bits) ? 1 : (bits) == UNPACKED ? 2 : INPUTS(bits) * (bits) / 32)
 #define SPLIT(bits) (!WIDE_ROWS || (bits) != 8)
-#define UNPACKED 7 /* in place of 4 to 6 bits: codes that `unpack` has made bytes of */
-#define ROWS (BLOCK < 3 ? BLOCK : 3) /* rows that meet a panel together: of each there are sums of a group and sums of all */
+#define UNPACKED 7 /* instead of 4 to 6 bits: codes that `unpack` has converted to bytes */
+#define ROWS (BLOCK < 3 ? BLOCK : 3) /* rows per block: each has the sums of a group and of all groups */
 
 typedef struct {
   int32_t sum, high;
@@ -37,7 +37,7 @@ INLINE int64_t panel_of_groups(const Matrix *m) {
   return groups / g->block * head_of_block(g) + groups * each;
 }
 
-/* Bytes of a fed row; there is room for high bytes everywhere. */
+/* Bytes of a fed row, with room for all high bytes. */
 INLINE int64_t fed_groups(const Matrix *m) {
   return m->in + m->in / m->groups.size * (int64_t)sizeof(GroupOfRow) + m->in / 4 * (int64_t)sizeof(High);
 }
@@ -82,13 +82,13 @@ INLINE void feed_groups(const Matrix *m, const int16_t *row, char *to) {
   }
 }
 
-/* The v-th register of a panel's numbers. */
+/* Register v of a panel's numbers. */
 INLINE floats numbers_of(const char *at, int v, int kind) {
   if (kind == FLOAT32) return *(const floats *)(at + v * WIDTH);
   return kind == FLOAT16 ? float16s(at + v * (WIDTH / 2)) : bfloat16s(at + v * (WIDTH / 2));
 }
 
-/* The v-th register of a panel's bytes: of every 4 bytes the v-th, as a number with a sign or without. */
+/* Register v of a panel's bytes: byte v of every 4, signed or unsigned. */
 INLINE floats small_numbers_of(const char *at, int v, const int is_signed) {
   ints left = *(const ints *)at << (24 - 8 * v);
   return __builtin_convertvector(is_signed ? left >> 24 : (left >> 24) & 255, floats);
@@ -98,7 +98,7 @@ typedef struct {
   floats step[VECTORS], offset[VECTORS];
 } Worth;
 
-/* What a group's codes are worth; `block` and `group` are where their heads lie. */
+/* The steps and offsets of a group's codes; `block` and `group` point to their headers. */
 INLINE void worth_of(const Groups *g, const char *block, const char *group, Worth *w, const int bits) {
   const char *zeros = group + g->has_steps * PANEL;
   EACH(int v = 0; v < VECTORS; v++) {
@@ -113,11 +113,11 @@ INLINE void worth_of(const Groups *g, const char *block, const char *group, Wort
     EACH(int v = 0; v < VECTORS; v++) w->offset[v] *= small_numbers_of(zeros, v, bits == 8);
 }
 
-/* A register at `at`, and the bits of each byte from `up` upwards, without what its neighbour hands down. */
+/* A register at `at`, and each byte shifted right by `up`, without bits of the adjacent byte. */
 INLINE chars codes_at(const char *at) { return *(const chars *)at; }
 INLINE chars above(chars x, const int up) { return (chars)((ushorts)x >> up) & (char)(255 >> up); }
 
-/* Eight codes in each 32 bits: the p-th two registers of those that lie at `at` together. */
+/* Register pair p of the codes that are stored together at `at`: eight codes per output. */
 INLINE void codes_of(const char *at, const int p, const int bits, chars *first, chars *last) {
   if (bits == UNPACKED) {
     *first = codes_at(at), *last = codes_at(at + STEP);
@@ -132,7 +132,7 @@ INLINE void codes_of(const char *at, const int p, const int bits, chars *first, 
   chars both = codes_at(at + (p + (bits == 5)) * STEP);
   *first = both & 15, *last = above(both, 4);
   if (bits == 5) {
-    ushorts fifth = (ushorts)codes_at(at); /* bit q of a byte is of its q-th code */
+    ushorts fifth = (ushorts)codes_at(at); /* bit q of a byte belongs to code q */
     *first |= (chars)(p > 2 ? fifth >> (2 * p - 4) : fifth << (4 - 2 * p)) & 16;
     *last |= (chars)(p > 1 ? fifth >> (2 * p - 3) : fifth << (3 - 2 * p)) & 16;
   }
@@ -158,15 +158,14 @@ INLINE chars codes_of_step(const char *at, const int step, const int v, const in
   return above(a, 6) | ((chars)((ushorts)b >> 4) & 12) | ((chars)((ushorts)c >> 2) & 48);
 }
 
-/* A panel for many rows to meet: for each group its steps and, if there are any, its offsets as floats, then a byte for
- * each code. */
+/* An unpacked panel, for many rows: for each group its steps and offsets, if any, as floats, then a byte per code. */
 INLINE int has_offsets(const Groups *g) { return g->has_offset || g->has_zeros; }
 INLINE int64_t unpacked_head(const Groups *g) { return (1 + has_offsets(g)) * VECTORS * WIDTH; }
 INLINE int64_t unpacked_panel(const Matrix *m) {
   return m->in / m->groups.size * unpacked_head(&m->groups) + m->in * PANEL;
 }
 
-/* Unpacks a panel, while the next one is fetched. */
+/* Unpack a panel and prefetch the next one. */
 INLINE void unpack(const Matrix *m, const char *panel, char *to, const int bits) {
   const Groups *g = &m->groups;
   const int64_t next = panel_of_groups(m), groups = m->in / g->size;
@@ -190,7 +189,7 @@ INLINE void unpack(const Matrix *m, const char *panel, char *to, const int bits)
   }
 }
 
-/* Adds 256 times what the high bytes of a row's group give. */
+/* Add 256 times the products of the high bytes of a row's group. */
 INLINE void add_high(const char *codes, const High *high, int32_t count, ints *sum, const int bits) {
   ints found[VECTORS];
   EACH(int v = 0; v < VECTORS; v++) found[v] = (ints){0};
@@ -200,7 +199,7 @@ INLINE void add_high(const char *codes, const High *high, int32_t count, ints *s
   EACH(int v = 0; v < VECTORS; v++) sum[v] += found[v] << 8;
 }
 
-/* `ahead` is from what is read to what is fetched: `lines` of every step. `sums` come out as floats. */
+/* `ahead`: bytes from the current position to the prefetched one; `lines`: to prefetch per step. `sums` are floats. */
 INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, int64_t ahead, int lines, void *sums,
                             const int rows, const int bits) {
   const Groups *g = &m->groups;

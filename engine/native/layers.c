@@ -1,17 +1,17 @@
 /* All decoder layers of a transformer in one call: norm, query/key/value, rotation, attention, output, norm, gate and
- * up, down. Each is a stage whose pieces the threads of the pool claim. Each stage is what the functions of this folder
- * do when they are called one by one, so the result is the same bits.
+ * up, down. Each is a stage whose pieces the threads of the pool share; its results have the same bits as the separate
+ * functions of this folder.
  *
- * A norm without a weight is none. What attention and MLP give may be normed before it is added (`after_attention`,
- * `after_mlp`). A layer may read two rows, both normed: first that of `beside`, then its own (`norm_beside`).
- * `normed_residual`: what it adds to is its normed row. */
+ * A norm without a weight is omitted. The outputs of attention and MLP may be normalised before they are added
+ * (`after_attention`, `after_mlp`). A layer may read two normalised rows: first that of `beside`, then its own
+ * (`norm_beside`). `normed_residual`: the layer adds to its normalised row. */
 
 #include "attention.h"
 #include "matmul.h"
 #include "pool.h"
 #include "rows.h"
 
-/* Matrices that read the same row. Their products lie side by side. */
+/* Matrices that read the same row. Their outputs are concatenated. */
 typedef struct {
   Matrix part[3];
   int64_t parts;
@@ -22,39 +22,39 @@ typedef struct {
   Norm norm_attention, after_attention, norm_mlp, after_mlp; /* [width] */
   Norm norm_query, norm_key;                                 /* [dim]: of each head */
   Norm norm_beside;                                          /* [width] */
-  void *key, *value; /* of the arena: [arena rows, kv_heads, dim], perhaps rounded (`Args`) */
+  void *key, *value; /* in the arena: [arena rows, kv_heads, dim], int8 if `rounded` (`Args`) */
   int64_t number, window;
   float scale, softcap;
   Activation activation;
   int32_t normed_residual;
 } Layer;
 
-/* Scratch memory is the caller's; sizes in numbers of the hidden type unless noted. */
+/* The caller allocates scratch memory; sizes in elements of the hidden type unless noted. */
 typedef struct {
-  void *hidden;              /* [rows, width]: in, and out */
+  void *hidden;              /* [rows, width]: input and output */
   const void *const *cos, *const *sin; /* [depth]: for each layer [rows, dim] */
   const int64_t *places;     /* [rows]: arena rows */
   void *qkv, *mixed, *gates; /* [rows, (heads + 2 kv_heads) dim], [rows, heads dim], [rows, 2 inner] */
-  void *made;                /* [rows, width]: what is normed before it is added */
-  void *fed;                 /* [rows, 4 in] bytes of every matrix that is fed in its own way (`feed`) */
+  void *made;                /* [rows, width]: outputs to normalise before they are added */
+  void *fed;                 /* [rows, 4 in] bytes for every matrix with its own input form */
   float *step;               /* [rows] */
-  Args attention;            /* all but what differs from layer to layer */
+  Args attention;            /* without the fields that differ between layers */
   int64_t rows, width;
   int bits;
   const void *beside; /* [rows, width], for layers with `norm_beside` */
-  void *const *read;  /* [depth]: where a copy of `hidden` before each layer goes, NULL for nowhere; or NULL */
+  void *const *read;  /* [depth]: where to copy `hidden` before each layer, NULL: no copy; or NULL */
 } Pass;
 
 /* The arguments of a stage of a layer. */
 typedef struct {
   const Pass *p;
   const Layer *l;
-  int64_t chunk; /* rows of a piece */
+  int64_t chunk; /* rows per piece */
 } Stage;
 
-#define FEW 8192 /* numbers: below, another thread is not worth telling */
+#define FEW 8192 /* elements; for fewer, another thread does not save time */
 
-/* The stage `name_rows`: `name` of every row, which is about `width` numbers of work. */
+/* Defines the stage `name_rows`: `name` for every row, about `width` elements of work each. */
 #define ROWS_OF(name)                                                                             \
   static void name##_piece(const void *stage, int64_t piece, int worker) {                        \
     const Stage *s = stage;                                                                       \
@@ -67,7 +67,7 @@ typedef struct {
     pool_run(name##_piece, &stage, (p->rows + stage.chunk - 1) / stage.chunk);                    \
   }
 
-/* Where the rows lie that part `i` reads. Parts that are fed alike read the same. */
+/* The input rows of part `i`. Parts with the same input form share them. */
 static void *fed_rows(const Pass *p, const Joined *j, int64_t i) {
   char *at = p->fed;
   for (int64_t k = 1; k <= i; k++)
@@ -75,7 +75,7 @@ static void *fed_rows(const Pass *p, const Joined *j, int64_t i) {
   return at;
 }
 
-/* `from` is what `feed` reads. It lies where the first part reads it, if that is fed as it is. */
+/* `from` is the input of `feed`. If the first part reads it unchanged, it is already in place. */
 static void feed_all(const Pass *p, const Joined *j, const void *from, int64_t r) {
   for (int64_t i = 0; i < j->parts; i++) {
     const Matrix *m = j->part + i;
@@ -83,7 +83,7 @@ static void feed_all(const Pass *p, const Joined *j, const void *from, int64_t r
   }
 }
 
-/* What matrices read: the row itself or, for 8 bits and less, rounded; and in the form that this processor takes. */
+/* The input of matrices: the row, rounded for 8 bits and less, in the form for this processor. */
 #define FEED(joined, plain, rounded)                                       \
   {                                                                        \
     const Matrix *m = (joined)->part;                                      \
@@ -106,7 +106,7 @@ static void as_is(const Pass *p, const Joined *j, const void *rows, int64_t n, i
   FEED(j, memcpy(to, row, (size_t)(n * p->bits / 8)), wide_round_row(row, p->bits, n, to))
 }
 
-/* The two rows that such a layer reads, normed, one behind the other. */
+/* The two input rows of a layer with `norm_beside`, normalised and concatenated. */
 static void norm_both(const Pass *p, const Layer *l, int64_t r, void *to) {
   void *row = (void *)row_of(p->hidden, r, p->width, p->bits), *second = (void *)row_of(to, 1, p->width, p->bits);
   norm_row(row_of(p->beside, r, p->width, p->bits), p->bits, p->width, l->norm_beside, to);
@@ -167,7 +167,7 @@ ROWS_OF(mix)
 ROWS_OF(gate)
 ROWS_OF(add_mlp)
 
-/* The products of all parts, side by side. */
+/* The products of all parts, concatenated. */
 static void multiply(const Pass *p, const Joined *j, void *out, int add) {
   int64_t stride = 0, at = 0;
   for (int64_t i = 0; i < j->parts; i++) stride += j->part[i].out;
@@ -177,7 +177,7 @@ static void multiply(const Pass *p, const Joined *j, void *out, int add) {
   }
 }
 
-/* Added to the hidden row, at once or after a norm. */
+/* Add products to the hidden rows, or write them to `made` if a norm comes first. */
 static void multiply_and_add(const Pass *p, const Joined *j, Norm after) {
   if (after.weight)
     multiply(p, j, p->made, 0);
@@ -214,7 +214,7 @@ static double work_of(const Pass *p, const Layer *l) {
   return work;
 }
 
-/* Returns 0, or 1 if there was no memory. */
+/* Returns 0, or 1 if an allocation failed. */
 int pilotfish_layers(const Pass *p, const Layer *layers, int64_t depth, int threads) {
   int workers = pool_enter(threads);
   int64_t tile = attention_tile(&p->attention, pool_threads());

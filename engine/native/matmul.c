@@ -1,26 +1,25 @@
-/* See matmul.h. A block of rows meets a panel in registers: four of sums for each row, and of weights what is at hand.
- * While a panel is multiplied the next one is fetched, so that blocks of rows beyond the first cost no waiting for
- * memory. */
+/* See matmul.h. A block of rows is multiplied by a panel in registers: four of sums per row, the others for operands.
+ * While a panel is multiplied the next one is prefetched, so that further blocks of rows do not wait for memory. */
 
-#include "exact.h" /* sums of the matrices themselves name the instruction */
+#include "exact.h" /* float matrix sums use FMA intrinsics instead */
 #include "matmul.h"
 #include "pool.h"
 
 #include "registers.h"
 
 #define BLOCK MATMUL_ROWS
-#define VECTORS 4              /* registers of a panel's outputs */
+#define VECTORS 4              /* registers per panel */
 #define PANEL WIDTH            /* outputs */
-#define STEP (VECTORS * WIDTH) /* bytes of a panel for the inputs that lie in 4 bytes */
+#define STEP (VECTORS * WIDTH) /* bytes of a panel for the inputs that share 4 bytes */
 #define LINE 64                /* bytes of a cache line */
-#define LINES (STEP / LINE)    /* of a step */
-/* Blocks of rows from which on codes are unpacked once for all of them: 5 and 6 bits take longer than 4 where no
+#define LINES (STEP / LINE)    /* per step */
+/* Minimum blocks of rows for which codes are unpacked once for all blocks: 5 and 6 bits take longer than 4 where no
  * instruction sums four products (AVX2, 8 rows: 15 % less time). */
 #define UNPACKS(bits) (WIDE_ROWS && (bits) > 4 ? 2 : 6)
-#define AHEAD 8192             /* bytes, where there is one block of rows and the processor's own foresight falls short */
+#define AHEAD 8192             /* prefetch distance in bytes for one block of rows: hardware prefetches too late */
 
-/* `rows` rows of `steps` times one panel, each step of a row being `fed` bytes; `next` is what to fetch, `lines` of it in
- * every step. */
+/* `rows` rows of `steps` steps times one panel; a step of a row has `fed` bytes. `next` is prefetched, `lines` cache
+ * lines per step. */
 INLINE void block(const char *x, int64_t steps, const char *panel, const char *next, int lines, void *sums,
                   const int rows, const int bits) {
   const int64_t fed = bits == 16 ? FED16 : 4, stride = steps * fed;
@@ -93,7 +92,7 @@ static BlockOfGroups *const BLOCKS_OF_GROUPS[][ROWS] = {{CODES_NAMES(groups, 4)}
                                                         {CODES_NAMES(groups, 6)}, {CODES_NAMES(groups, 7)},
                                                         {CODES_NAMES(groups, 8)}};
 
-/* Of floats. */
+/* For float weights. */
 static int fed_per_step(const Matrix *m) { return m->bits == 16 ? FED16 : 4; }
 static int64_t steps_of(const Matrix *m) { return m->in / (32 / m->bits); }
 
@@ -118,7 +117,7 @@ void feed(const Matrix *m, const void *row, void *to) {
   }
 }
 
-/* One row's sums of a panel become its outputs from `first` on. */
+/* Write a row's sums of a panel to its outputs from `first`. */
 INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t row, int64_t first) {
   int64_t count = m->out - first < PANEL ? m->out - first : PANEL;
   for (int64_t i = 0; i < count; i += LANES) {
@@ -129,7 +128,7 @@ INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t r
   }
 }
 
-/* One block of rows against one panel, whose codes have `bits`. */
+/* One block of rows times one panel, whose codes have `bits`. */
 INLINE void meet(const Matrix *m, const Product *p, int64_t row, int64_t count, const char *weights, int64_t bits,
                  const char *next, int lines, void *sums) {
   const char *rows = (const char *)p->in + row * fed_bytes(m);
@@ -156,7 +155,7 @@ void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t l
     if (unpacks) unpack_panel(m, weights, unpacked);
     for (int64_t part = 0; part < parts; part++) {
       int64_t row = p->rows * part / parts, count = p->rows * (part + 1) / parts - row;
-      int64_t apart = m->groups.size ? LINE : size / LINES; /* the lines of a step in turn, or parts of the panel */
+      int64_t apart = m->groups.size ? LINE : size / LINES; /* consecutive lines of a step, or parts of the panel */
       const char *next = parts == 1 ? weights + AHEAD : weights + size + part * lines * apart;
       vec sums[BLOCK * PANEL / LANES];
       if (unpacks)
@@ -168,26 +167,26 @@ void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t l
   }
 }
 
-/* The outputs of a panel, for packing. */
+/* The number of outputs per panel, for packing. */
 int pilotfish_panel(void) { return PANEL; }
 
-/* What codes of 8 bits in groups lie in panels with. */
+/* The number added to 8-bit codes in panels. */
 int pilotfish_codes_from(void) { return CODES_FROM(8); }
 
-/* The instructions that multiply weights of 4 and 8 bits, and bfloat16. */
+/* The instructions that multiply codes, and bfloat16 weights. */
 const char *pilotfish_integer_path(void) { return INTEGER_PATH; }
 const char *pilotfish_bfloat16_path(void) { return BFLOAT16_PATH; }
 
-#define TILE 128        /* rows of a piece, at most: a panel times a long prompt takes milliseconds */
-#define PIECE (1 << 15) /* bytes of weights, at least, where there is one row: fewer take no longer than to be claimed */
+#define TILE 128        /* maximum rows per piece: a panel times a long prompt takes milliseconds */
+#define PIECE (1 << 15) /* minimum bytes of weights times rows per piece: less costs no more than its start */
 
 typedef struct {
   const Matrix *m;  /* one, or several of the same form */
-  const Product *p; /* rows and products of the first; those of the others follow, densely */
-  int64_t tiles, panels, pieces; /* of all rows of a matrix; of a piece; of a matrix */
+  const Product *p; /* rows and products of the first; those of the others follow contiguously */
+  int64_t tiles, panels, pieces; /* per matrix; per piece; per matrix */
 } Stage;
 
-/* Tiles of rows of the same panels come one after the other, while those are in a cache. */
+/* Tiles of rows that use the same panels are adjacent, so that the panels stay in a cache. */
 static void multiply_piece(const void *stage, int64_t piece, int worker) {
   const Stage *s = stage;
   const Matrix *m = s->m + piece / s->pieces;
@@ -217,9 +216,9 @@ double matmul_work(const Matrix *m, int64_t rows) {
   return (double)m->out * (double)m->in * (double)m->bits / 8 * (1 + (double)rows / 4);
 }
 
-/* `count` matrices of one form, each times `p->rows` rows of its own. `p->in` is dense here, [count, rows, matrix.in]: int16
- * for codes, else of the matrix' own type; `p->out` is [count, rows, matrix.out]. Returns 0, or 1 if there was no
- * memory. */
+/* Multiply `count` matrices of one form, each by its own `p->rows` rows. `p->in` is dense, [count, rows, matrix.in]:
+ * int16 for codes, else of the type of the weights; `p->out` is [count, rows, matrix.out]. Returns 0, or 1 if an
+ * allocation failed. */
 int pilotfish_multiply(const Matrix *m, int64_t count, const Product *p, int threads) {
   Product fed = *p;
   int64_t wide = fed_bytes(m), narrow = m->bits <= 8 ? m->in * 2 : m->in * m->bits / 8;

@@ -1,6 +1,6 @@
-/* Philox4x32-10 (Salmon et al. 2011, section 3.3): the words of `engine/sampling/noise.py`, in registers from the first of the
- * ten rounds to the last, where torch writes tensors of 64-bit words to memory seven times a round. Plain loops, which
- * compilers turn into vectors. */
+/* Philox4x32-10 (Salmon et al. 2011, section 3.3): the numbers of `engine/sampling/noise.py`. All ten rounds run in
+ * registers, where torch writes tensors of 64-bit numbers to memory seven times per round. Compilers vectorise these
+ * loops. */
 
 #include <stdint.h>
 
@@ -12,7 +12,7 @@ static inline double open_unit(uint32_t high, uint32_t low) {
   return ((double)(int64_t)bits + 0.5) * 0x1p-52;
 }
 
-/* What one call of Philox gives the tokens 2 * pair and 2 * pair + 1 of a row. */
+/* The numbers of one Philox call, for the tokens 2 * pair and 2 * pair + 1 of a row. */
 static inline void two(uint64_t seed, uint64_t position, uint64_t stream, uint64_t pair, double *even, double *odd) {
   uint32_t c0 = (uint32_t)pair, c1 = (uint32_t)position, c2 = (uint32_t)stream, c3 = 1;
   uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);

@@ -1,9 +1,9 @@
-/* Matrices on their way into panels (matmul.h): `count` rows, of which the first is output `first`, to panels of `width`
- * outputs. Whoever calls has room for whole panels. A row is seen as words of 4 bytes, whatever they hold. */
+/* Packs matrices into panels (matmul.h) of `width` outputs: `count` rows, of which the first is output `first`. The
+ * caller allocates whole panels. A row is treated as words of 4 bytes of any type. */
 
 #include "vectors.h"
 
-#define TILE 64 /* words of a row that are moved at once: the part of a panel that they go to stays in the first cache */
+#define TILE 64 /* words of a row that are moved at once, so that their part of a panel stays in the L1 cache */
 
 typedef uint32_t eight __attribute__((vector_size(32)));
 typedef uint32_t eight_unaligned __attribute__((vector_size(32), aligned(4)));
@@ -37,7 +37,7 @@ INLINE void transpose8(const char *rows, int64_t stride, uint32_t *to, int64_t w
   HALVES(p3, q3, 3);
 }
 
-/* `count` words of `rows` rows, of which the first goes to `to`. */
+/* `count` words of `rows` rows: word i of row k goes to to[i * width + k]. */
 INLINE void transpose(const char *from, int64_t stride, int64_t rows, int64_t count, uint32_t *to, int64_t width) {
   int64_t r = 0, even = count / 8 * 8;
   for (; r + 8 <= rows; r += 8)
@@ -48,7 +48,7 @@ INLINE void transpose(const char *from, int64_t stride, int64_t rows, int64_t co
 
 void pilotfish_panels(const char *rows, int64_t count, int64_t words, int64_t width, int64_t first, uint32_t *panels) {
   for (int64_t row = 0, stop; row < count; row = stop) {
-    stop = less(count, row + width - (first + row) % width); /* as far as this panel goes */
+    stop = less(count, row + width - (first + row) % width); /* the end of this panel */
     uint32_t *panel = panels + (first + row) / width * width * words + (first + row) % width;
     for (int64_t at = 0; at < words; at += TILE) {
       int64_t here = less(TILE, words - at);
@@ -57,16 +57,16 @@ void pilotfish_panels(const char *rows, int64_t count, int64_t words, int64_t wi
   }
 }
 
-/* The halves 0 to 3 of 16 bits to the low halves of 4 bytes. */
+/* Spread four 4-bit codes over the low halves of 4 bytes. */
 INLINE uint32_t apart(uint32_t x) {
   x = (x | x << 8) & 0x00ff00ff;
   return (x | x << 4) & 0x0f0f0f0f;
 }
 
-#define WIDEST 64 /* outputs of a panel */
+#define WIDEST 64 /* maximum outputs per panel */
 
-/* Words of codes as they come, of 4 bits two in a byte and else one, to those of a panel. `from` is what codes of 8 bits lie
- * there with, in each byte. */
+/* Convert words of codes (4 bits: two per byte, else one) to words of a panel. Each byte of `from` is the number added
+ * to codes of 8 bits. */
 INLINE void codes_word(const uint32_t *codes, int64_t bits, uint32_t from, uint32_t *to) {
   const uint32_t halves = 0x0f0f0f0f;
   if (bits == 8) {
@@ -82,12 +82,12 @@ INLINE void codes_word(const uint32_t *codes, int64_t bits, uint32_t from, uint3
   }
 }
 
-/* Codes of 4, 5, 6 or 8 bits in groups of `words` words (Groups in matmul.h): into panels that have `block_head` bytes
- * before every block of `block` groups and `group_head` before every group, which are the caller's. `from` is 128 where
- * codes of 8 bits lie with 128 more, else 0. */
+/* Pack codes of 4, 5, 6 or 8 bits in groups of `words` words (`Groups` in matmul.h). Panels have `block_head` bytes
+ * before every block of `block` groups and `group_head` before every group, which the caller writes. `from` is 128 if
+ * codes of 8 bits are stored plus 128, else 0. */
 void pilotfish_codes(const char *rows, int64_t count, int64_t groups, int64_t words, int64_t bits, int64_t from,
                      int64_t width, int64_t first, int64_t block, int64_t block_head, int64_t group_head, char *panels) {
-  const int64_t each = bits == 5 ? 8 : bits == 6 ? 4 : 1, made = bits == 5 ? 5 : bits == 6 ? 3 : 1; /* words together */
+  const int64_t each = bits == 5 ? 8 : bits == 6 ? 4 : 1, made = bits == 5 ? 5 : bits == 6 ? 3 : 1; /* words per unit */
   const int64_t tile = TILE / each;
   const int64_t packed = words / each * made, stride = 4 * groups * words;
   const int64_t size = groups / block * block_head + groups * (group_head + 4 * packed * width);
@@ -111,9 +111,9 @@ void pilotfish_codes(const char *rows, int64_t count, int64_t groups, int64_t wo
   }
 }
 
-/* Scales, steps or zeros of `count` outputs, [count, n] numbers of `size` bytes: into panels of `panel` bytes each, from
- * `panels` on. Number g goes g / per blocks of `block` bytes and g % per groups of `group` bytes further. Floats lie by
- * their outputs; of bytes, 4 i + v is that of output v width / 4 + i. */
+/* Pack scales, steps or zeros of `count` outputs, [count, n] numbers of `size` bytes, into panels of `panel` bytes.
+ * Number g is written g / per blocks of `block` bytes and g % per groups of `group` bytes after `panels`. Floats are in
+ * the order of outputs; byte 4 i + v belongs to output v width / 4 + i. */
 void pilotfish_numbers(const char *numbers, int64_t count, int64_t n, int64_t size, int64_t width, int64_t per,
                        int64_t block, int64_t group, char *panels, int64_t panel) {
   for (int64_t row = 0; row < count; row++) {

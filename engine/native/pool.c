@@ -1,19 +1,19 @@
-/* A work-sharing pool: threads claim pieces of a stage. A stage is over when its pieces are done, not when every thread
+/* A work-sharing pool: threads take pieces of a stage. A stage is over when its pieces are done, not when every thread
  * has arrived: a thread that has lost its core delays at most the piece that it holds.
  *
  * The pieces of a stage are split into spans, one per thread, so that a thread reads memory in order and the same parts
- * in every pass. A thread that is done with its own span takes pieces of the others.
+ * in every pass. A thread that has finished its own span takes pieces of the others.
  *
- * Memory ordering. A span's `left` counts down; the thread that changes it from n > 0 to n - 1 has claimed a piece. The
- * caller writes the stage (plain memory), then each `left` (release). A claim is a read-modify-write (acquire), so it
- * sees the stage to which its piece belongs, however late it is; and that stage stays until the piece is done, because
+ * Memory ordering. A span's `left` counts down; the thread that changes it from n > 0 to n - 1 has taken a piece. The
+ * caller writes the stage (plain memory), then each `left` (release). Taking a piece is a read-modify-write (acquire),
+ * so the thread reads the stage of its piece, however late it is; and that stage stays until the piece is done, because
  * the caller writes the next one only when it has counted all pieces. A helper counts each piece in `helped` after its
- * work (release), and the caller reads that before it continues (acquire): it sees what was written. No other thread
+ * work (release), and the caller reads that before it continues (acquire): it reads what was written. No other thread
  * accesses plain memory.
  *
- * Sleep. A waiting thread spins for a while, sets `asleep`, checks once more, and sleeps until it is woken. A thread that
- * raises the counter checks `asleep` afterwards. Both are sequentially consistent: one of the two sees the other.
- */
+ * Sleep. A waiting thread spins for a while, sets `asleep`, checks once more, and sleeps until it is woken. A thread
+ * that raises the counter checks `asleep` afterwards. Both are sequentially consistent: one of the two reads the
+ * other's write. */
 
 #include "pool.h"
 
@@ -22,31 +22,31 @@
 #include <stdatomic.h>
 #include <time.h>
 
-#define SPIN 50e-6 /* seconds: longer than the gap between two stages, shorter than a scheduler's slice by far */
+#define SPIN 50e-6 /* seconds: longer than the gap between two stages, far shorter than a scheduler's time slice */
 #define CACHE_LINE 64
 
 typedef struct {
-  _Alignas(CACHE_LINE) atomic_llong left; /* unclaimed pieces of the span */
+  _Alignas(CACHE_LINE) atomic_llong left; /* pieces of the span not yet taken */
   _Alignas(CACHE_LINE) atomic_int asleep;
   pthread_mutex_t lock;
   pthread_cond_t woken;
-} Seat; /* of a thread; the caller's is the first */
+} Seat; /* per thread; the caller's is the first */
 
 static Seat seats[POOL_MOST];
 static struct {
-  _Alignas(CACHE_LINE) atomic_llong stages; /* begun so far */
-  _Alignas(CACHE_LINE) atomic_llong helped; /* pieces of this stage that helpers have done */
+  _Alignas(CACHE_LINE) atomic_llong stages; /* started so far */
+  _Alignas(CACHE_LINE) atomic_llong helped; /* pieces of this stage done by helpers */
   _Alignas(CACHE_LINE) atomic_int taken;    /* whether a thread holds the pool */
-  atomic_int threads;                       /* that take part in this pass */
-  /* What follows is the caller's; helpers read what belongs to a stage. */
+  atomic_int threads;                       /* in this pass */
+  /* The caller writes these; helpers read those of a stage. */
   Piece *run;
   const void *stage;
   int64_t pieces;
   int spans, started, exactly;
-  double begun, busy, spun; /* when the pass began, by the clock and by this thread's; seconds of waiting awake */
+  double begun, busy, spun; /* start of the pass, in wall time and CPU time of the caller; seconds of spinning */
   Choice choice;
 } pool;
-static _Thread_local int mine; /* whether the pool is this thread's */
+static _Thread_local int mine; /* whether this thread holds the pool */
 
 static double now(clockid_t clock) {
   struct timespec t;
@@ -62,7 +62,7 @@ static void relax(void) {
 #endif
 }
 
-/* Returns how long that was. */
+/* Returns the seconds slept. */
 static double sleep_for(atomic_llong *counter, long long value, Seat *seat) {
   double begun = now(CLOCK_MONOTONIC);
   atomic_store(&seat->asleep, 1);
@@ -81,7 +81,7 @@ static void wake(Seat *seat) {
   pthread_cond_signal(&seat->woken);
 }
 
-/* Until the counter has this value: spinning at first unless `sleepy`, then asleep. Returns how long it slept. */
+/* Wait until the counter has this value: spinning at first unless `sleepy`, then asleep. Returns the seconds slept. */
 static double wait_for(atomic_llong *counter, long long value, Seat *seat, int sleepy) {
   double end = 0, slept = 0;
   for (int i = 1; atomic_load_explicit(counter, memory_order_acquire) < value; i++) {
@@ -94,7 +94,7 @@ static double wait_for(atomic_llong *counter, long long value, Seat *seat, int s
   return slept;
 }
 
-/* What is left of all spans, its own first; returns how many pieces that were. */
+/* Run the remaining pieces of all spans, its own first; returns how many it ran. */
 static int64_t work(int me, int spans) {
   int64_t done = 0;
   for (int i = 0; i < spans; i++) {
@@ -140,7 +140,7 @@ __attribute__((constructor)) static void begin(void) {
   pthread_atfork(NULL, NULL, restart);
 }
 
-/* Signals are for the threads of others. */
+/* Helpers block signals, which the other threads handle. */
 static void start_helpers(int threads) {
   sigset_t all, before;
   sigfillset(&all);

@@ -1,11 +1,11 @@
-/* Layers that keep a state per sequence: short convolutions, gated delta rules (Gated DeltaNet, KDA) and selective state
- * spaces (Mamba 1 and 2). A row of the batch after the other, each in the same operations, so that a row's result is the
- * same bits in any batch and however its sequence is cut.
+/* Layers that keep a state per sequence: short convolutions, gated delta rules (Gated DeltaNet, KDA) and selective
+ * state spaces (Mamba 1 and 2). Rows run one after the other with the same operations, so a row's result has the same
+ * bits in any batch and for any split of its sequence.
  *
- * A piece of work is a part of the state of one sequence, small enough for the first cache: it is read once, stays there
- * while all rows of the sequence run, and is written to the slots of the plan. Rows that may be taken back are logged: not
- * what they were fed, but what they do to a state. So rows of a log are applied again without the sums over the state
- * that a new row takes. */
+ * A piece of work is a part of the state of one sequence, small enough for the L1 cache: it is read once, stays there
+ * while all rows of the sequence run, and is written to the slots of the plan. Rows that may be rolled back are logged:
+ * not their inputs, but their changes of the state. So replaying a log does not need the sums over the state that new
+ * rows need. */
 
 #include "pool.h"
 #include "vectors.h"
@@ -14,10 +14,10 @@
 #endif
 
 #define VECTORS 4                /* registers of a block's sums */
-#define BLOCK (VECTORS * LANES)  /* numbers of a row of a state that a piece takes */
-#define MOST_KEYS 1024           /* numbers of a key, a row of Mamba's state or a kernel of a convolution */
+#define BLOCK (VECTORS * LANES)  /* elements of a state row per piece */
+#define MOST_KEYS 1024           /* maximum elements of a key, a row of Mamba's state or a convolution kernel */
 
-/* The rows of one sequence, and what is done with its slots; `SequenceScan` in engine/recurrent/plan.py explains it. */
+/* The rows of one sequence, and the operations on its slots; see `SequenceScan` in engine/recurrent/plan.py. */
 typedef struct {
   int64_t first, stop, read, replayed, write, settled, snapshot, reached;
 } Sequence;
@@ -31,12 +31,12 @@ typedef struct {
   const float *a, *d;
   void *out;
   int64_t heads, groups, width, depth, blocks; /* heads that share a key are a group; see each rule */
-  int bits, wide, corrects; /* of rows; a decay for each number of a key; a delta rule */
+  int bits, wide, corrects; /* of rows; a decay for each element of a key; a delta rule */
 } Scan;
 
 INLINE const void *at(const void *rows, int64_t i, int bits) { return (const char *)rows + i * (bits / 8); }
 
-/* Numbers of a row as floats, with zeros up to a whole vector. */
+/* Elements of a row as floats, padded with zeros to a whole vector. */
 INLINE void widen_some(const void *row, int64_t n, int bits, float *to) {
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) *(vec_unaligned *)(to + i) = load(row, i, bits);
@@ -44,7 +44,7 @@ INLINE void widen_some(const void *row, int64_t n, int bits, float *to) {
   for (; i % LANES; i++) to[i] = 0;
 }
 
-/* Rows of a block between a state, whose rows are `stride` numbers apart, and the piece's own memory. */
+/* Copy rows of a block from a state, whose rows are `stride` elements apart, to the memory of a piece. */
 INLINE void fetch(const float *state, int64_t rows, int64_t stride, int64_t n, float *own) {
   for (int64_t i = 0; i < rows; i++) {
     if (n < BLOCK) memset(own + i * BLOCK, 0, 4 * BLOCK);
@@ -52,21 +52,21 @@ INLINE void fetch(const float *state, int64_t rows, int64_t stride, int64_t n, f
   }
 }
 
-/* Nobody reads a state before the next pass, which is after all weights were read: on x86 it is written past the
- * caches, or every line of a slot that only is to be written would be read first. */
+/* A state is next read in the following pass, after all weights. So x86 bypasses the caches, as normal stores would
+ * first read every line of a slot. */
 INLINE void put(float *state, int64_t rows, int64_t stride, int64_t n, const float *own) {
 #if defined(__SSE__)
   if (n == BLOCK && stride % 4 == 0 && (uintptr_t)state % 16 == 0) {
     for (int64_t i = 0; i < rows; i++)
       for (int64_t k = 0; k < BLOCK; k += 4) _mm_stream_ps(state + i * stride + k, _mm_load_ps(own + i * BLOCK + k));
-    _mm_sfence(); /* such writes are not in the order that other threads rely on */
+    _mm_sfence(); /* streaming stores are weakly ordered, but other threads rely on the order */
     return;
   }
 #endif
   for (int64_t i = 0; i < rows; i++) memcpy(state + i * stride, own + i * BLOCK, 4 * (size_t)n);
 }
 
-/* Row t of a sequence counts from the first row of its log. */
+/* Row t counts from the first row of the sequence's log. */
 INLINE const void *old_row(const Scan *s, const Sequence *q, int64_t t, int bits) {
   return at(s->log, (q->read * s->log_rows + t) * s->log_width, bits);
 }
@@ -77,7 +77,7 @@ INLINE void *log_row(const Scan *s, const Sequence *q, int64_t t, int bits) {
   return (char *)s->log + (q->write * s->log_rows + t - q->settled) * s->log_width * (bits / 8);
 }
 
-/* Slots to which the state after this number of rows goes; returns their number. */
+/* The slots of the state after this number of rows; returns their number. */
 INLINE int slots_after(const Sequence *q, int64_t rows, int64_t slots[2]) {
   int count = 0;
   if (rows == q->settled) slots[count++] = q->write;
@@ -91,14 +91,14 @@ INLINE void put_after(const Sequence *q, int64_t rows, float *states, int64_t si
   for (int i = slots_after(q, rows, slots); i-- > 0;) put(states + slots[i] * size, depth, stride, n, own);
 }
 
-/* The columns of one head's values that a piece of a delta rule has. A row of the log has the keys of all groups, then
- * the changes of all heads, then logarithms of decays. */
+/* The columns of one head's values in a piece of a delta rule. A row of the log has the keys of all groups, then the
+ * changes of all heads, then the logarithms of decays. */
 typedef struct {
   const Scan *s;
   const Sequence *q;
-  int64_t head, group, column, n; /* `group` of heads that have the same keys */
-  int64_t changes, decays, num_decays; /* where they are in a row of the log, and decays of a head */
-  int has_key, has_decay; /* whether it is this piece that logs them */
+  int64_t head, group, column, n; /* `group` of heads that share keys */
+  int64_t changes, decays, num_decays; /* offsets in a row of the log; decays per head */
+  int has_key, has_decay; /* whether this piece logs them */
 } Columns;
 
 typedef struct {
@@ -138,7 +138,7 @@ INLINE void new_key(const Columns *c, int64_t row, Key *to) {
   key_of(c, at(s->x[2], (row * s->groups + c->group) * s->depth, s->bits), s->bits, logarithms, to);
 }
 
-/* A row of the state after a row of the sequence, in the same operations for one that is new and one from the log. */
+/* A state row after a row of the sequence, with the same operations for a new row and one from the log. */
 INLINE vec changed(vec state, float decay, float key, vec change) { return decay * state + key * change; }
 
 INLINE void log_delta(const Columns *c, int64_t t, const Key *key, const vec *change) {
@@ -150,7 +150,7 @@ INLINE void log_delta(const Columns *c, int64_t t, const Key *key, const vec *ch
   if (c->has_decay) memcpy(to + c->decays, key->logarithms, 4 * (size_t)c->num_decays);
 }
 
-/* Row t, from the log. */
+/* Apply row t of the log. */
 INLINE void delta_again(const Columns *c, int64_t t, float *own) {
   const float *row = old_row(c->s, c->q, t, 32);
   float all[BLOCK] __attribute__((aligned(64))) = {0};
@@ -166,9 +166,9 @@ INLINE void delta_again(const Columns *c, int64_t t, float *own) {
     }
 }
 
-/* For the columns of a block of the values, which do not meet: S = decay S; S += k (beta (v - S^T k)); out = S^T q. One
- * walk over the state serves a row, and what the next one wants to know of the state. Without the correction S^T k it is
- * Mamba 2, with b, c and dt as key, query and beta. */
+/* For a block of columns of the values, which are independent: S = decay S; S += k (beta (v - S^T k)); out = S^T q. One
+ * pass over the state computes a row's result and S^T k of the next row. Without the correction S^T k it is Mamba 2,
+ * with b, c and dt as key, query and beta. */
 static void delta_piece(const void *stage, int64_t piece, int worker) {
   const Scan *s = stage;
   const Columns c = columns_of(s, piece);
@@ -224,8 +224,8 @@ static void delta_piece(const void *stage, int64_t piece, int worker) {
   }
 }
 
-/* The changes dt x of some numbers of a row, their steps dt, and the row's b. A row of the log has b, then changes, then
- * steps. */
+/* The changes dt x of some elements of a row, their steps dt, and the row's b. A row of the log has b, then changes,
+ * then steps. */
 typedef struct {
   float b[MOST_KEYS], change[BLOCK] __attribute__((aligned(64))), dt[BLOCK] __attribute__((aligned(64)));
 } Step;
@@ -252,7 +252,8 @@ INLINE void log_step(const Scan *s, const Sequence *q, int64_t t, int64_t begin,
   memcpy(to + s->depth + s->width + begin, step->dt, 4 * (size_t)n);
 }
 
-/* S = exp(dt a) S + b (dt x); out = c S + d x, with a decay and a step for each number x; its state is a column of S. */
+/* S = exp(dt a) S + b (dt x); out = c S + d x, with a decay and a step for each element x; its state is a column of
+ * S. */
 static void mamba1_piece(const void *stage, int64_t piece, int worker) {
   const Scan *s = stage;
   const int64_t width = s->width, depth = s->depth, begin = piece % s->blocks * BLOCK, n = less(BLOCK, width - begin);
@@ -296,8 +297,8 @@ static void mamba1_piece(const void *stage, int64_t piece, int worker) {
   }
 }
 
-/* A kernel over the newest `depth` inputs of each channel. Its states [slots, channels, depth - 1] have the type of the
- * rows; `a` is [channels, depth], and `d` a bias or NULL; `wide`: silu of what comes out. Inputs are logged. */
+/* A kernel over the last `depth` inputs of each channel. Its states [slots, channels, depth - 1] have the type of the
+ * rows; `a` is [channels, depth], and `d` a bias or NULL; `wide`: SiLU of the result. Inputs are logged. */
 static void conv_piece(const void *stage, int64_t piece, int worker) {
   const Scan *s = stage;
   const int64_t width = s->width, depth = s->depth, begin = piece % s->blocks * LANES, n = less(LANES, width - begin);
@@ -334,7 +335,7 @@ static void conv_piece(const void *stage, int64_t piece, int worker) {
   }
 }
 
-/* Numbers that a rule takes at most as `depth`. */
+/* The maximum of `depth`. */
 int pilotfish_most_keys(void) { return MOST_KEYS; }
 
 typedef enum { DELTA, MAMBA1, CONV } Rule;

@@ -1,11 +1,10 @@
-/* One vector register of this processor, and the few instructions of it that the compiler's own vectors do not name:
- * products of weights with rows. AVX-512, AVX2, SSE and NEON; any other in plain vectors.
+/* One vector register of this processor, and the few instructions that are not compiler vector operations: products of
+ * weights with rows. AVX-512, AVX2, SSE and NEON; plain vectors elsewhere.
  *
- * Integers meet in one of three ways. Where an instruction sums four products of 8 bits (VNNI, NEON's dot product) it
- * takes codes and the bytes of rows as they are. Where one sums two products of an unsigned and a signed byte in 16 bits
- * (SSSE3, AVX2, AVX-512 without VNNI) it takes codes of 6 bits and less, whose sums fit. Codes of 8 bits, and all codes
- * elsewhere, are widened to 16 bits. No sum of products is ever rounded or cut off, so all ways give the same integers.
- */
+ * Integers are multiplied in one of three ways. An instruction that sums four 8-bit products (VNNI, NEON's dot product)
+ * reads codes and bytes of rows as they are. One that sums two products of an unsigned and a signed byte in 16 bits
+ * (SSSE3, AVX2, AVX-512 without VNNI) reads codes of 6 bits and less, whose sums fit. Codes of 8 bits, and all codes
+ * elsewhere, are widened to 16 bits. No sum of products is rounded or saturated, so all ways give the same integers. */
 
 #ifndef PILOTFISH_REGISTERS_H
 #define PILOTFISH_REGISTERS_H
@@ -19,11 +18,11 @@
 #endif
 
 #if WIDTH == 64 || defined(__ARM_NEON)
-#define MATMUL_ROWS 6 /* rows that meet a panel together: sums and weights in 32 registers */
+#define MATMUL_ROWS 6 /* rows per block: sums and weights fit in 32 registers */
 #elif WIDTH == 32
 #define MATMUL_ROWS 3 /* in 16 */
 #else
-#define MATMUL_ROWS 2 /* in 16, and one operand of most instructions is lost */
+#define MATMUL_ROWS 2 /* in 16, and most instructions overwrite an operand */
 #endif
 
 typedef float floats __attribute__((vector_size(WIDTH)));
@@ -32,7 +31,7 @@ typedef int16_t shorts __attribute__((vector_size(WIDTH)));
 typedef uint16_t ushorts __attribute__((vector_size(WIDTH)));
 typedef int8_t chars __attribute__((vector_size(WIDTH)));
 
-/* Four bytes, or one float, in every place. */
+/* Four bytes, or one float, in every lane. */
 INLINE ints every(int32_t x) { return (ints){0} + x; }
 INLINE floats every_float(float x) { return (floats){0} + x; }
 
@@ -48,7 +47,7 @@ INLINE float one_float(const char *x) {
   return number;
 }
 
-/* sum + w * x, rounded once where the processor can. */
+/* sum + w * x, rounded once if the processor supports it. */
 INLINE floats fma_floats(floats sum, floats w, floats x) {
 #if WIDTH == 64
   return (floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
@@ -61,12 +60,12 @@ INLINE floats fma_floats(floats sum, floats w, floats x) {
 #endif
 }
 
-/* Four inputs of a row in every place. */
+/* Four inputs of a row in every lane. */
 INLINE ints four_inputs(const char *x) { return every(four_bytes(x)); }
 
 #if defined(__AVX512VNNI__) || (WIDTH == 32 && defined(__AVXVNNI__)) || defined(__ARM_NEON)
 
-/* Where an instruction takes unsigned weights, codes of 8 bits are in panels plus 128, and sums are corrected by 128 times
+/* If the instruction needs unsigned weights, 8-bit codes are in panels plus 128, and sums are corrected by 128 times
  * the row's inputs. */
 #if defined(__ARM_NEON)
 #define CODES_FROM(bits) 0
@@ -75,7 +74,7 @@ INLINE ints four_inputs(const char *x) { return every(four_bytes(x)); }
 #endif
 #define WIDE_ROWS 0
 
-/* Four codes in each 32 bits, as they lie in panels, times four inputs of 8 bits. */
+/* Four codes in each 32-bit lane, as stored in panels, times four 8-bit inputs. */
 INLINE ints dot_bytes(ints sum, chars codes, const char *x) {
 #if WIDTH == 64
   return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)four_inputs(x));
@@ -87,12 +86,12 @@ INLINE ints dot_bytes(ints sum, chars codes, const char *x) {
   int8x16_t row = (int8x16_t)four_inputs(x);
   int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)codes), vget_low_s8(row));
   int16x8_t high = vmull_s8(vget_high_s8((int8x16_t)codes), vget_high_s8(row));
-  /* Of four products of -128 the sum does not fit in 16 bits: each two are widened. */
+  /* The sum of four products of -128 does not fit in 16 bits: each two are widened. */
   return (ints)vaddq_s32((int32x4_t)sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #endif
 }
 
-/* Eight inputs of 8 bits times codes of 0 to 63. */
+/* Eight 8-bit inputs times codes of 0 to 63. */
 INLINE ints dot_small_codes(ints sum, chars first, chars last, const char *x) {
   return dot_bytes(dot_bytes(sum, first, x), last, x + 4);
 }
@@ -100,9 +99,9 @@ INLINE ints dot_small_codes(ints sum, chars first, chars last, const char *x) {
 #else
 
 #define CODES_FROM(bits) 0
-#define WIDE_ROWS 1 /* codes of 8 bits meet rows of 16 */
+#define WIDE_ROWS 1 /* 8-bit codes are multiplied by 16-bit rows */
 
-/* The instruction of this name for a whole register, and what such instructions take. */
+/* The instruction of this name for a whole register, and its operand type. */
 #if WIDTH == 64
 #define WHOLE(name) _mm512_##name
 typedef __m512i whole;
@@ -114,7 +113,7 @@ typedef __m256i whole;
 typedef __m128i whole;
 #endif
 
-/* The sums of two products of 16 bits each. */
+/* Sums of pairs of 16-bit products. */
 INLINE ints pairs(shorts a, shorts b) {
 #if defined(WHOLE)
   return (ints)WHOLE(madd_epi16)((whole)a, (whole)b);
@@ -124,11 +123,11 @@ INLINE ints pairs(shorts a, shorts b) {
 #endif
 }
 
-/* Codes of 8 bits with a sign, in 16. */
+/* Signed 8-bit codes in 16 bits. */
 INLINE shorts even_codes(chars codes) { return (shorts)((ushorts)codes << 8) >> 8; }
 INLINE shorts odd_codes(chars codes) { return (shorts)codes >> 8; }
 
-/* Four codes of 8 bits times four inputs of 16, of which the even ones come first. */
+/* Four 8-bit codes times four 16-bit inputs, the even ones first. */
 INLINE ints dot_wide(ints sum, shorts even, shorts odd, const char *x) {
   sum += pairs(even, (shorts)every(four_bytes(x)));
   return sum + pairs(odd, (shorts)every(four_bytes(x + 4)));
@@ -136,15 +135,15 @@ INLINE ints dot_wide(ints sum, shorts even, shorts odd, const char *x) {
 
 #if WIDTH == 64 || WIDTH == 32 || defined(__SSSE3__)
 
-/* The sums of two products of 8 bits each, which must fit in 16. */
+/* Sums of pairs of 8-bit products, which must fit in 16 bits. */
 INLINE shorts byte_pairs(chars without_sign, const char *x) {
   return (shorts)WHOLE(maddubs_epi16)((whole)without_sign, (whole)four_inputs(x));
 }
 
-/* Four inputs of 8 bits times codes of 0 to 63. */
+/* Four 8-bit inputs times codes of 0 to 63. */
 INLINE ints dot_bytes(ints sum, chars codes, const char *x) { return sum + pairs(byte_pairs(codes, x), (shorts){0} + 1); }
 
-/* Eight of them: four products of 128 and 63 are at most 32,256. */
+/* Eight inputs: four products of 128 and 63 are at most 32,256. */
 INLINE ints dot_small_codes(ints sum, chars first, chars last, const char *x) {
   return sum + pairs(byte_pairs(first, x) + byte_pairs(last, x + 4), (shorts){0} + 1);
 }
@@ -182,7 +181,7 @@ INLINE ints dot_small_codes(ints sum, chars first, chars last, const char *x) {
 #define INTEGER_PATH "plain C"
 #endif
 
-/* Two weights of bfloat16 in each 32 bits. */
+/* Two bfloat16 weights in each 32-bit lane. */
 #if defined(__AVX512BF16__)
 
 #define FED16 4
@@ -202,7 +201,7 @@ INLINE floats two_products(floats sum, ints w, const char *x) {
 
 #endif
 
-/* The numbers of a register from 16 bits each. */
+/* A register of floats from numbers of 16 bits. */
 typedef uint16_t halves __attribute__((vector_size(WIDTH / 2)));
 
 INLINE floats bfloat16s(const char *x) {
@@ -221,7 +220,7 @@ INLINE floats float16s(const char *x) {
 #elif WIDTH == 32 && defined(__F16C__)
   return (floats)_mm256_cvtph_ps(*(const __m128i *)x);
 #else
-  /* The exponent starts 112 lower. For finite numbers only; small ones stay exact. */
+  /* The exponent biases differ by 112. For finite numbers only; small ones stay exact. */
   ints bits = __builtin_convertvector(*(const halves *)x, ints);
   floats size = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
   return (floats)((ints)size | (bits & 0x8000) << 16);

@@ -1,12 +1,12 @@
-/* Float weights to codes in groups of 16 or 32, a row at a time: the bits that torch gives in
+/* Rounds float weights to codes in groups of 16 or 32, a row at a time, with the bits of the torch version in
  * `engine/model/linear/rounding.py`. */
 
 #include "exact.h"
 #include "rows.h"
 
-#define MOST 32 /* inputs of a group */
+#define MOST 32 /* maximum inputs per group */
 #define TRIES 9
-#define TINY 0x1p-24f /* the least that float16 holds */
+#define TINY 0x1p-24f /* the smallest positive float16 */
 
 typedef float eight __attribute__((vector_size(32)));
 typedef int32_t eight_ints __attribute__((vector_size(32)));
@@ -25,7 +25,7 @@ INLINE eight higher(eight a, eight b) { return choose(a > b, a, b); }
 INLINE eight nearest(eight x) { return (x + 12582912.0f) - 12582912.0f; } /* ties to even */
 INLINE eight size_of(eight x) { return (eight)((eight_ints)x & 0x7fffffff); }
 
-/* Over a group by halves, as torch's `_sum`: [a, b, c, d] -> [a + c, b + d] -> (a + c) + (b + d). */
+/* Reduce a group by halves, as `_sum` in rounding.py: [a, b, c, d] -> [a + c, b + d] -> (a + c) + (b + d). */
 #define BY_HALVES(name, combine, scalar)                                                \
   INLINE float name(const eight *x, const int n) {                                      \
     eight v = n == 4 ? combine(combine(x[0], x[2]), combine(x[1], x[3])) : combine(x[0], x[1]); \
@@ -44,7 +44,7 @@ INLINE void read_group(const void *row, int64_t i, const int bits, const int n, 
     for (int j = 0; j < 8; j++) g->x[k][j] = element(row, i + 8 * k + j, bits);
 }
 
-/* To float16, ties to even; what is too large becomes infinite, and NaN stays one. */
+/* Round to float16, ties to even; larger numbers become infinite, and NaN stays NaN. */
 INLINE uint16_t half_of(float x) {
   uint32_t bits, sign;
   memcpy(&bits, &x, 4);
@@ -52,7 +52,7 @@ INLINE uint16_t half_of(float x) {
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
   if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
-  if (bits < 0x38800000) { /* whole steps of 2^-24: the sum has no bits behind them */
+  if (bits < 0x38800000) { /* multiples of 2^-24: the sum has no lower bits */
     float size, whole;
     memcpy(&size, &bits, 4);
     whole = (size + 0.5f) - 0.5f;
@@ -66,12 +66,12 @@ INLINE float wide_half(uint16_t half) {
   uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
   float size;
   memcpy(&size, &bits, 4);
-  size *= 0x1p112f; /* the exponent starts 112 lower */
+  size *= 0x1p112f; /* the exponent biases differ by 112 */
   if ((half & 0x7c00) == 0x7c00) size = INFINITY;
   return half & 0x8000 ? -size : size;
 }
 
-/* 0 for numbers, else NaN. */
+/* 0 if all inputs are finite, else NaN. */
 INLINE float oddness(const Group *g, const int n) {
   eight odd[MOST / 8];
   for (int k = 0; k < n; k++) odd[k] = g->x[k] - g->x[k];
@@ -94,7 +94,7 @@ typedef struct {
   float step, low;
 } Fit;
 
-/* As `_best`. */
+/* As `_best` in rounding.py. */
 INLINE Fit best_of(const Group *g, const int n, const int most) {
   eight weight[MOST / 8], work[MOST / 8];
   for (int k = 0; k < n; k++) work[k] = size_of(g->x[k]);
@@ -106,7 +106,7 @@ INLINE Fit best_of(const Group *g, const int n, const int most) {
   float range = high - low < TINY ? TINY : high - low, error = 0;
   Fit best = {0, 0};
   for (int t = 0; t < TRIES; t++) {
-    float per_step = 1 / range * ((float)(most - 1) + 0.25f * (float)t); /* torch divides a constant so */
+    float per_step = 1 / range * ((float)(most - 1) + 0.25f * (float)t); /* as torch divides a constant */
     eight codes[MOST / 8], firsts[MOST / 8], seconds[MOST / 8], mixes[MOST / 8];
     for (int k = 0; k < n; k++) {
       codes[k] = higher(lower(nearest((g->x[k] - low) * per_step), all((float)most)), all(0));
@@ -128,13 +128,13 @@ INLINE Fit best_of(const Group *g, const int n, const int most) {
   return best;
 }
 
-/* Whole numbers of `x`, from `least` to `most`. */
+/* `x` rounded to an integer and clamped to `least` .. `most`. */
 INLINE uint8_t parts_of(float x, float least, float most) {
   float whole = (x + 12582912.0f) - 12582912.0f;
   return (uint8_t)(whole < least ? least : whole > most ? most : whole);
 }
 
-/* Codes of 4 bits lie two in a byte. `fits` is working memory for the groups of a row. */
+/* 4-bit codes are stored two per byte. `fits` is scratch memory for the groups of a row. */
 INLINE void round_asymmetric(const void *row, const int bits, int64_t groups, const int n, const int code_bits,
                              Fit *fits, uint8_t *codes, uint16_t *scale, uint16_t *offset, uint8_t *steps,
                              uint8_t *zeros) {
@@ -168,7 +168,7 @@ INLINE void round_asymmetric(const void *row, const int bits, int64_t groups, co
   }
 }
 
-/* `stride` is from row to row, in numbers; `group` is 16 or 32. */
+/* `stride` is from row to row, in elements; `group` is 16 or 32. */
 void pilotfish_round_symmetric(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, int64_t group,
                                int8_t *codes, uint16_t *scale) {
   Group g;

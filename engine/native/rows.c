@@ -1,17 +1,17 @@
-/* What lies between the matmuls of a transformer, a row of the batch at a time. All rows take the same instructions, so
- * a row's result is the same bits whatever else is in the batch. `bits` is 32 for float, 16 for bfloat16; widths are
- * multiples of LANES. */
+/* Operations between the matmuls of a transformer, a row of the batch at a time. All rows use the same instructions, so
+ * a row's result has the same bits in any batch. `bits` is 32 for float, 16 for bfloat16; widths are multiples of
+ * LANES. */
 
-#include "exact.h" /* then rounding to integers is what anyone would compute */
+#include "exact.h" /* so that rounding to integers does not depend on the compiler */
 #include "pool.h"
 #include "rows.h"
 
-#define MANY 65536 /* numbers from which on a second thread is worth waking */
+#define MANY 65536 /* maximum elements for which a second thread does not save time */
 
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
 typedef struct {
-  float most, poison; /* the largest magnitude, at least 1e-30; 0, or NaN where there is no number */
+  float most, poison; /* the largest magnitude, at least 1e-30; 0, or NaN if an element is not finite */
 } Peak;
 
 INLINE Peak peak_of(const float *x, int64_t n) {
@@ -19,7 +19,7 @@ INLINE Peak peak_of(const float *x, int64_t n) {
   for (int64_t i = 0; i < n; i += LANES) {
     vec here = *(const vec *)(x + i), size = magnitude(here);
     top = either(size > top, size, top);
-    odd += here - here; /* not 0, but NaN, where there is no number: then the scale is NaN, and all that comes of it */
+    odd += here - here; /* NaN for elements that are not finite: then the scale and all results are NaN */
   }
   float most = maximum_of(top);
   return (Peak){most > 1e-30f ? most : 1e-30f, sum_of(odd)};
@@ -29,8 +29,8 @@ INLINE ivec whole(vec scaled) { /* ties to even */
   return __builtin_convertvector((scaled + 12582912.0f) - 12582912.0f, ivec);
 }
 
-/* The step is so long that 127 of it are MEANS times the mean magnitude, which it finds in integers: they add up to the same
- * in any order. It is no shorter than the largest number needs, and no longer than what fits in 8 bits. */
+/* 127 steps are MEANS times the mean magnitude, which is summed in integers, so that the order does not matter. A step
+ * is at least what the largest element needs to fit in 16 bits, and at most what it needs to fit in 8. */
 float round_row(const float *x, int64_t n, int16_t *out) {
   Peak peak = peak_of(x, n);
   float fine = 1.0f / (peak.most + peak.poison) * ROUNDED_MOST;
@@ -46,7 +46,7 @@ float round_row(const float *x, int64_t n, int16_t *out) {
   return (peak.most + peak.poison) * (float)(1.0 / ROUNDED_MOST) * steps;
 }
 
-/* To uint8 around 128. */
+/* Round to uint8 around 128. */
 static float round_bytes(const float *x, int64_t n, uint8_t *out) {
   Peak peak = peak_of(x, n);
   float most = peak.most + peak.poison, steps = 1.0f / most * 127.0f;
@@ -110,7 +110,7 @@ float wide_round_row(const void *row, int bits, int64_t n, int16_t *to) {
   return round_row(wide, n, to);
 }
 
-/* A head to its place in a rounded arena: the bits of `round_heads` in kernels/reference.py. */
+/* Round a head into an int8 arena: the bits of `round_heads` in kernels/reference.py. */
 static void round_head(const void *head, int bits, int64_t dim, void *arena, int64_t place) {
   char *to = (char *)arena + place * ((int64_t)sizeof(float) + dim);
   uint8_t around[dim];
@@ -152,13 +152,13 @@ void rotate_row(void *row, const Heads *h, const void *c, const void *s, int64_t
   bits == 32 ? rotate(row, h, c, s, place, 32) : rotate(row, h, c, s, place, 16);
 }
 
-/* What Python calls. `stride` is from row to row, in numbers. */
+/* Functions for Python. `stride` is from row to row, in elements. */
 
 typedef struct {
   const void *x;
   int64_t stride, n;
   void *out;
-  float *scale; /* of rows: written */
+  float *scale; /* output, per row */
   int bits;
   Activation activation;
   Norm norm;

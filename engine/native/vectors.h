@@ -1,5 +1,5 @@
-/* Vectors of one register of this processor in the compiler's own terms (GCC, Clang), and bfloat16. For any CPU: of
- * wider vectors than there are registers compilers take comparisons and conversions apart, number by number. */
+/* Vectors of one register, as compiler extensions (GCC, Clang), and bfloat16, for any CPU. Compilers split comparisons
+ * and conversions of vectors wider than a register into scalar operations. */
 
 #ifndef PILOTFISH_VECTORS_H
 #define PILOTFISH_VECTORS_H
@@ -19,7 +19,7 @@
 #define LANES (WIDTH / 4) /* floats in a vector */
 #define INLINE static inline __attribute__((always_inline))
 
-/* Arrays of vectors stay in registers only if the loops over them are unrolled before anything else is done. */
+/* Arrays of vectors stay in registers only if their loops are unrolled before other optimisations. */
 #if defined(__clang__)
 #define EACH _Pragma("clang loop unroll(full)") for
 #else
@@ -64,7 +64,7 @@ INLINE vec exponential(vec x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   ivec power = __builtin_convertvector(rounded, ivec);
-  power = (power + 127) << 23; /* 0 where x was cut off */
+  power = (power + 127) << 23; /* 0 where x was clamped */
   return p * (vec)power;
 }
 
@@ -97,7 +97,7 @@ INLINE float maximum_of(vec x) {
   return x[0];
 }
 
-/* Rounded to nearest, ties to even; NaN stays one. */
+/* Rounded to nearest, ties to even; NaN stays NaN. */
 INLINE bf16vec narrow(vec x) {
   ivec bits = (ivec)x;
   ivec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -105,9 +105,9 @@ INLINE bf16vec narrow(vec x) {
   return __builtin_convertvector(kept, bf16vec);
 }
 
-/* A vector of numbers of a row of floats (`bits` 32), bfloat16 (16) or int8 (8). */
+/* A vector of elements of a row of floats (`bits` 32), bfloat16 (16) or int8 (8). */
 INLINE vec load(const void *row, int64_t i, int bits) {
-  if (bits == 8) { /* by steps of two: GCC takes a longer one apart, number by number */
+  if (bits == 8) { /* in two steps: GCC splits a single one into scalar operations */
     shortvec twice = __builtin_convertvector(*(const codevec *)((const int8_t *)row + i), shortvec);
     return __builtin_convertvector(__builtin_convertvector(twice, ivec), vec);
   }
@@ -122,12 +122,12 @@ INLINE void store(void *row, int64_t i, vec x, int bits) {
     *(bf16vec *)((bf16 *)row + i) = narrow(x);
 }
 
-/* The first `count` numbers of a vector to out[at...], or added to what is there; rounded before they are added. */
+/* Write the first `count` elements of a vector to out[at...]; `add`: round them, then add them to the old ones. */
 INLINE void store_some(void *out, int64_t at, vec y, int bits, int add, int64_t count) {
   char few[4 * LANES] __attribute__((aligned(64))) = {0};
   size_t size = (size_t)(bits / 8);
   char *to = (char *)out + at * (int64_t)size;
-  void *whole = count >= LANES ? to : few; /* at the end of a row there is nothing to spare behind it */
+  void *whole = count >= LANES ? to : few; /* a whole vector would exceed the row */
   if (add) {
     vec rounded = bits == 32 ? y : (vec)(__builtin_convertvector(narrow(y), ivec) << 16);
     if (whole == few) memcpy(few, to, (size_t)count * size);
@@ -137,7 +137,7 @@ INLINE void store_some(void *out, int64_t at, vec y, int bits, int add, int64_t 
   if (whole == few) memcpy(to, few, (size_t)count * size);
 }
 
-/* x times the logistic function of linear x + cubic x^3. The exponential is taken of what is not positive, so that it
+/* x times the logistic function of linear x + cubic x^3. The argument of the exponential is not positive, so that it
  * cannot overflow. */
 INLINE vec times_logistic(vec x, float linear, float cubic) {
   vec z = x * linear;

@@ -185,7 +185,7 @@ class GroupedCodes:
     def rows(self, which: slice | Tensor) -> GroupedCodes:
         """Some of the outputs, in any order."""
 
-        def some(x: Any) -> Any:  # `index_select` copies a row at a time, `x[which]` a number
+        def some(x: Any) -> Any:  # `index_select` copies whole rows, `x[which]` single elements
             return x[which] if isinstance(which, slice) else x.index_select(0, which)
 
         parts = {name: some(x) for name in _BY_OUTPUT if (x := getattr(self, name)) is not None}
@@ -263,7 +263,7 @@ def panels_of_groups(
     processors multiply unsigned ones.
     """
     bits, outputs, blocks, groups = matrix.bits, len(matrix.scale), matrix.scale.shape[1], matrix.groups
-    words = parts[0].shape[1] // 4 // groups  # of a group's codes, as they come
+    words = parts[0].shape[1] // 4 // groups  # of a group's codes before packing
     heads = [x for x in (matrix.scale, matrix.offset) if x is not None]
     if len({x.dtype for x in heads}) > 1:
         heads = [x.float() for x in heads]
