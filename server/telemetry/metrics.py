@@ -7,11 +7,11 @@ format, which Prometheus requests, histograms contain exemplars: the trace id of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -22,6 +22,7 @@ from engine.stats import Clock, ForwardKind, StepStats
 from engine.types import FinishReason
 from server import version
 from server.streams.stream import Timeline
+from server.telemetry.histogram import Histogram, Series
 
 PHASES = ("plan", "launch", "propose", "forward", "verify", "commit", "land")
 REJECTIONS = (
@@ -54,12 +55,23 @@ class _Makers:
     """Constructors of metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self.counter = partial(Counter, namespace="pilotfish", registry=registry)
         self.gauge = partial(Gauge, namespace="pilotfish", registry=registry)
-        self.histogram = partial(Histogram, namespace="pilotfish", registry=registry)
 
-    def seconds(self, name: str, help_text: str) -> Histogram:
-        return self.histogram(f"{name}_seconds", help_text, buckets=_SECONDS)
+    def histogram(self, name: str, help_text: str, bounds: Sequence[float]) -> Series:
+        (series,) = self.histograms(name, help_text, bounds).values()
+        return series
+
+    def histograms(
+        self, name: str, help_text: str, bounds: Sequence[float], label: str | None = None,
+        values: Sequence[str] = ("",),
+    ) -> dict[str, Series]:  # fmt: skip
+        """Return a series by each value of a label."""
+        return Histogram(self._registry, f"pilotfish_{name}", help_text, bounds, label, values).series
+
+    def seconds(self, name: str, help_text: str) -> Series:
+        return self.histogram(f"{name}_seconds", help_text, _SECONDS)
 
 
 class Metrics:
@@ -81,20 +93,18 @@ class StepMetrics:
 
     def __init__(self, make: _Makers) -> None:
         kinds = get_args(ForwardKind)
-        size = make.histogram("batch_size", "Sequences per forward pass.", ["kind"], buckets=_SIZES)
-        tokens = make.histogram("batch_tokens", "Tokens per forward pass.", ["kind"], buckets=_TOKENS)
-        phase = make.histogram("step_duration_seconds", "Duration of one phase of a step.", ["phase"], buckets=_SECONDS)
+        self._size = make.histograms("batch_size", "Sequences per forward pass.", _SIZES, "kind", kinds)
+        self._tokens = make.histograms("batch_tokens", "Tokens per forward pass.", _TOKENS, "kind", kinds)
+        about = "Duration of one phase of a step."
+        self._phases = make.histograms("step_duration_seconds", about, _SECONDS, "phase", PHASES)
         about = "Rounds that accepted the draft at this position."
         position = make.counter("spec_accepted_tokens_per_position", about, ["position"])
-        self._size = {kind: size.labels(kind) for kind in kinds}
-        self._tokens = {kind: tokens.labels(kind) for kind in kinds}
-        self._phases = {name: phase.labels(name) for name in PHASES}
         self._positions = [position.labels(str(i)) for i in range(MAX_PREDICTED_DRAFTS)]
         self._counters = {field: make.counter(name, about) for field, (name, about) in _OF_STEPS.items()}
         about = "Acceptance length of a step: 1 + accepted drafts per round."
-        self._length = make.histogram("spec_acceptance_length", about, buckets=_LENGTHS)
+        self._length = make.histogram("spec_acceptance_length", about, _LENGTHS)
         about = "Drafts per sequence and step (K); 0 is plain decoding."
-        self._num_draft = make.histogram("draft_tokens_per_sequence", about, buckets=_DRAFTS)
+        self._num_draft = make.histogram("draft_tokens_per_sequence", about, _DRAFTS)
         about = "Estimated tokens per second in recent steps, relative to plain decoding."
         self._gain = make.gauge("spec_gain_ratio", about)
         self._gain.set(1)
@@ -116,8 +126,7 @@ class StepMetrics:
         self._last.set_to_current_time()
         self._steps.inc()
         for num_draft, sequences in enumerate(stats.sequences_per_num_draft):
-            for _ in range(sequences):
-                self._num_draft.observe(num_draft)
+            self._num_draft.observe(num_draft, times=sequences)
         if stats.rounds:
             self._length.observe(1 + stats.accepted / stats.rounds)
             for position, kept in zip(self._positions, stats.accepted_per_position, strict=False):
