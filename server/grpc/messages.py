@@ -281,7 +281,7 @@ async def responses(stream: OutputStream, model: ServedModel) -> AsyncGenerator[
 def _of_event(event: TokenEvent, request: Request) -> Iterator[pb.GenerateStreamResponse]:
     text, has_ids = event.text, request.output.token_ids and bool(event.token_ids)
     if text or has_ids or event.logprobs or event.prompt_logprobs:
-        # One call with a dictionary takes half the time of a message whose fields are set one by one.
+        # One call with a dictionary takes two thirds of the time of a message whose fields are set one by one.
         delta: Any = {"index": event.index, "text": text, "digest": event.digest, "text_offset": event.text_offset}
         if has_ids:
             delta |= _tokens(event)

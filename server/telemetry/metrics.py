@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -22,7 +23,6 @@ from engine.stats import Clock, ForwardKind, StepStats
 from engine.types import FinishReason
 from server import version
 from server.streams.stream import Timeline
-from server.telemetry.histogram import Histogram, Series
 
 PHASES = ("plan", "launch", "propose", "forward", "verify", "commit", "land")
 REJECTIONS = (
@@ -33,7 +33,7 @@ REJECTIONS = (
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_DRAFTS = (*range(MAX_NUM_DRAFT + 1), 24, 32, 48, MAX_PREDICTED_DRAFTS)
+DRAFT_BUCKETS = (*range(MAX_NUM_DRAFT + 1), 24, 32, 48, MAX_PREDICTED_DRAFTS)
 _LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 17)
 
 
@@ -55,23 +55,13 @@ class _Makers:
     """Constructors of metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
         self.counter = partial(Counter, namespace="pilotfish", registry=registry)
         self.gauge = partial(Gauge, namespace="pilotfish", registry=registry)
+        self.histogram = partial(Histogram, namespace="pilotfish", registry=registry)
+        self.registry = registry
 
-    def histogram(self, name: str, help_text: str, bounds: Sequence[float]) -> Series:
-        (series,) = self.histograms(name, help_text, bounds).values()
-        return series
-
-    def histograms(
-        self, name: str, help_text: str, bounds: Sequence[float], label: str | None = None,
-        values: Sequence[str] = ("",),
-    ) -> dict[str, Series]:  # fmt: skip
-        """Return a series by each value of a label."""
-        return Histogram(self._registry, f"pilotfish_{name}", help_text, bounds, label, values).series
-
-    def seconds(self, name: str, help_text: str) -> Series:
-        return self.histogram(f"{name}_seconds", help_text, _SECONDS)
+    def seconds(self, name: str, help_text: str) -> Histogram:
+        return self.histogram(f"{name}_seconds", help_text, buckets=_SECONDS)
 
 
 class Metrics:
@@ -93,18 +83,19 @@ class StepMetrics:
 
     def __init__(self, make: _Makers) -> None:
         kinds = get_args(ForwardKind)
-        self._size = make.histograms("batch_size", "Sequences per forward pass.", _SIZES, "kind", kinds)
-        self._tokens = make.histograms("batch_tokens", "Tokens per forward pass.", _TOKENS, "kind", kinds)
-        about = "Duration of one phase of a step."
-        self._phases = make.histograms("step_duration_seconds", about, _SECONDS, "phase", PHASES)
+        size = make.histogram("batch_size", "Sequences per forward pass.", ["kind"], buckets=_SIZES)
+        tokens = make.histogram("batch_tokens", "Tokens per forward pass.", ["kind"], buckets=_TOKENS)
+        phase = make.histogram("step_duration_seconds", "Duration of one phase of a step.", ["phase"], buckets=_SECONDS)
         about = "Rounds that accepted the draft at this position."
         position = make.counter("spec_accepted_tokens_per_position", about, ["position"])
+        self._size = {kind: size.labels(kind) for kind in kinds}
+        self._tokens = {kind: tokens.labels(kind) for kind in kinds}
+        self._phases = {name: phase.labels(name) for name in PHASES}
         self._positions = [position.labels(str(i)) for i in range(MAX_PREDICTED_DRAFTS)]
         self._counters = {field: make.counter(name, about) for field, (name, about) in _OF_STEPS.items()}
         about = "Acceptance length of a step: 1 + accepted drafts per round."
-        self._length = make.histogram("spec_acceptance_length", about, _LENGTHS)
-        about = "Drafts per sequence and step (K); 0 is plain decoding."
-        self._num_draft = make.histogram("draft_tokens_per_sequence", about, _DRAFTS)
+        self._length = make.histogram("spec_acceptance_length", about, buckets=_LENGTHS)
+        self._num_draft = NumDrafts(make.registry)
         about = "Estimated tokens per second in recent steps, relative to plain decoding."
         self._gain = make.gauge("spec_gain_ratio", about)
         self._gain.set(1)
@@ -125,12 +116,31 @@ class StepMetrics:
         self._threads.set(stats.threads)
         self._last.set_to_current_time()
         self._steps.inc()
-        for num_draft, sequences in enumerate(stats.sequences_per_num_draft):
-            self._num_draft.observe(num_draft, times=sequences)
+        self._num_draft.observe(stats.sequences_per_num_draft)
         if stats.rounds:
             self._length.observe(1 + stats.accepted / stats.rounds)
             for position, kept in zip(self._positions, stats.accepted_per_position, strict=False):
                 position.inc(kept)
+
+
+class NumDrafts(Collector):
+    """The histogram of K. A step has a value per sequence, so they are counted by K, and put into buckets on export."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counts = [0] * (MAX_PREDICTED_DRAFTS + 1)  # by K
+        registry.register(self)
+
+    def observe(self, sequences_per_num_draft: Sequence[int]) -> None:
+        """Add a step, in which `sequences_per_num_draft[K]` sequences had K drafts."""
+        for num_draft, sequences in enumerate(sequences_per_num_draft):
+            self._counts[num_draft] += sequences
+
+    def collect(self) -> Iterator[Metric]:
+        about = "Drafts per sequence and step (K); 0 is plain decoding."
+        up_to = list(accumulate(self._counts))
+        buckets = [*((str(float(k)), up_to[k]) for k in DRAFT_BUCKETS), ("+Inf", up_to[-1])]
+        total = sum(k * count for k, count in enumerate(self._counts))
+        yield HistogramMetricFamily("pilotfish_draft_tokens_per_sequence", about, buckets, total)
 
 
 class RequestMetrics:
