@@ -221,13 +221,15 @@ class OutputText:
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, ...]:
         """Add tokens up to the one that completes a stop string, if any; return the new text after each."""
+        if self._search is None:
+            return tuple(map(self._decoder.push, token_ids))
         assert self.stop is None, "text after a stop string"
         texts = list[str]()
         for token in token_ids:
             text = self._decoder.push(token)
             self._tokens_too_early -= 1
-            is_cut = self._read(text)
-            shown = len(self._held) - (0 if is_cut or self._search is None else self._search.num_held)
+            is_cut = self._read(self._search, text)
+            shown = len(self._held) - (0 if is_cut else self._search.num_held)
             texts.append(self._held[:shown])
             self._held = self._held[shown:]
             if is_cut:
@@ -245,14 +247,14 @@ class OutputText:
         self._held = ""
         return text
 
-    def _read(self, text: str) -> bool:
+    def _read(self, search: StopSearch, text: str) -> bool:
         """Read the new characters; return whether a stop string cuts the text: the first complete, ties by the list."""
-        if self._search is None:
+        if search.ignores(text):
             self._held += text
             return False
         for char in text:
             self._held += char
-            if self._cut(self._search, self._search.read(char, counts=self._tokens_too_early < 0)):
+            if self._cut(search, search.read(char, counts=self._tokens_too_early < 0)):
                 return True
         return False
 

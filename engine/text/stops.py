@@ -17,9 +17,14 @@ class StopStrings:
         self._stops = tuple(stops)
         assert all(self._stops), "an empty stop string matches everywhere"
         self._beginnings = {stop[:length] for stop in self._stops for length in range(1, len(stop))}
+        self._firsts = frozenset(stop[0] for stop in self._stops)
 
     def __bool__(self) -> bool:
         return bool(self._stops)
+
+    def ignores(self, end: str, text: str) -> bool:
+        """Whether nothing in `text` belongs to a stop string: the new end is "", as that before."""
+        return not end and self._firsts.isdisjoint(text)
 
     def step(self, end: str, char: str) -> tuple[str, str]:
         """Return the stop string that `char` completes, and the new suffix.
@@ -27,6 +32,8 @@ class StopStrings:
         "": it completes none. Of several the first listed one is returned. A complete stop string is ordinary text for
         the new suffix.
         """
+        if not end and char not in self._firsts:
+            return "", ""
         end += char
         completed = next(filter(end.endswith, self._stops)) if end.endswith(self._stops) else ""
         while end and end not in self._beginnings:
@@ -86,6 +93,14 @@ class StopSearch:
         if self._found:
             return len(self._found) + self._age
         return len(self._stop if self._lead is None else self._lead)
+
+    def ignores(self, text: str) -> bool:
+        """Whether no character of `text` matters, so that none has to be read."""
+        if self._closes is not None:
+            return self._closes.ignores(self._close, text)
+        if self._is_gap or self._lead is not None or self._found:
+            return False
+        return self._stops.ignores(self._stop, text) and self._asides.opens.ignores(self._open, text)
 
     def read(self, char: str, *, counts: bool) -> str:
         """Read a character; return the stop string that is now certain, or "". `counts`: one may end here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, MutableSequence, Sized
 from collections.abc import Sequence as Seq
+from itertools import chain
 from typing import Any, Literal, TypeVar, cast
 
 from engine.config import Bounds
@@ -267,8 +268,8 @@ def _received(output: pb.ReceivedOutput, most: int) -> ReceivedOutput:
 async def responses(stream: OutputStream, model: ServedModel) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
     """Yield the messages of a stream: per event its tokens, if any, then its end, if any."""
     is_first = True
-    async for event in stream.events():
-        for message in _of_event(event, stream.request):
+    while events := await stream.read():
+        for message in chain.from_iterable(_of_event(event, stream.request) for event in events):
             if is_first:
                 message.request_id = stream.own_id
                 message.resume_info.CopyFrom(_resume_info(stream.request, model))
@@ -280,12 +281,13 @@ async def responses(stream: OutputStream, model: ServedModel) -> AsyncGenerator[
 def _of_event(event: TokenEvent, request: Request) -> Iterator[pb.GenerateStreamResponse]:
     text, has_ids = event.text, request.output.token_ids and bool(event.token_ids)
     if text or has_ids or event.logprobs or event.prompt_logprobs:
-        delta = pb.TokenDelta(index=event.index, text=text, digest=event.digest, text_offset=event.text_offset)
+        # One call with a dictionary takes two thirds of the time of a message whose fields are set one by one.
+        delta: Any = {"index": event.index, "text": text, "digest": event.digest, "text_offset": event.text_offset}
         if has_ids:
-            _add_tokens(delta, event)
-        if event.logprobs:
-            delta.logprobs.extend(map(_logprob, event.logprobs))
+            delta |= _tokens(event)
         message = pb.GenerateStreamResponse(delta=delta)
+        if event.logprobs:
+            message.delta.logprobs.extend(map(_logprob, event.logprobs))
         if event.prompt_logprobs:
             message.prompt_logprobs.SetInParent()  # present also without entries
             known = (of for of in event.prompt_logprobs if of is not None)  # the first token has none
@@ -303,9 +305,8 @@ async def response(stream: OutputStream) -> pb.GenerateResponse:
     for event in events:
         assert event.finished is not None, "half an output"
         end = _finished(event.index, event.finished, request)
-        output = found.outputs.add(index=event.index, text=event.text, finished=end)
-        if request.output.token_ids:
-            _add_tokens(output, event)
+        tokens = _tokens(event) if request.output.token_ids else {}
+        output = found.outputs.add(index=event.index, text=event.text, finished=end, **tokens)
         await _add_logprobs(output.logprobs, event.logprobs)
     if events[0].prompt_logprobs:
         found.prompt_logprobs.SetInParent()  # present also without entries
@@ -337,10 +338,9 @@ async def _add_logprobs(message: MutableSequence[pb.TokenLogprob], found: Seq[Lo
         await asyncio.sleep(0)
 
 
-def _add_tokens(message: pb.TokenDelta | pb.Output, event: TokenEvent) -> None:
-    message.token_ids.extend(event.token_ids)
-    message.from_draft.extend(event.from_draft)
-    message.text_lengths.extend(map(len, event.texts))
+def _tokens(event: TokenEvent) -> dict[str, Any]:
+    """Return fields of a TokenDelta or an Output."""
+    return {"token_ids": event.token_ids, "from_draft": event.from_draft, "text_lengths": map(len, event.texts)}
 
 
 def _logprob(of: Logprob) -> pb.TokenLogprob:

@@ -158,15 +158,16 @@ class OutputBuffer:
             finished, stop_string=self._stop_string, timing=self.timeline.timing, interruptions=self.interruptions,
             stop_token_id=None if self._stop_string is not None else finished.stop_token_id,
         )  # fmt: skip
-        self._unread.append(self._event(tail=tail, finished=self.finished, text_offset=self._text_length))
+        self._unread.append(
+            TokenEvent(
+                self._request.request_id, self.index, finished=self.finished, tail=tail, text_offset=self._text_length
+            )
+        )
 
     def take(self) -> TokenEvent:
         event = merged(self._unread)
         self._unread, self._num_unread, self._is_first = [], 0, False
         return event
-
-    def _event(self, **fields: Any) -> TokenEvent:
-        return TokenEvent(request_id=self._request.request_id, index=self.index, **fields)
 
     def _keep(self, event: TokenEvent) -> bool:
         """Store the tokens up to a stop string; return whether one completed. Raises ResumeRefused, see `_count`."""
@@ -196,7 +197,9 @@ class OutputBuffer:
         offset, self._text_length = self._text_length + known_text, self._text_length + sum(map(len, texts))
         if known == kept:
             return
-        unread = self._event(
+        unread = TokenEvent(
+            self._request.request_id,
+            self.index,
             token_ids=event.token_ids[known:kept],
             from_draft=event.from_draft[known:kept],
             texts=texts[known:],
@@ -263,10 +266,10 @@ class OutputStream:
             for index, text in enumerate(texts)
         )
         self._timelines = (self.timeline, *(output.timeline for output in self.outputs))
-        self.num_ends = self._num_open = sum(not output.has_ended for output in self.outputs)  # raised to the reader
+        self._num_open = self._num_unread_ends = sum(not output.has_ended for output in self.outputs)
         self._clock = clock
         self.error: PilotfishError | None = None
-        self._readable = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # in `read`
 
     @property
     def request_id(self) -> str:
@@ -323,7 +326,7 @@ class OutputStream:
             if not self._num_open:
                 self.timeline.ended = self._clock()
         if output.ready:
-            self._readable.set()
+            self._wake_reader()
         return stopped
 
     def fail(self, error: PilotfishError) -> None:
@@ -331,28 +334,36 @@ class OutputStream:
         assert not self.ended, f"a second end of {self.request_id}"
         self.timeline.ended = self._clock()
         self.error = error
-        self._readable.set()
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     # ------------------------------------------------------------------------------------------- the reader reads
 
-    async def read(self) -> tuple[TokenEvent, ...]:
-        """Wait for new events and return them, at most one per output. Raises the error that ended the request."""
-        await self._readable.wait()
-        failed = self.error is not None
-        found = tuple(output.take() for output in self.outputs if output.ready or (failed and output.has_unread))
-        if self.error is not None and not found:
-            raise self.error
-        if not self.ended:
-            self._readable.clear()
-        return found
+    async def read(self) -> list[TokenEvent]:
+        """Wait for new events and return them, at most one per output; none after the last end.
+
+        Raises the error that ended the request.
+        """
+        while self._num_unread_ends:
+            failed = self.error is not None
+            found = [output.take() for output in self.outputs if output.ready or (failed and output.has_unread)]
+            if found:
+                self._num_unread_ends -= sum(event.finished is not None for event in found)
+                return found
+            if self.error is not None:
+                raise self.error
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return []
 
     async def events(self) -> AsyncGenerator[TokenEvent, None]:
         """Yield all events to the last end, each with tokens or an end. Raises the error that ended the request."""
-        unfinished = self.num_ends
-        while unfinished:
-            for event in await self.read():
+        while found := await self.read():
+            for event in found:
                 end = event.finished
-                unfinished -= end is not None
                 if end is not None and (event.texts or event.tail):
                     yield event._replace(finished=None)
                     yield TokenEvent(request_id=event.request_id, index=event.index, finished=end)

@@ -7,13 +7,14 @@ format, which Prometheus requests, histograms contain exemplars: the trace id of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -32,7 +33,7 @@ REJECTIONS = (
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_DRAFTS = (*range(MAX_NUM_DRAFT + 1), 24, 32, 48, MAX_PREDICTED_DRAFTS)
+DRAFT_BUCKETS = (*range(MAX_NUM_DRAFT + 1), 24, 32, 48, MAX_PREDICTED_DRAFTS)
 _LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 17)
 
 
@@ -57,6 +58,7 @@ class _Makers:
         self.counter = partial(Counter, namespace="pilotfish", registry=registry)
         self.gauge = partial(Gauge, namespace="pilotfish", registry=registry)
         self.histogram = partial(Histogram, namespace="pilotfish", registry=registry)
+        self.registry = registry
 
     def seconds(self, name: str, help_text: str) -> Histogram:
         return self.histogram(f"{name}_seconds", help_text, buckets=_SECONDS)
@@ -93,8 +95,7 @@ class StepMetrics:
         self._counters = {field: make.counter(name, about) for field, (name, about) in _OF_STEPS.items()}
         about = "Acceptance length of a step: 1 + accepted drafts per round."
         self._length = make.histogram("spec_acceptance_length", about, buckets=_LENGTHS)
-        about = "Drafts per sequence and step (K); 0 is plain decoding."
-        self._num_draft = make.histogram("draft_tokens_per_sequence", about, buckets=_DRAFTS)
+        self._num_draft = NumDrafts(make.registry)
         about = "Estimated tokens per second in recent steps, relative to plain decoding."
         self._gain = make.gauge("spec_gain_ratio", about)
         self._gain.set(1)
@@ -115,13 +116,31 @@ class StepMetrics:
         self._threads.set(stats.threads)
         self._last.set_to_current_time()
         self._steps.inc()
-        for num_draft, sequences in enumerate(stats.sequences_per_num_draft):
-            for _ in range(sequences):
-                self._num_draft.observe(num_draft)
+        self._num_draft.observe(stats.sequences_per_num_draft)
         if stats.rounds:
             self._length.observe(1 + stats.accepted / stats.rounds)
             for position, kept in zip(self._positions, stats.accepted_per_position, strict=False):
                 position.inc(kept)
+
+
+class NumDrafts(Collector):
+    """The histogram of K. A step has a value per sequence, so they are counted by K, and put into buckets on export."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counts = [0] * (MAX_PREDICTED_DRAFTS + 1)  # by K
+        registry.register(self)
+
+    def observe(self, sequences_per_num_draft: Sequence[int]) -> None:
+        """Add a step, in which `sequences_per_num_draft[K]` sequences had K drafts."""
+        for num_draft, sequences in enumerate(sequences_per_num_draft):
+            self._counts[num_draft] += sequences
+
+    def collect(self) -> Iterator[Metric]:
+        about = "Drafts per sequence and step (K); 0 is plain decoding."
+        up_to = list(accumulate(self._counts))
+        buckets = [*((str(float(k)), up_to[k]) for k in DRAFT_BUCKETS), ("+Inf", up_to[-1])]
+        total = sum(k * count for k, count in enumerate(self._counts))
+        yield HistogramMetricFamily("pilotfish_draft_tokens_per_sequence", about, buckets, total)
 
 
 class RequestMetrics:

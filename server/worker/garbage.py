@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
 _LARGE = 128 << 10  # bytes
+_YOUNG = 10_000  # objects, between collections; Python's default of 700 is less than one step of 64 streams makes
 
 
 @contextmanager
@@ -34,6 +35,7 @@ def freeze_loaded() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_YOUNG)
     atexit.register(gc.unfreeze)  # so that libraries can clean up their objects at exit
 
 

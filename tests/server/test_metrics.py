@@ -7,14 +7,14 @@ import re
 import time
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types import FinishReason, Request
 from server.queue import AdmissionQueue
 from server.streams.stream import Timeline
-from server.telemetry.metrics import VLLM_NAMES, Exposition, Metrics, watch_lag
+from server.telemetry.metrics import DRAFT_BUCKETS, VLLM_NAMES, Exposition, Metrics, NumDrafts, watch_lag
 from tests.server.test_generate import request
 from tests.serving import http_client, serving, until
 
@@ -29,6 +29,21 @@ async def page_of(server, accept="text/plain"):
 
 def samples(text, parse=text_string_to_metric_families):
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in parse(text) for s in f.samples}
+
+
+def test_the_histogram_of_k_is_as_the_library_would_count_it():
+    steps = [(3, 0, 2), (0,), (0,) * 16 + (1,) + (0,) * 9 + (2,), (1,) * 65]
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    counted = NumDrafts(ours)
+    name, about = "draft_tokens_per_sequence", "Drafts per sequence and step (K); 0 is plain decoding."
+    expected = Histogram(name, about, namespace="pilotfish", registry=theirs, buckets=DRAFT_BUCKETS)
+    for step in steps:
+        counted.observe(step)
+        for num_draft, sequences in enumerate(step):
+            for _ in range(sequences):
+                expected.observe(num_draft)
+    found, wanted = (generate_latest(registry).decode() for registry in (ours, theirs))
+    assert found == wanted.partition("# HELP pilotfish_draft_tokens_per_sequence_created")[0]
 
 
 async def test_both_formats_have_equal_values(server):
