@@ -1,10 +1,9 @@
-"""How likely drafts are to be kept, of each sequence and at each depth. Knows no cost and no clock.
+"""The probability that drafts are accepted, of each sequence and at each depth. Uses no costs and no clock.
 
-Texts differ: one sequence has hardly a wrong draft, the next hardly a right one, and their average describes neither.
-So what the sequences of a source of drafts are like is a distribution over rates of acceptance, learned from them
-(empirical Bayes, Robbins 1956): the prior of the next one. A source is a proposer; of one that looks drafts up, its
-long matches are another source than its short ones. A sequence's own posterior follows from its rounds; two or three
-drafts tell much, and what they told is forgotten as the text goes on.
+Texts differ: one sequence has almost no wrong draft, the next almost no right one, and their average describes neither.
+So each source of drafts has a prior: a distribution over rates of acceptance, learned from its sequences (empirical
+Bayes, Robbins 1956). A source is a proposer; for a lookup, long matches are another source than short ones. The
+posterior of a sequence follows from its own rounds. Two or three drafts change it much; older ones count less.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.control.constants import COMMON, DEPTH_TRIALS, KEEP, UNLIKE
+from engine.control.constants import DEPTH_TRIALS, KEEP, SKEW, UNLIKE
 from engine.control.cost_model import Floats
 from engine.params import MAX_PREDICTED_DRAFTS
 from engine.types import Sequence
@@ -26,16 +25,16 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 RATES = np.array([0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99])
-ANYTHING = RATES * (1.2 - RATES) / (RATES * (1.2 - RATES)).sum()  # of a sequence unlike any before: 0.6 on average
+_UNKNOWN = RATES * (SKEW - RATES) / (RATES * (SKEW - RATES)).sum()  # prior before any sequence: mean 0.6
 
 _DEPTHS = np.arange(MAX_PREDICTED_DRAFTS)
 
 
 class Source(NamedTuple):
-    """Where drafts come from: a proposer, and the size of the match where they were found in a text (0: they were not).
+    """Where drafts come from: a proposer, and of a lookup the size of the match that it found (0: a model's drafts).
 
-    A size is the `bit_length` of the length of a match. On the embedded pair the first draft after a match of 2, 3, 4
-    to 7, 8 to 15 and 16 tokens is right in 0.59, 0.77, 0.89, 0.90 and 0.99 of the cases.
+    The size is the `bit_length` of the length of the match. On the embedded pair the first draft after a match of 2, 3,
+    4 to 7, 8 to 15 and 16 tokens is right in 0.59, 0.77, 0.89, 0.90 and 0.99 of the cases.
     """
 
     proposer: str
@@ -46,31 +45,31 @@ Pair = tuple[Sequence, Source]
 
 
 class _Priors:
-    """A row for each source: what its sequences are like, and how each depth differs from the rate.
+    """A row for each source: the distribution of the rates of its sequences, and how each depth differs from the rate.
 
-    All sources of a step are one array: a step waits for the number of operations here, hardly for their sizes.
+    All sources are one array: the time depends on the number of numpy calls, and little on the sizes of arrays.
     """
 
     def __init__(self) -> None:
         self.rows: dict[Source, int] = {}
         self.common = np.zeros((0, len(RATES)))
         self.hits, self.expected = np.zeros((0, MAX_PREDICTED_DRAFTS)), np.zeros((0, MAX_PREDICTED_DRAFTS))
-        self.weights = self.common  # how likely each rate is for a sequence of which nothing is known
-        # [source, rate, depth], as deep as was asked: the chance that a draft is kept with all before it, and the
-        # logarithms of the chances that it is and is not, where those before it are.
+        self.weights = self.common  # [source, rate]: prior of a new sequence
+        # [source, rate, depth], for the depths that were requested: the probability that a draft is accepted with all
+        # before it; and if those before it are, the logarithms of the probabilities that it is, and that it is not.
         self.down_to = self.log_hit = self.log_miss = np.zeros((0, len(RATES), 1))
 
     def of(self, sources: Seq[Source], depth: int) -> Ints:
-        """Their rows, with tables of at least this depth."""
+        """Rows of these sources; adds missing sources, and extends the tables to `depth`."""
         for source in sources:
             if source not in self.rows:
-                self.know(source, ANYTHING, np.zeros(MAX_PREDICTED_DRAFTS), np.zeros(MAX_PREDICTED_DRAFTS))
+                self.know(source, _UNKNOWN, np.zeros(MAX_PREDICTED_DRAFTS), np.zeros(MAX_PREDICTED_DRAFTS))
         if depth > self.down_to.shape[2]:
             self._tabulate(depth)
         return np.array([self.rows[source] for source in sources])
 
     def know(self, source: Source, common: Floats, hits: Floats, expected: Floats) -> None:
-        """What its sequences are like; by depth, hits and what was expected of the rates."""
+        """Set the prior of a source; by depth, accepted drafts and the number that the rates alone predicted."""
         if source not in self.rows:
             self.rows[source] = len(self.rows)
             self.common, self.hits, self.expected = (
@@ -87,19 +86,19 @@ class _Priors:
         self._refresh(everyone)
 
     def _refresh(self, rows: Ints) -> None:
-        """Compute the tables of these rows from what is known."""
+        """Recompute the tables of these rows."""
         depth = self.down_to.shape[2]
-        self.weights[rows] = (1 - UNLIKE) * self.common[rows] + UNLIKE * ANYTHING
+        self.weights[rows] = (1 - UNLIKE) * self.common[rows] + UNLIKE * _UNKNOWN
         factors = (self.hits[rows, :depth] + DEPTH_TRIALS) / (self.expected[rows, :depth] + DEPTH_TRIALS)
-        rates = np.minimum(RATES[:, None] * factors[:, None], 0.995)
+        rates = np.minimum(RATES[:, None] * factors[:, None], RATES[-1])
         self.down_to[rows], self.log_hit[rows], self.log_miss[rows] = rates.cumprod(2), np.log(rates), np.log1p(-rates)
 
     def learn(self, rows: Ints, posterior: Floats, hit: Bools, tried: Bools, expected: Floats) -> None:
-        """A round: the rows of its sequences, their posteriors `[sequences, rate]`; by depth, hits, trials, chances."""
+        """Update from a step: rows and posteriors `[sequences, rate]` of sequences; by depth, hits, trials, chances."""
         these, depth = np.array(sorted(set(rows.tolist()))), hit.shape[1]
         of = (rows == these[:, None]).astype(float)  # [source, sequence]
         counts = of.sum(1, keepdims=True)
-        share = np.minimum(1.0, COMMON * counts)
+        share = np.minimum(1.0, UNLIKE * counts)
         self.common[these] += share * (of @ posterior / counts - self.common[these])
         self.hits[these, :depth] += of @ hit
         self.expected[these, :depth] += of @ (expected * tried)
@@ -107,29 +106,29 @@ class _Priors:
 
 
 class Acceptance:
-    """One posterior for each live sequence and source, under a prior for each source."""
+    """One posterior for each live sequence and source, from the prior of the source."""
 
     def __init__(self) -> None:
         self._priors = _Priors()
-        # Of each sequence, by source: the log likelihood of each rate, and in which step that was.
+        # By sequence and source: the log likelihood of each rate, and the step in which it was last updated.
         self._evidence = defaultdict[Sequence, dict[Source, tuple[Floats, int]]](dict)
         self._step = 0
 
     def kept(self, pairs: Seq[Pair], depth: int, hope: float | None = None) -> Floats:
-        """The chance that draft 1, 2, ... `depth` is kept, `[pairs, depth]`.
+        """The probability that draft 1, 2, ... `depth` is accepted, `[pairs, depth]`.
 
-        With `hope`, that of the rate which is this quantile if each sequence is taken for one unlike any before.
+        With `hope`, for the rate that is this quantile of the posterior of a sequence unlike any before.
         """
         rows = self._priors.of([source for _, source in pairs], depth)
         evidence, down_to = self._evidences(pairs), self._priors.down_to[rows, :, :depth]
         if hope is None:
             found: Floats = np.matmul(_posterior(self._priors.weights[rows], evidence)[:, None], down_to)[:, 0]
             return found
-        ranks = (_posterior(ANYTHING, evidence).cumsum(1) < hope).sum(1)
+        ranks = (_posterior(_UNKNOWN, evidence).cumsum(1) < hope).sum(1)
         return down_to[np.arange(len(pairs)), np.minimum(ranks, len(RATES) - 1)]  # type: ignore[no-any-return]
 
     def learn(self, pairs: Seq[Pair], drafted: Ints, accepted: Ints) -> None:
-        """What came of the drafts of a step, some of which may have been compared with the text alone."""
+        """Update from the numbers of drafts of a step and of those that were right, verified by the target or not."""
         self._step += 1
         if not pairs:
             return
@@ -150,7 +149,7 @@ class Acceptance:
         self._evidence.pop(sequence, None)
 
     def state(self) -> list[dict[str, Any]]:
-        """The priors, as JSON can hold them."""
+        """The priors, as JSON values."""
         p = self._priors
         named = {"common": p.common, "hits": p.hits, "expected": p.expected}
         return [
@@ -159,14 +158,14 @@ class Acceptance:
         ]
 
     def restore(self, state: Seq[Mapping[str, Any]]) -> None:
-        """Begin with the priors of a `state`."""
+        """Start with the priors of a `state`."""
         for one in state:
             hits, expected = (floats(one[name], _DEPTHS.shape) for name in ("hits", "expected"))
             source = Source(str(one["proposer"]), int(one["size"]))
             self._priors.know(source, floats(one["common"], RATES.shape), hits, expected)
 
     def _evidences(self, pairs: Seq[Pair]) -> Floats:
-        """What is left of each one's log likelihoods, `[pairs, rate]`; of what is nothing, zeros."""
+        """Log likelihoods `[pairs, rate]`, faded by the steps since their last update; zeros where there are none."""
         found = [self._evidence.get(sequence, {}).get(source, _NO_EVIDENCE) for sequence, source in pairs]
         left = np.array([KEEP ** (self._step - step) for _, step in found])
         return np.array([evidence for evidence, _ in found]) * left[:, None]  # type: ignore[no-any-return]
@@ -182,7 +181,7 @@ def _posterior(prior: Floats, evidence: Floats) -> Floats:
 
 
 def floats(values: object, shape: tuple[int, ...]) -> Floats:
-    """Numbers from a file, if they are as many as they should be and none is negative; else ValueError."""
+    """An array of this shape from a file. Raises ValueError for another shape, and for negative or infinite numbers."""
     found = np.array(values, float)
     if found.shape != shape or not np.isfinite(found).all() or (found < 0).any():
         raise ValueError(f"expected {shape} numbers of at least 0")

@@ -1,13 +1,14 @@
-"""How many drafts each sequence gets in each step, and of which proposer, from measured costs and observed acceptance.
+"""How many drafts each sequence gets in each step, and from which proposer, by measured costs and observed acceptance.
 
-One cost model, one posterior of acceptance per sequence and source, one rule: the most expected tokens per expected
+One cost model, one posterior of acceptance per sequence and source, one rule: maximise expected tokens per expected
 second. It chooses the proposer of a sequence of `auto`, then the numbers of drafts (`goodput.py`).
-Where an optimistic estimate of acceptance says that another choice would be better, a budget of time pays for finding
-out. Knows no model and no clock: seconds are passed in. No choice changes a token.
+Where drafts are expected not to pay, a budget of time pays for exploration: a draft that shows whether they would.
+Uses no model and no clock: seconds are passed in. No choice changes a token.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -20,7 +21,7 @@ import numpy as np
 
 from engine.control import goodput
 from engine.control.acceptance import Acceptance, Ints, Source
-from engine.control.constants import COMPARING, EXPLORING, HOPE, HORIZON, MARGIN, REST, SAVED
+from engine.control.constants import COMPARING, EXPLORING, HOPE, KEEP, MARGIN, REST
 from engine.control.controller import Control, Speedup, within
 from engine.control.cost_model import ATTENDED, CALL, Floats
 from engine.control.goodput import Choice, Found, Offer, Traits
@@ -31,40 +32,41 @@ from engine.types import Sequence
 
 @dataclass(slots=True)
 class _Budget:
-    """Seconds that exploration may lose. The budget grows with time; every step with drafts is charged its loss."""
+    """Seconds that exploration may lose. It grows with time; every step with drafts is charged what it lost."""
 
     seconds: float = 0.0
     wanted: float = 0.0  # cost of the cheapest exploration that could not be afforded
 
     def charge(self, loss: float, plain: float) -> None:
-        """Charge a step of AUTO its loss against plain steps. A step that gained pays debts but saves nothing."""
+        """Charge a step of AUTO its loss against plain steps. A step that gained pays off debt but saves nothing."""
         after = self.seconds - loss
         after = after if loss > 0 else max(self.seconds, min(0.0, after))
-        self.seconds = min(max(after, -SAVED * plain) + EXPLORING * plain, max(SAVED * plain, self.wanted))
+        self.seconds = min(max(after, -plain) + EXPLORING * plain, max(plain, self.wanted))
 
 
 class AdaptiveK(Control):
-    """AUTO: as many drafts as pay, down to none; and of the proposer that pays best where several may draft."""
+    """AUTO: as many drafts as pay, down to none; and from the proposer that pays best where several may draft."""
 
     def __init__(self, traits: Mapping[str, Traits] = MappingProxyType({})) -> None:
         super().__init__(StepTime({name for name, trait in traits.items() if trait.find is not None}))
         self.acceptance = Acceptance()
         self._traits = defaultdict(Traits, traits)  # by proposer
-        # What was picked in the last few steps, by what had been found in the text of a sequence then.
+        # The proposers that were chosen in the last few steps, by sequence and by what its lookups had found.
         self._picked: dict[tuple[Sequence, Hashable], str] = {}
-        # Drafts that were found in the text, by sequence and proposer, and the length of the sequence then.
+        # By sequence and lookup: the length of the sequence, and the drafts that were found in this step.
         self._found: dict[tuple[Sequence, str], tuple[int, Found]] = {}
         self._budget = _Budget()
-        self._explored: set[Sequence] = set()  # what a draft model has begun to read is read to its end, and used
+        self._explored: set[Sequence] = set()  # sequences that a draft model has begun to read for a trial
         self._num_steps = self._since_plain = self._rows = 0  # rows: budget of the latest step
-        self._loss = 1.0  # share of the speed of the latest step with drafts that a plain one in its place would lose
-        # Number of sequences, the newest of them, and until which step.
+        self._ended = 0.0, 0.0  # tokens of the outputs that have ended, and their number; earlier ones count less
+        self._loss = 1.0  # share of the speed of the latest step with drafts that a plain step would lose
+        # A batch for which drafts do not pay: number of sequences, the newest one, and the step until which it rests.
         self._resting: tuple[int, Sequence | None, int] = (0, None, 0)
 
     # ---------------------------------------------------------------------------------------------------- choosing
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
-        """AUTO gets what pays, FIXED its own K; now and then a plain step for comparison, or an exploration."""
+        """AUTO gets what pays, FIXED its own K; some steps are plain, for comparison, or explore."""
         self.is_exploring, self._rows = False, budget
         if budget <= 0 or self._is_resting(sequences):
             return [0] * len(sequences)
@@ -72,10 +74,10 @@ class AdaptiveK(Control):
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
         ]
         chosen = within([0 if f else limit for f, limit in zip(free, limits, strict=True)], budget)
-        # Near break-even, where the comparison matters, it loses hardly anything and comes often.
+        # Near break-even, where the comparison matters, a plain step loses little, and they come often.
         is_plain = self._since_plain * COMPARING >= self._loss
         if is_plain and not prompt_rows:
-            self._since_plain = 0  # here already: of a round on the device nothing is learned before the next choice
+            self._since_plain = 0  # now: a round on the device is learned from only after the next choice
         mine = [i for i, limit in enumerate(limits) if limit and not (free[i] and is_plain)]
         self._look_up([sequences[i] for i in mine], [limits[i] for i in mine])
         if not mine or not self.times.target.count:
@@ -93,19 +95,19 @@ class AdaptiveK(Control):
                 load, budget = found.load, budget - int(found.num_draft.sum())
                 for i, k in zip(members, found.num_draft.tolist(), strict=True):
                     chosen[i] = k
-        may_return = any(s.most_predicted for s in sequences)  # to its prediction, in any step
+        may_return = any(s.most_predicted for s in sequences)  # to its prediction, whose drafts are free
         is_over = self._found or not any(trait.find for trait in self._traits.values())
         if not is_plain and all(free) and not any(chosen) and is_over and not may_return:
             self._resting = len(sequences), sequences[-1], self._num_steps + REST
         return chosen
 
     def _is_resting(self, sequences: Seq[Sequence]) -> bool:
-        """Whether drafts were found not to pay for the same sequences a few steps ago: the choice itself takes time."""
+        """Whether drafts did not pay for the same sequences a few steps ago: choosing takes time too."""
         count, newest, until = self._resting
         return self._num_steps < until and bool(sequences) and (len(sequences), sequences[-1]) == (count, newest)
 
     def _look_up(self, sequences: Seq[Sequence], limits: Seq[int]) -> None:
-        """Note the drafts that are found in texts, of proposers that may be asked for them."""
+        """Look up drafts for these sequences, with each lookup that may draft for them."""
         self._found.clear()
         for sequence, limit in zip(sequences, limits, strict=True):
             for name in (sequence.drafter,) if _is_settled(sequence) else sequence.drafters:
@@ -115,7 +117,7 @@ class AdaptiveK(Control):
                     self._found[sequence, name] = len(sequence.tokens), found
 
     def _most(self, sequence: Sequence, name: str, limit: int) -> int:
-        """Most drafts of a proposer: as many as it can make, and of one that looks them up as many as it has found."""
+        """Maximum number of drafts of a proposer: what it can make, or of a lookup what it has found."""
         traits = self._traits[name]
         if traits.find is None:
             return limit if traits.most is None else min(limit, traits.most)
@@ -127,10 +129,10 @@ class AdaptiveK(Control):
         return Source(name, found.match.bit_length())
 
     def _pick(self, sequences: list[Sequence], limits: list[int], load: BatchLoad) -> None:
-        """Let each sequence of `auto` draft with what is worth most.
+        """Choose the proposer of each sequence of `auto`.
 
-        Working it out takes time, and what it hangs on changes slowly but for what is found: a pick holds for the same
-        findings until the next of every few steps.
+        Choosing takes time, and apart from what lookups find, its inputs change slowly. So a choice is used again for
+        a few steps where the same was found.
         """
         if self._num_steps % REST == 0:
             self._picked.clear()
@@ -146,7 +148,7 @@ class AdaptiveK(Control):
         names = list(dict.fromkeys(name for s in sequences for name in s.candidates))
         best = self._best_of(names, sequences, limits, load).tolist()
         for sequence, key, i in zip(sequences, keys, best, strict=True):
-            # Where nothing pays, what comes nearest to it may be explored.
+            # Where nothing pays, the proposer that comes nearest to it may explore.
             sequence.choice = self._picked[key] = names[i]
 
     def _best_of(self, names: list[str], sequences: list[Sequence], limits: list[int], load: BatchLoad) -> Ints:
@@ -165,7 +167,7 @@ class AdaptiveK(Control):
         return goodput.pick(kept.cumsum(2), seconds.cumsum(2), most, is_fixed, is_found, load.tokens, plain)
 
     def _kept(self, names: Seq[str], sequences: Seq[Sequence], depth: int, hope: float | None = None) -> Floats:
-        """The chance that each draft is kept, `[names, sequences, depth]`."""
+        """The probability that each draft is accepted, `[names, sequences, depth]`."""
         pairs = [(s, self._source(s, name)) for name in names for s in sequences]
         return self.acceptance.kept(pairs, depth, hope).reshape(len(names), len(sequences), depth)
 
@@ -184,7 +186,7 @@ class AdaptiveK(Control):
     def _explore(
         self, name: str, sequences: list[Sequence], limits: Ints, kept: Floats, load: BatchLoad, budget: int
     ) -> Choice | None:
-        """One draft each for as many sequences as the budget affords, if an optimistic estimate says it pays."""
+        """One draft each for as many sequences as the budget affords, if drafts pay by an optimistic estimate."""
         going_on = np.array([s in self._explored for s in sequences]) & (limits > 0)
         if going_on.any():
             self.is_exploring = True
@@ -214,19 +216,24 @@ class AdaptiveK(Control):
         self, name: str, sequences: list[Sequence], limits: Ints, kept: Floats, *, spread: bool = True,
         is_even: bool = False,
     ) -> Offer:  # fmt: skip
-        """The drafts on offer. With `spread`, the cost of catching up is shared by the rounds still to come."""
+        """The drafts that a proposer could make. With `spread`, the rounds to come share the cost of reading."""
         costs, traits = self.times.drafting[name], self._traits[name]
         contexts = np.array([len(s.tokens) for s in sequences], float)
         unseen = np.array([traits.num_unseen(s) if traits.num_unseen else 0 for s in sequences], float)
-        rounds = self._rounds(sequences, unseen) if spread else np.ones(len(sequences))
+        rounds = self._rounds(sequences, unseen, kept[:, 0]) if spread else np.ones(len(sequences))
         seconds = goodput.drafting_seconds(costs, kept, contexts, unseen, rounds, traits, is_even=is_even)
         return Offer(limits, kept, seconds, costs.price(CALL), contexts, unseen)
 
-    def _rounds(self, sequences: Seq[Sequence], unseen: Floats) -> Floats:
-        """Rounds that each sequence is expected to have yet, once `unseen` tokens of it have been read."""
-        rooms = np.array([min(s.max_len - len(s.tokens), HORIZON) for s in sequences], float)
-        # Tokens that are decoded while the draft model catches up for all of them with half of each step's budget.
-        rounds: Floats = np.maximum((rooms - 2 * unseen.sum() / max(self._rows, 1)) / 2, 1)
+    def _rounds(self, sequences: Seq[Sequence], unseen: Floats, kept: Floats) -> Floats:
+        """Rounds with one draft that each sequence is expected to have yet, once `unseen` tokens have been read.
+
+        An output is expected to go on for as long as earlier ones were on average, but not beyond its limit.
+        """
+        tokens, count = self._ended
+        mean = tokens / count if count else math.inf
+        rooms = np.array([min(s.max_len - len(s.tokens), mean) for s in sequences], float)
+        # Tokens that are decoded while the draft model reads for all of them, with half of each step's budget.
+        rounds: Floats = np.maximum((rooms - 2 * unseen.sum() / max(self._rows, 1)) / (1 + kept), 1)
         return rounds
 
     # ---------------------------------------------------------------------------------------------------- learning
@@ -246,9 +253,9 @@ class AdaptiveK(Control):
         self._budget.charge(done.seconds - plain * tokens if asked else 0.0, plain)
 
     def _learn_acceptance(self, done: StepFeedback) -> None:
-        """From the drafts that were verified, and from those that were found and not used: the tokens show which hit.
+        """Learn from drafts that were verified, and from drafts that lookups found and the step did not use.
 
-        Found drafts are compared with what came in their place, so they are judged without being fed.
+        The latter are compared with the tokens that were generated in their place.
         """
         pairs, drafted, accepted = [], [], []
         for sequence, num_drafted, num_accepted in zip(done.sequences, done.drafted, done.accepted, strict=True):
@@ -269,17 +276,20 @@ class AdaptiveK(Control):
 
     @contextmanager
     def practising(self) -> Iterator[None]:
-        kept = self.gain, self._budget, self._since_plain, self._loss
+        kept = self.gain, self._budget, self._since_plain, self._loss, self._ended
         self.gain, self._budget = Speedup(), _Budget()
         try:
             yield
         finally:
-            self.gain, self._budget, self._since_plain, self._loss = kept
+            self.gain, self._budget, self._since_plain, self._loss, self._ended = kept
 
     def forget(self, sequence: Sequence) -> None:
         self.acceptance.forget(sequence)
         self.gain.forget(sequence)
         self._explored.discard(sequence)
+        if sequence.num_generated:
+            tokens, count = self._ended
+            self._ended = KEEP * tokens + sequence.num_generated, KEEP * count + 1
         self._picked = {key: name for key, name in self._picked.items() if key[0] is not sequence}
 
     # ------------------------------------------------------------------------------------- from one start to the next
@@ -294,5 +304,5 @@ class AdaptiveK(Control):
 
 
 def _is_settled(sequence: Sequence) -> bool:
-    """Whether there is nothing to choose: it follows its prediction, or decodes where one proposer alone drafts."""
+    """Whether its proposer is settled: its prediction, or the only one that drafts on the device."""
     return sequence.is_predicted or sequence.on_device

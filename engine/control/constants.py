@@ -1,25 +1,40 @@
-"""All constants of control, each with its unit."""
+"""All tuning constants of control, each with its unit. The grids `RATES` and `KNOTS` only set a resolution."""
 
-# Which drafts are worth their time.
-MARGIN = 0.03  # share of plain decoding's speed: least expected speed-up beyond 1, as costs are measured on noisy steps
-COMPARING = 0.01  # share of the speed of steps with drafts that plain ones, for comparison, may lose
-REST = 8  # steps for which a choice holds: of no drafts, and of a proposer for the same findings
-HORIZON = 128  # tokens: most that an output is expected to have yet
+# Share of the speed of plain decoding that drafts must be expected to gain, as expected times may be wrong.
+MARGIN = 0.03
 
-# Exploration, where no drafts are expected to pay.
-EXPLORING = 0.015  # share of the time of plain steps that it may lose
-SAVED = 4.0  # plain steps: most of that time that is saved up, and most debt that is paid back
-HOPE = 0.8  # quantile of a sequence's rate of acceptance at which drafts must pay
+# Share of the time of plain steps that exploration may lose, where drafts do not pay.
+EXPLORING = 0.015
 
-# What is remembered, and what is taken for granted.
-KEEP = 0.97  # share per step: of what earlier steps showed of a sequence, of costs and of the speed-up
-UNLIKE = 0.1  # share of sequences that are unlike any before
-COMMON = 0.15  # share of a source's prior that each round of a sequence replaces
-DEPTH_TRIALS = 16.0  # drafts at a depth that count as much as the rate itself
-MOST = 2.0  # times what was expected: a measurement beyond that counts as that, as one stall is no new machine
-PRIOR = 0.1  # measurements: weight of the priors that work costs nothing, and that a row costs as its neighbour
+# Share of the speed of steps with drafts that plain steps, for comparison, may lose.
+COMPARING = 0.01
 
-# How many tokens of prompts a step reads.
-AIM = 0.9  # share of the bound: the context grows with every chunk, and no two steps take the same
-ALONE = 4.0  # times the bound, for a step that no other sequence waits for: larger chunks cost less per token
-WORTH = 0.55  # share of the most tokens per second, where steps are to be short
+# Quantile of a sequence's rate of acceptance, unlike any before, at which drafts must pay to be worth exploration.
+HOPE = 0.8
+
+# Steps for which a choice is used again, because choosing takes time too: the choice of no drafts, and of a proposer.
+REST = 8
+
+# Share that remains after a step, or an output: of a sequence's evidence, of costs, the speed-up, lengths of outputs.
+KEEP = 0.97
+
+# Share of a source's prior that a round of a sequence replaces; and that takes the next one for unlike any before.
+UNLIKE = 0.1
+
+# Rate: a sequence unlike any before has rate r with a probability in proportion to r * (SKEW - r), 0.6 on average.
+SKEW = 1.2
+
+# Drafts at a depth: weight of the prior that acceptance is the same at all depths.
+DEPTH_TRIALS = 16.0
+
+# Measurements: weight of the priors that work costs nothing, and that each row costs as much as the one before.
+PRIOR = 0.1
+
+# Times what was expected: a measurement beyond this counts as this, because it may be a stall.
+MOST = 2.0
+
+# Share of the bound that a step which reads prompts aims at: reading gets slower as the context grows.
+AIM = 0.9
+
+# Times the bound, for a step that reads the prompt of the only sequence: larger chunks take less time per token.
+ALONE = 4.0

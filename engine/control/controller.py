@@ -1,4 +1,4 @@
-"""The interface that chooses how many drafts each sequence gets, and the speed-up that came of it."""
+"""The interface that chooses how many drafts each sequence gets, and the speed-up that results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.types import Sequence
 
 
 class Speedup:
-    """What the same tokens would have taken plainly, over the time spent: of the last steps, and of each sequence.
+    """Seconds that plain decoding would have taken for the same tokens, over those spent: recently, and by sequence.
 
-    1 is plain decoding, and what is said before any step.
+    1 is plain decoding, and the value before any step.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class Speedup:
 
     @staticmethod
     def ratio_of(*gains: Speedup) -> float:
-        """Over the last steps of several kinds."""
+        """The recent speed-up of all of them together."""
         spent = sum(gain._spent for gain in gains)  # noqa: SLF001 - its own
         return sum(gain._plain for gain in gains) / spent if spent > 0 else 1.0  # noqa: SLF001
 
     def of(self, sequence: Sequence) -> float:
-        """Over all steps of one output."""
+        """The speed-up over all steps of one output."""
         plain, spent = self._each.get(sequence, (0.0, 0.0))
         return plain / spent if spent > 0 else 1.0
 
@@ -47,13 +47,10 @@ class Speedup:
         self._each.pop(sequence, None)
 
 
-_NEAR = 4  # so many tokens that the draft model has missed hardly make its pass longer
-
-
 class Control:
-    """Chooses K. This one gives each sequence as many drafts as it may have, whatever they cost."""
+    """Chooses K. This one gives each sequence its maximum number of drafts, whatever they cost."""
 
-    is_exploring = False  # whether the latest choice asks for drafts only to learn whether they would pay
+    is_exploring = False  # whether the latest choice has drafts only to learn whether they would pay
 
     def __init__(self, times: StepTime | None = None) -> None:
         self.gain = Speedup()  # measured, over plain decoding
@@ -64,7 +61,7 @@ class Control:
         return within(limits, budget)
 
     def learn(self, done: StepFeedback) -> None:
-        """Take the outcome of a step."""
+        """Learn from the outcome of a step."""
         self.times.learn(done)
 
     def practising(self) -> AbstractContextManager[None]:
@@ -72,10 +69,10 @@ class Control:
         return nullcontext()
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is known of a sequence that has ended."""
+        """Drop the state of a sequence that has ended."""
 
     def state(self) -> dict[str, Any]:
-        """What a later process can start with, as JSON values."""
+        """What was learned, as JSON values with which a later process can start."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -94,8 +91,8 @@ def within(limits: Seq[int], budget: int) -> list[int]:
 def levelled(sequences: Seq[Sequence], limits: Seq[int], chosen: Seq[int]) -> list[int]:
     """Fit the `chosen` K of each to a round on the device, which has rows for its largest K for every sequence.
 
-    The rows that AUTO was found worth are spread evenly over its sequences. A sequence whose draft model would first
-    have to read many tokens gets drafts only if they were chosen for it. FIXED keeps its K.
+    The rows that were chosen for AUTO are spread evenly over its sequences. A sequence whose draft model would first
+    have to read more tokens than it then drafts gets drafts only if they were chosen for it. FIXED keeps its K.
     [4, 4, 0, 0] -> [2, 2, 2, 2]; [1, 0, 0, 0], an exploration -> [1, 1, 1, 1].
     """
     free = [i for i, s in enumerate(sequences) if limits[i] and s.speculation.mode is SpeculationMode.AUTO]
@@ -106,6 +103,6 @@ def levelled(sequences: Seq[Sequence], limits: Seq[int], chosen: Seq[int]) -> li
     widest = max([depth, *given], default=0)
     for i in free:
         cursor, length = sequences[i].draft, len(sequences[i].tokens)
-        if chosen[i] or length - 2 - cursor.kv_len <= _NEAR:
+        if chosen[i] or length - 2 - cursor.kv_len <= widest:
             given[i] = min(limits[i], widest)
     return given

@@ -1,10 +1,10 @@
-"""What work costs, learned from past steps: time as a sum of unit costs. Knows no model, no clock and no sequence.
+"""Seconds of work, learned from past steps: a sum of unit costs. Uses no model, no clock and no sequence.
 
     seconds = price of a pass + n * price of a sequence + ... = prices . quantities
 
-Prices are never negative, so that more work never looks cheaper. They are fitted as measurements come, each of them
-in proportion to what was expected. What has not been done for a while is not forgotten: a measurement makes room for
-itself alone, along its own direction (directional forgetting, Kulhavy 1987).
+Prices are never negative, so that more work never looks cheaper. Each measurement updates the fit, weighted by relative
+error. Costs of work that has not occurred for a while are not forgotten: a measurement replaces old information only
+along its own direction (directional forgetting, Kulhavy 1987).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from engine.control.constants import KEEP, MOST, PRIOR
 
 Floats = npt.NDArray[np.float64]
 
-# Rows cost by size: the first few may be nearly free, later ones cost what they compute. Straight between these.
+# The price of rows is linear between these numbers of rows: the first few may be nearly free, later ones are not.
 KNOTS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 8192], float)
 _WIDTHS = np.diff(KNOTS)
-# What has a price; behind these come the costs by rows. Of asking for anything at all, and for one more sequence, both
-# beside passes; of a pass and of a sequence in it, both beside rows; of a token of context, once and for each row.
+# What has a price, before the ramps of rows: a pass; a call of a proposer and each sequence in it, without its passes;
+# a sequence in a pass, without its rows; 1,024 tokens of context, read once, and once for each row.
 PASS, CALL, ASKED, SEQUENCE, CONTEXT, ATTENDED = range(6)
 _UNITS = np.array([1, 1, 1, 1, 1 / 1024, 1 / 1024])
 _FIRST_RAMP = len(_UNITS)
@@ -62,7 +62,7 @@ class CostModel:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> CostModel:
-        """As a `state` has them. Raises ValueError, KeyError or TypeError where it is none."""
+        """The model that made a `state`. Raises ValueError, KeyError or TypeError for anything else."""
         prices = cls()
         prices.count, prices.most_rows = int(state["count"]), float(state["most_rows"])
         fit = {name: np.array(state[name], float) for name in ("values", "information", "moments")}
@@ -75,16 +75,16 @@ class CostModel:
         return prices
 
     def state(self) -> dict[str, Any]:
-        """All that is known, as JSON can hold it."""
+        """What was learned, as JSON values."""
         fit = {"values": self._values, "information": self._information, "moments": self._moments}
         return {"count": self.count, "most_rows": self.most_rows} | {name: x.tolist() for name, x in fit.items()}
 
     def of(self, work: Floats) -> float:
-        """Seconds that `work` is expected to take."""
+        """Expected seconds of `work`."""
         return float(work @ self._values)
 
     def rows(self, count: Floats) -> Floats:
-        """Seconds for so many rows of a pass, beside the pass itself; beyond what is known, in proportion."""
+        """Seconds that `count` rows add to a pass; beyond the most that were measured, in proportion."""
         known = np.minimum(count, self.most_rows)
         return np.interp(known, KNOTS, self._curve) * (count / np.maximum(known, 1e-9))
 
@@ -101,14 +101,13 @@ class CostModel:
         return float(self._values[what] * _UNITS[what])
 
     def learn(self, work: Floats, seconds: float) -> None:
-        """One measurement. A clock that stood still or ran away teaches nothing."""
+        """Learn from one measurement. Values of a clock that stood still or jumped are ignored."""
         if not (math.isfinite(seconds) and 1e-9 < seconds < 1e6):
             return
-        expected = self.of(work)
-        if self.count:
-            seconds = min(max(seconds, expected / MOST), max(MOST * expected, 1e-9))
+        expected = max(self.of(work), 1e-9) if self.count else seconds
+        seconds = min(max(seconds, expected / MOST), expected * MOST)
         self._forget(work)
-        scale = 1 / seconds if not self.count else 1 / max(expected, 0.1 * seconds)
+        scale = 1 / expected
         if not self.count:
             self._information = scale**2 * _belief()
         self._information += np.outer(work, work) * scale**2
@@ -129,8 +128,8 @@ class CostModel:
     def _improve(self) -> None:
         """One round of coordinate descent toward the best fit with costs that are not negative.
 
-        It starts where the last one ended, and a pass's own price comes first: whoever has seen one size alone
-        believes that all cost the same, and that drafts which need no pass are free; tries others, and learns.
+        It starts where the last one ended, with the price of a pass. After steps of one size only, all sizes are
+        therefore expected to cost the same, and drafts that need no pass to be free, so that others are tried.
         """
         values, slopes = self._values, self._information @ self._values - self._moments
         for i, curvature in enumerate(self._information.diagonal().tolist()):
@@ -146,7 +145,7 @@ class CostModel:
 
 
 def _belief() -> Floats:
-    """The information before any measurement: weakly, nothing costs anything; and rows go on costing what they did."""
+    """The information before any measurement: nothing costs anything, and a row costs as much as the one before."""
     found = np.eye(NUM_QUANTITIES) * PRIOR**2
     for i in range(len(_WIDTHS) - 1):
         change = np.zeros(NUM_QUANTITIES)

@@ -1,13 +1,13 @@
-"""Which drafts are worth their time: expected tokens per expected second. Pure arithmetic; knows no clock.
+"""Which drafts are worth their time: expected tokens per expected second. Pure arithmetic; uses no clock.
 
-Draft slots are ranked by their chance of being kept and taken from the top, as many as make the rate highest. All
-counts are tried, not up to the first loss: the first draft at a new depth costs a whole pass of the draft model, and
-those of its batch mates at the same depth hardly anything.
+Draft slots are ranked by their probability of acceptance and taken from the top; the number that makes the rate highest
+is chosen. All numbers are tried, not up to the first loss: the first draft at a new depth costs a whole pass of the
+draft model, and further drafts at that depth cost little.
 
-Where several proposers may draft for a sequence, the one does whose drafts are worth most to it. A draft is worth its
-chance of being kept, less the tokens that its seconds would bring elsewhere: seconds times the rate of the step, in
-tokens per second. What maximises the sum of worths at the rate that it leads to also maximises that rate (Dinkelbach
-1967), so a few rounds of choosing and computing the rate anew find it.
+Of several proposers that may draft for a sequence, the one whose drafts are worth most is chosen. A draft is worth its
+probability of acceptance, less the tokens that the step would make in its seconds: seconds times the rate of the step,
+in tokens per second. What maximises the sum of worths at the rate that it leads to also maximises that rate. Choosing
+and computing the rate in turn raises it until this is so (Dinkelbach 1967).
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from engine.control.cost_model import ASKED, ATTENDED, CONTEXT, CostModel, Float
 from engine.control.step_time import BatchLoad
 from engine.types import Sequence
 
-_ROUNDS = 2  # nearly always the choice is settled then
-
 
 class Found(NamedTuple):
     """Drafts that were looked up in earlier text, and the length of the match that led to them, in tokens."""
@@ -35,32 +33,32 @@ class Found(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What control knows of one proposer."""
+    """What control uses of one proposer."""
 
-    find: Callable[[Sequence, int], Found] | None = None  # the drafts that it has looked up; None: it makes them
-    num_unseen: Callable[[Sequence], int] | None = None  # tokens that it must read before it drafts; None: none
-    is_parallel: bool = False  # all its drafts come of one pass
-    most: int | None = None  # drafts that it can make in a step; None: any number
+    find: Callable[[Sequence, int], Found] | None = None  # of a lookup: finds up to that many drafts
+    num_unseen: Callable[[Sequence], int] | None = None  # tokens that it must read before it drafts; None: never any
+    is_parallel: bool = False  # one pass makes all its drafts
+    most: int | None = None  # maximum number of drafts in a step; None: any number
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The drafts that one proposer could make, `[sequences, depth]` each; `limits` says how deep each may go."""
+    """The drafts that one proposer could make, `[sequences, depth]` each; `limits`: maximum depth of each sequence."""
 
     limits: Ints  # [sequences]
-    tokens: Floats  # chance that it is kept
-    seconds: Floats  # what making it adds
-    a_call: float  # seconds of asking at all
+    tokens: Floats  # probability that it is accepted
+    seconds: Floats  # that making it adds
+    a_call: float  # seconds of a call of the proposer
     contexts: Floats  # [sequences]
     unseen: Floats  # [sequences]: tokens that have to be read before the first draft
 
     def best(self, load: BatchLoad, target: CostModel, budget: int, *, all_of: bool = False) -> Choice:
-        """As many slots, from the likeliest on, as make the rate highest; or all of them, whether they pay or not."""
+        """Choose the number of slots, likeliest first, that makes the rate highest; or all, whether they pay or not."""
         depth = self.tokens.shape[1]
         allowed = np.arange(depth) < self.limits[:, None]
         most = max(0, min(budget, int(allowed.sum())))
         order = np.argsort(np.where(allowed, -self.tokens, 1.0), None, "stable")[:most]
-        # Each of these is of a step with the first 0, 1, 2, ... slots.
+        # Each of these is for steps with the first 0, 1, 2, ... slots.
         tokens = _growing(load.tokens, self.tokens.ravel()[order])
         attended = _growing(load.attended, self.contexts[order // depth])
         drafting = _growing(load.seconds, self.seconds.ravel()[order])
@@ -73,7 +71,7 @@ class Offer:
         count = int(rates.argmax()) if not all_of else most
         gain = float(rates[count] / rates[0])
         if load.prompt_rows and count and not all_of:
-            # Beside prompts a second is worth what it would bring in a step without them; rows cost what they add.
+            # Beside prompts a second is worth the tokens of a step without prompts; rows cost what they add.
             value = tokens - rates[count] * (beside + target.rows(rows + load.prompt_rows))
             count = int(value.argmax())
         of_rows, of_tokens, of_attended, of_drafting = (float(x[count]) for x in (rows, tokens, attended, drafting))
@@ -82,7 +80,7 @@ class Offer:
         return Choice(num_draft, after, gain, float(seconds[count] - seconds[0] * tokens[count] / tokens[0]))
 
     def shallow(self, these: Bools, count: int) -> Offer:
-        """One draft each alone, for those `count` of these sequences that cost least to draft for."""
+        """The offer of one draft each, for the `count` of these sequences that cost least to draft for."""
         limits = np.zeros_like(self.limits)
         order = np.argsort(np.where(these, self.seconds[:, 0], np.inf), kind="stable")[: min(count, int(these.sum()))]
         limits[order] = np.minimum(self.limits[order], 1)
@@ -91,7 +89,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How many drafts for each sequence of an offer, and what that comes to."""
+    """The number of drafts for each sequence of an offer, and its consequences."""
 
     num_draft: Ints  # [sequences]
     load: BatchLoad
@@ -110,10 +108,10 @@ def drafting_seconds(
 ) -> Floats:  # fmt: skip
     """What making each draft adds, `[sequences, depth]`, in the order in which `Offer.best` takes them.
 
-    A draft at depth d joins the d-th pass of the draft model, which is paid for by the first to need it; where all come
-    of one pass, the first draft joins that and the others add a row to it. Drafts that were found need no pass.
-    With `is_even` all pay the same for passes. `unseen` tokens have to be fed before the first draft; that is an
-    investment, spread over so many `rounds`.
+    A draft at depth d joins the d-th pass of the draft model, whose price counts for the first draft that needs it. If
+    one pass makes all drafts, the first draft of a sequence joins it, and the others add a row each. Lookups need no
+    pass. With `is_even` all pay the same for passes. `unseen` tokens have to be fed before the first draft; their
+    seconds are spread over `rounds`.
     """
     count, depth = chances.shape
     seconds = np.zeros_like(chances)
@@ -133,7 +131,7 @@ def drafting_seconds(
 
 
 def more_rows(prices: CostModel, rows: float, count: int, depth: int) -> Floats:
-    """Seconds, per sequence, of a first, second, ... more row of each of `count` that have `rows` each, `[depth]`."""
+    """Seconds per sequence of the first, second, ... additional row of each of `count` with `rows` each, `[depth]`."""
     found: Floats = np.diff(prices.rows(count * (rows + np.arange(depth + 1.0)))) / count
     return found
 
@@ -144,19 +142,19 @@ def pick(
     """Choose a candidate for each sequence, `[sequences]`.
 
     `kept`, `spent` `[candidates, sequences, depth]`: tokens expected of the drafts up to each, and their seconds.
-    `limits` `[candidates, sequences]`: most drafts. `is_fixed` `[sequences]`: that many, whatever they are worth.
-    `is_found` `[candidates]`: what was found is judged by the text, used or not, so it is chosen where it pays alone.
-    Without drafts the step makes `tokens` tokens in `seconds` seconds.
+    `limits` `[candidates, sequences]`: maximum numbers of drafts. `is_fixed` `[sequences]`: exactly that many.
+    `is_found` `[candidates]`: lookups. They are chosen only where they pay: they need no trial, as their drafts are
+    compared with the text whether they are used or not. Without drafts the step makes `tokens` tokens in `seconds`.
     """
-    numbers, each, rate = np.arange(1, kept.shape[2] + 1), np.arange(kept.shape[1]), tokens / seconds
+    numbers, each, rate = np.arange(1, kept.shape[2] + 1), np.arange(kept.shape[1]), 0.0
     is_out = (numbers > limits[..., None]) | (is_fixed[:, None] & (numbers < limits[..., None]))
     is_modest = np.array(is_found)[:, None] & ~is_fixed
-    choice = np.zeros(kept.shape[1], dtype=np.intp)
-    for _ in range(_ROUNDS):
+    while True:
         values = np.where(is_out, -np.inf, kept - rate * spent)
         worths = values.max(2)
-        choice = np.where(is_modest & (worths <= 0), -np.inf, worths).argmax(0)
+        choice: Ints = np.where(is_modest & (worths <= 0), -np.inf, worths).argmax(0)
         best, taken = values[choice, each].argmax(1), (worths[choice, each] > 0) | is_fixed & (limits[choice, each] > 0)
         chosen = choice[taken], each[taken], best[taken]
-        rate = (tokens + float(kept[chosen].sum())) / (seconds + float(spent[chosen].sum()))
-    return choice
+        last, rate = rate, (tokens + float(kept[chosen].sum())) / (seconds + float(spent[chosen].sum()))
+        if not rate > last:
+            return choice

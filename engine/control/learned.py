@@ -1,7 +1,7 @@
-"""What control has learned, kept from one start to the next: costs and acceptance of a pair, on a machine, as set up.
+"""What control has learned, kept from one start to the next: costs and acceptance.
 
-A file for each pair, machine and set of options, in the cache folder. It holds numbers
-alone; one that is damaged, of another version or of anybody else is as good as none.
+One file for each pair of models, machine and set of options, in the cache folder. It holds only numbers. A file that is
+damaged, of another version or of another user is ignored.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 VERSION = 3
 MOST_BYTES = 4 << 20  # of a file; a pair with four proposers takes a tenth of that
-MOST_FILES = 32  # in a folder; those used longest ago go
+MOST_FILES = 32  # in a folder; the least recently used are deleted
 
 
 def recall(config: EngineConfig, controls: dict[str, Control]) -> bool:
-    """Let every control begin with what an earlier process knew; False where there is nothing to begin with."""
+    """Restore every control from what an earlier process learned; False where there is nothing to restore."""
     name = _name(config)
     for folder in cache_folders():
         try:
@@ -52,7 +52,7 @@ def recall(config: EngineConfig, controls: dict[str, Control]) -> bool:
 
 
 def keep(config: EngineConfig, controls: dict[str, Control]) -> None:
-    """Write what the controls know, whole or not at all. That there is nowhere to write costs the next start alone."""
+    """Write what the controls have learned, atomically. A failure is logged: the next start then calibrates again."""
     state = {"version": VERSION} | {key: control.state() for key, control in controls.items()}
     made = f"learned-{secrets.token_hex(8)}"
     try:
@@ -72,11 +72,11 @@ def keep(config: EngineConfig, controls: dict[str, Control]) -> None:
 def cache_folders(*, writable: bool = False) -> Generator[int, None, None]:
     """Yield a descriptor of each folder, the preferred one first; each is closed when the next one is asked for.
 
-    Never a folder that another user owns or can write into, and never one behind a link. Whoever opens names by the
-    descriptor stays in the folder that was checked.
+    Never a folder that another user owns or can write into, and never one behind a link. Names that are opened by the
+    descriptor are in the folder that was checked.
 
     Raises:
-        FileNotFoundError: there is no further one that can be written to, and `writable` was asked for.
+        FileNotFoundError: `writable`, and there is no further folder that can be written to.
     """
     home = os.environ.get("PILOTFISH_CACHE") or os.environ.get("XDG_CACHE_HOME")
     own = Path(home) if home else Path.home() / ".cache"
@@ -111,11 +111,11 @@ def _read(name: str, folder: int) -> dict[str, Any]:
 
 
 def _name(config: EngineConfig) -> str:
-    """Of the file: it depends on all that costs and acceptance depend on."""
+    """The name of the file: a hash of everything that costs and acceptance depend on."""
     parts = [repr(config), fingerprint(), str(most_threads()), torch.__version__]
     for model in (config.target, *config.draft):
         folder = Path(model)
-        if folder.is_dir():  # a model of the hub is known by its name and revision
+        if folder.is_dir():  # a model of the hub is identified by name and revision
             files = ((file.name, file.stat()) for file in sorted(folder.iterdir()))
             parts += [f"{name} {found.st_size} {found.st_mtime_ns}" for name, found in files]
     if torch.cuda.is_available():

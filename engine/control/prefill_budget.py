@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step may read without taking longer than a bound. Knows numbers only."""
+"""How many tokens of prompts a step may read without taking longer than a bound. Uses only numbers."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import math
 import sys
 from collections.abc import Sequence as Seq
 
-from engine.control.constants import AIM, ALONE, WORTH
+from engine.control.constants import AIM, ALONE
 from engine.control.step_time import StepTime
 
 
 class PrefillBudget:
-    """Of one step after another. `seconds`: the bound, but for steps whose decoding alone takes more than half of it.
+    """The budget of one step after another. `seconds`: the bound. `most`: maximum number of tokens of a pass.
 
-    Such a step may take twice as long as its decoding: prompts are to be read on any machine. `most`: tokens of a pass.
+    A step whose decoding takes more than half of the bound may take twice as long as its decoding, so that prompts are
+    read on any machine.
     """
 
     def __init__(self, seconds: float = math.inf, most: int = sys.maxsize) -> None:
-        self.times = StepTime()  # a scheduler puts that of its control here
+        self.times = StepTime()  # replaced by the scheduler, which shares its control's
         self._seconds, self._most = AIM * seconds, most
-        self._fitting = math.inf  # what `tokens` returned for it
-        self._left = math.inf  # seconds that it has for reading
-        self._read = 0  # tokens that draft models have caught up with in it
+        # Of the step that is being planned:
+        self._fitting = math.inf  # the tokens that fit
+        self._left = math.inf  # seconds that are left for reading
+        self._read = 0  # tokens that draft models have read
 
     def tokens(self, lengths: Seq[int], *, alone: bool, short: bool = False) -> float:
-        """How many fit in a step in which sequences of these lengths decode, at least one token.
+        """Begin a step in which sequences of these lengths decode; returns how many tokens fit, at least one.
 
-        225 ms to be filled, decoding takes 45, each token 2: 90 tokens. Decoding takes 200: another 200, 100 tokens.
-        `alone`: the step serves a single sequence. `short`: reading takes no longer than decoding, or than decoding of
-        one where nobody decodes.
+        225 ms may be filled, decoding takes 45, each token 2: 90 tokens. Decoding takes 200: another 200, 100 tokens.
+        `alone`: the step serves a single sequence. `short`: reading may take as long as decoding; as decoding of one
+        sequence, if none decodes.
         """
         self._read = 0
         each = self.times.reading.get(None)
@@ -40,22 +42,23 @@ class PrefillBudget:
         return self._fitting
 
     def few(self, most: int) -> int:
-        """Of `most` that decode, as few as still get most of the tokens per second in a step, so that it is short.
+        """How many of `most` sequences decode in a step that is to be short: most tokens per second and second of it.
 
-        Powers of two are tried. 64 take 80 ms, 32 take 45 and 16 take 40: 32.
+        Powers of two are tried. 64 take 80 ms, 32 take 45 and 16 take 40: 32. Throughput over delay (Kleinrock 1979)
+        gives up at most half of the throughput where each sequence adds the same time.
         """
-        rates = [(1 << i) / max(seconds, 1e-9) for i, seconds in enumerate(self.times.by_batch_size(most))]
-        return min((1 << i for i, rate in enumerate(rates) if rate >= WORTH * max(rates)), default=most)
+        powers = [2**i / max(seconds, 1e-9) ** 2 for i, seconds in enumerate(self.times.by_batch_size(most))]
+        return 1 << powers.index(max(powers)) if powers else most
 
     def spend(self, tokens: int) -> None:
-        """The target reads so many in the step that `tokens` was asked for."""
+        """Subtract the time in which the target reads `tokens` tokens of prompts."""
         self._left -= tokens * self.times.reading.get(None, 0.0)
 
     def tokens_of_draft(self, name: str, num_sequences: int) -> int:
-        """How many one pass of a proposer's model is fed: of what was written before as many as fit in what is left.
+        """How many tokens one pass of a proposer's model may be fed: two per sequence, and what fits in the time left.
 
-        At least as many as the target may read: they take a draft model less time, so the bound holds nearly. Two per
-        sequence are what drafting needs anyway.
+        At least as many as the target may read: a draft model takes less time for them, so the bound nearly holds. Two
+        per sequence are what drafting always feeds.
         """
         fitting, each = self._fitting, self.times.reading.get(name)
         if each is not None:
@@ -63,5 +66,5 @@ class PrefillBudget:
         return int(min(self._most, max(0.0, fitting - self._read) + 2 * num_sequences))
 
     def spend_of_draft(self, num_sequences: int, tokens: int) -> None:
-        """A pass of a draft model was fed so many: what it caught up with no other one may read in this step."""
+        """Subtract what a pass of a draft model was fed, except what drafting always feeds."""
         self._read += max(0, tokens - 2 * num_sequences)

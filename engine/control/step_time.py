@@ -1,10 +1,10 @@
-"""How long steps take: the one model of their time, which control, the prompt budget and admission ask.
+"""The time of steps: the only model of it, used by control, the prompt budget and admission.
 
     seconds of a step = costs of the target's pass + costs of drafting + seconds per token of prompts * such tokens
 
-Costs are known from steps that read nothing, the seconds per token from what the others took beyond them. Where costs
-are not what they were, those are wrong by just as much as makes the next step of that size right all the same. Knows
-no clock: seconds are passed in.
+Costs are learned from steps that read no prompts, the seconds per token from what other steps took beyond those costs.
+If the costs have changed, the error goes into the seconds per token, so that the prediction for the next step of that
+size is right. Uses no clock: seconds are passed in.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ from engine.control.cost_model import CostModel, Floats, quantities
 from engine.params import MAX_NUM_DRAFT
 from engine.types import Sequence
 
-_FEW = 2  # tokens of prompts beside which costs are learned: where decoding alone is too long, no step reads more
-_READING = MAX_NUM_DRAFT + 1  # tokens per sequence: a first pass of a draft model that is fed more reads a prompt
+_READING = MAX_NUM_DRAFT + 1  # tokens per sequence: a first pass of a draft model that is fed more is reading a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLoad:
-    """What a step feeds the target, and what is expected of it."""
+    """What a step feeds the target, and what it is expected to yield."""
 
     sequences: int
     rows: float
-    tokens: float  # expected to come of it
+    tokens: float  # expected to be generated
     context: float  # tokens of all sequences
-    attended: float  # the same, once per row
+    attended: float  # tokens of context, counted once per row
     seconds: float = 0.0  # of drafting
     prompt_rows: int = 0
 
     @classmethod
     def of(cls, lengths: Seq[int], num_draft: Seq[int], prompt_rows: int = 0) -> BatchLoad:
-        """A step of sequences that are so long and feed their newest token and so many drafts."""
+        """A step in which sequences of these lengths feed their newest token and their drafts."""
         sequences, context = len(lengths), sum(lengths)
         drafted = sum(length * k for length, k in zip(lengths, num_draft, strict=True))
         rows = sequences + sum(num_draft)
@@ -49,14 +48,14 @@ class BatchLoad:
 
     @property
     def quantities(self) -> Floats:
-        """Of the target's pass."""
+        """The quantities of the target's pass."""
         context, attended, rows = self.context, self.attended, [self.rows]
         return quantities(passes=1, sequences=self.sequences, context=context, attended=attended, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
 class StepFeedback:
-    """What a step did for sequences that fed their newest token, and the seconds it took."""
+    """What a step did for the sequences that fed their newest token, and the seconds it took."""
 
     sequences: Seq[Sequence]
     lengths: Seq[int]  # tokens of each sequence when the step was planned
@@ -66,8 +65,8 @@ class StepFeedback:
     draft_passes: Seq[tuple[int, int]]  # sequences and tokens of each pass of a draft model
     draft_seconds: float
     other_seconds: float
-    chunks: Seq[int] = ()  # tokens of prompts that other sequences fed in the same pass, of each
-    rows: int | None = None  # of the target's pass, where it had rows of no sequence
+    chunks: Seq[int] = ()  # tokens of prompts that each other sequence fed in the same pass
+    rows: int | None = None  # of the target's pass, if it included padding
 
     @property
     def seconds(self) -> float:
@@ -75,40 +74,40 @@ class StepFeedback:
 
     @property
     def load(self) -> BatchLoad:
-        """What the target was fed, without prompts."""
+        """What the target was fed, except prompts."""
         load = BatchLoad.of(self.lengths, self.drafted)
         return load if self.rows is None else replace(load, rows=self.rows)
 
 
 class StepTime:
-    """Costs of the target's passes and of drafting. `lookups`: proposers that look drafts up and make none."""
+    """Costs of the target's passes and of drafting. `lookups`: proposers that look drafts up, without passes."""
 
     def __init__(self, lookups: Collection[str] = ()) -> None:
         self.target, self.drafting = CostModel(), defaultdict[str, CostModel](CostModel)  # by proposer
-        # Seconds per token of a prompt: of the target (None), and of each proposer that reads.
+        # Seconds per token of a prompt: of the target (None), and of each proposer with a model.
         self.reading: dict[str | None, float] = {}
         self._lookups = frozenset(lookups)
 
     def plain(self, lengths: Seq[int]) -> float:
-        """Seconds of a step in which sequences of these lengths decode without drafts; of none, as of one."""
+        """Seconds of a step in which sequences of these lengths decode without drafts; no sequences count as one."""
         return self.target.of(BatchLoad.of(lengths or [0], [0] * max(1, len(lengths))).quantities)
 
     def by_batch_size(self, most: int) -> tuple[float, ...]:
-        """Seconds of such a step of 1, 2, 4, ... sequences, to the first power of two that is at least `most`.
+        """Seconds of a step without drafts of 1, 2, 4, ... sequences, to the first power of two of at least `most`.
 
-        Empty where no step was measured.
+        Empty if no step was measured.
         """
         sizes = 1 << np.arange((most - 1).bit_length() + 1)
         return tuple(self.target.joining(int(sizes[-1])).cumsum()[sizes - 1].tolist()) if self.target.count else ()
 
     def learn(self, done: StepFeedback) -> None:
-        """One step."""
+        """Learn from one step."""
         tokens, seconds, name = sum(done.chunks), done.seconds, self._drafter_of(done)
         count, fed = done.draft_passes[0] if done.draft_passes and name is not None else (0, 0)
         if fed > _READING * count:
             self._learn_reading(name, fed, done.draft_seconds)
-            seconds -= done.draft_seconds * (1 - 2 * count / fed)  # that was not the target's reading
-        if tokens > _FEW:
+            seconds -= done.draft_seconds * (1 - 2 * count / fed)  # reading by the draft model
+        if tokens > 1:  # a step that has no time for prompts reads one token, and shows what decoding costs
             self._learn_reading(None, tokens, seconds, self.plain(done.lengths))
         elif done.sequences or tokens:
             load = replace(done.load, rows=done.load.rows + tokens)
@@ -116,18 +115,18 @@ class StepTime:
         self._learn_drafting(done)
 
     def _learn_reading(self, who: str | None, tokens: int, seconds: float, beside: float = 0.0) -> None:
-        """So many tokens took so long, with `beside` seconds of decoding. One stall is no new machine."""
+        """A step read `tokens` in `seconds`, of which decoding took `beside`. `MOST` limits what a stall does."""
         if math.isfinite(seconds) and seconds > 0:
             each = max(0.0, seconds - beside) / tokens if who in self.reading else seconds / tokens
             self.reading[who] = max(min(each, MOST * self.reading.get(who, math.inf)), 1e-9)
 
     def _drafter_of(self, done: StepFeedback) -> str | None:
-        """The proposer whose passes a step's passes of a draft model are; None if several made drafts, or none did."""
+        """The proposer that ran the draft passes of a step; None if several made drafts, or none did."""
         made = {s.drafter for s, k in zip(done.sequences, done.asked, strict=True) if k} - self._lookups
         return made.pop() if len(made) == 1 else None
 
     def _learn_drafting(self, done: StepFeedback) -> None:
-        """From a step in which at most one proposer made drafts; those that looked some up took what they always do."""
+        """Learn from a step in which at most one proposer ran a model. Lookups are taken to cost the usual."""
         asked, name = {s.drafter for s, k in zip(done.sequences, done.asked, strict=True) if k}, self._drafter_of(done)
         if name is None and len(asked) == 1:
             (name,) = asked
@@ -148,7 +147,7 @@ class StepTime:
         self.drafting[name].learn(work, seconds)
 
     def state(self) -> dict[str, Any]:
-        """All that is known, as JSON can hold it."""
+        """What was learned, as JSON values."""
         drafting = {name: costs.state() for name, costs in self.drafting.items()}
         return {"target": self.target.state(), "drafting": drafting}
 
@@ -159,6 +158,6 @@ class StepTime:
 
 
 def _lengths(done: StepFeedback, name: str) -> list[int]:
-    """Of the sequences for which this proposer was asked."""
+    """Lengths of the sequences for which this proposer drafted."""
     each = zip(done.sequences, done.lengths, done.asked, strict=True)
     return [length for sequence, length, k in each if k and sequence.drafter == name]

@@ -338,6 +338,21 @@ def test_a_few_drafts_tell_what_a_sequence_is_like() -> None:
         assert least <= acceptance.kept([(fresh, MODEL)], 1)[0, 0] <= most
 
 
+def test_an_output_is_expected_to_go_on_for_as_long_as_earlier_ones_were() -> None:
+    control, one, nothing = AdaptiveK(), auto("one", 60, max_len=1060), np.zeros(1)
+    assert control._rounds([one], nothing, nothing) == 1000, "its limit is all that is known"
+    for length in (40, 50, 60):
+        ended = auto(str(length), 60, max_len=1060)
+        ended.tokens += [1] * length
+        control.forget(ended)
+    assert control._rounds([one], nothing, nothing) == pytest.approx(50, rel=0.02)
+    assert control._rounds([one], nothing, np.ones(1)) == pytest.approx(25, rel=0.02), "two tokens in each"
+    with control.practising():
+        control.forget(auto("none", 60, max_len=1060))
+        control.forget(ended)
+    assert control._rounds([one], nothing, nothing) == pytest.approx(50, rel=0.02)
+
+
 def test_short_matches_and_long_ones_and_a_model_are_known_apart() -> None:
     """Of two that draft for a sequence: where a long match was found it is kept, else the model's drafts are."""
     one = auto("one", 4, max_len=4000)

@@ -133,6 +133,22 @@ def test_numbers_that_decode_are_known_apart():
     assert (few, many) == pytest.approx(((FULL - 0.002) / 0.002, (FULL - 48 * 0.002) / 0.002), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "few"),
+    [
+        ((0.03, 0.03, 0.03, 0.03, 0.04, 0.045, 0.08), 32),
+        ((0.03,) * 7, 64),
+        (tuple(2.0**i for i in range(7)), 1),
+        ((), 48),
+    ],
+)
+def test_as_few_decode_as_give_most_throughput_for_the_delay(seconds, few):
+    """Of 48, by the seconds of steps of 1, 2, 4, ... 64; all of them where nothing was measured."""
+    prefill = PrefillBudget(BOUND)
+    prefill.times.by_batch_size = lambda most: seconds
+    assert prefill.few(48) == few
+
+
 def test_nobody_is_slowed_down_on_a_guess_and_a_clock_that_stands_still_teaches_nothing():
     prefill = PrefillBudget(BOUND)
     assert fitting(prefill, 1) == math.inf
