@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import subprocess
 import sys
 
@@ -79,11 +78,9 @@ print(gc.get_freeze_count() > 1000)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc 2.33")
 def test_large_blocks_are_mapped_also_after_the_first_is_freed_and_what_was_loaded_is_left_out_of_collections():
-    frozen = gc.get_freeze_count()
     done = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "1", "True"]
     assert done.stderr == "", "at the end, too"
-    assert gc.get_freeze_count() == frozen, "another process has its own"
 
 
 HEAPS = """
