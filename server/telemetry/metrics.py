@@ -7,9 +7,9 @@ format, which Prometheus requests, histograms contain exemplars: the trace id of
 from __future__ import annotations
 
 import asyncio
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -127,19 +127,19 @@ class NumDrafts(Collector):
     """The histogram of K. A step has a value per sequence, so they are counted by K, and put into buckets on export."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._counts = [0] * (MAX_PREDICTED_DRAFTS + 1)  # by K
+        self._counts = Counts[int]()  # sequences by K
         registry.register(self)
 
     def observe(self, sequences_per_num_draft: Sequence[int]) -> None:
         """Add a step, in which `sequences_per_num_draft[K]` sequences had K drafts."""
-        for num_draft, sequences in enumerate(sequences_per_num_draft):
-            self._counts[num_draft] += sequences
+        self._counts.update(dict(enumerate(sequences_per_num_draft)))
 
     def collect(self) -> Iterator[Metric]:
         about = "Drafts per sequence and step (K); 0 is plain decoding."
-        up_to = list(accumulate(self._counts))
-        buckets = [*((str(float(k)), up_to[k]) for k in DRAFT_BUCKETS), ("+Inf", up_to[-1])]
-        total = sum(k * count for k, count in enumerate(self._counts))
+        counts = dict(self._counts)
+        up_to = [(str(float(bound)), sum(counts[k] for k in counts if k <= bound)) for bound in DRAFT_BUCKETS]
+        buckets = [*up_to, ("+Inf", sum(counts.values()))]
+        total = sum(k * count for k, count in counts.items())
         yield HistogramMetricFamily("pilotfish_draft_tokens_per_sequence", about, buckets, total)
 
 

@@ -32,7 +32,7 @@ def samples(text, parse=text_string_to_metric_families):
 
 
 def test_the_histogram_of_k_is_as_the_library_would_count_it():
-    steps = [(3, 0, 2), (0,), (0,) * 16 + (1,) + (0,) * 9 + (2,), (1,) * 65]
+    steps = [(3, 0, 2), (0,), (0,) * 16 + (1,) + (0,) * 9 + (2,), (1,) * 70]
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     counted = NumDrafts(ours)
     name, about = "draft_tokens_per_sequence", "Drafts per sequence and step (K); 0 is plain decoding."

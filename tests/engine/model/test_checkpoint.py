@@ -76,7 +76,7 @@ def _headless(folder: Path) -> None:
     [
         (_pickled, r"only pickled weights \(pytorch_model\.bin\), which can run code"),
         (_norm, r"is missing 1 weights, including model\.norm\.weight"),
-        (lambda folder: _norm(folder, torch.zeros(3)), r"model\.norm\.weight has shape \[3\]; its"),
+        (lambda folder: _norm(folder, torch.zeros(3)), r"model\.norm\.weight has shape \[3\]; expected \[32\]"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
         (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
         (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),
