@@ -145,4 +145,4 @@ def test_it_serves_as_its_user_and_drains_on_sigterm(container):
 def test_it_has_our_c_for_each_level(container):
     checked = _run(["pilotfish", "check"], container)
     assert checked.returncode == 0, checked.stdout
-    assert re.search(r"our C \(native-.*\.so, intact\)", checked.stdout), checked.stdout
+    assert re.search(r"C \(native-.*\.so, verified\)", checked.stdout), checked.stdout

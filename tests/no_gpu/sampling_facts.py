@@ -21,7 +21,10 @@ def samplers_of(num_rows: int, skipped: int) -> SamplerRows:
     """Numbers that begin anywhere: what an allocator or a slice gives."""
     whole = torch.zeros(num_rows + skipped, dtype=torch.int64)[skipped:]
     real = torch.zeros(num_rows + skipped, dtype=torch.float64)[skipped:]
-    return SamplerRows(real.float().clone(), whole, real, real, whole, whole, whole)
+    return SamplerRows(
+        top_k=whole, top_p=real, min_p=real, seed=whole, position=whole, stream=whole,
+        temperature=real.float().clone(),
+    )  # fmt: skip
 
 
 def draw(num_rows: int, dtype: torch.dtype, *, truncated: bool, skipped: int = 0) -> None:

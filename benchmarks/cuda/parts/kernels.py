@@ -93,5 +93,6 @@ def law_of(rows: int, vocab: int, top_k: int, top_p: float, device: torch.device
     whole = torch.arange(rows, device=device)
     real = torch.ones(rows, dtype=torch.float64, device=device)
     return SamplerRows(
-        real.float(), whole * 0 + min(top_k, vocab), real * top_p, real * 0, whole, whole * 0 + 9, whole * 0
-    )
+        top_k=whole * 0 + min(top_k, vocab), top_p=real * top_p, min_p=real * 0, seed=whole, position=whole * 0 + 9,
+        stream=whole * 0, temperature=real.float(),
+    )  # fmt: skip
