@@ -121,7 +121,7 @@ class Scheduler:
     def remove(self, sequence: Sequence, *, trust: bool = True) -> None:
         """Remove a sequence and free its pages; without `trust` also remove them from the prefix cache."""
         for control in (self.control, self.round_control):
-            control.forget(sequence)
+            control.end(sequence)
         if not trust:
             self.target_pool.forget(sequence.target)
         for first, siblings in self._siblings.items():

@@ -90,7 +90,7 @@ class Crossroads:
         self._run(self.control.choose(self.sequences, limits, BUDGET, 0))
         for sequence in [s for s in self.sequences if len(s.tokens) >= s.max_len - 1]:
             self.sequences.remove(sequence)
-            self.control.forget(sequence)
+            self.control.end(sequence)
 
     def _run(self, chosen: list[int]) -> None:
         lengths = [len(s.tokens) for s in self.sequences]

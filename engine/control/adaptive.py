@@ -283,13 +283,16 @@ class AdaptiveK(Control):
         finally:
             self.gain, self._budget, self._since_plain, self._loss, self._ended = kept
 
+    def end(self, sequence: Sequence) -> None:
+        if sequence.num_generated:
+            tokens, count = self._ended
+            self._ended = KEEP * tokens + sequence.num_generated, KEEP * count + 1
+        super().end(sequence)
+
     def forget(self, sequence: Sequence) -> None:
         self.acceptance.forget(sequence)
         self.gain.forget(sequence)
         self._explored.discard(sequence)
-        if sequence.num_generated:
-            tokens, count = self._ended
-            self._ended = KEEP * tokens + sequence.num_generated, KEEP * count + 1
         self._picked = {key: name for key, name in self._picked.items() if key[0] is not sequence}
 
     # ------------------------------------------------------------------------------------- from one start to the next

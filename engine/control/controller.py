@@ -68,8 +68,12 @@ class Control:
         """Within it costs and acceptance are learned, but the measured speed-up stays as it is."""
         return nullcontext()
 
+    def end(self, sequence: Sequence) -> None:
+        """Learn from the end of a sequence, once, and drop its state."""
+        self.forget(sequence)
+
     def forget(self, sequence: Sequence) -> None:
-        """Drop the state of a sequence that has ended."""
+        """Drop the state of a sequence; a step that is learned after its end has created it again."""
 
     def state(self) -> dict[str, Any]:
         """What was learned, as JSON values with which a later process can start."""

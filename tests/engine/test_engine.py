@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.control.adaptive import AdaptiveK
+from engine.control.constants import KEEP
 from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from engine.proposers.select import GIVE_UP_AFTER
@@ -306,6 +307,17 @@ def test_an_engine_that_served_nobody_saves_nothing(monkeypatch: pytest.MonkeyPa
     engine.idle_tick()
     engine.idle_tick()
     assert len(saved) == 1
+
+
+def test_the_length_of_every_output_is_learned_once() -> None:
+    control = AdaptiveK()
+    engine = engine_with(control=control, speculation=SpeculationMode.AUTO)
+    asked = [request(name=str(i), sampling=SamplingParams(max_tokens=i)) for i in (3, 5, 7)]
+    lengths = [len(fakes.run(engine, [one]).tokens[one.request_id]) for one in asked]
+    expected = 0.0, 0.0
+    for length in lengths:
+        expected = KEEP * expected[0] + length, KEEP * expected[1] + 1
+    assert control._ended == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("mode", SpeculationMode)

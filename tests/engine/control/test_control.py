@@ -344,12 +344,12 @@ def test_an_output_is_expected_to_go_on_for_as_long_as_earlier_ones_were() -> No
     for length in (40, 50, 60):
         ended = auto(str(length), 60, max_len=1060)
         ended.tokens += [1] * length
-        control.forget(ended)
+        control.end(ended)
     assert control._rounds([one], nothing, nothing) == pytest.approx(50, rel=0.02)
     assert control._rounds([one], nothing, np.ones(1)) == pytest.approx(25, rel=0.02), "two tokens in each"
     with control.practising():
-        control.forget(auto("none", 60, max_len=1060))
-        control.forget(ended)
+        control.end(auto("none", 60, max_len=1060))
+        control.end(ended)
     assert control._rounds([one], nothing, nothing) == pytest.approx(50, rel=0.02)
 
 
