@@ -79,8 +79,8 @@ async def test_a_conversation_has_all_its_turns_and_survives_a_reload(open_page)
             await expect(page.get_by_role("article", name="Answer").nth(i - 1)).to_contain_text(f"Answer {i}.")
         whole = "<system>Be brief.<user>one<assistant>Answer 1.<user>two<assistant>Answer 2.<user>three<go>"
         assert prompts(engine)[-1] == whole
-        kinds = await page.locator(".assistant .text span").evaluate_all("all => [...new Set(all.map(e => e.className))]")
-        assert set(kinds) == {"draft", "target"}
+        spans = page.locator(".assistant .text span")
+        assert set(await spans.evaluate_all("all => all.map((each) => each.className)")) == {"draft", "target"}
         colours = [
             await page.locator(f".assistant .{kind}").first.evaluate("element => getComputedStyle(element).color")
             for kind in ("draft", "target")
