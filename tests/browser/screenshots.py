@@ -8,7 +8,7 @@ from pathlib import Path
 
 from playwright.async_api import Page, expect
 
-from models import published
+from pilotfish.models import published
 from tests.browser.chromium import browsing, visiting
 from tests.serving import serving_embedded
 

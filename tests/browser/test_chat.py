@@ -8,11 +8,11 @@ import re
 import pytest
 from playwright.async_api import expect
 
-from engine.params import SpeculationMode
-from engine.types import FinishReason
-from server.chat import ChatTemplate
-from server.formats.base import ReasoningMarks
-from server.formats.json_calls import HermesFormat
+from pilotfish.engine.params import SpeculationMode
+from pilotfish.engine.types import FinishReason
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.formats.base import ReasoningMarks
+from pilotfish.server.formats.json_calls import HermesFormat
 from tests.browser.chromium import NARROW, executable
 from tests.browser.looks import check_themes, check_width
 from tests.engine.text.test_codec import CODEC, END

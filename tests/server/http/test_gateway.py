@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.types import Logprob
+from pilotfish.engine.types import Logprob
 from tests.engine.text.test_codec import CODEC, END
 from tests.server import fake_engine
 from tests.server.fake_engine import SHIFT, TEXT, FakeEngine, logprob_of, served
