@@ -83,11 +83,11 @@ async def test_a_required_function_is_called_and_its_result_used() -> None:
         await page.get_by_role("button", name="Insert an example").click()
         await page.get_by_label("Tool choice").select_option("get_weather")
         await say(page, "What is the weather in Oslo?")
-        call = page.locator("details", has_text="Call of get_weather")
+        call = page.locator("details", has_text="Call of get_weather").first
         await call.locator("summary").click()
-        arguments = json.loads(await call.locator("pre").inner_text())
-        assert set(arguments) >= {"city"}
-        await page.get_by_label("Result of get_weather").fill("rain, 7 degrees")
+        assert "city" in json.loads(await call.locator("pre").inner_text())
+        for field in await page.get_by_label("Result of get_weather").all():  # it may call twice
+            await field.fill("rain, 7 degrees")
         await page.get_by_role("button", name="Send results").click()
         await expect(page.get_by_role("article", name="Answer")).to_have_count(2, timeout=PATIENCE)
         assert await whole_answer(page)
