@@ -122,8 +122,11 @@ async def test_settings_are_sent_and_empty_fields_are_left_to_the_server(open_pa
         assert request.speculation.mode is SpeculationMode.OFF
         last = page.get_by_role("article", name="Answer").last
         await expect(last).to_contain_text(re.compile(r"1 token in 1 pass · .*cut at the maximum number of tokens$"))
+        models = {"data": [{"id": "fake", "default_sampling_params": {"top_p": 0.95, "min_p": 0.1}}]}
+        await page.route("**/v1/models", lambda route: route.fulfill(json=models))
         await page.reload()
         await expect(page.get_by_label("Temperature")).to_have_value("0.5")
+        await expect(page.get_by_label("Top p")).to_have_attribute("placeholder", "0.95 (default)")
 
 
 @pytest.mark.parametrize("how", ["button", "key"])
