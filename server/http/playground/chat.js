@@ -2,7 +2,7 @@
 
 import { Refused, events } from "./calls.js";
 import { Meter } from "./meter.js";
-import { $, counted, make, showError, showStatus } from "./page.js";
+import { $, make, showError, showStatus } from "./page.js";
 import { number, recall, remember, sampling, toolFields } from "./settings.js";
 import { Answer, Question, Result, figuresOf, isSent } from "./turns.js";
 
@@ -89,7 +89,6 @@ function compare() {
       if (!tokens) continue;
       meter.take(tokens);
       text += tokens.map((token) => token.text).join("");
-      showStatus(`Generating without drafts: ${counted(meter.ids.length, "token")}…`);
     }
     followed(() => last.compare({ ...figuresOf(meter), text }));
   });
