@@ -14,8 +14,8 @@ from tests.serving import serving_embedded
 
 QUESTIONS = (
     "What is the capital of France?",
-    "Write a short email that invites Anna to lunch on Friday.",
-    "Now the same email to Ben, for Saturday.",
+    "Give three tips for a good night's sleep.",
+    "Please repeat these tips.",
 )
 SIZE = {"width": 1180, "height": 900}
 
