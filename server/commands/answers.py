@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from client import Finished, Output
+from pilotfish.client import Finished, Output
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,19 +16,18 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.models import corpus
+from pilotfish.server.commands.arguments import Tokens, at_least
+from pilotfish.server.commands.progress import Progress, Stopped, TimeBudget
+from pilotfish.server.config import ServerConfig
 from pydantic import ValidationError
 
-from engine.errors import ModelError
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from models import corpus
-from server.commands.arguments import Tokens, at_least
-from server.commands.progress import Progress, Stopped, TimeBudget
-from server.config import ServerConfig
-
 if TYPE_CHECKING:
-    from engine.engine import Engine
-    from engine.llm import LLM, CompletionOutput
-    from engine.text.codec import Codec
+    from pilotfish.engine.engine import Engine
+    from pilotfish.engine.llm import LLM, CompletionOutput
+    from pilotfish.engine.text.codec import Codec
 
 ERRORS = (ValidationError, ModelError, OSError)
 WAYS = (SpeculationMode.OFF, SpeculationMode.FIXED, SpeculationMode.AUTO)
@@ -121,10 +120,10 @@ def run(arguments: Sequence[str], progress: Progress) -> tuple[str, bool]:
     budget = TimeBudget(asked.seconds)
     progress(f"loading {config.target}")
 
-    from engine.llm import LLM
-    from engine.startup import warm
-    from engine.text.codec import Codec
-    from server.model import model_name
+    from pilotfish.engine.llm import LLM
+    from pilotfish.engine.startup import warm
+    from pilotfish.engine.text.codec import Codec
+    from pilotfish.server.model import model_name
 
     engine, codec = warm.load(config.engine(), progress), Codec.load(config.target, config.revision)
     who, drafts = engine.facts.default_proposer, config.num_draft_tokens

@@ -24,8 +24,7 @@ from secrets import token_hex
 from typing import Literal
 
 from grpc import StatusCode
-
-from client import (
+from pilotfish.client import (
     Client,
     Delta,
     Event,
@@ -38,11 +37,11 @@ from client import (
     Tls,
     errors,
 )
-from client.options import SpeculationMode, Verification
-from client.terminal import VARIABLE
-from server.commands.answers import FirstDifference, first_difference, largest_gap
-from server.commands.arguments import Tokenize, Tokens, at_least, read_prompts
-from server.commands.progress import Progress, Stopped, TimeBudget
+from pilotfish.client.options import SpeculationMode, Verification
+from pilotfish.client.terminal import VARIABLE
+from pilotfish.server.commands.answers import FirstDifference, first_difference, largest_gap
+from pilotfish.server.commands.arguments import Tokenize, Tokens, at_least, read_prompts
+from pilotfish.server.commands.progress import Progress, Stopped, TimeBudget
 
 _TEXTS = (
     "def mean(values):\n    total = 0\n    for value in values:\n",
