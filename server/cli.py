@@ -73,10 +73,11 @@ def serve(arguments: list[str]) -> int:
 
     # The fork server starts first: its import of torch takes longer than everything below.
     with ForkServer() as forks:
+        from pydantic import ValidationError
+
         from pilotfish.engine.errors import ModelError
         from pilotfish.engine.machine.rank import RankInfo
         from pilotfish.server.config import ServerConfig
-        from pydantic import ValidationError
 
         try:
             config = ServerConfig.load(arguments)
@@ -105,7 +106,7 @@ def _printed(name: str, arguments: list[str]) -> int:
     errors: tuple[type[Exception], ...] = ()
     try:
         with stoppable(), Progress() as progress:
-            module = import_module(f"server.commands.{name.replace('-', '_')}")
+            module = import_module(f"pilotfish.server.commands.{name.replace('-', '_')}")
             errors = module.ERRORS
             text, is_good = module.run(arguments, progress)
     except Stopped as stop:
@@ -146,6 +147,7 @@ def _run(config: ServerConfig, forks: ForkServer) -> int:
 
     with importing():
         import uvloop
+
         from pilotfish.server.app import App
         from pilotfish.server.telemetry import logs
         from pilotfish.server.worker.remote import RemoteEngine
@@ -195,9 +197,10 @@ def _show_banner(app: App) -> None:
     if not sys.stderr.isatty():
         logger.info("ready: %s", ", ".join(f"{name} {value}" for name, value in lines))
         return
-    from pilotfish.server.telemetry.logs import CLEAR_LINE
     from rich.console import Console
     from rich.table import Table
+
+    from pilotfish.server.telemetry.logs import CLEAR_LINE
 
     sys.stderr.write(CLEAR_LINE)  # of the progress
     grid = Table.grid(padding=(0, 2))

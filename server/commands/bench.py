@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from pilotfish.models import corpus
 from pilotfish.server.commands.arguments import Tokens, at_least
 from pilotfish.server.commands.progress import Progress, Stopped, TimeBudget
 from pilotfish.server.config import ServerConfig
-from pydantic import ValidationError
 
 if TYPE_CHECKING:
     from pilotfish.engine.engine import Engine
