@@ -288,7 +288,7 @@ async def watching(server: Server, calls: Sequence[Sample], progress: Progress) 
     found: list[int] = []
 
     def look() -> None:
-        if isinstance(server, ServerProcess):
+        if not isinstance(server, RemoteServer):
             found.append(server.usage().resident)
         progress.update(len(calls), f"{sum(call.status != SERVED for call in calls)} refused or failed")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -27,6 +28,7 @@ from pilotfish.server.commands.verify import (
     company,
     default_prompts,
     settings,
+    spread,
 )
 from pilotfish.server.grpc import messages
 from pilotfish.v1 import control_pb2 as control
@@ -99,6 +101,35 @@ def test_after_three_rounds_every_answer_came_in_every_way():
         assert {(job.case.name, job.way) for job in mine} == set(product(asked, WAYS[1:]))
         assert len(asked) == sum(case.is_greedy for case in wanted) if setting.rule == "rejection" else len(wanted)
     assert {job.salt == "run" for job in rounds[0]} == {True, False}
+
+
+def test_every_beginning_covers_settings_and_ways():
+    every = settings(info(), with_rejection=True)
+    wanted = cases([(1, 2), (3, 4, 5)], 8, output((5, 6), (-1.0, -0.5)))
+    jobs = [job for number in range(3) for job in company(every, wanted, "run", number, Random(0))]
+    ordered = spread(jobs, Random(0))
+    assert sorted(map(id, ordered)) == sorted(map(id, jobs))
+    groups = set(product(every, WAYS[1:]))
+    assert {(job.setting, job.way) for job in ordered[: len(groups)]} == groups
+    for number in (100, 200):
+        counts = Counter((job.setting, job.way) for job in ordered[:number])
+        largest = {group: sum((job.setting, job.way) == group for job in jobs) for group in groups}
+        fewest = min(counts[group] for group in groups if counts[group] < largest[group])
+        assert max(counts.values()) - fewest <= 1
+
+
+async def test_a_short_time_means_fewer_answers(capsys, prompts):
+    """An answer takes about 0.02 s and more: of hundreds only some are compared, and the report says how many."""
+    async with serving(engine := Faulty(), **FEW) as server:
+        engine.step_seconds = 0.02
+        assert await verify(server, "--tokens", "16", "--company", "2", *prompts, "--seconds", "1", "--json") == 0
+        report = json.loads(capsys.readouterr().out)
+        assert 0 < report["compared"] < report["planned"]
+        assert await verify(server, "--tokens", "16", "--company", "2", *prompts, "--seconds", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("compared ")
+    assert "would be enough for all" in lines[-2]
+    assert lines[-1].startswith("All ")
 
 
 async def test_a_reproducible_server_promises_bits(capsys, prompts):
