@@ -44,21 +44,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def stopped(command: Sequence[str], seen: str, number: signal.Signals) -> Iterator[tuple[int, str, str]]:
     """Run a command, send the signal after a line with `seen`; yield its exit code and output. It leaves no process."""
     process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     assert process.stderr is not None
-    read = ""
-    while seen not in read:
-        assert select.select([process.stderr], [], [], 60)[0], f"no {seen!r} in {read!r}"
-        line = process.stderr.readline()
-        assert line, f"ended: {read}"
-        read += line
-    process.send_signal(number)
+    read = b""
     try:
+        while seen.encode() not in read:
+            assert select.select([process.stderr], [], [], 60)[0], f"no {seen!r} in {read!r}"
+            more = os.read(process.stderr.fileno(), 1 << 16)
+            assert more, f"ended: {read!r}"
+            read += more
+        process.send_signal(number)
         out, rest = process.communicate(timeout=60)
     finally:
         process.kill()
-    yield process.returncode, out, read + rest
+    yield process.returncode, out.decode(), (read + rest).decode()
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 
