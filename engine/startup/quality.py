@@ -7,7 +7,7 @@ Their next-token distributions are compared at every position.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,7 +63,7 @@ class Quality:
 
 def measure(
     config: EngineConfig,
-    texts: Seq[Seq[int]],
+    texts: Iterable[Seq[int]],
     reference: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Quality]:
@@ -81,7 +81,7 @@ def measure(
 
 def compare(
     config: EngineConfig,
-    texts: Seq[Seq[int]],
+    texts: Iterable[Seq[int]],
     wanted: Callable[[Seq[int]], Tensor],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Quality]:

@@ -97,7 +97,7 @@ def train_draft(job: TrainingJob, observer: RunObserver) -> HeadTrainer:
 def disk_bytes(job: TrainingJob) -> int:
     """About how many bytes a run keeps at most until its end: the texts' hidden states and two training states."""
     plan, described = job.text, read_config(job.engine.target, job.engine.revision).get_text_config()
-    hidden, vocab = described.hidden_size, described.vocab_size
+    hidden, vocab = int(described.hidden_size), int(described.vocab_size)
     own = min(plan.prompt_tokens, plan.prompt_tokens // 4 + 2 * len(job.opening) + 16)
     given = [min(plan.prompt_tokens, len(prompt)) for prompt in job.prompts] or [own]
     tokens = plan.texts * (sum(given) / len(given) + plan.tokens)

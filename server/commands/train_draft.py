@@ -74,7 +74,8 @@ def run(arguments: Sequence[str], progress: Progress) -> tuple[str, bool]:
     progress("reading options and prompts")
     job = job_of(arguments)
 
-    from pilotfish.engine.training.run import RunFolder, disk_bytes, train_draft
+    from pilotfish.engine.training.run import disk_bytes, train_draft
+    from pilotfish.engine.training.store import RunFolder
 
     folder = RunFolder(job.out, job.settings())
     weights, result = job.out / "model.safetensors", folder.result()

@@ -79,7 +79,7 @@ class VerifyCase:
     @property
     def cost(self) -> float:
         """The expected work, in decoded tokens; a prompt token takes a small part of that."""
-        return self.options.get("n", 1) * (self.options["max_tokens"] or 1) + len(self.prompt) / 16
+        return (self.options.get("n") or 1) * (self.options["max_tokens"] or 1) + len(self.prompt) / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,9 +423,15 @@ def _expected(
 
     The cheapest come first, and those for which there is no time are left out.
     """
-    probe: GenerateOptions = {"temperature": 0.0, "max_tokens": asked.tokens, "ignore_eos": True}
+    probe: GenerateOptions = {
+        "temperature": 0.0,
+        "max_tokens": asked.tokens,
+        "ignore_eos": True,
+        "cache_salt": run,
+        "speculation": "off",
+    }
     with budget.spending(VerifyCase("", prompts[0], probe).cost):
-        answer = client.generate(prompts[0], cache_salt=run, speculation="off", **probe).outputs[0]
+        answer = client.generate(prompts[0], **probe).outputs[0]
     wanted: list[VerifyCase] = []
     expected: Answers = {}
     every = sorted(cases(prompts, asked.tokens, answer), key=lambda case: case.cost)
