@@ -105,7 +105,8 @@ class Progress(AbstractContextManager["Progress"]):
         if self._bars is not None:
             self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, file=self._stream, flush=True)
+            self._stream.write(f"{text}\n")  # in one piece, also when a signal arrives
+            self._stream.flush()
 
     def _counted(self) -> str:
         return str(self._done) if self._total is None else f"{self._done}/{self._total}"

@@ -81,9 +81,9 @@ def run(arguments: Sequence[str], progress: Progress) -> tuple[str, bool]:
     weights, result = job.out / "model.safetensors", folder.result()
     if result is None or not weights.exists():
         size = f"about {disk_bytes(job) / 1e9:.1f} GB at most in {folder.folder}"
-        progress.note(f"disk: {size}, removed at the end; stop with Ctrl-C, and the same command resumes the run")
         shown = TrainingProgress(progress)
         try:
+            progress.note(f"disk: {size}, removed at the end; stop with Ctrl-C, and the same command resumes the run")
             trainer = train_draft(job, shown)
         except Stopped as stop:
             stop.kept = f"texts and steps so far are kept in {folder.folder}: run the same command again to resume"

@@ -83,7 +83,7 @@ CASES = [
 def test_one_sentence_and_an_exit_code(
     name: str, seen: str, number: signal.Signals, server: ServerProcess, tmp_path: Path
 ) -> None:
-    command = ("verify", server.address, "--seconds", "600") if name == "verify" else LONG[name]
+    command = ("verify", server.address, "--seconds", "20", "--tokens", "4") if name == "verify" else LONG[name]
     if name == "train-draft":
         command += ("--out", str(tmp_path / "head"))
     with stopped(["-c", PROGRAM, *command], seen, number) as (code, out, err):
