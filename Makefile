@@ -196,7 +196,7 @@ loadtest: install $(CLIENTS)/benchmarks/.installed ## Load the embedded server: 
 	$(BIN)/pilotfish serve --threads 1 --grpc-port 50061 --http-port 8061 2>build/loadtest/server.log & \
 	server=$$!; trap "kill $$server" EXIT; set -e; \
 	until $(BIN)/pilotfish health 127.0.0.1:50061 >/dev/null 2>&1; do sleep 1; kill -0 $$server; done; \
-	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --processes 2 -u $(LOAD_USERS) -r 16 -t $(LOAD_SECONDS)s \
+	$(BIN)/python -m locust -f loadtest/locustfile.py --headless --only-summary --processes 2 -u $(LOAD_USERS) -r 16 -t $(LOAD_SECONDS)s \
 		--grpc-address 127.0.0.1:50061 --host http://127.0.0.1:8061 --csv build/loadtest/locust --html build/loadtest/locust.html; \
 	HF_HUB_OFFLINE=1 $(CLIENTS)/benchmarks/bin/guidellm run --profile kind=concurrent --override profile.streams 1,4,16,64 \
 		--backend kind=openai_http,target=http://127.0.0.1:8061,model=pilotfish-embedded,request_format=/v1/completions \
