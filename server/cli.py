@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -73,6 +75,7 @@ def serve(arguments: list[str]) -> int:
 
     # The fork server starts first: its import of torch takes longer than everything below.
     with ForkServer() as forks:
+        _stop_at_once(forks)
         from pydantic import ValidationError
 
         from engine.errors import ModelError
@@ -90,6 +93,17 @@ def serve(arguments: list[str]) -> int:
             return _run(config, forks)
         forks.close()
         return _follow(config)
+
+
+def _stop_at_once(forks: ForkServer) -> None:
+    """Let SIGINT and SIGTERM end the server, until the event loop handles them."""
+
+    def stop(*_: object) -> None:
+        forks.close()
+        os._exit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
 
 
 def generate(arguments: list[str]) -> int:
@@ -171,8 +185,6 @@ def _run(config: ServerConfig, forks: ForkServer) -> int:
 
 def _follow(config: ServerConfig) -> int:
     """Run a shard of the target for the server of rank 0, without front ends, until that server ends."""
-    import signal
-
     from engine.errors import ModelError, RankLost
     from engine.startup.build import load_shard
     from server.telemetry import logs
