@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-import client
+from pilotfish import client
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-PROGRAM = "from server.cli import main; raise SystemExit(main())"
+PROGRAM = "from pilotfish.server.cli import main; raise SystemExit(main())"
 OPTIONS = ("--grpc-port", "0", "--http-port", "0", "--drain-seconds", "0.2", "--threads", "1", "--log-format", "json")
 NUM_STREAMS = 16
 SECONDS = 6.0  # for 0.1 to 1 s on two cores with other work; a process that does not end is killed after 5 s each
