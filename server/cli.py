@@ -63,10 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _problem(error: Exception) -> str:
-    """Return the message; the name of a file, which can have any length, is shortened."""
+    """Return the message, or a line per invalid option; the name of a file, which can have any length, is shortened."""
+    from pydantic import ValidationError
+
+    from pilotfish.server.config import problems
+
     if isinstance(error, OSError) and error.filename is not None:
         return f"{shown(str(error.filename))}: {error.strerror}"
-    return str(error)
+    return "\n  ".join(problems(error)) if isinstance(error, ValidationError) else str(error)
 
 
 def serve(arguments: list[str]) -> int:
@@ -80,13 +84,13 @@ def serve(arguments: list[str]) -> int:
 
         from pilotfish.engine.errors import ModelError
         from pilotfish.engine.machine.rank import RankInfo
-        from pilotfish.server.config import ServerConfig
+        from pilotfish.server.config import OptionError, ServerConfig
 
         try:
             config = ServerConfig.load(arguments)
             place = RankInfo.here()
             place.check(config.tensor_parallel_size)
-        except (ValidationError, OSError, ModelError) as error:
+        except (ValidationError, OptionError, OSError, ModelError) as error:
             print(f"pilotfish serve: {_problem(error)}", file=sys.stderr)
             return 2
         if place.leads:
@@ -115,10 +119,12 @@ def generate(arguments: list[str]) -> int:
 
 def _printed(name: str, arguments: list[str]) -> int:
     """Run a command and print the text it returns; the exit code is 0 or 1 by its result, 2 after one of `ERRORS`."""
-    module = import_module(f"server.commands.{name.replace('-', '_')}")
+    from pilotfish.server.config import OptionError
+
+    module = import_module(f"pilotfish.server.commands.{name.replace('-', '_')}")
     try:
         text, is_good = module.run(arguments, _progress)
-    except module.ERRORS as error:
+    except (OptionError, *module.ERRORS) as error:
         print(f"pilotfish {name}: {_problem(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -203,15 +209,15 @@ def _follow(config: ServerConfig) -> int:
 
 
 def _show_banner(app: App) -> None:
-    """Show addresses and models: as a table on a terminal, else as one log line."""
+    """Show addresses and models: as a table on a terminal, else as one log record."""
+    from pilotfish.server.telemetry.logs import CLEAR_LINE, is_json
+
     lines = banner(app)
-    if not sys.stderr.isatty():
-        logger.info("ready: %s", ", ".join(f"{name} {value}" for name, value in lines))
+    if is_json(app.config.log_format) or not sys.stderr.isatty():
+        logger.info("ready", extra={"fields": {name.lower().replace("/", ""): value for name, value in lines}})
         return
     from rich.console import Console
     from rich.table import Table
-
-    from pilotfish.server.telemetry.logs import CLEAR_LINE
 
     sys.stderr.write(CLEAR_LINE)  # of the progress
     grid = Table.grid(padding=(0, 2))

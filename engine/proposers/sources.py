@@ -25,6 +25,7 @@ KINDS = {
     "model": "draft models", "self": "first layers of the target", "medusa": "Medusa heads", "eagle": "EAGLE heads",
     "dflash": "DFlash drafts", "uno": "Uno adapters", "mtp": "MTP layers of the target",
 }  # fmt: skip
+_WITHOUT_ENTRY = ("none", "ngram", "suffix")
 _SELF = re.compile(r"self(?::(?P<layers>[0-9]+))?")
 _NEVER_SHARDED = {"self": "draws from whole layers", "uno": "is an adapter, and adapters cannot be sharded"}
 _EAGLE_TENSORS = ("d2t", "fc.weight", "fusion_fc.weight")  # EAGLE's authors keep the config of a Llama
@@ -46,7 +47,8 @@ def draft_sources(config: EngineConfig) -> dict[str, DraftSource]:
     """All entries by the name of their proposer, in the order of `KINDS`.
 
     Raises:
-        ModelError: an entry cannot draft, two are of one kind, or one cannot draft for a target in shards.
+        ModelError: an entry cannot draft, two are of one kind, one cannot draft for a target in shards, or the default
+            proposer has no entry.
     """
     found = dict[str, DraftSource]()
     for entry in config.draft:
@@ -60,6 +62,9 @@ def draft_sources(config: EngineConfig) -> dict[str, DraftSource]:
             raise ModelError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}; draft {entry!r} {_NEVER_SHARDED[source.kind]}"
             )
+    names = (*_WITHOUT_ENTRY, *(kind for kind in KINDS if kind in found), *(["auto"] if found else []))
+    if config.proposer is not None and config.proposer not in names:
+        raise ModelError(f"proposer is {config.proposer!r}; available: {', '.join(names)}")
     return {kind: found[kind] for kind in KINDS if kind in found}
 
 

@@ -224,8 +224,6 @@ def assemble(
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     trained = (*models, *heads)
     proposers = Proposers(by_name, runner.vocab_size, (*trained, "suffix") if trained else ())
-    if config.proposer is not None and config.proposer not in proposers.names:
-        raise ModelError(f"proposer is {config.proposer!r}; available: {', '.join(proposers.names)}")
     longest, borders = memory.longest, [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, longest, end_tokens(target), *borders)
     mine = runners.get("model") if vocab is None and "model" not in {*extra_proposers, *wrappers} else None

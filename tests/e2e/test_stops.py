@@ -73,7 +73,7 @@ def read(address: str, begun: threading.Semaphore) -> None:
 
 def test_a_stop_under_streams_ends_the_engine_and_its_standby(tmp_path):
     server = Server(tmp_path / "log", "--standby")
-    address = server.until(r"gRPC ([\d.:]+),")[1]
+    address = server.until(r'"grpc": "([\d.:]+)"')[1]
     begun = threading.Semaphore(0)
     readers = [threading.Thread(target=read, args=[address, begun]) for _ in range(NUM_STREAMS)]
     for reader in readers:
@@ -93,7 +93,7 @@ def test_ctrl_c_while_it_loads(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["allocating", "warming up", "ready: "])
+@pytest.mark.parametrize("moment", ["allocating", "warming up", "ready"])
 def test_ctrl_c_at_later_moments(moment, tmp_path):
     server = Server(tmp_path / "log")
     server.until(moment)
