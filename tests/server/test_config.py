@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
@@ -13,7 +14,8 @@ from pydantic import ValidationError
 from pilotfish.engine.config import EngineConfig
 from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from pilotfish.server import cli, version
-from pilotfish.server.config import ServerConfig
+from pilotfish.server.config import ChatFormatName, ServerConfig
+from pilotfish.server.formats.detect import FORMATS
 from pilotfish.server.telemetry import kv_events, tracing
 
 
@@ -182,7 +184,7 @@ MISTAKES = {
     "weights": "'int3'; expected 'native'",
     "device": "'tpu'; expected 'auto', 'cpu' or 'cuda'",
     "speculation": "'maybe'; expected 'auto', 'off' or 'fixed'",
-    "chat_format": "'xml'; expected plain, hermes",
+    "chat_format": "'xml'; expected 'plain', 'hermes'",
 }
 
 
@@ -197,6 +199,10 @@ def test_wrong_names_are_refused_before_anything_is_loaded(command) -> None:
     assert done.returncode == 2, done.stderr
     for name, said in MISTAKES.items():
         assert f"{name} is {said}" in done.stderr
+
+
+def test_the_chat_formats_are_those_of_the_option() -> None:
+    assert set(get_args(ChatFormatName)) == FORMATS.keys()
 
 
 def test_a_key_of_the_file_that_is_not_an_option_is_refused_with_a_similar_one(tmp_path, capsys) -> None:
