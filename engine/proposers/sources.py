@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +48,7 @@ def draft_sources(config: EngineConfig) -> dict[str, DraftSource]:
     """All entries by the name of their proposer, in the order of `KINDS`.
 
     Raises:
-        ModelError: an entry cannot draft, two are of one kind, one cannot draft for a target in shards, or the default
-            proposer has no entry.
+        ModelError: an entry cannot draft, two are of one kind, or one cannot draft for a target in shards.
     """
     found = dict[str, DraftSource]()
     for entry in config.draft:
@@ -62,10 +62,14 @@ def draft_sources(config: EngineConfig) -> dict[str, DraftSource]:
             raise ModelError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}; draft {entry!r} {_NEVER_SHARDED[source.kind]}"
             )
-    names = (*_WITHOUT_ENTRY, *(kind for kind in KINDS if kind in found), *(["auto"] if found else []))
+    return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def check_proposer(config: EngineConfig, sources: Mapping[str, DraftSource]) -> None:
+    """Check before anything is loaded that the default proposer will be available. Raises ModelError."""
+    names = (*_WITHOUT_ENTRY, *sources, *(["auto"] if sources else []))
     if config.proposer is not None and config.proposer not in names:
         raise ModelError(f"proposer is {config.proposer!r}; available: {', '.join(names)}")
-    return {kind: found[kind] for kind in KINDS if kind in found}
 
 
 def recognise(entry: str) -> DraftSource:

@@ -37,7 +37,7 @@ from pilotfish.engine.parallel import Ranks, ShardedRunner, worker_loop
 from pilotfish.engine.proposers import Proposer, Proposers
 from pilotfish.engine.proposers.heads import load_heads
 from pilotfish.engine.proposers.heads.base import Head, HeadContext
-from pilotfish.engine.proposers.sources import DraftSource, draft_sources
+from pilotfish.engine.proposers.sources import DraftSource, check_proposer, draft_sources
 from pilotfish.engine.proposers.vocab import VocabMap
 from pilotfish.engine.request.intake import Limits
 from pilotfish.engine.scheduler import Scheduler
@@ -73,6 +73,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
         load_shard(config, progress)()
         raise SystemExit(0)
     device, sources = pick_device(config.device), draft_sources(config)
+    check_proposer(config, sources)
     _check_reproducible(config, device)
     target, ranks = _load_target(config, device, progress)
     draft = vocab = None
