@@ -11,7 +11,16 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from pilotfish.engine.choices import ADAPTER_NAME, AttentionKind, Device, DType, KVType, Loop, Weights
+from pilotfish.engine.choices import (
+    ADAPTER_NAME,
+    AttentionKind,
+    Device,
+    DType,
+    KVType,
+    Loop,
+    ProposerName,
+    Weights,
+)
 from pilotfish.engine.errors import shown
 from pilotfish.engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
 
@@ -32,8 +41,13 @@ def _as_text(name: Any) -> Any:
 
 
 def _as_tuple(value: Any) -> Any:
-    """One name is a tuple of one, and None an empty tuple."""
-    return () if value is None else (value,) if isinstance(value, str | os.PathLike) else value
+    """One name is a tuple of one; None and the word none are an empty tuple."""
+    names = () if value is None else (value,) if isinstance(value, str | os.PathLike) else value
+    if not isinstance(names, list | tuple) or "none" not in names:
+        return names
+    if len(names) > 1:
+        raise ValueError("has none beside other drafts")
+    return ()
 
 
 AdapterName = Annotated[str, StringConstraints(pattern=ADAPTER_NAME)]
@@ -116,11 +130,11 @@ class EngineConfig(Bounds):
     draft: ModelNames = ()
     """Draft source; repeatable: a folder, GGUF file or hub id (@REVISION pins it) of a draft model, Medusa heads, an
     EAGLE head, a DFlash draft or a Uno adapter; or a part of the target: mtp (its multi-token prediction layer), self:N
-    (its first N layers; self: a third). Default: n-gram drafts only."""
+    (its first N layers; self: a third). none: n-gram drafts only, the default with a MODEL."""
     draft_weights: Weights | None = None
     """Weight format of the draft model; default: that of the target."""
-    proposer: str | None = None
-    """Default proposer: auto, a loaded draft (model, self, eagle, mtp, dflash, uno or medusa), suffix, ngram or none;
+    proposer: ProposerName | None = None
+    """Default proposer: auto, that of a draft (model, self, eagle, mtp, dflash, uno or medusa), suffix, ngram or none;
     default: auto with a draft, else ngram."""
     num_draft_tokens: int = Field(8, ge=0, le=MAX_NUM_DRAFT)
     """Maximum number of drafts per sequence and step (K)."""

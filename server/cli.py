@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -61,10 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _problem(error: Exception) -> str:
-    """Return the message; the name of a file, which can have any length, is shortened."""
+    """Return the message, or a line per invalid option; the name of a file, which can have any length, is shortened."""
+    from pydantic import ValidationError
+
+    from pilotfish.server.config import problems
+
     if isinstance(error, OSError) and error.filename is not None:
         return f"{shown(str(error.filename))}: {error.strerror}"
-    return str(error)
+    return "\n  ".join(problems(error)) if isinstance(error, ValidationError) else str(error)
 
 
 def serve(arguments: list[str]) -> int:
@@ -73,23 +79,35 @@ def serve(arguments: list[str]) -> int:
 
     # The fork server starts first: its import of torch takes longer than everything below.
     with ForkServer() as forks:
+        _stop_at_once(forks)
         from pydantic import ValidationError
 
         from pilotfish.engine.errors import ModelError
         from pilotfish.engine.machine.rank import RankInfo
-        from pilotfish.server.config import ServerConfig
+        from pilotfish.server.config import OptionError, ServerConfig
 
         try:
             config = ServerConfig.load(arguments)
             place = RankInfo.here()
             place.check(config.tensor_parallel_size)
-        except (ValidationError, OSError, ModelError) as error:
+        except (ValidationError, OptionError, OSError, ModelError) as error:
             print(f"pilotfish serve: {_problem(error)}", file=sys.stderr)
             return 2
         if place.leads:
             return _run(config, forks)
         forks.close()
         return _follow(config)
+
+
+def _stop_at_once(forks: ForkServer) -> None:
+    """Let SIGINT and SIGTERM end the server, until the event loop handles them."""
+
+    def stop(*_: object) -> None:
+        forks.close()
+        os._exit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
 
 
 def generate(arguments: list[str]) -> int:
@@ -106,8 +124,10 @@ def _printed(name: str, arguments: list[str]) -> int:
     errors: tuple[type[Exception], ...] = ()
     try:
         with stoppable(), Progress() as progress:
+            from pilotfish.server.config import OptionError
+
             module = import_module(f"pilotfish.server.commands.{name.replace('-', '_')}")
-            errors = module.ERRORS
+            errors = (OptionError, *module.ERRORS)
             text, is_good = module.run(arguments, progress)
     except Stopped as stop:
         if stop.report:
@@ -172,8 +192,6 @@ def _run(config: ServerConfig, forks: ForkServer) -> int:
 
 def _follow(config: ServerConfig) -> int:
     """Run a shard of the target for the server of rank 0, without front ends, until that server ends."""
-    import signal
-
     from pilotfish.engine.errors import ModelError, RankLost
     from pilotfish.engine.startup.build import load_shard
     from pilotfish.server.telemetry import logs
@@ -192,15 +210,15 @@ def _follow(config: ServerConfig) -> int:
 
 
 def _show_banner(app: App) -> None:
-    """Show addresses and models: as a table on a terminal, else as one log line."""
+    """Show addresses and models: as a table on a terminal, else as one log record."""
+    from pilotfish.server.telemetry.logs import CLEAR_LINE, is_json
+
     lines = banner(app)
-    if not sys.stderr.isatty():
-        logger.info("ready: %s", ", ".join(f"{name} {value}" for name, value in lines))
+    if is_json(app.config.log_format) or not sys.stderr.isatty():
+        logger.info("ready", extra={"fields": {name.lower().replace("/", ""): value for name, value in lines}})
         return
     from rich.console import Console
     from rich.table import Table
-
-    from pilotfish.server.telemetry.logs import CLEAR_LINE
 
     sys.stderr.write(CLEAR_LINE)  # of the progress
     grid = Table.grid(padding=(0, 2))

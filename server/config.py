@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import Action, ArgumentParser, Namespace, _ArgumentGroup
-from collections.abc import Callable, Sequence
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _ArgumentGroup
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from tomllib import TOMLDecodeError
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -19,14 +21,17 @@ from pydantic_settings import (
     EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
     YamlConfigSettingsSource,
 )
 
 from pilotfish.engine.config import EngineConfig, ModelName, can_be_opened
+from pilotfish.engine.errors import shown
 from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
+ChatFormatName = Literal["plain", "hermes", "qwen_coder", "glm", "llama", "mistral", "gemma", "deepseek", "harmony"]
 FileName = Annotated[Path, AfterValidator(can_be_opened)]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # The draft sources of the embedded target. Together they load in less than a second.
@@ -34,6 +39,8 @@ _EMBEDDED = (str(embedded_draft()), str(embedded_medusa()), str(embedded_eagle()
 # Groups of `--help`, by the first option of each group.
 _GROUPS = {
     "config": "general",
+    "playground": "network and TLS",
+    "log_format": "observability",
     "target": "model",
     "revision": "model",
     "chat_format": "model",
@@ -47,8 +54,19 @@ _GROUPS = {
     "tracing": "observability",
 }
 
-_METAVARS = {"tuple[str,...]": "PATH", "dict[str,str]": "NAME=FOLDER"}
-_NO_DEFAULT = re.compile(r" \(default(: null|: |: \(\)| factory: dict)\)$")
+_OF_COMMANDS = ("general", "model", "drafting", "batching and memory")  # groups that matter to other commands
+_METAVARS = {
+    "tuple[str,...]": "PATH",
+    "dict[str,str]": "NAME=FOLDER",
+    "Path": "PATH",
+    "int": "N",
+    "float": "X",
+    "str": "NAME",
+}
+_DEFAULT = re.compile(r" \(default(?: factory)?: (.*)\)$")
+_NO_DEFAULTS = ("null", "", "()", "dict")
+_SWITCHES = {"True": "on", "False": "off"}
+_USAGE = "%(prog)s [MODEL] [OPTIONS]"
 
 
 class _Variables(EnvSettingsSource):
@@ -60,20 +78,52 @@ class _Variables(EnvSettingsSource):
         return super().decode_complex_value(field_name, field, value)
 
 
-def _in_groups() -> Callable[..., Action]:
-    """Return `add_argument` of a parser whose `--help` has the options in groups."""
+def _in_groups(shown_groups: Collection[str] | None) -> Callable[..., Action]:
+    """Return `add_argument` of a parser whose `--help` has the options in groups, or in some, without a usage line."""
     groups, group = dict[str, _ArgumentGroup](), "general"
 
     def add_argument(parser: ArgumentParser, *flags: str, **kwargs: Any) -> Action:
         nonlocal group
+        parser.usage = _USAGE if shown_groups is None else SUPPRESS
         groups.update({title: parser.add_argument_group(title) for title in _GROUPS.values() if title not in groups})
         group = _GROUPS.get(flags[0].removeprefix("--").replace("-", "_"), group)
-        kwargs["help"] = _NO_DEFAULT.sub("", kwargs["help"])
-        if kwargs.get("metavar") in _METAVARS:
-            kwargs["metavar"] = _METAVARS[kwargs["metavar"]]
+        metavar = kwargs.get("metavar", "")
+        kwargs["help"] = _DEFAULT.sub(lambda found: _shown_default(found[1]), kwargs["help"])
+        if shown_groups is not None and group not in shown_groups:
+            kwargs["help"] = SUPPRESS
+        if metavar:
+            kwargs["metavar"] = "MODEL" if metavar == "TARGET" else _METAVARS.get(metavar, metavar)
+        if metavar.isupper() and metavar.startswith("{"):  # the names of an enumeration
+            kwargs["metavar"] = metavar.lower()
         return groups[group].add_argument(*flags, **kwargs)
 
     return add_argument
+
+
+def _shown_default(value: str) -> str:
+    if value in _NO_DEFAULTS:
+        return ""
+    return f" (default: {_SWITCHES.get(value, value.lower())})"
+
+
+class OptionError(ValueError):
+    """Expected: a flag, a variable or the configuration file cannot be parsed."""
+
+
+def problems(error: ValidationError) -> list[str]:
+    """Return a line per invalid option: its name, its value, and what is expected."""
+    found = error.errors()
+    return [_problem(one["type"], ".".join(map(str, one["loc"])), one["input"], one["msg"]) for one in found]
+
+
+def _problem(kind: str, name: str, value: Any, message: str) -> str:
+    if kind == "extra_forbidden":
+        similar = get_close_matches(name, ServerConfig.model_fields, 1)
+        return f"there is no option {name}" + "".join(f"; did you mean {other}?" for other in similar)
+    if kind == "value_error":
+        message = message.removeprefix("Value error, ")
+        return message if not name else f"{name} {message}" if message.startswith("is ") else f"{name}: {message}"
+    return f"{name} is {shown(str(value))}; {message.replace('Input should be', 'expected')}"
 
 
 class ServerConfig(BaseSettings, EngineConfig):
@@ -96,9 +146,9 @@ class ServerConfig(BaseSettings, EngineConfig):
     playground: bool = True
     """Serve a page at / that shows tokens as they stream."""
     log_format: LogFormat = "auto"
-    """Log format; auto: text on a terminal, else json."""
+    """Log format; auto: text on a terminal (in colour, unless NO_COLOR is set), else json."""
 
-    chat_format: str | None = None
+    chat_format: ChatFormatName | None = None
     """Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, harmony or plain;
     default: detected from the chat template."""
     adapter_root: FileName | None = None
@@ -208,14 +258,29 @@ class ServerConfig(BaseSettings, EngineConfig):
         return init_settings, _Variables(settings_cls), *files
 
     @classmethod
-    def load(cls, arguments: Sequence[str]) -> Self:
-        """Read flags, variables and the file named by `config`, in this order of precedence."""
-        flags: CliSettingsSource[Any] = CliSettingsSource(
-            cls, cli_parse_args=list(arguments), add_argument_method=_in_groups()
-        )
-        path = flags().get("config") or os.environ.get("PILOTFISH_CONFIG")
-        if not path:
-            return CliApp.run(cls, list(arguments), flags)
+    def load(cls, arguments: Sequence[str], shown_groups: Collection[str] | None = None) -> Self:
+        """Read flags, variables and the file named by `config`, in this order of precedence.
+
+        `--help` shows all options, or those of `shown_groups`.
+
+        Raises:
+            ValidationError: an option is unknown or invalid (`problems`).
+            OptionError: a flag, a variable or the file cannot be parsed.
+            OSError: the file cannot be read.
+        """
+        try:
+            flags: CliSettingsSource[Any] = CliSettingsSource(
+                cls, cli_parse_args=list(arguments), add_argument_method=_in_groups(shown_groups)
+            )
+            path = flags().get("config") or os.environ.get("PILOTFISH_CONFIG")
+            return cls._load_file(path, arguments, flags) if path else CliApp.run(cls, list(arguments), flags)
+        except SettingsError as error:
+            raise OptionError(str(error)) from error
+
+    @classmethod
+    def _load_file(cls, path: str, arguments: Sequence[str], flags: CliSettingsSource[Any]) -> Self:
+        from yaml import YAMLError  # type: ignore[import-untyped]
+
         try:
             can_be_opened(Path(path))
         except ValueError as error:
@@ -227,22 +292,37 @@ class ServerConfig(BaseSettings, EngineConfig):
         class WithFile(cls):  # type: ignore[valid-type, misc]
             model_config = SettingsConfigDict(toml_file=path) if is_toml else SettingsConfigDict(yaml_file=path)
 
-        return CliApp.run(WithFile, list(arguments), flags)
+        try:
+            return CliApp.run(WithFile, list(arguments), flags)
+        except (TOMLDecodeError, YAMLError) as error:
+            raise OptionError(f"{path}: {error}") from error
 
     @classmethod
     def load_with(
         cls, command: str, about: str, own: dict[str, dict[str, Any]], arguments: Sequence[str]
     ) -> tuple[Namespace, Self]:
-        """Read a command's own options (`own`: name to argparse arguments) and those of the server."""
-        parser = ArgumentParser(add_help=False, allow_abbrev=False)
+        """Read a command's own options (`own`: name to argparse arguments) and those of the server.
+
+        `--help` shows its own ones, then the engine's; `--help-all` shows all.
+        """
+        parser = ArgumentParser(
+            f"pilotfish {command}", _USAGE, about, add_help=False, allow_abbrev=False,
+            formatter_class=RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        group = parser.add_argument_group(f"options of {command}")
         for name, settings in own.items():
-            parser.add_argument(f"--{name}", **settings)
-        mine, others = parser.parse_known_args(arguments)
+            group.add_argument(f"--{name}", **settings)
+        group.add_argument("--help-all", action="store_true", help="show all options of `pilotfish serve`, too")
 
         class CommandConfig(cls):  # type: ignore[valid-type, misc]
-            __doc__ = about
-            model_config = SettingsConfigDict(cli_prog_name=f"pilotfish {command}")
+            __doc__ = None
+            model_config = SettingsConfigDict(cli_prog_name=parser.prog)
 
+        if {"-h", "--help", "--help-all"} & set(arguments):
+            parser.epilog = " "  # an empty line
+            parser.print_help()
+            CommandConfig.load(["--help"], _GROUPS.values() if "--help-all" in arguments else _OF_COMMANDS)
+        mine, others = parser.parse_known_args(arguments)
         return mine, CommandConfig.load(others)
 
     def engine(self) -> EngineConfig:

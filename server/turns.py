@@ -173,13 +173,13 @@ class Estimates:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of drafted tokens that were accepted in recent steps; None before the first draft."""
-        return self._accepted / self._drafted if self._drafted else None
+        """Share of drafted tokens that were accepted in recent steps, rounded; None before the first draft."""
+        return round(self._accepted / self._drafted, 4) if self._drafted else None
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens per round in recent steps; None before the first round."""
-        return 1 + self._accepted / self._rounds if self._rounds else None
+        """Tokens per round in recent steps, rounded; None before the first round."""
+        return round(1 + self._accepted / self._rounds, 4) if self._rounds else None
 
     def end(self, timeline: Timeline) -> None:
         """Include the service time of a request that has ended, if it had started."""

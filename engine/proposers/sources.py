@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ KINDS = {
     "model": "draft models", "self": "first layers of the target", "medusa": "Medusa heads", "eagle": "EAGLE heads",
     "dflash": "DFlash drafts", "uno": "Uno adapters", "mtp": "MTP layers of the target",
 }  # fmt: skip
+_WITHOUT_ENTRY = ("none", "ngram", "suffix")
 _SELF = re.compile(r"self(?::(?P<layers>[0-9]+))?")
 _NEVER_SHARDED = {"self": "draws from whole layers", "uno": "is an adapter, and adapters cannot be sharded"}
 _EAGLE_TENSORS = ("d2t", "fc.weight", "fusion_fc.weight")  # EAGLE's authors keep the config of a Llama
@@ -61,6 +63,13 @@ def draft_sources(config: EngineConfig) -> dict[str, DraftSource]:
                 f"tensor_parallel_size is {config.tensor_parallel_size}; draft {entry!r} {_NEVER_SHARDED[source.kind]}"
             )
     return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def check_proposer(config: EngineConfig, sources: Mapping[str, DraftSource]) -> None:
+    """Check before anything is loaded that the default proposer will be available. Raises ModelError."""
+    names = (*_WITHOUT_ENTRY, *sources, *(["auto"] if sources else []))
+    if config.proposer is not None and config.proposer not in names:
+        raise ModelError(f"proposer is {config.proposer!r}; available: {', '.join(names)}")
 
 
 def recognise(entry: str) -> DraftSource:

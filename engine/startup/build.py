@@ -37,7 +37,7 @@ from pilotfish.engine.parallel import Ranks, ShardedRunner, worker_loop
 from pilotfish.engine.proposers import Proposer, Proposers
 from pilotfish.engine.proposers.heads import load_heads
 from pilotfish.engine.proposers.heads.base import Head, HeadContext
-from pilotfish.engine.proposers.sources import DraftSource, draft_sources
+from pilotfish.engine.proposers.sources import DraftSource, check_proposer, draft_sources
 from pilotfish.engine.proposers.vocab import VocabMap
 from pilotfish.engine.request.intake import Limits
 from pilotfish.engine.scheduler import Scheduler
@@ -73,6 +73,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
         load_shard(config, progress)()
         raise SystemExit(0)
     device, sources = pick_device(config.device), draft_sources(config)
+    check_proposer(config, sources)
     _check_reproducible(config, device)
     target, ranks = _load_target(config, device, progress)
     draft = vocab = None
@@ -224,8 +225,6 @@ def assemble(
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     trained = (*models, *heads)
     proposers = Proposers(by_name, runner.vocab_size, (*trained, "suffix") if trained else ())
-    if config.proposer is not None and config.proposer not in proposers.names:
-        raise ModelError(f"proposer is {config.proposer!r}; available: {', '.join(proposers.names)}")
     longest, borders = memory.longest, [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, longest, end_tokens(target), *borders)
     mine = runners.get("model") if vocab is None and "model" not in {*extra_proposers, *wrappers} else None

@@ -34,7 +34,7 @@ from pilotfish.engine.model.published.methods import read_weights, without_quant
 from pilotfish.engine.model.text_part import names_in_whole
 from pilotfish.engine.native import instructions
 from pilotfish.engine.params import SpeculationMode
-from pilotfish.engine.proposers.sources import DraftSource, draft_sources
+from pilotfish.engine.proposers.sources import DraftSource, check_proposer, draft_sources
 from pilotfish.engine.proposers.vocab import DraftVocabulary, VocabMap
 from pilotfish.engine.startup import warm
 from pilotfish.engine.startup.build import max_model_len, pages_within, pick_device
@@ -187,6 +187,7 @@ def check(config: EngineConfig, *, load: bool = True) -> CheckReport:
     sources, draft = dict[str, DraftSource](), None
     with collected_problems(report):
         sources = draft_sources(config)
+        check_proposer(config, sources)
     if (source := sources.get("model")) is not None:
         weights = config.draft_weights or config.weights
         whole = config.model_copy(update={"tensor_parallel_size": 1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -18,16 +18,19 @@ if TYPE_CHECKING:
 ERRORS = (ValidationError, OSError)
 
 
-_ABOUT = """Check whether this machine can serve a model. Accepts the options, variables and file of `pilotfish serve`.
+_ABOUT = (
+    """Check whether this machine can serve a model. Accepts the options, variables and file of `pilotfish serve`."""
+)
 
-Also: --no-load (read only the config files), and --json (print JSON).
-"""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no-load": {"action": "store_true", "help": "read only config files and headers"},
+    "json": {"action": "store_true", "help": "print JSON"},
+}
 
 
 def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str, bool]:
     """Return the report as text, and whether the model can be served."""
-    flag = {"action": "store_true"}
-    asked, config = ServerConfig.load_with("check", _ABOUT, {"no-load": flag, "json": flag}, arguments)
+    asked, config = ServerConfig.load_with("check", _ABOUT, OPTIONS, arguments)
     progress(f"checking {config.target}")
 
     from pilotfish.engine.startup.check import check, collected_problems

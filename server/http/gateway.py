@@ -195,7 +195,7 @@ def _vitals(driver: Driver) -> dict[str, Any]:
         "num_draft_tokens": engine.config.num_draft_tokens,
         "acceptance_rate": estimates.acceptance_rate,
         "acceptance_length": estimates.acceptance_length,
-        "spec_gain": engine.load.spec_gain,
+        "spec_gain": round(engine.load.spec_gain, 4),
         "running": engine.load.num_running,
         "waiting": engine.load.num_waiting + len(driver.queue),
     }

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
@@ -74,11 +73,12 @@ _Received: TypeAlias = wire.Message | _Compiling | Exception
 class Link:
     """The engine's end of the socket. Its calls block, except `receive` with a time limit; any thread may `send`.
 
-    `received` has what `receive` will yield, or raise; any thread may add to it.
+    `received` has what `receive` will yield, or raise; any thread may add to it. `at_end` is called when the front-end
+    process has closed the connection, on the thread that reads.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket, self._frames = sock, wire.Frames(wire.MOST_ORDER_BYTES)
+    def __init__(self, sock: socket.socket, at_end: Callable[[], None] = lambda: None) -> None:
+        self._socket, self._frames, self._at_end = sock, wire.Frames(wire.MOST_ORDER_BYTES), at_end
         self.received: SimpleQueue[_Received] = SimpleQueue()
         self._sending = threading.Lock()
 
@@ -102,6 +102,8 @@ class Link:
                     self.received.put(message)
         except Exception as error:  # noqa: BLE001  # re-raised on the thread that steps
             self.received.put(error)
+            if isinstance(error, FrontEndGone):
+                self._at_end()
 
     def _read(self) -> Iterator[wire.Message]:
         """Yield messages. Raises FrontEndGone when the connection is closed, or WireError."""
@@ -139,6 +141,7 @@ class EngineServer:
     """Executes orders of the front ends on the engine, turn by turn, and reports the results."""
 
     def __init__(self, link: Link, engine: Engine, structures: Structures, start: wire.Start) -> None:
+        """`link` listens already."""
         self._watches_cache, self._is_successor = start.watches_cache, start.is_successor
         if self._watches_cache:
             engine.pages.watch()
@@ -150,7 +153,6 @@ class EngineServer:
         self._events: list[TokenEvent] = []  # not sent yet
         self._has_idle_work = True  # whether the engine may have deferred work
         self._is_calm = False  # whether no order has arrived for a while
-        link.listen(lambda asked: structures.answer(asked, link.send))
 
     def turn(self) -> None:
         """Execute the orders that have arrived, report their results, and run a step if there is work.
@@ -391,6 +393,8 @@ def serve(link: Link, load: LoadEngine, make_compiler: MakeCompiler = compiler_o
     start = link.first()
     logs.configure(start.log_format)
     config = EngineConfig.model_validate_json(start.config)
+    structures = Structures(lambda: make_compiler(engine, config))  # the first is compiled after the load
+    link.listen(lambda asked: structures.answer(asked, link.send))
     try:
         engine = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
     except ModelError as error:
@@ -398,7 +402,7 @@ def serve(link: Link, load: LoadEngine, make_compiler: MakeCompiler = compiler_o
         return
     settle()
     adapters = {name: adapter.fingerprint for name, adapter in engine.adapters.items()}
-    server = EngineServer(link, engine, Structures(partial(make_compiler, engine, config)), start)
+    server = EngineServer(link, engine, structures, start)
     link.send(wire.Ready(engine.facts, engine.load, adapters))
     while True:
         server.turn()
@@ -414,12 +418,14 @@ def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool 
 def main(load: LoadEngine = load_engine, make_compiler: MakeCompiler = compiler_of) -> None:
     """Run the process; its only argument is the number of an open socket. Never returns.
 
-    The fork server has set the signal handlers of this process and that it ends with its parent.
+    The fork server has blocked SIGINT and SIGTERM in this process, and set that it ends with its parent.
     """
     code = 1
-    link = Link(socket.socket(fileno=int(sys.argv[1])))  # stays open: when it closes, the status is set
+    # Stays open: when it closes, the status is set. At its end, nothing waits for a load, a step or a compilation.
+    link = Link(socket.socket(fileno=int(sys.argv[1])), at_end=lambda: os._exit(0))
     try:
         serve(link, load, make_compiler)
+        code = 0  # the model was refused
     except FrontEndGone:
         code = 0
     except wire.WireError as error:

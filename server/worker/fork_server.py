@@ -2,7 +2,8 @@
 
 Importing torch and transformers takes seconds and 290 MB. Forked processes share both, so another engine costs only a
 fork. The fork server runs on one thread, computes nothing and loads no model. It is a child of the front-end process
-and ends with it; the engines are its children and end with it.
+and ends with it; the engines are its children and end with it. Each ends by itself when its socket is closed. The
+kernel kills it if its parent has ended before.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +31,13 @@ from pilotfish.server.worker.garbage import importing, share_one_heap
 ENGINE = "from pilotfish.server.worker.engine_process import main; main()"
 AHEAD = ("pilotfish.server.worker.engine_process", "pilotfish.engine.startup.warm", "pilotfish.engine.text.guided")
 ANSWER_SECONDS = 10.0  # a fork takes a few milliseconds, longer on a busy machine
-_FORK, _END = b"fork", b"end "  # `end` is followed by the number of the process
+END_SECONDS = 5.0  # for a process to end by itself; then it is killed
+_POLL_SECONDS = 0.002
+_FORK, _STATUS = b"fork", b"stat"  # `stat` is followed by the number of the process
 _NUMBER_BYTES = 8
+_RUNNING = 1 << 32  # the status of a live process; no exit status
+
+logger = logging.getLogger(__name__)
 
 
 class ForkServerGone(ConnectionError):
@@ -50,11 +58,27 @@ class Forked:
         if self.returncode is None and self.server.is_alive:
             os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self) -> int:
-        """Kill the process and wait for its end; return its exit status, or minus the number of its signal."""
-        if self.returncode is None:
-            self.returncode = self.server.end(self.pid)
+    def wait(self, seconds: float = END_SECONDS) -> int:
+        """Wait until the process, whose socket is closed, has ended by itself; kill it after `seconds`.
+
+        Returns its exit status, or minus the number of its signal.
+        """
+        if not self._has_ended(seconds):
+            logger.warning("process %d has not ended within %g s and is killed (SIGKILL)", self.pid, seconds)
+            self.kill()
+            if not self._has_ended(ANSWER_SECONDS):  # for example inside a device driver
+                self.returncode = -signal.SIGKILL
+        assert self.returncode is not None, "has ended"
         return self.returncode
+
+    def _has_ended(self, seconds: float) -> bool:
+        """Wait for at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self.returncode is None and time.monotonic() < deadline:
+            self.returncode = self.server.status(self.pid)
+            if self.returncode is None:
+                time.sleep(_POLL_SECONDS)
+        return self.returncode is not None
 
 
 class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
@@ -74,13 +98,19 @@ class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
         self._socket, theirs = socket.socketpair()
         # `torch.cuda.is_available` may not initialise CUDA in a process that forks.
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603  # our own program
-                [sys.executable, "-P", "-c", program, str(theirs.fileno())],
-                env=os.environ | variables,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+        # Terminals and service managers send these signals to the whole process group. The front-end process handles
+        # them; they stay blocked in the fork server and in what it forks.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            with theirs:
+                self._process = subprocess.Popen(  # noqa: S603  # our own program
+                    [sys.executable, "-P", "-c", program, str(theirs.fileno())],
+                    env=os.environ | variables,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -110,17 +140,25 @@ class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
             raise EngineCrashed(f"no process could be forked: {os.strerror(-pid)}")
         return Forked(self, pid, ours)
 
-    def end(self, pid: int) -> int:
-        """Kill a forked process, wait for its end and return its status."""
+    def status(self, pid: int) -> int | None:
+        """Return the exit status of a forked process, or minus the number of its signal; None while it runs."""
         try:
-            return self._ask(_END + pid.to_bytes(_NUMBER_BYTES, "big"))
+            status = self._ask(_STATUS + pid.to_bytes(_NUMBER_BYTES, "big"))
         except ForkServerGone:
-            return -signal.SIGKILL
+            return -signal.SIGKILL  # by the kernel
+        return None if status == _RUNNING else status
 
     def close(self) -> None:
-        """Kill the process, and with it all forked ones."""
-        self._process.kill()
-        self._process.wait()
+        """Let the process end, after the forked ones, whose sockets must be closed. Kill it after `END_SECONDS`."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)  # also wakes a thread that waits for an answer
+        self._process.send_signal(signal.SIGUSR1)  # during its imports, it does not read
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("the fork server has not ended within %g s and is killed (SIGKILL)", END_SECONDS)
+            self._process.kill()
+            self._process.wait()
         self._socket.close()
 
     def _ask(self, order: bytes, *descriptors: int) -> int:
@@ -130,7 +168,8 @@ class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
                 socket.send_fds(self._socket, [order], descriptors)
                 answer = self._socket.recv(_NUMBER_BYTES)
             except OSError as error:
-                self._process.kill()  # if it hangs
+                if isinstance(error, TimeoutError):
+                    self._process.kill()
                 raise ForkServerGone("the fork server has ended or does not answer") from error
             self._socket.settimeout(ANSWER_SECONDS)  # from the second answer on, all imports are done
         if len(answer) < _NUMBER_BYTES:
@@ -144,9 +183,7 @@ class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
 def main(ahead: Sequence[str], source: str) -> None:
     """Run the fork server; the last argument of the process is the number of its socket. Never returns."""
     orders = socket.socket(fileno=int(sys.argv[1]))
-    # Terminals and service managers send these signals to the whole process group. The front-end process handles them.
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))  # from `close`
     die_with_parent()
     share_one_heap()
     with importing():  # a later collection would write to every object, and so copy every shared page
@@ -156,12 +193,15 @@ def main(ahead: Sequence[str], source: str) -> None:
             release_libraries,
         )  # importing numpy takes longer than starting a process
     release_libraries()
-    running: set[int] = set()  # live forked processes, whose numbers cannot be reused
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # from here on the end of `orders` is enough
+    running: set[int] = set()  # forked processes that were not waited for, whose numbers cannot be reused
     while True:
-        order, descriptors, _, _ = socket.recv_fds(orders, len(_END) + _NUMBER_BYTES, 1)
+        order, descriptors, _, _ = socket.recv_fds(orders, len(_STATUS) + _NUMBER_BYTES, 1)
         if not order:
+            for pid in running:
+                os.waitpid(pid, 0)
             os._exit(0)
-        number = _fork(orders, descriptors[0], source, running) if order == _FORK else _end(order, running)
+        number = _fork(orders, descriptors[0], source, running) if order == _FORK else _status(order, running)
         orders.sendall(number.to_bytes(_NUMBER_BYTES, "big", signed=True))
 
 
@@ -191,14 +231,16 @@ def _fork(orders: socket.socket, descriptor: int, source: str, running: set[int]
     return pid
 
 
-def _end(order: bytes, running: set[int]) -> int:
-    """Kill a process and return its status; -SIGKILL for one that has already ended."""
-    pid = int.from_bytes(order.removeprefix(_END), "big")
+def _status(order: bytes, running: set[int]) -> int:
+    """Return the status of a process; -SIGKILL if it was returned before."""
+    pid = int.from_bytes(order.removeprefix(_STATUS), "big")
     if pid not in running:
         return -signal.SIGKILL
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended:
+        return _RUNNING
     running.remove(pid)
-    os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return os.waitstatus_to_exitcode(status)
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -25,7 +25,10 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0  # between failures of en
 
 
 class Worker(asyncio.Protocol):
-    """A process with an engine. It is killed if it sends nothing for too long, or an invalid message."""
+    """A process with an engine, which ends by itself when the connection is closed.
+
+    It is killed if it sends nothing for too long, or an invalid message.
+    """
 
     def __init__(self, process: Forked, limit: int, progress: Progress) -> None:
         self.process, self._progress = process, progress
@@ -124,7 +127,7 @@ class Worker(asyncio.Protocol):
         return self.loss
 
     async def close(self) -> None:
-        """Kill the process and wait until it is gone."""
+        """Close the connection, so that the process ends, and wait until it is gone."""
         if self._transport is None:
             self.process.socket.close()
         else:
@@ -161,14 +164,15 @@ class Worker(asyncio.Protocol):
                 raise wire.WireError(f"a {type(message).__name__} from the engine")
 
     def _lose(self, error: Exception) -> None:
-        """Record that the engine is lost, and kill its process."""
+        """Record that the engine is lost, and kill its process, unless it has refused the model and is about to end."""
         if self.loss is None:
             self.loss = error
             waiting: list[asyncio.Future[Any]] = [self._ready, *self._asked.values()]
             for answer in waiting:
                 if not answer.done():
                     answer.set_exception(error)
-            self.process.kill()
+            if not isinstance(error, ModelError):
+                self.process.kill()
             self.lost.set()
             self.wake()
 
@@ -195,7 +199,7 @@ class Standby:
         return worker
 
     async def close(self) -> None:
-        """Kill the process of the engine, if there is one, and wait until it is gone."""
+        """End the process of the engine, if there is one, and wait until it is gone."""
         self._keeper.cancel()
         await asyncio.wait([self._keeper])
         if self._worker is not None:
@@ -226,10 +230,11 @@ class Standby:
 
 
 async def first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # no error
-    """Return when the first of these is done, or after `timeout` seconds; the others are cancelled."""
+    """Return when the first of these is done, or after `timeout` seconds, and the others have been cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.wait(tasks)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
@@ -12,7 +14,8 @@ from pydantic import ValidationError
 from pilotfish.engine.config import EngineConfig
 from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from pilotfish.server import cli, version
-from pilotfish.server.config import ServerConfig
+from pilotfish.server.config import ChatFormatName, ServerConfig
+from pilotfish.server.formats.detect import FORMATS
 from pilotfish.server.telemetry import kv_events, tracing
 
 
@@ -70,24 +73,47 @@ def test_a_draft_may_be_one_or_several(flags, variable, file, drafts, tmp_path, 
     assert ServerConfig.load(["m", "--config", str(tmp_path / "c.yaml"), *flags]).draft == drafts
 
 
+def groups_in(shown: str) -> dict[str, str]:
+    return dict(re.findall(r"^(\w[\w ]+):\n((?:  .*\n|\n)+)", shown, re.MULTILINE))
+
+
 def test_help_has_the_options_in_groups(capsys) -> None:
     with pytest.raises(SystemExit):
         ServerConfig.load(["--help"])
-    groups = dict(re.findall(r"^(\w[\w ]+):\n((?:  .*\n|\n)+)", capsys.readouterr().out, re.MULTILINE))
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: pilotfish serve [MODEL] [OPTIONS]\n\n")
+    groups = groups_in(shown)
     for title, names in {
-        "general": "help config log-format",
+        "general": "help config",
         "model": "revision device weights tensor-parallel-size adapter-root",
         "drafting": "draft draft-weights verification",
         "batching and memory": "max-model-len prefix-cache",
         "limits of a request": "max-prompt-tokens max-choices",
         "queue": "max-queue-requests ageing-seconds",
-        "network and TLS": "host tls-client-ca",
+        "network and TLS": "playground host tls-client-ca",
         "callers": "token-file requests-per-second",
         "reliability": "drain-seconds max-engine-crashes",
-        "observability": "tracing kv-events-topic",
+        "observability": "log-format tracing kv-events-topic",
     }.items():
         assert set(names.split()) <= set(re.findall(r"--([a-z-]+)", groups[title])), title
     assert "options" not in groups
+    text = " ".join(groups["drafting"].split())
+    assert re.search(r"--num-draft-tokens N .*\(default: 8\)", text)
+    assert re.search(r"--speculation {auto,off,fixed} .*\(default: auto\)", text)
+
+
+@pytest.mark.parametrize(("flag", "is_all"), [("--help", False), ("--help-all", True)])
+def test_help_of_another_command_has_its_own_options_first(flag, is_all, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["check", flag])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    groups = groups_in(shown)
+    assert shown.count("usage:") == 1
+    assert next(iter(groups)) == "options of check"
+    assert "--no-load" in groups["options of check"]
+    assert {"model", "drafting", "batching and memory"} <= groups.keys()
+    assert ("--tls-cert" in shown, "queue" in groups) == (is_all, is_all)
 
 
 def test_an_unknown_key_and_a_bad_value_are_errors(tmp_path) -> None:
@@ -142,13 +168,64 @@ def test_every_engine_option_is_a_flag(capsys) -> None:
         (["--help"], 0, "pilotfish"),
         ([], 0, "pilotfish"),
         (["fly"], 2, "'fly'"),
-        (["serve", "--kv-memory", "-1"], 2, "kv_memory"),
+        (["serve", "--kv-memory", "-1"], 2, "kv_memory is '-1'; expected greater than 0"),
+        (["serve", "--adapter", "a"], 2, "adapter"),
     ],
 )
 def test_commands_and_mistakes_in_them(arguments, code, said, capsys) -> None:
     assert cli.main(arguments) == code
     shown = capsys.readouterr()
     assert said in (shown.err if code else shown.out)
+
+
+MISTAKES = {
+    "proposer": "'eagel'; expected 'auto', 'model'",
+    "dtype": "'float8'; expected 'auto', 'float32'",
+    "weights": "'int3'; expected 'native'",
+    "device": "'tpu'; expected 'auto', 'cpu' or 'cuda'",
+    "speculation": "'maybe'; expected 'auto', 'off' or 'fixed'",
+    "chat_format": "'xml'; expected 'plain', 'hermes'",
+}
+
+
+@pytest.mark.parametrize("command", ["serve", "check", "bench", "quality", "train-draft"])
+def test_wrong_names_are_refused_before_anything_is_loaded(command) -> None:
+    """Each is named with its value and what is possible; `serve` and `check` do not even import torch."""
+    flags = [f"--{name.replace('_', '-')}={said.split(';')[0].strip(chr(39))}" for name, said in MISTAKES.items()]
+    flags += ["--out=unused"] if command == "train-draft" else []
+    program = f"import sys; from pilotfish.server.cli import main; code = main({[command, *flags]}); "
+    program += f"sys.exit('torch' if {command in ('serve', 'check')} and 'torch' in sys.modules else code)"
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    for name, said in MISTAKES.items():
+        assert f"{name} is {said}" in done.stderr
+
+
+def test_the_chat_formats_are_those_of_the_option() -> None:
+    assert set(get_args(ChatFormatName)) == FORMATS.keys()
+
+
+def test_a_key_of_the_file_that_is_not_an_option_is_refused_with_a_similar_one(tmp_path, capsys) -> None:
+    for name, text, said in (
+        (
+            "a.yaml",
+            "kv_memor: 7\nproposer: eagel\n",
+            ["there is no option kv_memor; did you mean kv_memory?", "'eagel'"],
+        ),
+        ("b.yaml", "a: [b\n", ["b.yaml", "expected ',' or ']'"]),
+        ("b.toml", "a = [b\n", ["b.toml", "Invalid value"]),
+    ):
+        (tmp_path / name).write_text(text)
+        assert cli.main(["serve", "--config", str(tmp_path / name)]) == 2
+        shown = capsys.readouterr().err
+        assert all(part in shown for part in said), shown
+
+
+def test_the_word_none_is_no_draft() -> None:
+    assert ServerConfig.load(["--draft", "none"]).draft == ServerConfig.load(["m", "--draft=none"]).draft == ()
+    assert EngineConfig(target="m", draft="none").draft == ()
+    with pytest.raises(ValidationError, match="has none beside other drafts"):
+        ServerConfig.load(["--draft", "none", "--draft", "mtp"])
 
 
 @pytest.fixture

@@ -107,6 +107,13 @@ def test_what_is_known_fades_with_time():
     assert estimates.left([(0, 0, 600)], likely=True)[0] < 300, "few new ones count more than many old ones"
 
 
+def test_rates_are_rounded():
+    estimates = Estimates()
+    for _ in range(1000):
+        estimates.observe(StepStats(rounds=3, drafted=24, accepted_per_position=(3, 3, 3, 3, 3)))
+    assert (estimates.acceptance_length, estimates.acceptance_rate) == (6.0, 0.625)
+
+
 def test_the_pace_is_that_of_about_as_many_and_at_best_that_of_no_more():
     """As the engine expects of them, times what steps took of late over what it expected."""
     estimates, expected = Estimates(), (1.0, 1.5, 2.0, 3.0, 4.0, 4.5, 5.0)

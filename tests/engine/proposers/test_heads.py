@@ -20,6 +20,7 @@ from pilotfish.engine.model.decoder.stack import FINAL
 from pilotfish.engine.proposers.base import Lookup
 from pilotfish.engine.proposers.heads import proposer
 from pilotfish.engine.proposers.model import first_layers
+from pilotfish.engine.proposers.sources import check_proposer
 from pilotfish.engine.startup.calibrate import drafters_of
 from pilotfish.engine.startup.warm import make_ready
 from tests import fakes, heads, zoo
@@ -48,7 +49,7 @@ def test_names_follow_what_is_loaded(tmp_path: Path) -> None:
     assert both.facts.proposer_names == ("none", "ngram", "suffix", "medusa", "eagle", "auto")
     assert both.facts.default_proposer == "auto"
     with pytest.raises(ModelError, match="proposer is 'medusa'; available: none, ngram, suffix"):
-        engine_of(proposer="medusa")
+        check_proposer(EngineConfig(target="t", proposer="medusa"), {})
 
 
 def test_arenas_of_all_drafters_share_the_memory(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_different_end_tokens_are_reported(phi3: Path) -> None:
     [
         ({"max_model_len": 5000}, "max_model_len is 5000"),
         ({"kv_memory": 1e-9}, "kv_memory"),
-        ({"proposer": "oracle", "load": True}, "proposer is 'oracle'"),
+        ({"proposer": "medusa"}, "proposer is 'medusa'; available: none, ngram, suffix"),
         ({"device": "cuda"}, "no CUDA device"),
     ],
 )

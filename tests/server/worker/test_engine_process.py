@@ -413,15 +413,31 @@ async def test_an_engine_that_fails_to_load_is_not_loaded_again(caplog):
 async def test_a_stop_while_it_loads_leaves_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "read_text", read)
     number = tmp_path / "number"
-    source = f"""import os, pathlib, time
-pathlib.Path({str(number)!r}).write_text(f"{{os.getpid()}} {{os.getppid()}}."); time.sleep(1000)"""
+    source = f"""import os, pathlib, socket, sys
+pathlib.Path({str(number)!r}).write_text(f"{{os.getpid()}} {{os.getppid()}}.")
+while socket.socket(fileno=int(sys.argv[1])).recv(1000): pass"""
     async with serving(start_forks=partial(ForkServer, source, ()), ready=False) as server:
         await until(lambda: number.exists() and number.read_text().endswith("."))
         engine, forks = number.read_text()[:-1].split()
         server.app.stop()
         assert await server.running == 0
-        assert state_of(forks) == "", "it was waited for"
-        await until(lambda: state_of(engine) in ("", "Z"))  # whoever inherits it may take its time
+        assert state_of(forks) == state_of(engine) == "", "both were waited for"
+
+
+async def test_engines_that_step_or_load_end_by_themselves(tmp_path, caplog):
+    """The standby is loading, and would be for long."""
+    hangs = tmp_path / "the first successor hangs"
+    hangs.touch()
+    with caplog.at_level(logging.INFO):
+        async with apart(target=str(hangs), standby=True, drain_seconds=0.0) as server:
+            call = server.inference.GenerateStream(slow())
+            await begun([call])
+            await until(lambda: not hangs.exists())
+            server.app.stop()
+            assert await reason_of(read_to_end(call)) == "DRAINING"
+    ends = [message for message in caplog.messages if "has ended" in message]
+    assert [end.rpartition(": ")[2] for end in ends] == ["exit status 0"] * 2
+    assert not any("killed" in message for message in caplog.messages)
 
 
 def state_of(pid: int | str) -> str:

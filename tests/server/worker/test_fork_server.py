@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # Says who its parent is and whether a module was there before the fork, then waits for its end.
 ECHO = """
-import os, socket, sys
+import os, socket, sys, time
 sock = socket.socket(fileno=int(sys.argv[1]))
 sock.sendall(f"{os.getppid()} {'wave' in sys.modules}".encode())
 sock.recv(1)
@@ -46,10 +46,32 @@ def test_a_forked_process_shares_imports_and_its_status_is_returned():
         one, other = forks.fork(), forks.fork()
         with one.socket, other.socket:
             assert [said(one), said(other)] == [[str(forks.pid), "True"]] * 2
-            assert one.wait() == -signal.SIGKILL
-            assert (one.wait(), state_of(one.pid)) == (-signal.SIGKILL, "")
-            other.socket.sendall(b"x")
-            assert other.wait() in (0, -signal.SIGKILL)  # it was about to end by itself
+        for forked in (one, other):
+            assert (forked.wait(), forked.wait(), state_of(forked.pid)) == (0, 0, "")
+
+
+def test_a_process_that_does_not_end_is_killed_after_the_limit_and_the_log_says_so(caplog):
+    with ForkServer(ECHO, ()) as forks:
+        forked = forks.fork()
+        with forked.socket:
+            said(forked)
+            assert forked.wait(0.1) == -signal.SIGKILL
+    assert [f"process {forked.pid} has not ended within 0.1 s and is killed (SIGKILL)"] == caplog.messages
+
+
+def test_a_fork_server_is_closed_while_it_imports_and_while_a_forked_process_ends(tmp_path, monkeypatch, caplog):
+    (tmp_path / "slow_import.py").write_text("import time\nfor _ in range(1000):\n    time.sleep(0.01)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    started = time.monotonic()
+    forks = ForkServer(ECHO, ("slow_import",))
+    forks.close()
+    forks = ForkServer(ECHO + "time.sleep(0.3); sys.exit(0)", ("time",))
+    forked = forks.fork()
+    with forked.socket:
+        said(forked)
+    forks.close()
+    assert time.monotonic() - started < fork_server.END_SECONDS
+    assert not caplog.messages
 
 
 def test_a_process_that_ends_by_itself_keeps_its_number_until_it_is_waited_for():
@@ -88,7 +110,8 @@ def test_signals_to_the_whole_group_end_neither():
                 os.kill(pid, signal.SIGTERM)
             other = forks.fork()
             with other.socket:
-                assert other.wait() == -signal.SIGKILL
+                said(other)
+            assert other.wait() == 0
 
 
 # A module that lets only one process be forked, as a limit on processes does.
@@ -116,9 +139,9 @@ def test_where_no_process_can_be_forked_the_others_go_on(tmp_path, monkeypatch):
             with pytest.raises(EngineCrashed, match="no process could be forked: Resource temporarily unavailable"):
                 forks.fork()
             assert state_of(forked.pid) in ("R", "S")
-            assert forked.wait() == -signal.SIGKILL
-            assert forks.end(forked.pid) == -signal.SIGKILL  # again: no process is killed
-            assert forks.is_alive
+        assert forked.wait() == 0
+        assert forks.status(forked.pid) == -signal.SIGKILL  # of no process
+        assert forks.is_alive
 
 
 def test_a_fork_server_that_does_not_answer_is_killed(monkeypatch):

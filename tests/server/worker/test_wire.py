@@ -159,6 +159,7 @@ class FrontEnds:
         self.engine, self.compiler, self.link, self.theirs = engine, FakeCompiler(), Link(theirs), theirs
         structures = Structures(lambda: self.compiler)
         self.server = EngineServer(self.link, engine, structures, wire.Start("{}", "json", 0.01))
+        self.link.listen(lambda asked: structures.answer(asked, self.link.send))
         self.frames = wire.Frames(LIMIT)
         self.socket.setblocking(False)
 
