@@ -23,7 +23,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from engine.config import EngineConfig, ModelName, can_be_opened
+from engine.config import AdapterName, EngineConfig, ModelName, can_be_opened
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
@@ -55,7 +55,7 @@ class _Variables(EnvSettingsSource):
     """Environment variables: a list is JSON or comma-separated, as in PILOTFISH_DRAFT=/models/draft,mtp."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        if field_name == "draft" and not value.startswith("["):
+        if field_name in ("draft", "served_model_name") and not value.startswith("["):
             return [entry for entry in value.split(",") if entry]
         return super().decode_complex_value(field_name, field, value)
 
@@ -70,7 +70,7 @@ def _in_groups() -> Callable[..., Action]:
         group = _GROUPS.get(flags[0].removeprefix("--").replace("-", "_"), group)
         kwargs["help"] = _NO_DEFAULT.sub("", kwargs["help"])
         if kwargs.get("metavar") in _METAVARS:
-            kwargs["metavar"] = _METAVARS[kwargs["metavar"]]
+            kwargs["metavar"] = "NAME" if flags[0] == "--served-model-name" else _METAVARS[kwargs["metavar"]]
         return groups[group].add_argument(*flags, **kwargs)
 
     return add_argument
@@ -101,6 +101,12 @@ class ServerConfig(BaseSettings, EngineConfig):
     chat_format: str | None = None
     """Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, harmony or plain;
     default: detected from the chat template."""
+    served_model_name: tuple[AdapterName, ...] = ()
+    """Name of the model in the API; repeatable: requests may use any of them. Default: the hub id, or the name of the
+    folder or file."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Default sampling parameters of OpenAI's and Anthropic's routes. auto: those of the checkpoint
+    (generation_config.json, or metadata of the GGUF file); none: those of the API."""
     adapter_root: FileName | None = None
     """Folder from which operators can load adapters at runtime; default: disabled."""
 

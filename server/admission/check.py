@@ -29,8 +29,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 def require_model(name: str | None, model: ServedModel) -> None:
     """Raise NotFound unless `name` is the served model, one of its adapters, or None."""
-    if name is not None and name != model.name and name not in model.engine.adapters:
-        known = ", ".join(map(repr, [model.name, *sorted(model.engine.adapters)]))
+    if name is not None and name not in model.names and name not in model.engine.adapters:
+        known = ", ".join(map(repr, [*model.names, *sorted(model.engine.adapters)]))
         raise NotFound(f"model is {shown(name)}; this server has {known}")
 
 
@@ -152,7 +152,7 @@ def _complete(
         request,
         request_id=request.request_id or secrets.token_hex(12),
         token_ids=NO_TOKENS if prompt is not None and text is None else request.token_ids,
-        model=adapter or model.name,
+        model=adapter or request.model or model.name,
         adapter=adapter,
         sampling=sampling,
         speculation=speculation,
@@ -166,7 +166,7 @@ def _adapter_of(request: Request, model: ServedModel, found: list[Violation]) ->
     if name is not None and name not in model.engine.adapters:
         known = ", ".join(map(repr, sorted(model.engine.adapters))) or "none"
         raise NotFound(f"adapter is {shown(name)}; this server has {known}")
-    of_model = None if request.model == model.name else request.model
+    of_model = None if request.model in model.names else request.model
     if None not in (name, of_model) and name != of_model:
         found.append(Violation("adapter", f"is {shown(name)}, and model is {shown(of_model)}; expected the same"))
     return name or of_model

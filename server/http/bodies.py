@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from email.message import Message
@@ -120,6 +120,7 @@ class GenerationFields(Body):
     # The input field, and a placeholder for an invalid input; None: only invalid fields of a body are reported.
     no_input: ClassVar[tuple[str, Any] | None] = ("prompt", "")
     usual_temperature: ClassVar[float] = 0.0
+    uses_model_defaults: ClassVar[bool] = False  # whether those of the checkpoint replace the API's
     # Patterns of gRPC field names, each with the name in the body, used if the body has that field.
     names: ClassVar[dict[str, str]] = {}
 
@@ -322,6 +323,18 @@ class ParsedBody(Generic[BodyT]):
             return replace(wrong, field=f"{prompt}{of_prompt[1] or ''}")
         problem = f"{wrong.problem} (in the request of {prompt})" if prompt else wrong.problem
         return replace(wrong, field=self.body.called(wrong.field), problem=problem)
+
+    def complete(self, defaults: Mapping[str, Any]) -> None:
+        """Fill in the model's default sampling parameters where the body has none."""
+        if not self.body.uses_model_defaults:
+            return
+        sampling = self.request.sampling
+        missing = {name: value for name, value in defaults.items() if getattr(self.body, name, None) is None}
+        if sampling.max_tokens is not None:  # by any of its names
+            missing.pop("max_tokens", None)
+        elif "max_tokens" in missing:  # a recommendation: the room of the context may be smaller
+            missing |= {"max_tokens": max(missing["max_tokens"], sampling.min_tokens), "fit_context": True}
+        self.request = replace(self.request, sampling=replace(sampling, **missing))
 
     def resume_after(self, event_id: str, max_n: int) -> None:
         """Resume the stream after the event with this id.

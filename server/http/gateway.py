@@ -171,16 +171,17 @@ def gateway(
 
 
 def _models(driver: Driver, created: int) -> list[dict[str, Any]]:
-    """Return the model in OpenAI's format, with the maximum context; then each adapter, with its model as parent."""
+    """Return the model by each of its names, in OpenAI's format with additions, and its adapters, with their parent."""
     model = driver.model
     about = {
         "object": "model",
         "created": created,
         "owned_by": "pilotfish",
         "max_model_len": model.engine.facts.limits.max_model_len,
+        "default_sampling_params": dict(model.defaults.values),
     }
     adapters = ({"id": name, **about, "parent": model.name} for name in driver.adapters)
-    return [{"id": model.name, **about}, *adapters]
+    return [*({"id": name, **about} for name in model.names), *adapters]
 
 
 def _vitals(driver: Driver) -> dict[str, Any]:

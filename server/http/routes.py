@@ -92,6 +92,7 @@ def _generating(
             ends = time.monotonic() + (math.inf if read.body.timeout is None else read.body.timeout)
             caller, headers = request.scope["caller"], dict(request.headers)
             model = admission.driver().model
+            read.complete(model.defaults.values)
             after = request.headers.get("last-event-id")
             if fit(read, model, is_continued=after is not None) and after is not None:
                 read.resume_after(after, model.engine.config.max_n)

@@ -14,6 +14,8 @@ from client import NotFoundError
 from engine.errors import ModelError
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
+from server.app import App
+from server.config import ServerConfig
 from server.lifecycle import State
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import detail, error_of, request, streamed
@@ -256,3 +258,9 @@ async def test_by_the_client(root):
         await connection.unload_adapter("one")
         with pytest.raises(NotFoundError):
             await connection.generate("ab", adapter="one")
+
+
+@pytest.mark.parametrize(("target", "names"), [("fake", ["it", "taken"]), ("taken", [])])
+def test_an_adapter_cannot_have_a_name_of_the_model(target, names):
+    with pytest.raises(ValueError, match="the adapter 'taken' has the name of the model"):
+        App(ServerConfig(target=target, served_model_name=names, adapter={"taken": "a"}))

@@ -67,7 +67,7 @@ class StreamOptions(Body):
 class OpenAiBody(GenerationFields):
     """Fields of both OpenAI routes."""
 
-    usual_temperature = OPENAI_TEMPERATURE
+    usual_temperature, uses_model_defaults = OPENAI_TEMPERATURE, True
 
     n: UInt32 | None = None
     max_tokens: UInt32 | None = None
