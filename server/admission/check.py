@@ -5,7 +5,6 @@ Independent of protocol, network and time.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -24,7 +23,6 @@ from server.model import ServedModel
 Prompt: TypeAlias = str | Conversation | None  # None: the request already contains the tokens of its prompt
 
 NO_TOKENS = (0,)  # replaces an unusable prompt, so that the rest of the request can be checked
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def require_model(name: str | None, model: ServedModel) -> None:
@@ -115,8 +113,6 @@ def checked(
 
 def _violations(request: Request, prompt: Prompt, model: ServedModel) -> Iterator[Violation]:
     """Yield violations that depend on tokenizer or chat template; the engine checks all other fields."""
-    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
-        yield Violation("request_id", f"is {shown(request.request_id)}; expected 1 to 128 of A-Z a-z 0-9 . _ : -")
     if isinstance(prompt, str) and model.codec is None:
         yield Violation("prompt", "is text, and the model has no tokenizer; send token_ids")
     if isinstance(prompt, Conversation) and (model.chat is None or model.codec is None):

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from fastapi.responses import JSONResponse
+from starlette.types import Scope
 
 from engine.errors import ContextExcess, InvalidRequest, PilotfishError, Violation, shown
 from server.admission.status import MAX_VIOLATION, clipped, refusal, shortened
@@ -41,6 +42,7 @@ _TYPES = {  # by status: OpenAI's and Anthropic's type; `_INVALID` for all other
 MAX_MESSAGE = 4000  # bytes of UTF-8
 UNAVAILABLE_SECONDS = 1.0  # a retry after this time may find another state
 MESSAGES = "/v1/messages"  # Anthropic's routes
+REQUEST_ID = "request_id"  # key of a request's scope
 _TAGS = re.compile(r"<\d+>|\[key\]")  # of unions, and of an object's keys
 
 
@@ -61,16 +63,24 @@ class HttpError:
             return {"type": "error", "error": {"type": anthropic, "message": self.message}}
         return {"error": {"message": self.message, "type": openai, "param": self.param, "code": self.code}}
 
-    def response(self, path: str) -> JSONResponse:
+    def response(self, scope: Scope) -> JSONResponse:
         """Return the response. After an internal error or a passed deadline, its headers ask clients not to retry."""
-        headers = {}
+        headers, body = id_headers(scope), self.body(scope["path"])
+        if "request-id" in headers:
+            body["request_id"] = headers["request-id"]
         if self.retry_seconds is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_seconds))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (500, 504):
             headers["x-should-retry"] = "false"
-        return JSONResponse(self.body(path), self.status, headers)
+        return JSONResponse(body, self.status, headers)
+
+
+def id_headers(scope: Scope) -> dict[str, str]:
+    """Return the headers with the id of a request, as OpenAI's clients read them, and Anthropic's on their routes."""
+    names = ("x-request-id", "request-id") if scope["path"].startswith(MESSAGES) else ("x-request-id",)
+    return dict.fromkeys(names, str(scope[REQUEST_ID]))
 
 
 def http_error(error: HttpError | PilotfishError, path: str = "") -> HttpError:

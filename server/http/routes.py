@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from server.http.calls import (
     WholeAnswer,
     unless_gone,
 )
-from server.http.errors import INTERNAL, HttpError, http_error
+from server.http.errors import INTERNAL, REQUEST_ID, HttpError, http_error
 from server.http.event_ids import EventIds
 from server.http.fields import Body, Text
 from server.http.messages import ConversationBody, MessagesAnswer, MessagesBody
@@ -88,7 +89,8 @@ def _generating(
     async def endpoint(request: Request) -> Response:
         data = await request.body()
         async with admission.slow.turn(len(data)):
-            read = await admission.slow.run(read_body, kind, data, request.headers.get("content-type", ""))
+            read = await admission.slow.run(read_body, kind, data)
+            read.request = replace(read.request, request_id=_unique_id(request))
             ends = time.monotonic() + (math.inf if read.body.timeout is None else read.body.timeout)
             caller, headers = request.scope["caller"], dict(request.headers)
             model = admission.driver().model
@@ -111,6 +113,12 @@ def _generating(
     return endpoint
 
 
+def _unique_id(request: Request) -> str:
+    """Return the id of the request, made unique if the caller chose it: several live requests may have one."""
+    chosen: str = request.scope[REQUEST_ID]
+    return f"{chosen}-{secrets.token_hex(4)}" if "x-request-id" in request.headers else chosen
+
+
 def _converting(
     admission: Admission,
     kind: type[GenerationFields],
@@ -122,7 +130,7 @@ def _converting(
         data = await request.body()
         with admission.conversion(request.scope["caller"]):
             async with admission.slow.turn(len(data)):
-                read = await admission.slow.run(read_body, kind, data, request.headers.get("content-type", ""))
+                read = await admission.slow.run(read_body, kind, data)
                 found = await converted(admission, read)
         text = await admission.slow.run(json.dumps, found, is_slow=True)
         return Response(text, media_type="application/json")
@@ -177,11 +185,11 @@ def _schema(kind: type[GenerationFields], path: str) -> dict[str, Any]:
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(PilotfishError)
     async def refused(request: Request, error: PilotfishError) -> JSONResponse:
-        return http_error(error, request.url.path).response(request.url.path)
+        return http_error(error, request.url.path).response(request.scope)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        response = HttpError(error.status_code, "http", str(error.detail)).response(request.url.path)
+        response = HttpError(error.status_code, "http", str(error.detail)).response(request.scope)
         allowed = (error.headers or {}).get("Allow")
         if allowed is not None:  # the route of GET also answers HEAD
             response.headers["Allow"] = allowed if "HEAD" in allowed else allowed.replace("GET", "GET, HEAD")
@@ -194,7 +202,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, _: Exception) -> JSONResponse:
-        return INTERNAL.response(request.url.path)  # uvicorn logs the exception with its traceback
+        return INTERNAL.response(request.scope)  # uvicorn logs the exception with its traceback
 
 
 class NativeAnswers(Answers):
@@ -261,7 +269,7 @@ def add_adapters(app: FastAPI, driver: Callable[[], Driver], root: Path | None) 
     async def load(request: Request) -> Response:
         """Load an adapter from a folder on the server."""
         calls.require_allowed(request.scope["caller"])  # before anything is read
-        body = fields_of(LoadAdapterBody, await request.body(), request.headers.get("content-type", ""))
+        body = fields_of(LoadAdapterBody, await request.body())
         try:
             await calls.load(body.lora_name, body.lora_path, request.scope["caller"])
         except InvalidRequest as invalid:
@@ -273,6 +281,6 @@ def add_adapters(app: FastAPI, driver: Callable[[], Driver], root: Path | None) 
     async def unload(request: Request) -> Response:
         """Unload an adapter as soon as no live request uses it."""
         calls.require_allowed(request.scope["caller"])
-        body = fields_of(UnloadAdapterBody, await request.body(), request.headers.get("content-type", ""))
+        body = fields_of(UnloadAdapterBody, await request.body())
         calls.unload(body.lora_name, request.scope["caller"])
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
