@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from models import corpus
+from pilotfish.models import corpus
 
 END = "<|endoftext|>"  # between files; the models are trained to stop at it
 VOCAB = 2048

@@ -23,8 +23,8 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from engine.config import AdapterName, EngineConfig, ModelName, can_be_opened
-from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
+from pilotfish.engine.config import AdapterName, EngineConfig, ModelName, can_be_opened
+from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
 FileName = Annotated[Path, AfterValidator(can_be_opened)]

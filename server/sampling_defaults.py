@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.config import Bounds, EngineConfig
-from engine.errors import shown
-from engine.model.bounded import find_file
-from engine.model.gguf.container import open_gguf
-from engine.params import SamplingParams
-from engine.request.validation import violations
-from engine.types import Request
+from pilotfish.engine.config import Bounds, EngineConfig
+from pilotfish.engine.errors import shown
+from pilotfish.engine.model.bounded import find_file
+from pilotfish.engine.model.gguf.container import open_gguf
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.request.validation import violations
+from pilotfish.engine.types import Request
 
 _FILE = "generation_config.json"
 # Parameters by their keys in the file, and in the metadata of GGUF files (llama.cpp's converter copies them).

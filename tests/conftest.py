@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from server.worker.garbage import freeze_loaded
+from pilotfish.server.worker.garbage import freeze_loaded
 from tests.features import FeatureTable
 
 # These mostly wait, for clients, clocks and processes: others compute meanwhile.

@@ -10,7 +10,7 @@ import torch
 from scipy import special  # a third of a second; scipy.stats takes one and a half
 from transformers import PreTrainedModel
 
-from engine.params import SamplingParams
+from pilotfish.engine.params import SamplingParams
 
 Chances = dict[int, float]  # by token
 

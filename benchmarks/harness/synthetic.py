@@ -35,7 +35,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from engine.model.quantize import save_quantised
+from pilotfish.engine.model.quantize import save_quantised
 
 _BYTES = {"I8": 1, "F16": 2}  # of the numbers of codes and scales
 

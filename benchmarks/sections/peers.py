@@ -16,7 +16,7 @@ from benchmarks.harness.timing import AUTO
 from benchmarks.harness.turns import Turn, foreign, median_speed, promising, ratios, take_turns, worth_while
 from benchmarks.peers.catalogue import OURS, PEERS, Peer, PeerSetting, pythons
 from benchmarks.peers.remote import NotMeasured, Remote
-from engine.machine.threads import cores
+from pilotfish.engine.machine.threads import cores
 
 BATCHES = (1, 4, 8, 16)
 DRAFTS = (2, 4, 6)

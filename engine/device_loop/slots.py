@@ -14,10 +14,10 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.kernels.args import Tracks
-from engine.kernels.paging import send
-from engine.params import SamplingParams
-from engine.sampling.distribution import signed
+from pilotfish.engine.kernels.args import Tracks
+from pilotfish.engine.kernels.paging import send
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.sampling.distribution import signed
 
 _ALIGNED = 16  # words, and columns: a kernel would be compiled again for another alignment
 

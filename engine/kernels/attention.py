@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.paging import ITEM, Paging, padded
-from engine.kernels.plan import Plan, oldest_of, plans_of, split_at, split_start
+from pilotfish.engine.kernels.paging import ITEM, Paging, padded
+from pilotfish.engine.kernels.plan import Plan, oldest_of, plans_of, split_at, split_start
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ITEM = tl.constexpr(ITEM)

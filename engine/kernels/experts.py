@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.args import FusedWeights, MatmulTile
+from pilotfish.engine.kernels.args import FusedWeights, MatmulTile
 
 _SEEN = 512  # places per block of a program
 _SUMMED = 512  # outputs of one row per program of the sum

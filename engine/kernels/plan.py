@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import paging as cuts
-from engine.kernels.paging import ITEM, LEVELS, PER_LEVEL, SPLIT, Paging, Tile, Tuning
+from pilotfish.engine.kernels import paging as cuts
+from pilotfish.engine.kernels.paging import ITEM, LEVELS, PER_LEVEL, SPLIT, Paging, Tile, Tuning
 
 _ITEM = tl.constexpr(ITEM)
 _PLANNED = 256  # tiles per block of the plan

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.args import LARGEST, LARGEST_CODE, TINIEST, TINIEST_PEAK, Fp8Rows
+from pilotfish.engine.kernels.args import LARGEST, LARGEST_CODE, TINIEST, TINIEST_PEAK, Fp8Rows
 
 Activation = Literal["silu", "gelu_tanh"]
 _BLOCK = 1024  # elements of a gate per program

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.args import SamplerRows
+from pilotfish.engine.kernels.args import SamplerRows
 
 BLOCK = 4096  # tokens per program
 LARGEST_VOCAB = 2**19  # whose total weight, at most 1 each, fits into int64

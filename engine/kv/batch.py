@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.kernels.paging import send
-from engine.types import EMPTY_STATE, StateSpan
+from pilotfish.engine.kernels.paging import send
+from pilotfish.engine.types import EMPTY_STATE, StateSpan
 
 T = TypeVar("T")
 TABLE_MARK = 1 << 32  # far above any position and exact in int64

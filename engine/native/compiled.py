@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.native import build
+from pilotfish.engine.native import build
 
 log = logging.getLogger(__name__)
 

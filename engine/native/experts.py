@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, fields, function
-from engine.native.matmul import Matrix, PackedMatrix
-from engine.native.weights import ALIGNED
+from pilotfish.engine.machine.threads import pool_threads
+from pilotfish.engine.native.compiled import BITS, fields, function
+from pilotfish.engine.native.matmul import Matrix, PackedMatrix
+from pilotfish.engine.native.weights import ALIGNED
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
-from engine.errors import ModelError
-from engine.kv.batch import Feed
-from engine.model.runner import Runner
-from engine.text.spelling import Spelling
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.runner import Runner
+from pilotfish.engine.text.spelling import Spelling
 
 # Word frequencies fall as 1/rank: of 50,000 tokens the most frequent tenth makes up four fifths of text. With a smaller
 # overlap most drafts would be impossible.

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.kv.batch import RaggedBatch
-from engine.types import StateSpan
+from pilotfish.engine.kv.batch import RaggedBatch
+from pilotfish.engine.types import StateSpan
 
 
 @dataclass(frozen=True, slots=True)

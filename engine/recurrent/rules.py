@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.recurrent.arena import PartSlots
+from pilotfish.engine.recurrent.arena import PartSlots
 
 
 def conv(

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.native.compiled import function, library
-from engine.types import Sequence
+from pilotfish.engine.native.compiled import function, library
+from pilotfish.engine.types import Sequence
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

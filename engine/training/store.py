@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.errors import ModelError
+from pilotfish.engine.errors import ModelError
 
 STATE = ".training"  # the folder of a run's own files, in that of the head
 _LOCK = "lock"

@@ -16,7 +16,7 @@ from random import Random
 
 import grpc
 
-from client import (
+from pilotfish.client import (
     AsyncClient,
     CancelledError,
     DeadlineExceededError,

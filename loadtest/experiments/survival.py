@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 
-from client import AsyncClient, Delta, Finished, QueueFullError, RequestFailedError
-from client.options import ChatMessage, Prompt
 from loadtest.process import ServerProcess, engine_of
+from pilotfish.client import AsyncClient, Delta, Finished, QueueFullError, RequestFailedError
+from pilotfish.client.options import ChatMessage, Prompt
 
 OPTIONS = ("--max-engine-crashes", "10000", "--max-queue-seconds", "600")
 _PROPERTIES = {

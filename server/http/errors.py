@@ -13,8 +13,8 @@ import grpc
 from fastapi.responses import JSONResponse
 from starlette.types import Scope
 
-from engine.errors import ContextExcess, InvalidRequest, PilotfishError, Violation, shown
-from server.admission.status import MAX_VIOLATION, clipped, refusal, shortened
+from pilotfish.engine.errors import ContextExcess, InvalidRequest, PilotfishError, Violation, shown
+from pilotfish.server.admission.status import MAX_VIOLATION, clipped, refusal, shortened
 
 _STATUSES = {  # all others: 500
     grpc.StatusCode.INVALID_ARGUMENT: 400,

@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from engine.errors import shown
-from engine.params import MAX_SEED, MIN_SEED
+from pilotfish.engine.errors import shown
+from pilotfish.engine.params import MAX_SEED, MIN_SEED
 
 
 def _is_text(value: str) -> str:

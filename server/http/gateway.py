@@ -24,15 +24,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from engine.errors import PilotfishError, shown
-from server import version
-from server.admission.security import Callers
-from server.config import LOOPBACK, ServerConfig
-from server.driver import Driver
-from server.errors import Forbidden, NotFound, Unauthenticated
-from server.http.errors import REQUEST_ID, HttpError, http_error, id_headers
-from server.lifecycle import Lifecycle, State
-from server.telemetry.metrics import Exposition
+from pilotfish.engine.errors import PilotfishError, shown
+from pilotfish.server import version
+from pilotfish.server.admission.security import Callers
+from pilotfish.server.config import LOOPBACK, ServerConfig
+from pilotfish.server.driver import Driver
+from pilotfish.server.errors import Forbidden, NotFound, Unauthenticated
+from pilotfish.server.http.errors import REQUEST_ID, HttpError, http_error, id_headers
+from pilotfish.server.lifecycle import Lifecycle, State
+from pilotfish.server.telemetry.metrics import Exposition
 
 PAGE = Path(__file__).resolve().parent / "playground"
 # Files of the page at `/`, which calls the server like any other client. They contain no secrets, so they need no

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from engine.stats import CacheChange
+from pilotfish.engine.stats import CacheChange
 
 if TYPE_CHECKING:
     import zmq
     from zmq.asyncio import Socket
 
-    from server.config import ServerConfig
+    from pilotfish.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from engine.params import MAX_NUM_DRAFT, MAX_PREDICTED_DRAFTS
-from engine.stats import Clock, ForwardKind, StepStats
-from engine.types import FinishReason
-from server import version
-from server.streams.stream import Timeline
+from pilotfish.engine.params import MAX_NUM_DRAFT, MAX_PREDICTED_DRAFTS
+from pilotfish.engine.stats import Clock, ForwardKind, StepStats
+from pilotfish.engine.types import FinishReason
+from pilotfish.server import version
+from pilotfish.server.streams.stream import Timeline
 
 PHASES = ("plan", "launch", "propose", "forward", "verify", "commit", "land")
 REJECTIONS = (

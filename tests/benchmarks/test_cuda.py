@@ -18,8 +18,8 @@ from benchmarks.cuda.parts import checks, decoding, peers, tokens
 from benchmarks.cuda.report import Folder, PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import Heads
-from engine.device_loop.graph_cache import GraphCache
-from engine.device_loop.round import Round
+from pilotfish.engine.device_loop.graph_cache import GraphCache
+from pilotfish.engine.device_loop.round import Round
 from tests.card import here
 
 CPU = Card(torch.device("cpu"), "", 1.0, 1.0, 2**14)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-import client
-from client.connection import Retry, Tls
+from pilotfish import client
+from pilotfish.client.connection import Retry, Tls
 from tests.client import fake_server
 from tests.client.blocking import blocking
 from tests.client.fake_server import CLOSING, full

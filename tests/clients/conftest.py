@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 import httpx
 import pytest
 
-from client import Client
 from loadtest.process import ServerProcess
+from pilotfish.client import Client
 
 
 class Served:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from models.corpus import held_out_prompts
+from pilotfish.models.corpus import held_out_prompts
 from tests.clients.environments import MODEL, answers
 from tests.clients.scripted import COMMAND, PRINTED
 

@@ -13,7 +13,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry
 
 from deploy.grafana import dashboards
-from server.telemetry.metrics import Metrics
+from pilotfish.server.telemetry.metrics import Metrics
 from tests.deploy.prometheus import DEPLOY, FOLDER
 
 FILES = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))

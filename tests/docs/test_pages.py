@@ -9,7 +9,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from server.telemetry.metrics import Metrics
+from pilotfish.server.telemetry.metrics import Metrics
 from tests.docs.conftest import ROOT
 from tests.features import HEAD, tables
 

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.params import SamplingParams, SpeculationParams, Verification
-from engine.types import FinishReason, Request
+from pilotfish.engine.params import SamplingParams, SpeculationParams, Verification
+from pilotfish.engine.types import FinishReason, Request
 from tests import fakes
 from tests.scripted import ScriptedProposer
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from engine import LLM, SamplingParams
-from models import corpus, embedded_eagle, embedded_medusa, embedded_target, heads
+from pilotfish.engine import LLM, SamplingParams
+from pilotfish.models import corpus, embedded_eagle, embedded_medusa, embedded_target, heads
 from tests import zoo
 
 MEGABYTE = 10**6

@@ -10,13 +10,13 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from client import NotFoundError
-from engine.errors import ModelError
+from pilotfish.client import NotFoundError
+from pilotfish.engine.errors import ModelError
+from pilotfish.server.app import App
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.lifecycle import State
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
-from server.app import App
-from server.config import ServerConfig
-from server.lifecycle import State
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import detail, error_of, request, streamed
 from tests.server.test_security import ALICE, ROOT, bearer

@@ -9,11 +9,11 @@ from pathlib import Path
 import gguf
 import pytest
 
-from engine.config import EngineConfig
-from engine.params import SamplingParams
-from models import embedded_target
-from server.chat import ChatTemplate
-from server.sampling_defaults import SamplingDefaults
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.params import SamplingParams
+from pilotfish.models import embedded_target
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.sampling_defaults import SamplingDefaults
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.http.interfaces import INTERFACES, TEMPLATE, talking
 from tests.serving import grpc_client, http_client, serving_embedded

@@ -13,7 +13,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("engine", "server", "client", "models", "benchmarks", "loadtest", "deploy", "examples")
+INSTALLED = ("engine", "server", "client", "models")  # as parts of the package pilotfish
+PACKAGES = (*INSTALLED, "benchmarks", "loadtest", "deploy", "examples")
 
 LONGEST_FUNCTION = 60
 LONGEST_FILE = 600
@@ -29,8 +30,10 @@ class Function:
 
 def modules(*packages: str) -> dict[str, Path]:
     """Every module by its dotted name; a package by its own."""
-    files = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+    files = [path.relative_to(ROOT) for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    names = (".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files)
+    roots = ("pilotfish." if path.parts[0] in INSTALLED else "" for path in files)
+    return {root + name: ROOT / path for root, name, path in zip(roots, names, files, strict=True)}
 
 
 OURS = modules(*PACKAGES)
@@ -107,6 +110,18 @@ def test_no_file_is_long():
     assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
 
 
+def test_modules_have_one_name():
+    """`engine` can be imported as well where the repository is the working directory: twice the same code."""
+    found = {
+        (str(path.relative_to(ROOT)), name)
+        for path in modules(*PACKAGES, "tests").values()
+        for node in nodes(path, ast.Import, ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+        if name.partition(".")[0] in INSTALLED
+    }
+    assert found == set()
+
+
 def test_no_import_runs_in_a_circle():
     graph = {name: set(imported(path, OURS)) - {name} for name, path in OURS.items()}
     assert sum(map(len, graph.values())) > 1000, "the test sees imports"
@@ -116,7 +131,9 @@ def test_no_import_runs_in_a_circle():
 def test_these_tests_measure(tmp_path):
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) != []
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    assert {"engine.types", "engine.control.learned"} <= set(imported(ROOT / "engine" / "engine.py", modules("engine")))
+    assert {"pilotfish.engine.types", "pilotfish.engine.control.learned"} <= set(
+        imported(ROOT / "engine" / "engine.py", modules("engine"))
+    )
     path = tmp_path / "package" / "sample.py"
     path.parent.mkdir()
     path.write_text(

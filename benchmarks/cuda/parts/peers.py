@@ -27,7 +27,7 @@ from benchmarks.cuda.engines import RandomPair, best_drafts, engine_of, position
 from benchmarks.cuda.parts.decoding import MOST_DRAFTS
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
-from engine.sampling.noise import Stream, uniform
+from pilotfish.engine.sampling.noise import Stream, uniform
 
 _CERTAIN = 1e4  # a logit larger than any of a random model
 

@@ -12,9 +12,9 @@ from benchmarks.cuda.engines import RandomPair, engine_of, pass_seconds, positio
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
-from engine.engine import Engine
-from engine.params import SamplingParams
-from engine.types import Request
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.types import Request
 
 _TIMES = 3  # after one warm-up run
 

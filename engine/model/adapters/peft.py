@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as read_tensors
 from torch import Tensor
 
-from engine.errors import ModelError, shown
-from engine.model.bounded import bounded
+from pilotfish.engine.errors import ModelError, shown
+from pilotfish.engine.model.bounded import bounded
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from engine.attention.reference import AttentionSpec
-from engine.kv.arena import LayerKV
-from engine.model.decoder.rotary import QueryGrowth, RotaryTable
-from engine.recurrent.arena import StatePart
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.kv.arena import LayerKV
+from pilotfish.engine.model.decoder.rotary import QueryGrowth, RotaryTable
+from pilotfish.engine.recurrent.arena import StatePart
 
 
 class Mixer:

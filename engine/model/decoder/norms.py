@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.kernels.args import Fp8Rows
-from engine.model.decoder.ops import LayerOps
-from engine.model.linear.activations import ELEMENTWISE
-from engine.native import rows_for
-from engine.native.rows import WeightAndEps
+from pilotfish.engine.kernels.args import Fp8Rows
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.linear.activations import ELEMENTWISE
+from pilotfish.engine.native import rows_for
+from pilotfish.engine.native.rows import WeightAndEps
 
 if TYPE_CHECKING:
-    from engine.model.decoder.architecture import HeadNorm, NormForm
-    from engine.model.decoder.weights import WeightReader
+    from pilotfish.engine.model.decoder.architecture import HeadNorm, NormForm
+    from pilotfish.engine.model.decoder.weights import WeightReader
 
 
 class RMSNorm(nn.Module):

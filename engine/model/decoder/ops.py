@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from engine.kernels import faults, reference
-from engine.kernels.args import Fp8Rows
-from engine.model.linear.cuda import Multiply, W4Linear
-from engine.model.linear.experts import Mix
+from pilotfish.engine.kernels import faults, reference
+from pilotfish.engine.kernels.args import Fp8Rows
+from pilotfish.engine.model.linear.cuda import Multiply, W4Linear
+from pilotfish.engine.model.linear.experts import Mix
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class LayerOps:
 
     @classmethod
     def kernels(cls) -> LayerOps:
-        from engine.kernels import experts, rows, w4  # import Triton
+        from pilotfish.engine.kernels import experts, rows, w4  # import Triton
 
         return cls.of(rows, experts, w4)
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.errors import ModelError
-from engine.kv.batch import TABLE_MARK
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.batch import TABLE_MARK
 
 _Parameters = Mapping[str, Any]
 _ORIGINAL = "original_max_position_embeddings"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from engine.errors import ModelError, shown
+from pilotfish.engine.errors import ModelError, shown
 
 T = TypeVar("T")
 

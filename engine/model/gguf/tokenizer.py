@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from engine.errors import ModelError, shown
-from engine.model.gguf.container import Container, Strings
+from pilotfish.engine.errors import ModelError, shown
+from pilotfish.engine.model.gguf.container import Container, Strings
 
 _Array = np.ndarray[Any, Any]
 _NONE = (None, "none", "no_vocab")

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from engine.kernels import reference
-from engine.kernels.args import GROUP, TILE_OUTPUTS, Fp8Rows
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.args import GROUP, TILE_OUTPUTS, Fp8Rows
 
 _STEP = 16  # sizes of matrices are multiples of this
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.args import FusedWeights
-from engine.model.linear.grouped import packed_of
-from engine.native import rows_for
-from engine.native.experts import ExpertGate, ExpertMatrices
+from pilotfish.engine.kernels.args import FusedWeights
+from pilotfish.engine.model.linear.grouped import packed_of
+from pilotfish.engine.native import rows_for
+from pilotfish.engine.native.experts import ExpertGate, ExpertMatrices
 
 
 class RoutedExperts(nn.Module):

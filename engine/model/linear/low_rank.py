@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.native import ALIGNED, PackedMatrix, multiplies
+from pilotfish.engine.native import ALIGNED, PackedMatrix, multiplies
 
 RowIndex = slice | Tensor  # of a pass: a range, or indices
 

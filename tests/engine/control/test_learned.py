@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.control import learned
-from engine.control.adaptive import AdaptiveK
-from engine.control.controller import Control
+from pilotfish.engine.control import learned
+from pilotfish.engine.control.adaptive import AdaptiveK
+from pilotfish.engine.control.controller import Control
 from tests.clockwork import COSTS, READS, Machine
 
 CONFIG = SimpleNamespace(target="none/target", draft=())

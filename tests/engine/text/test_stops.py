@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.text.codec import OutputText
-from engine.text.stops import Asides, StopStrings
+from pilotfish.engine.text.codec import OutputText
+from pilotfish.engine.text.stops import Asides, StopStrings
 from tests.engine.text.test_codec import CODEC, in_chunks
 
 BEGIN, END, CALL, OVER = "<t>", "</t>", "<c>", "</c>"

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from server import cli
-from server.lifecycle import State
+from pilotfish.server import cli
+from pilotfish.server.lifecycle import State
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG

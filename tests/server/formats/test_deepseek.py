@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from server.formats.base import ReasoningMarks, Tool
-from server.formats.deepseek import DeepSeekFormat
+from pilotfish.server.formats.base import ReasoningMarks, Tool
+from pilotfish.server.formats.deepseek import DeepSeekFormat
 from tests.server.formats.laws import FREE, Calls, Family, Spelling, called, dumped, some_calls
 from tests.server.formats.walks import Call, Masks, Reading, markers_of, plain_masks, read
 

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.formats.base import Scanner, Trimmed
+from pilotfish.server.formats.base import Scanner, Trimmed
 from tests.server.formats.walks import cuts
 
 MARKERS = ("<a>", "<ab>", "<a>b", "x")

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from engine.types import Adapter, Logprob
+from pilotfish.engine.types import Adapter, Logprob
 from tests.engine.text.test_codec import CODEC, END
 from tests.server import fake_engine
 from tests.server.fake_engine import SHIFT, TEXT, FakeEngine, logprob_of

@@ -6,7 +6,7 @@ import json
 
 import httpx
 
-from server.formats.reasoning import PlainFormat
+from pilotfish.server.formats.reasoning import PlainFormat
 from tests.server.http.agents import ASKED, DIALECTS, REASONING, SAID, USER, prompt_of, talking, without_ids
 from tests.server.http.interfaces import on_the_shared_server
 from tests.server.test_security import ALICE

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from server.http.gateway import PAGE, PAGE_FILES
+from pilotfish.server.http.gateway import PAGE, PAGE_FILES
 from tests.serving import http_client, serving
 
 

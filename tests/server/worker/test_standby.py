@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from engine.errors import ModelError
-from server.errors import EngineCrashed
-from server.worker.worker import Standby
+from pilotfish.engine.errors import ModelError
+from pilotfish.server.errors import EngineCrashed
+from pilotfish.server.worker.worker import Standby
 from tests.serving import until
 
 

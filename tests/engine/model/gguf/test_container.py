@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from engine.errors import ModelError
-from engine.model.gguf.container import Container, Strings, gguf_file
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.gguf.container import Container, Strings, gguf_file
 from tests import gguf_files
 
 

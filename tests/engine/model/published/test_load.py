@@ -17,20 +17,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, GPT2Config, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
-from engine.choices import Weights
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.model.checkpoint import read_config
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.fallback import load_model
-from engine.model.linear.grouped import GroupedLinear, PackedLinear
-from engine.model.published.base import CodedEmbedding
-from engine.model.published.methods import quantisation_of, read_weights
-from engine.model.quantize import save_quantised
-from engine.model.runner import end_tokens
-from engine.startup.build import load
-from engine.startup.check import check
-from engine.startup.precision import held_as
+from pilotfish.engine.choices import Weights
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.checkpoint import read_config
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.fallback import load_model
+from pilotfish.engine.model.linear.grouped import GroupedLinear, PackedLinear
+from pilotfish.engine.model.published.base import CodedEmbedding
+from pilotfish.engine.model.published.methods import quantisation_of, read_weights
+from pilotfish.engine.model.quantize import save_quantised
+from pilotfish.engine.model.runner import end_tokens
+from pilotfish.engine.startup.build import load
+from pilotfish.engine.startup.check import check
+from pilotfish.engine.startup.precision import held_as
 from tests import published, zoo
 from tests.drawn import numbers
 from tests.zoo import logits
@@ -126,7 +126,7 @@ def test_what_has_no_codes_or_no_kernel_may_be_rounded_as_asked(name: str, folde
 def test_the_log_reports_kept_and_dequantised_weights(
     folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "engine"):
+    with caplog.at_level(logging.INFO, "pilotfish.engine"):
         loaded(folder_of("gptq"))
         loaded(folder_of("fp8-blocks"))
     assert "rounding: the checkpoint's own codes" in caplog.text

@@ -12,8 +12,8 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
-from engine import LLM
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.engine import LLM
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from tests import gguf_files, published, zoo
 from tests.families import generate
 

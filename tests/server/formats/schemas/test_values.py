@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from server.formats.base import Tool
-from server.formats.tagged import Parameters
+from pilotfish.server.formats.base import Tool
+from pilotfish.server.formats.tagged import Parameters
 
 SCHEMA = {
     "$ref": "#/$defs/root",
