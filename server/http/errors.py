@@ -39,6 +39,14 @@ _TYPES = {  # by status: OpenAI's and Anthropic's type; `_INVALID` for all other
     503: ("server_error", "overloaded_error"),
     504: ("server_error", "timeout_error"),
 }
+# Codes that OpenAI's clients compare, by the reason of a refusal; the code of all others is the reason itself. There is
+# no `insufficient_quota`, after which clients do not retry: a caller's limits are of live requests and of a rate.
+_CODES = {
+    "not_found": "model_not_found",
+    "unauthenticated": "invalid_api_key",
+    "queue_full": "rate_limit_exceeded",
+    "quota": "rate_limit_exceeded",
+}
 MAX_MESSAGE = 4000  # bytes of UTF-8
 UNAVAILABLE_SECONDS = 1.0  # a retry after this time may find another state
 MESSAGES = "/v1/messages"  # Anthropic's routes
@@ -91,8 +99,8 @@ def http_error(error: HttpError | PilotfishError, path: str = "") -> HttpError:
     status = _STATUSES.get(refused.code, 500)
     retry = UNAVAILABLE_SECONDS if status == 503 else refused.retry_seconds
     if not isinstance(error, InvalidRequest):
-        code = "model_not_found" if status == 404 else refused.metric
-        return HttpError(status, code, clipped(str(error), MAX_MESSAGE), retry_seconds=retry)
+        code, field = _CODES.get(refused.metric, refused.metric), "model" if status == 404 else None
+        return HttpError(status, code, clipped(str(error), MAX_MESSAGE), field, retry)
     found = shortened(error.violations)
     over = next((violation for violation in found if violation.excess is not None), None)
     parts = [str(v) if v.excess is None else _context_words(path, v.field, v.excess) for v in found]

@@ -189,6 +189,11 @@ def gateway(
             body |= _vitals(loaded)
         return JSONResponse(body, status_code=200 if lifecycle.state is State.READY else 503)
 
+    @app.get("/version")
+    async def its_version() -> dict[str, str]:
+        """Return the version of the server."""
+        return {"version": version()}
+
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Return all metrics in Prometheus text format, or in OpenMetrics if the Accept header requests it."""

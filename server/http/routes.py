@@ -17,11 +17,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from pilotfish.engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation, shown
+from pilotfish.engine.errors import InvalidRequest, PilotfishError, shown
 from pilotfish.engine.types import FinishedOutput, TokenEvent
 from pilotfish.server.admission.admission import Admission
 from pilotfish.server.admission.security import AdapterCalls
-from pilotfish.server.admission.slow_work import release_turn
 from pilotfish.server.driver import Driver
 from pilotfish.server.http.bodies import GenerateBody, GenerationFields, ParsedBody, fields_of, read_body
 from pilotfish.server.http.calls import (
@@ -41,6 +40,7 @@ from pilotfish.server.http.messages import ConversationBody, MessagesAnswer, Mes
 from pilotfish.server.http.openai.answers import FINISH_REASONS, ChatAnswers, TextAnswers, fit
 from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody
 from pilotfish.server.http.responses import ResponsesAnswer, ResponsesBody
+from pilotfish.server.http.tokenization import DetokenizeBody, TokenizeBody, counted, detokenized, tokenized
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -65,13 +65,18 @@ def add_generation(app: FastAPI, admission: Admission, stall_seconds: float) -> 
         add(path, generating(kind, answers), about, _schema(kind, path))
         about = "Return the tokens of each prompt, or of the rendered conversation."
         body = {"requestBody": {"$ref": f"#/paths/{path.replace('/', '~1')}/post/requestBody"}}
-        add(f"{path}/render", _converting(admission, kind, _rendered), about, body)
+        add(f"{path}/render", _converting(admission, partial(read_body, kind), _rendered), about, body)
     about = "Continue a conversation, in the format of OpenAI's Responses API."
     add("/v1/responses", generating(ResponsesBody, ResponsesAnswer), about)
     about = "Continue a conversation, in the format of Anthropic's Messages API."
     add("/v1/messages", generating(MessagesBody, MessagesAnswer), about)
     about = "Return the number of prompt tokens of a conversation."
-    add("/v1/messages/count_tokens", _converting(admission, ConversationBody, _counted), about)
+    count = _converting(admission, partial(read_body, ConversationBody), counted)
+    add("/v1/messages/count_tokens", count, about)
+    about = "Return the tokens of a prompt or a conversation."
+    add("/tokenize", _converting(admission, partial(read_body, TokenizeBody), tokenized), about)
+    about = "Return the text of tokens."
+    add("/detokenize", _converting(admission, partial(fields_of, DetokenizeBody), detokenized), about)
 
     @app.api_route("/v1/responses/{response_id}", methods=["GET", "DELETE"], include_in_schema=False)
     async def stored(response_id: str) -> Response:
@@ -121,8 +126,8 @@ def _unique_id(request: Request) -> str:
 
 def _converting(
     admission: Admission,
-    kind: type[GenerationFields],
-    converted: Callable[[Admission, ParsedBody[Any]], Awaitable[Any]],
+    read: Callable[[bytes], Any],
+    converted: Callable[[Admission, Any], Awaitable[Any]],
 ) -> Endpoint:
     """Return an endpoint that generates nothing and raises the errors of the same generation request."""
 
@@ -130,8 +135,8 @@ def _converting(
         data = await request.body()
         with admission.conversion(request.scope["caller"]):
             async with admission.slow.turn(len(data)):
-                read = await admission.slow.run(read_body, kind, data)
-                found = await converted(admission, read)
+                body = await admission.slow.run(read, data)
+                found = await converted(admission, body)
         text = await admission.slow.run(json.dumps, found, is_slow=True)
         return Response(text, media_type="application/json")
 
@@ -157,20 +162,6 @@ async def _rendered(admission: Admission, read: ParsedBody[CompletionBody | Chat
             }
         )
     return found[0] if is_chat else found
-
-
-async def _counted(admission: Admission, read: ParsedBody[ConversationBody]) -> Any:
-    model = admission.driver().model
-    if model.codec is None or model.chat is None:
-        raise Unsupported(f"{model.name} does not support conversations: it has no tokenizer or no chat template")
-    found = list[Violation]()
-    request, prompt, _ = read.readers[0](model, found)
-    text = await admission.text_of(prompt, request, model, found)
-    if text is None or found:
-        with read.naming():
-            raise InvalidRequest(found)
-    release_turn()
-    return {"input_tokens": len(await admission.encoded(text, model.codec, bare=True))}
 
 
 @cache  # constant, and the most expensive step of the start
